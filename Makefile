@@ -1,0 +1,81 @@
+# `make help` lists the targets. Every target that needs Python first brings .venv up to date.
+
+PYTHON ?= python3
+CONFIG ?= model_configs/cdrmix-core-tiny.yaml
+# Further flags of the command that a target runs: make train ARGS='--max-steps 50'
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/set-up
+
+# Two ranks where there are two devices (GPUs, else cores), one otherwise.
+# nproc would answer with OMP_NUM_THREADS where that is set.
+NPROC ?= $(shell gpus=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'); \
+	devices=$$gpus; [ "$$gpus" -gt 0 ] || devices=$$(env -u OMP_NUM_THREADS nproc); \
+	[ "$$devices" -lt 2 ] && echo 1 || echo 2)
+
+PRINT_FREE_PORT := 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+
+# Tools that the programs below start (ninja, for one) are found without an activated environment.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint format bench coverage clean FORCE
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*##/\1 \t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: $(STAMP)  ## make .venv with the package and its development extras
+
+train: setup  ## train cdrmix-core-tiny on the sample corpus; NPROC, CONFIG and ARGS change it
+	@$(BIN)/deepspeed --num_gpus $(NPROC) --master_port $$($(BIN)/python -c $(PRINT_FREE_PORT)) \
+		--log_level error launch/train.py --config $(CONFIG) $(ARGS)
+
+test: setup  ## run all tests, the cheap ones first; ARGS='tests/unit -k name' for some
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup  ## check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: setup  ## rewrite the sources in the house's layout
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: setup  ## run the paired benchmarks of docs/benchmarks.md
+	@$(BIN)/python -m tools.benchmark.run $(ARGS)
+
+coverage: setup  ## run the tests and list the lines that none of them reached
+	@$(BIN)/coverage run -m pytest $(ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
+
+clean:  ## remove .venv and caches; leaves data/ and experiments/
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage*
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last and holds the checkout's path. Without it, in a moved checkout, or when
+# the system's Python is gone, the environment is made anew; when only a file of requirements has
+# changed, it is brought up to date in place.
+HAS_VENV := $(shell grep -sqxF "$(CURDIR)" $(STAMP) && $(BIN)/python -c '' 2>/dev/null && echo yes)
+ifndef HAS_VENV
+$(STAMP): FORCE
+endif
+
+$(STAMP): setup.py pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make setup: '$(PYTHON)' is not Python 3.11 or newer." \
+		"Try: make setup PYTHON=python3.12" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' >/dev/null 2>&1 || { \
+		echo "make setup: '$(PYTHON)' cannot make virtual environments." \
+		"Try: sudo apt-get install python3-venv" >&2; exit 2; }
+	@echo "make setup: installing into $(VENV), once (PyTorch is a large download)" >&2
+	@[ "$(HAS_VENV)" ] || "$(PYTHON)" -m venv --clear $(VENV)
+	@rm -f $@
+	@$(BIN)/python -m pip install $$([ -t 1 ] || echo --quiet) --disable-pip-version-check --use-pep517 \
+		--constraint constraints.txt --editable '.[dev]'
+	@printf '%s\n' "$(CURDIR)" > $@
+
+FORCE:

@@ -1,0 +1,3 @@
+"""CDRmix: trains RWKX-V language models under the DeepSpeed launcher."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,38 @@
+"""What a user can cause. Anything else that is raised is a fault of ours.
+
+Messages say where, what was given, what is allowed and what to try; they reach stderr without a
+traceback, and the process ends with the error's `exit_code`.
+"""
+
+EXIT_DONE = 0
+EXIT_USER_ERROR = 2
+EXIT_NO_USABLE_STATE = 3
+EXIT_STOPPED_BY_SIGNAL = 75
+
+
+class TrainingError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+    exit_code = EXIT_USER_ERROR
+
+
+class ConfigError(TrainingError):
+    """A configuration file, an override or a flag is wrong."""
+
+
+class PlanError(TrainingError):
+    """Config, profile and cluster do not go together."""
+
+
+class DataError(TrainingError):
+    """A corpus, shard or tokenizer is missing, damaged or of another kind than configured."""
+
+
+class StateError(TrainingError):
+    """A run directory or checkpoint cannot be used as asked."""
+
+
+class NoUsableStateError(StateError):
+    """Checkpoints exist and every one of them is damaged."""
+
+    exit_code = EXIT_NO_USABLE_STATE

@@ -1,0 +1,50 @@
+"""Rank-aware logging: one message per run rather than one per rank. No torch.
+
+Rank 0 logs from INFO, the other ranks from WARNING, each line of theirs marked with the rank.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+_ROOT = "cdrmix"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Logger below the project's own root, so that a user can silence or redirect all of ours."""
+    return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
+
+
+class _ProgressAwareHandler(logging.Handler):
+    """Writes to stderr, above a live progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+        except OSError:  # whoever read stderr is gone, with the launcher for one: go on without
+            self.handleError(record)
+
+
+def configure(*, rank: int = 0) -> None:
+    """Send the project's log lines to stderr; called once per process, before anything is logged.
+
+    Args:
+        rank: global rank of this process; 0 logs from INFO, the others from WARNING.
+    """
+    root = logging.getLogger(_ROOT)
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    mark = "" if rank == 0 else f"[rank {rank}] "
+    handler = _ProgressAwareHandler()
+    handler.setFormatter(logging.Formatter(f"{mark}%(message)s"))
+    root.addHandler(handler)
+    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def log_to_file(path: Path) -> None:
+    """Copy the log lines of this process to `path` (appended), with time and level."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger(_ROOT).addHandler(handler)

@@ -1,0 +1,310 @@
+"""Process group, device, seeds and environment of one rank.
+
+The only reader of `os.environ` besides launch/, and the place where DeepSpeed is told how to
+communicate. Every function here also works in a plain single process, where the collectives are
+the identity.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import random
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed
+
+from cdrmix.errors import ConfigError, TrainingError
+from cdrmix.log import get_logger
+
+T = TypeVar("T")
+logger = get_logger(__name__)
+
+# What launchers call the four numbers that a rank needs: (rank, world, local rank, local world).
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),  # deepspeed
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+def map_environment() -> None:
+    """Fill RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from what the launcher set.
+
+    torchrun and deepspeed set them; mpirun and srun set names of their own. A process that no
+    launcher started becomes rank 0 of 1 on a port of its own.
+
+    Raises:
+        ConfigError: if several ranks were started without an address to meet at.
+    """
+    env = os.environ
+    for names in _LAUNCHERS:
+        if names[0] not in env or names[1] not in env:
+            continue
+        if names[0].startswith("SLURM") and "SLURM_STEP_ID" not in env:
+            continue  # inside a batch script but not started by srun: one plain process
+        targets = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        for target, name in zip(targets, names, strict=True):
+            if name in env:
+                env.setdefault(target, env[name].split("(")[0])
+    env.setdefault("RANK", "0")
+    env.setdefault("WORLD_SIZE", "1")
+    env.setdefault("LOCAL_RANK", "0")
+    env.setdefault("LOCAL_WORLD_SIZE", "1")
+    if env["WORLD_SIZE"] == "1":
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        env.setdefault("MASTER_PORT", "0")
+    elif "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+        raise ConfigError(
+            f"{env['WORLD_SIZE']} ranks were started without MASTER_ADDR and MASTER_PORT: export "
+            "both before mpirun or srun, or start with the deepspeed launcher"
+        )
+
+
+def environment_rank() -> int:
+    """Global rank from the environment, before any process group exists."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def environment_world_size() -> int:
+    """World size from the environment, before any process group exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Rank of this process on its host."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Ranks on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def cache_dir() -> Path:
+    """Folder for what can be rebuilt, such as compiled kernels; not created here."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "cdrmix"
+
+
+def use_cpu() -> bool:
+    """Whether this run computes on CPUs: no CUDA device, or DS_ACCELERATOR=cpu."""
+    return os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """Device of this rank."""
+    return torch.device("cpu") if use_cpu() else torch.device("cuda", local_rank())
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, quiet, with its accelerator agreed and its shared-memory op off.
+
+    The shared-memory all-reduce of its CPU backend leaves 69 MB per rank in /dev/shm after every
+    run, a clean one too, and is compiled for two minutes first (0.19.8: ops/csrc/cpu/comm/shm.cpp
+    unlinks only in a destructor). comm/torch.py asks this table before it builds the op.
+    """
+    if use_cpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, on every rank
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger as deepspeed_logger
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_logger.setLevel("WARNING")
+    return deepspeed
+
+
+def initialize_distributed(*, timeout_minutes: float = 30) -> None:
+    """Make the process group of this run through DeepSpeed: nccl on GPUs, gloo on CPUs.
+
+    Args:
+        timeout_minutes: how long a collective may wait before it fails.
+    """
+    map_environment()
+    deepspeed = import_deepspeed()
+    if torch.cuda.is_available() and not use_cpu():
+        torch.cuda.set_device(local_rank())
+    if os.environ["MASTER_PORT"] == "0":
+        os.environ["MASTER_PORT"] = str(free_port())
+    deepspeed.init_distributed(
+        dist_backend="gloo" if use_cpu() else "nccl",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(minutes=timeout_minutes),
+    )
+
+
+def destroy_distributed() -> None:
+    """End the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago on this host."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank() -> int:
+    """Global rank; 0 without a process group."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if world_size() > 1:
+        torch.distributed.barrier()
+
+
+def broadcast_object(value: T, *, source: int = 0) -> T:
+    """The `source` rank's value, on every rank. The value must be picklable."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=source, device=device())
+    return box[0]
+
+
+def all_gather_object(value: T) -> list[T]:
+    """Every rank's value, in rank order. The values must be picklable."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of `tensor` over all ranks, in place, returned for convenience. Not differentiable."""
+    if world_size() > 1:
+        torch.distributed.all_reduce(tensor)
+    return tensor
+
+
+def together(action: Callable[[], T]) -> T:
+    """Run `action` on every rank; if it fails on any of them, all raise the same error.
+
+    For phases in which one rank alone can meet a damaged file or a full disk: without agreement
+    the others would wait in the next collective until its timeout. Only errors that a user can
+    cause are agreed on; a fault of ours is left to end its own rank with its traceback.
+
+    Raises:
+        TrainingError: the first failing rank's error, on every rank.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except TrainingError as error:
+        failure = error
+    failures = all_gather_object(failure)
+    for failing_rank, found in enumerate(failures):
+        if found is None:
+            continue
+        if failing_rank > 0:
+            found.args = (f"[rank {failing_rank}] {found}",)
+        raise found
+    return result  # type: ignore[return-value]
+
+
+def first_rank_does(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 only and give its result to every rank; its error reaches all.
+
+    Raises:
+        TrainingError: rank 0's error, on every rank.
+    """
+    result = together(lambda: action() if rank() == 0 else None)
+    return broadcast_object(result)  # type: ignore[return-value]
+
+
+def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Seed python, numpy and torch, and ask torch for kernels that give equal bits each time.
+
+    Args:
+        seed: one number for the run; all ranks take the same.
+        deterministic: False leaves torch free to choose faster kernels on GPUs.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+
+
+def set_threads() -> int:
+    """Give each CPU rank of this host its share of the cores; returns the number of threads."""
+    if "OMP_NUM_THREADS" not in os.environ or local_world_size() > 1:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // local_world_size()))
+    return torch.get_num_threads()
+
+
+def end_with_launcher(on_orphaned: int = signal.SIGTERM) -> None:
+    """Ask the kernel to send `on_orphaned` to this rank when the process that started it dies.
+
+    A launcher that is killed cannot pass a signal on; its ranks would train on unseen. Linux only
+    (prctl PR_SET_PDEATHSIG); elsewhere a dead launcher is noticed by nobody.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, on_orphaned)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os.kill(os.getpid(), on_orphaned)
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions and devices of this run, for environment.json. Never variables or host secrets."""
+    from importlib.metadata import version
+
+    packages = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "pydantic")
+    described: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version(name) for name in packages},
+        "world_size": world_size(),
+        "backend": "gloo" if use_cpu() else "nccl",
+    }
+    if use_cpu():
+        described["device"] = {"kind": "cpu", "cores": len(os.sched_getaffinity(0))}
+        described["threads_per_rank"] = torch.get_num_threads()
+    else:
+        properties = torch.cuda.get_device_properties(device())
+        described["device"] = {
+            "kind": "cuda",
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
+    return described

@@ -1,0 +1,71 @@
+"""Package metadata, extras and the console script `cdrmix`. Tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    """The version in cdrmix/__init__.py, read without importing the package."""
+    source = (ROOT / "cdrmix" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
+    assert match, 'cdrmix/__init__.py holds no line __version__ = "..."'
+    return match[1]
+
+
+setup(
+    name="cdrmix",
+    version=version(),
+    description="Trains RWKX-V language models (RWKV-7 and Transformer blocks, MoE) on DeepSpeed",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    # Both folders of settings ship inside the package, so that a wheel finds them beside its code.
+    packages=[
+        *find_packages(include=["cdrmix", "cdrmix.*"]),
+        "cdrmix.model_configs",
+        "cdrmix.ds_configs",
+    ],
+    package_dir={"cdrmix.model_configs": "model_configs", "cdrmix.ds_configs": "ds_configs"},
+    package_data={
+        "cdrmix.models": ["*.cpp"],
+        "cdrmix.model_configs": ["**/*.yaml", "*.json"],
+        "cdrmix.ds_configs": ["*.json"],
+    },
+    install_requires=[
+        "deepspeed>=0.19.8",
+        "matplotlib>=3.9",
+        "mpi4py>=4.1",  # for ranks that mpirun starts; needs an MPI library only when used
+        "numpy>=2.0",
+        "pydantic>=2.10",
+        "pyyaml>=6.0",
+        "safetensors>=0.8",
+        "tiktoken>=0.12",
+        "tokenizers>=0.23.1",
+        "torch>=2.13",
+        "tqdm>=4.66",
+        "transformers>=5.23",
+    ],
+    extras_require={
+        "dev": [
+            "coverage>=7.6",
+            "mypy>=2.0",
+            "packaging>=24.0",
+            "psutil>=6.0",
+            "pytest>=9.0",
+            "ruff>=0.17",
+            "setuptools>=77.0.3",
+            "types-psutil",
+            "types-PyYAML",
+            "types-tqdm",
+        ],
+        "gpu": ["fla-core[cuda]>=0.6"],
+    },
+    entry_points={"console_scripts": ["cdrmix = cdrmix.cli:main"]},
+    zip_safe=False,
+)

@@ -1,0 +1,66 @@
+"""Training reaches for no network, and its run directory keeps no secrets."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import launch
+
+# Ranks meet over the loopback interface, which a new network namespace has, but switched off.
+# Debian's minimal image has no `ip` to switch it on.
+WITH_LOOPBACK = """
+import fcntl, os, socket, struct, sys
+SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+    fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+assert [name for _, name in socket.if_nameindex()] == ["lo"], socket.if_nameindex()
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+# Only root may make a network namespace; others are root in a user namespace of their own.
+AS_ROOT = () if os.geteuid() == 0 else ("--map-root-user",)
+NO_NETWORK = ("unshare", "--net", *AS_ROOT, sys.executable, "-c", WITH_LOOPBACK)
+
+SECRETS = {
+    "FAKE_TOKEN": "fake-token-5d1c7e",
+    "HF_TOKEN": "hf_fake2b9a41",
+    "AWS_SECRET_ACCESS_KEY": "fake-key-91ff03",
+    "PIP_INDEX_URL": "https://reader:fake-password-77aa@example.org/simple",
+}
+
+
+@pytest.fixture
+def no_network() -> tuple[str, ...]:
+    try:
+        subprocess.run([*NO_NETWORK, "true"], check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no program unshare")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"unshare --net is not allowed here: {error.stderr.strip()}")
+    return NO_NETWORK
+
+
+def test_trains_with_no_network_interface_and_keeps_no_secret(
+    no_network: tuple[str, ...], run_dir: Path, small_corpus: Path
+) -> None:
+    config = "model_configs/cdrmix-core-tiny.yaml"
+    flags = ["--run-dir", str(run_dir), "--set", f"data.path={small_corpus}", "--max-steps", "3"]
+    done = launch(
+        ["launch/train.py", "--config", config, *flags], nproc=2, prefix=no_network, env=SECRETS
+    )
+    assert done.returncode == 0, done.stderr
+
+    steps = [
+        json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps[-1] == 3
+    assert json.loads((run_dir / "environment.json").read_text())["packages"]["torch"]
+
+    written = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    written[Path("stdout")] = done.stdout.encode()
+    written[Path("stderr")] = done.stderr.encode()
+    for name, secret in SECRETS.items():
+        assert not [path for path, text in written.items() if secret.encode() in text], name
