@@ -1,0 +1,183 @@
+"""The `cdrmix` command. Each verb parses its flags and calls one function of the package.
+
+A new verb is a function `add_<verb>(verbs)` that makes its parser and sets `run`, and a name in
+`VERBS`. What a user got wrong reaches stderr as a message, here and nowhere else in the verbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cdrmix import __version__, log
+from cdrmix.errors import EXIT_DONE, TrainingError
+
+if TYPE_CHECKING:
+    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code of the process.
+
+    Args:
+        argv: arguments after the program name; those of the process when left out.
+    """
+    arguments = _parser().parse_args(argv)
+    log.configure()
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output left (`cdrmix config ... | head`); nothing is left to say to it,
+        # and Python must not try again while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cdrmix", description="Trains RWKX-V language models under the DeepSpeed launcher."
+    )
+    parser.add_argument("--version", action="version", version=f"cdrmix {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for add_verb in VERBS:
+        add_verb(verbs)
+    return parser
+
+
+def add_config_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """The flags of every verb that reads a configuration: --config FILE and --set PATH=VALUE."""
+    parser.add_argument("--config", metavar="FILE", required=required, help="YAML configuration")
+    parser.add_argument(
+        "--set",
+        metavar="PATH=VALUE",
+        dest="overrides",
+        action="append",
+        default=[],
+        help="override one value, such as training.seed=7; may be repeated",
+    )
+
+
+def add_config(verbs: Verbs) -> None:
+    """`cdrmix config`: print the resolved configuration, or the schema of configurations."""
+    parser = verbs.add_parser(
+        "config", help="print a configuration with every default and derived value, or the schema"
+    )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON schema, for editors to complete by"
+    )
+    add_config_flags(parser, required=False)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.config.load import load_config, resolved_yaml, schema_json
+
+        if arguments.schema == bool(arguments.config):
+            parser.error("give --config FILE or --schema")
+        if arguments.schema:
+            print(schema_json(), end="")
+        else:
+            print(resolved_yaml(load_config(arguments.config, arguments.overrides)), end="")
+
+    parser.set_defaults(run=run)
+
+
+def add_data(verbs: Verbs) -> None:
+    """`cdrmix data sample`: build the sample corpus."""
+    kinds = verbs.add_parser("data", help="build token shards").add_subparsers(
+        title="what", metavar="WHAT", required=True
+    )
+    parser = kinds.add_parser(
+        "sample", help="build the sample corpus from the text that ships with Python"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=4096, help="slots of its tokenizer; default 4096"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to make; default data/sample-<vocab size>"
+    )
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.data.sample import build_sample
+
+        out = arguments.out or Path("data") / f"sample-{arguments.vocab_size}"
+        build_sample(out, arguments.vocab_size)
+        print(out)
+
+    parser.set_defaults(run=run)
+
+
+def add_generate(verbs: Verbs) -> None:
+    """`cdrmix generate RUN_DIR`: go on from a prompt."""
+    parser = verbs.add_parser("generate", help="continue a text with a trained model")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
+    parser.add_argument("--prompt", default="", help="text to go on from; default none")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest token; default 0.8"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling; default 0")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.evaluation.trained import continue_text
+
+        text = continue_text(
+            arguments.run_dir,
+            arguments.prompt,
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+        )
+        print(arguments.prompt + text)
+
+    parser.set_defaults(run=run)
+
+
+def add_evaluate(verbs: Verbs) -> None:
+    """`cdrmix evaluate RUN_DIR`: held-out loss of a trained model."""
+    parser = verbs.add_parser("evaluate", help="held-out loss and routing of a trained model")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
+    parser.add_argument(
+        "--max-tokens", type=int, default=1_000_000, help="most tokens read; default 1,000,000"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.evaluation.trained import evaluate_run
+
+        evaluation = evaluate_run(arguments.run_dir, max_tokens=arguments.max_tokens)
+        print(json.dumps(evaluation.as_json()) if arguments.json else evaluation.table())
+
+    parser.set_defaults(run=run)
+
+
+def add_report(verbs: Verbs) -> None:
+    """`cdrmix report RUN_DIR`: write report.html anew."""
+    parser = verbs.add_parser("report", help="write the report of a run, also of one still going")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.monitoring.report import write_report
+
+        print(write_report(arguments.run_dir))
+
+    parser.set_defaults(run=run)
+
+
+VERBS: tuple[Callable[[Verbs], None], ...] = (
+    add_config,
+    add_data,
+    add_generate,
+    add_evaluate,
+    add_report,
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

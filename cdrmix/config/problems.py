@@ -1,0 +1,213 @@
+"""Checks plain values against the schema and words everything that is wrong in our own terms.
+
+pydantic finds what is wrong with known keys, this file finds the unknown ones; both are told as
+path, what was given, what is allowed and what it means.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from cdrmix.config.schema import DERIVED_MODEL_FIELDS, Config, Section
+
+Keys = tuple[str, ...]
+
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
+_BOUNDS = (("ge", "from"), ("gt", "above"), ("le", "up to"), ("lt", "below"))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        path: keys that lead to it; none for the whole file.
+        text: what is wrong, without its place.
+        meant: of an unknown key, the known one that it resembles.
+    """
+
+    path: Keys
+    text: str
+    meant: str | None = None
+
+
+def validate(values: Any) -> tuple[Config | None, list[Problem]]:
+    """Config made of plain values, or None with every problem in them.
+
+    Whole floats become ints where ints are wanted (300e9 is a whole number); nothing else is
+    converted.
+    """
+    if not isinstance(values, dict):
+        given = "the file is empty" if values is None else f"given {shown(values)}"
+        return None, [Problem((), f"{given}; allowed is {_kind_of(Config)}")]
+    problems: list[Problem] = []
+    known = _known(values, Config, (), problems)
+    try:
+        config = Config.model_validate(known)
+    except ValidationError as error:
+        return None, problems + _from_pydantic(error.errors(), known, tuple(problems))
+    return (None, problems) if problems else (config, [])
+
+
+def _from_pydantic(
+    details: list[ErrorDetails], known: dict[str, Any], unknown: tuple[Problem, ...]
+) -> list[Problem]:
+    failed = {_path(detail) for detail in details}
+    problems = []
+    for detail in details:
+        path = _path(detail)
+        derived = _is_derived(path, known)
+        sources_failed = failed & {("model", "hidden_size"), ("model", "num_heads")}
+        misspelt = any(p.path[:-1] == path[:-1] and p.meant == path[-1] for p in unknown)
+        if not (derived and sources_failed) and not (misspelt and detail["type"] == "missing"):
+            problems.append(Problem(path[:-1] if derived else path, _worded(detail)))
+    return problems
+
+
+def _is_derived(path: Keys, known: dict[str, Any]) -> bool:
+    """True for a field that the user left to be derived: its sources are what is wrong."""
+    if path[:1] != ("model",) or path[-1] not in DERIVED_MODEL_FIELDS:
+        return False
+    return known["model"].get(path[-1]) is None
+
+
+def _known(
+    values: dict[Any, Any], section: type[Section], path: Keys, problems: list[Problem]
+) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        field = section.model_fields.get(key)
+        if field is None:
+            problems.append(_unknown(str(key), section, path))
+        else:
+            kept[key] = _plain(value, field.annotation, (*path, key), problems)
+    return kept
+
+
+def _plain(value: Any, annotation: Any, path: Keys, problems: list[Problem]) -> Any:
+    inner = section_of(annotation)
+    if inner is not None and isinstance(value, dict):
+        return _known(value, inner, path, problems)
+    wants_int = any(kind is int or isinstance(kind, int) for kind in alternatives(annotation))
+    if wants_int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _unknown(key: str, section: type[Section], path: Keys) -> Problem:
+    known = sorted(section.model_fields)
+    near = difflib.get_close_matches(key, known, n=1)
+    elsewhere = [".".join(place) for place in _field_paths(Config) if place[-1] == key]
+    advice = f" It belongs at '{elsewhere[0]}'." if elsewhere else ""
+    advice = f" Did you mean '{near[0]}'?" if near else advice
+    text = f"unknown key.{advice} Known: {', '.join(known)}"
+    return Problem((*path, key), text, meant=near[0] if near else None)
+
+
+def _field_paths(section: type[Section], path: Keys = ()) -> Iterator[Keys]:
+    for key, field in section.model_fields.items():
+        yield (*path, key)
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from _field_paths(inner, (*path, key))
+
+
+def _path(detail: ErrorDetails) -> Keys:
+    return tuple(str(key) for key in detail["loc"])
+
+
+def _worded(detail: ErrorDetails) -> str:
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    field = field_at(_path(detail))
+    assert field is not None, f"pydantic names a field that the schema lacks: {detail['loc']}"
+    meaning = f". {field.description}" if field.description else ""
+    if detail["type"] == "missing":
+        return f"missing; give {allowed(field)}{meaning}"
+    given = f"given {shown(detail['input'])}, allowed is {allowed(field)}"
+    return f"{given}{_near(detail, field)}{meaning}"
+
+
+def _near(detail: ErrorDetails, field: FieldInfo) -> str:
+    words = [kind for kind in alternatives(field.annotation) if isinstance(kind, str)]
+    near = difflib.get_close_matches(str(detail["input"]), words, n=1)
+    return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def field_at(path: Keys) -> FieldInfo | None:
+    """Schema field that a path of keys leads to; None where there is no such field."""
+    section: type[Section] | None = Config
+    field = None
+    for key in path:
+        field = section.model_fields.get(key) if section is not None else None
+        if field is None:
+            return None
+        section = section_of(field.annotation)
+    return field
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Types and literals that an annotation allows: `int | None` -> (int, NoneType)."""
+    return get_args(annotation) or (annotation,)
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section class in an annotation such as `MoEConfig | None`; None if it holds a value."""
+    for kind in alternatives(annotation):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def is_nullable(field: FieldInfo) -> bool:
+    """True if null is a value of this field."""
+    return NoneType in alternatives(field.annotation)
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a field takes, in words: kind, bounds, null."""
+    kinds = [kind for kind in alternatives(field.annotation) if kind is not NoneType]
+    if all(isinstance(kind, str | int) for kind in kinds):
+        text = f"one of {', '.join(str(kind) for kind in kinds)}"
+    else:
+        text = _kind_of(kinds[0])
+    bounds = [
+        f"{word} {getattr(bound, name)}"
+        for name, word in _BOUNDS
+        for bound in field.metadata
+        if hasattr(bound, name)
+    ]
+    text = " ".join((text, " and ".join(bounds))).strip()
+    return f"{text}, or null" if is_nullable(field) else text
+
+
+def _kind_of(kind: Any) -> str:
+    if kind in _KINDS:
+        return _KINDS[kind]
+    return f"a section with the keys {', '.join(kind.model_fields)}"
+
+
+def shown(value: Any) -> str:
+    """A given value as it would be written in YAML, long ones by their kind."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a section" if value else "an empty section"
+    if isinstance(value, list):
+        return "a list"
+    return repr(value)

@@ -1,0 +1,425 @@
+"""The configuration tree: frozen pydantic models with a unit and a meaning for every field.
+
+A class checks its own fields; pairs across sections are checked in `cdrmix.planning.rules`. This
+file also owns the two things derived from a model's fields that several packages need: the layer
+schedule and the low-rank sizes of RWKV-7.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, TypeGuard
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+LayerKind = Literal["rwkv", "transformer"]
+
+HEAD_DIMS = (32, 64, 128)
+# Fields of ModelConfig that follow from others when left out: required of the built config, not of
+# the person who writes one.
+DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values cannot be changed after loading, and
+    nothing is converted but a whole number to a float (`true` is not 1, '8' is not 8)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class MoEConfig(Section):
+    """Mixture-of-experts feed-forward: two-matrix squared-ReLU experts, top-k routed."""
+
+    num_experts: int = Field(8, ge=1, description="Experts per layer (count).")
+    top_k: int = Field(2, ge=1, description="Experts that each token is sent to (count).")
+    expert_hidden_size: int = Field(ge=1, description="Inner width of one expert (features).")
+    capacity_factor: float = Field(
+        1.25,
+        ge=1.0,
+        description="Slots per expert over tokens * top_k / num_experts (ratio); also what "
+        "overflow is measured against when nothing is dropped.",
+    )
+    drop_tokens: bool = Field(
+        False,
+        description="True: assignments beyond the capacity are dropped in training. False: "
+        "dropless. Evaluation is always dropless.",
+    )
+    load_balance_weight: float = Field(
+        0.01, ge=0, description="Weight of the load-balance loss, mean over layers (ratio)."
+    )
+    z_loss_weight: float = Field(
+        1e-3, ge=0, description="Weight of the router z-loss, mean over layers (ratio)."
+    )
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> MoEConfig:
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; "
+                "a token goes to distinct experts"
+            )
+        return self
+
+
+class LowRankSizes(BaseModel):
+    """Ranks of the four low-rank paths of an RWKV-7 time mix (features)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    decay: int
+    iclr: int
+    value: int
+    gate: int
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _active_expert_width(moe: Any) -> int | None:
+    if isinstance(moe, MoEConfig):
+        return moe.top_k * moe.expert_hidden_size
+    experts = moe if isinstance(moe, dict) else {}
+    width, top_k = experts.get("expert_hidden_size"), experts.get("top_k", 2)
+    return width * top_k if _is_count(width) and _is_count(top_k) else None
+
+
+def _derived_not_required(schema: dict[str, Any]) -> None:
+    schema["required"] = [key for key in schema["required"] if key not in DERIVED_MODEL_FIELDS]
+
+
+class ModelConfig(Section):
+    """Dimensions of the RWKX-V backbone. Embedding and head are tied."""
+
+    model_config = ConfigDict(json_schema_extra=_derived_not_required)
+
+    hidden_size: int = Field(ge=32, description="Width of the residual stream (features).")
+    num_layers: int = Field(ge=1, description="Blocks, RWKV and Transformer together (count).")
+    num_heads: int = Field(ge=1, description="Heads of attention and of RWKV (count).")
+    num_kv_heads: int = Field(
+        ge=1, description="Key/value heads of attention (count); num_heads when left out."
+    )
+    head_dim: Literal[32, 64, 128] = Field(
+        description="Width of one head (features); hidden_size / num_heads when left out."
+    )
+    vocab_size: int = Field(
+        ge=256, description="Rows of the embedding (tokens); a tokenizer may use fewer."
+    )
+    schedule: Literal["top-of-x", "interleave-x"] = Field(
+        "interleave-x",
+        description="Where the Transformer blocks stand: top-of-x, the last ones; interleave-x, "
+        "every (1 / transformer_fraction)-th.",
+    )
+    transformer_fraction: float = Field(
+        0.25, ge=0, le=1, description="Share of blocks that are Transformer blocks (ratio)."
+    )
+    ffn_hidden_size: int = Field(
+        ge=1,
+        description="Inner width of the dense feed-forward used when moe is null (features); "
+        "top_k * expert_hidden_size, or 4 * hidden_size without experts, when left out.",
+    )
+    moe: MoEConfig | None = Field(
+        None, description="Mixture-of-experts feed-forward; null is a dense model."
+    )
+    init_std_scale: float = Field(
+        1.0, gt=0, description="Factor on the initial standard deviation of 0.02 (ratio)."
+    )
+    rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary angles (ratio).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_derived(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        filled = dict(values)
+        hidden, heads, moe = (filled.get(key) for key in ("hidden_size", "num_heads", "moe"))
+        if filled.get("num_kv_heads") is None and _is_count(heads):
+            filled["num_kv_heads"] = heads
+        if filled.get("head_dim") is None and _is_count(hidden) and _is_count(heads):
+            # Kept as a fraction where it is one, for `_head_dim_is_known` to refuse by name.
+            filled["head_dim"] = hidden // heads if hidden % heads == 0 else hidden / heads
+        if filled.get("ffn_hidden_size") is None and _is_count(hidden):
+            filled["ffn_hidden_size"] = _active_expert_width(moe) or 4 * hidden
+        return filled
+
+    @field_validator("head_dim", mode="before")
+    @classmethod
+    def _head_dim_is_known(cls, value: Any, info: ValidationInfo) -> Any:
+        hidden, heads = info.data.get("hidden_size"), info.data.get("num_heads")
+        if value in HEAD_DIMS or not hidden or not heads or value != hidden / heads:
+            return value
+        fitting = " or ".join(str(hidden // dim) for dim in HEAD_DIMS if hidden % dim == 0)
+        advice = f"num_heads = {fitting}" if fitting else "a hidden_size that 32 divides"
+        raise ValueError(
+            f"hidden_size / num_heads = {hidden} / {heads} = {value:g}; a head has 32, 64 or 128 "
+            f"features. Try {advice}"
+        )
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> ModelConfig:
+        if self.num_heads * self.head_dim != self.hidden_size:
+            raise ValueError(
+                f"num_heads * head_dim = {self.num_heads} * {self.head_dim} = "
+                f"{self.num_heads * self.head_dim} is not hidden_size = {self.hidden_size}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}"
+            )
+        self.layer_kinds()
+        return self
+
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each block from the input upwards, by `schedule` and `transformer_fraction`.
+
+        Raises:
+            ValueError: if an interleaved fraction is not one over a whole number.
+        """
+        kinds: list[LayerKind] = ["rwkv"] * self.num_layers
+        if self.transformer_fraction == 0:
+            return tuple(kinds)
+        if self.schedule == "top-of-x":
+            # The margin is for fractions that binary floats miss: 0.29 * 100 is below 29.
+            top = math.floor(self.num_layers * self.transformer_fraction + 1e-9)
+            kinds[self.num_layers - top :] = ["transformer"] * top
+            return tuple(kinds)
+        period = round(1 / self.transformer_fraction)
+        if abs(period * self.transformer_fraction - 1) > 1e-6:
+            raise ValueError(
+                f"transformer_fraction = {self.transformer_fraction} cannot be interleaved: "
+                "give one over a whole number (1, 0.5, 0.25, ...) or schedule = top-of-x"
+            )
+        for layer in range(period - 1, self.num_layers, period):
+            kinds[layer] = "transformer"
+        return tuple(kinds)
+
+    def low_rank_sizes(self) -> LowRankSizes:
+        """Ranks by RWKV-LM's rule: a multiple of 32 near a factor of sqrt(hidden_size)."""
+
+        def near(factor: float) -> int:
+            return max(32, round(factor * math.sqrt(self.hidden_size) / 32) * 32)
+
+        return LowRankSizes(decay=near(2.5), iclr=near(2.5), value=near(1.7), gate=near(5))
+
+
+class ParallelConfig(Section):
+    """Parallel degrees (ranks). Left out, a degree is chosen when the run is planned."""
+
+    data: int | None = Field(None, ge=1, description="Data-parallel size (ranks).")
+    tensor: int = Field(1, ge=1, description="Tensor-parallel size (ranks).")
+    pipeline: int = Field(1, ge=1, description="Pipeline stages (ranks).")
+    sequence: int = Field(
+        1, ge=1, description="Ranks that share a sample and split its tokens; divides data."
+    )
+    expert: int | None = Field(
+        None, ge=1, description="Ranks over which the experts of a layer are spread."
+    )
+
+
+class TrainingConfig(Section):
+    """Length, batch, precision and optimizer of a run. AdamW, warm-up, then cosine."""
+
+    stage: Literal["all", "a", "b"] = Field(
+        "all", description="a: pretraining; b: reasoning enablement; all: what the model has."
+    )
+    max_steps: int | None = Field(
+        None, ge=1, description="Length of the run and of the schedule (optimizer steps)."
+    )
+    total_tokens: int | None = Field(
+        None, ge=1, description="Length in tokens, rounded up to steps; used without max_steps."
+    )
+    global_batch_size: int = Field(ge=1, description="Samples per optimizer step, all ranks.")
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Samples per data rank and forward pass; chosen when left out.",
+    )
+    sequence_length: int = Field(ge=8, description="Tokens per sample.")
+    precision: Literal["bf16", "fp16", "fp32"] = Field(
+        "bf16", description="Type of weights and activations in forward and backward."
+    )
+    seed: int = Field(1234, ge=0, description="Seed of initialisation and data order.")
+    deterministic: bool = Field(
+        True, description="Use deterministic kernels, so that equal runs are equal bit by bit."
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Recompute each block in the backward pass instead of keeping it."
+    )
+    learning_rate: float = Field(gt=0, description="Peak learning rate (per step).")
+    min_learning_rate: float = Field(ge=0, description="Learning rate at the end (per step).")
+    warmup_steps: int = Field(ge=0, description="Linear warm-up (optimizer steps).")
+    gradient_clipping: float = Field(
+        1.0, ge=0, description="Largest global gradient norm (L2); 0 turns clipping off."
+    )
+    weight_decay: float = Field(
+        0.1, ge=0, description="Decoupled decay on matrices; vectors are never decayed (ratio)."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the mean (ratio).")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the square (ratio).")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW denominator offset.")
+
+    @model_validator(mode="after")
+    def _length_is_given(self) -> TrainingConfig:
+        if self.max_steps is None and self.total_tokens is None:
+            raise ValueError("give max_steps or total_tokens: a run needs a length")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate = {self.min_learning_rate} is above "
+                f"learning_rate = {self.learning_rate}"
+            )
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks; the one place where this is written."""
+        return self.global_batch_size * self.sequence_length
+
+    @property
+    def num_steps(self) -> int:
+        """Length of the run in optimizer steps: max_steps, else total_tokens rounded up."""
+        if self.max_steps is not None:
+            return self.max_steps
+        assert self.total_tokens is not None, "checked at construction"
+        return -(-self.total_tokens // self.tokens_per_step)
+
+
+class DataConfig(Section):
+    """Where the token shards come from and in which order samples are taken."""
+
+    path: str = Field(
+        description="Folder of token shards, or 'sample': built on first use from the text that "
+        "ships with Python."
+    )
+    order: Literal["shuffled", "sequential"] = Field(
+        "shuffled", description="shuffled: a keyed permutation of each epoch's samples."
+    )
+    verify: Literal["digest", "size"] = Field(
+        "digest",
+        description="Check of the shards before training: sha256 of every shard, spread over the "
+        "ranks, or file sizes only.",
+    )
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and how many stay. The end of a run always writes one."""
+
+    every_steps: int | None = Field(1_000, ge=1, description="Optimizer steps between saves.")
+    every_minutes: float | None = Field(None, gt=0, description="Minutes between saves.")
+    keep: int = Field(3, ge=1, description="Newest checkpoints kept (count).")
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation. At its cadence it reads at most a tenth of the tokens trained on
+    since the last one, which keeps it below 5 % of the run's time; at the end it reads
+    `final_tokens`."""
+
+    every_steps: int | None = Field(500, ge=1, description="Optimizer steps between evaluations.")
+    final_tokens: int = Field(
+        1_000_000, ge=1, description="Largest number of held-out tokens read at the end."
+    )
+    sample_prompt: str = Field("def ", description="Text that the generated sample goes on from.")
+    sample_tokens: int = Field(64, ge=0, description="Tokens generated at each evaluation.")
+    baselines: bool = Field(
+        False,
+        description="At the end, compare with a smoothed unigram and bigram model counted on the "
+        "tokens that were trained on. For small vocabularies.",
+    )
+
+
+class MonitoringConfig(Section):
+    """What is logged, and how often."""
+
+    log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
+
+
+class AdapterConfig(Section):
+    """Hebbian plasticity adapters."""
+
+    rank: int = Field(ge=1, description="Rank of the plastic low-rank update (features).")
+    alpha: float = Field(gt=0, description="Scale of the update (ratio).")
+    decay: float = Field(gt=0, lt=1, description="Fast-weight decay per token (ratio).")
+    clamp: float = Field(2.0, gt=0, description="Largest magnitude of a fast weight.")
+    gradient_clipping: float = Field(
+        2.0, ge=0, description="Largest gradient norm of adapter parameters (L2)."
+    )
+
+
+class PolicyConfig(Section):
+    """RL memory agent, trained with GRPO."""
+
+    max_branches: int = Field(ge=1, description="Candidates evaluated per decision (count).")
+    step_budget: int = Field(ge=1, description="Memory operations per prompt (count).")
+    accept_threshold: float = Field(0.0, description="Advantage from which a branch is kept.")
+    horizon: int = Field(ge=1, description="Transitions kept for the return (count).")
+    gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
+    gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
+    kl_target: float = Field(gt=0, description="KL divergence that ends a round of epochs (nats).")
+    clip_ratio: float = Field(0.2, gt=0, description="Clip of the probability ratio.")
+    latency_penalty: float = Field(ge=0, description="Reward taken per memory operation.")
+    stability_bonus: float = Field(ge=0, description="Reward for a stable memory.")
+
+
+class MemoryConfig(Section):
+    """Working and episodic memory."""
+
+    summary_dim: int = Field(ge=1, description="Width shared by the summary slots (features).")
+    kv_summary_stride: int = Field(8, ge=1, description="Tokens per summary update.")
+    top_k: int = Field(ge=1, description="Entries read per retrieval (count).")
+    max_tokens: int = Field(ge=1, description="Capacity of the episodic memory (tokens).")
+
+
+class StageBLosses(Section):
+    """Weights of the Stage B losses (ratio)."""
+
+    ce: float = Field(1.0, ge=0, description="Weight of cross-entropy.")
+    rl: float = Field(1.0, ge=0, description="Weight of the policy loss.")
+    hebbian: float = Field(0.01, ge=0, description="Weight of the correlation objective.")
+    moe_aux: float = Field(1.0, ge=0, description="Weight of the router losses.")
+
+
+class StageBConfig(Section):
+    """Reasoning enablement. A config with this section is a reasoning variant."""
+
+    run: str | None = Field(
+        None, description="Run directory of a finished Stage A to start from; null: this run's."
+    )
+    adapters: AdapterConfig
+    policy: PolicyConfig
+    memory: MemoryConfig
+    losses: StageBLosses = StageBLosses()
+
+
+class Config(Section):
+    """One run: model, layout, training, data and cadences."""
+
+    name: str = Field(description="Name of the variant, shown in logs and reports.")
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    training: TrainingConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    monitoring: MonitoringConfig = MonitoringConfig()
+    stage_b: StageBConfig | None = Field(
+        None, description="Reasoning enablement; present in reasoning variants only."
+    )
+
+    @property
+    def variant(self) -> Literal["core", "reasoning"]:
+        """Recognised from the structure: a reasoning variant has a `stage_b` section."""
+        return "core" if self.stage_b is None else "reasoning"
+
+    @model_validator(mode="after")
+    def _stage_exists(self) -> Config:
+        if self.training.stage == "b" and self.stage_b is None:
+            raise ValueError(
+                "training.stage = b needs a reasoning variant: this config has no stage_b section"
+            )
+        return self

@@ -1,0 +1,129 @@
+"""YAML text to Python values and back, without YAML 1.1's surprises.
+
+PyYAML follows YAML 1.1, where `3e-4` and `300e9` are text, `on` and `no` are booleans, `010` is 8
+and `1:30` is 90. Here numbers are what they look like and only true and false are booleans. What is
+written back is quoted so that readers of either kind see the same values.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from cdrmix.errors import ConfigError
+
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^[-+]?[0-9][0-9_]*$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe loader with the scalars of YAML 1.2; tags and duplicate keys are errors."""
+
+    yaml_implicit_resolvers: dict = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        tag = getattr(self.peek_event(), "tag", None)
+        if tag:
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(
+                problem=f"tags such as '{tag}' are not used", problem_mark=mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(
+                    problem="a key must be a word", problem_mark=key.start_mark
+                )
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key '{key.value}' stands here a second time",
+                    problem_mark=key.start_mark,
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node).replace("_", ""))
+
+
+def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    text = loader.construct_scalar(node).replace("_", "").lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe dumper that also quotes the text which only YAML 1.2 takes for a number."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str, *, place: str) -> Any:
+    """Value of one YAML document.
+
+    Args:
+        text: the document.
+        place: where it stands, for messages; usually the file.
+
+    Raises:
+        ConfigError: with line, column and the line itself, if it is not YAML or repeats a key.
+    """
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_located(error, text, place)) from None
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(
+            f"{place}: character {error.position} is not allowed in YAML: {error.reason}"
+        ) from None
+
+
+def _located(error: yaml.MarkedYAMLError, text: str, place: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    what = error.problem or error.context or "not YAML"
+    if mark is None:
+        return f"{place}: {what}"
+    lines = text.splitlines() or [""]
+    line = lines[min(mark.line, len(lines) - 1)]
+    pointer = " " * mark.column + "^"
+    return f"{place}: line {mark.line + 1}, column {mark.column + 1}: {what}\n  {line}\n  {pointer}"
+
+
+def parse_scalar(text: str) -> Any:
+    """Value of one scalar from a command line; text that YAML would split or trim stays itself.
+
+    Quotes around the whole text are YAML's: `'8'` is text, `8` a number.
+    """
+    try:
+        node = yaml.compose(text, _Loader)
+    except yaml.YAMLError:
+        return text
+    if not isinstance(node, yaml.ScalarNode):
+        return text if text.strip() else None
+    value = yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    plain_text = isinstance(value, str) and node.style is None
+    return text if plain_text else value
+
+
+def dump_yaml(value: Any) -> str:
+    """YAML text of plain values, keys in their order, floats in full precision."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

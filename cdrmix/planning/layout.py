@@ -1,0 +1,70 @@
+"""A layout: what rules look at and what a plan comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cdrmix.config.schema import Config, ModelConfig, TrainingConfig
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Parallel degrees (ranks). Sequence and expert groups lie inside the ranks of the others."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    sequence: int
+    expert: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the layout needs."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def sample_ranks(self) -> int:
+        """Data ranks that read samples of their own; sequence ranks share one."""
+        return max(1, self.data // self.sequence)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Configuration, degrees and DeepSpeed settings for a world.
+
+    Attributes:
+        config: of the run.
+        degrees: as given, or chosen where they were left out.
+        deepspeed: settings of the profile.
+        profile: its name or file, for messages.
+        world_size: ranks that were started, or are planned.
+        device: "cpu" or "cuda"; None where it is not known.
+    """
+
+    config: Config
+    degrees: Degrees
+    deepspeed: dict[str, Any]
+    profile: str
+    world_size: int
+    device: str | None = None
+
+    @property
+    def model(self) -> ModelConfig:
+        """Model section."""
+        return self.config.model
+
+    @property
+    def training(self) -> TrainingConfig:
+        """Training section."""
+        return self.config.training
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage; DeepSpeed's default is 0."""
+        return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
+
+    def offloads(self, what: str) -> bool:
+        """True if `offload_optimizer` or `offload_param` moves something off the device."""
+        section = self.deepspeed.get("zero_optimization", {}).get(what, {})
+        return section.get("device", "none") != "none"

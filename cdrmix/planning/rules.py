@@ -1,0 +1,329 @@
+"""The table of combinations that are refused, each with its reason and source.
+
+A rule looks at a whole layout: configuration, degrees, DeepSpeed settings, world. All that are
+broken are reported at once, before any process group starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from cdrmix.errors import PlanError
+from cdrmix.planning.layout import Layout
+
+UNAVAILABLE = "not available in this version"
+# Degrees that this version does not carry out; a name goes when its layout is built.
+UNAVAILABLE_DEGREES = ("tensor", "pipeline", "sequence")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One combination.
+
+    Attributes:
+        id: short name, stable, for tests and documents.
+        applies: True where the combination is present.
+        message: what is given, why it is refused, what to try.
+        source: where the reason comes from.
+        about: what the message is about: the configuration or the profile.
+    """
+
+    id: str
+    applies: Callable[[Layout], bool]
+    message: Callable[[Layout], str]
+    source: str
+    about: Literal["config", "profile"] = "config"
+
+    def told(self, layout: Layout) -> str:
+        """The message with its place: name of the configuration, or profile."""
+        place = layout.config.name if self.about == "config" else layout.profile
+        return f"{place}: {self.message(layout)}"
+
+
+def check(layout: Layout) -> None:
+    """Refuse a layout that cannot run.
+
+    Raises:
+        PlanError: naming every rule that is broken, one to a line.
+    """
+    broken = [rule.told(layout) for rule in RULES if rule.applies(layout)]
+    if broken:
+        raise PlanError("\n".join(broken))
+
+
+def advise(layout: Layout) -> list[str]:
+    """What runs, but at a cost that the user may not expect: one line each."""
+    return [rule.told(layout) for rule in WARNINGS if rule.applies(layout)]
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors of `number` on both sides of `wanted`, in words: '2 or 4'."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = sorted({*low, *(number // n for n in low)})
+    below = [n for n in divisors if n < wanted][-1:]
+    above = [n for n in divisors if n > wanted][:1]
+    return " or ".join(str(n) for n in below + above)
+
+
+def _nearest_multiples(step: int, wanted: int) -> str:
+    lower = wanted - wanted % step
+    return " or ".join(str(n) for n in (lower, lower + step) if n)
+
+
+# What a degree must divide: name, number, why. Experts of a dense model have a rule of their own.
+_Divided = tuple[str, Callable[[Layout], int], str]
+_MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
+    "tensor": (
+        ("model.num_heads", lambda x: x.model.num_heads, "heads are split"),
+        ("model.num_kv_heads", lambda x: x.model.num_kv_heads, "heads are split"),
+        ("model.vocab_size", lambda x: x.model.vocab_size, "embedding rows are split"),
+    ),
+    "sequence": (
+        ("model.num_heads", lambda x: x.model.num_heads, "heads are exchanged for tokens"),
+        ("model.num_kv_heads", lambda x: x.model.num_kv_heads, "heads are exchanged for tokens"),
+        ("training.sequence_length", lambda x: x.training.sequence_length, "tokens are split"),
+        ("parallel.data", lambda x: x.degrees.data, "sequence ranks are data ranks"),
+    ),
+    "expert": (
+        (
+            "model.moe.num_experts",
+            lambda x: x.model.moe.num_experts if x.model.moe else x.degrees.expert,
+            "ranks hold equally many experts",
+        ),
+        (
+            "parallel.data * parallel.tensor",
+            lambda x: x.degrees.data * x.degrees.tensor,
+            "expert groups are consecutive ranks of a pipeline stage",
+        ),
+    ),
+}
+
+
+def _must_divide(degree: str, divided: _Divided) -> Rule:
+    target, number, why = divided
+
+    def given(layout: Layout) -> int:
+        return int(getattr(layout.degrees, degree))
+
+    def message(layout: Layout) -> str:
+        common = math.gcd(*(other(layout) for _, other, _ in _MUST_DIVIDE[degree]))
+        legal = nearest_divisors(common, given(layout))
+        return (
+            f"parallel.{degree} = {given(layout)} does not divide {target} = {number(layout)} "
+            f"({why}). Try parallel.{degree} = {'1' if degree in UNAVAILABLE_DEGREES else legal}"
+        )
+
+    name = target.rsplit(".", 1)[-1].replace("_", "-")
+    return Rule(
+        f"{degree}-divides-{name}",
+        lambda layout: number(layout) % given(layout) != 0,
+        message,
+        "layout of ranks",
+    )
+
+
+def _unavailable_degree(degree: str) -> Rule:
+    return Rule(
+        f"{degree}-unavailable",
+        lambda layout: getattr(layout.degrees, degree) > 1,
+        lambda layout: (
+            f"parallel.{degree} = {getattr(layout.degrees, degree)}: {degree} parallelism is "
+            f"{UNAVAILABLE}. Try parallel.{degree} = 1"
+        ),
+        "this version",
+    )
+
+
+def _unavailable_offload(what: str) -> Rule:
+    return Rule(
+        f"{what}-unavailable".replace("_", "-"),
+        lambda layout: layout.offloads(what),
+        lambda layout: (
+            f"zero_optimization.{what}: offloading is {UNAVAILABLE}. Try profile 'zero2'"
+        ),
+        "this version",
+        about="profile",
+    )
+
+
+def _world_differs(layout: Layout) -> bool:
+    return layout.degrees.world_size != layout.world_size
+
+
+def _world_message(layout: Layout) -> str:
+    degrees, world = layout.degrees, layout.world_size
+    inner = degrees.tensor * degrees.pipeline
+    needs = (
+        f"parallel.data * tensor * pipeline = {degrees.data} * {degrees.tensor} * "
+        f"{degrees.pipeline} = {degrees.world_size} is not the number of ranks, {world}"
+    )
+    if world % inner:
+        return f"{needs}. Try {_nearest_multiples(inner, world)} ranks"
+    return f"{needs}. Try parallel.data = {world // inner}, or leave it out"
+
+
+def _batch_step(layout: Layout) -> int:
+    return (layout.training.micro_batch_size or 1) * layout.degrees.sample_ranks
+
+
+def _batch_message(layout: Layout) -> str:
+    batch, ranks = layout.training.global_batch_size, layout.degrees.sample_ranks
+    micro = layout.training.micro_batch_size or 1
+    given = (
+        f"training.global_batch_size = {batch} is no multiple of {micro} * {ranks} (micro batch * "
+        "data ranks with samples of their own)"
+    )
+    if batch % ranks == 0:
+        legal = nearest_divisors(batch // ranks, micro)
+        return f"{given}. Try training.micro_batch_size = {legal}"
+    return (
+        f"{given}. Try training.global_batch_size = {_nearest_multiples(ranks * micro, batch)}, "
+        f"or {nearest_divisors(batch, ranks)} such ranks"
+    )
+
+
+def _clipped_wrongly(layout: Layout) -> bool:
+    spread = layout.degrees.expert > 1 or layout.degrees.pipeline > 1
+    return layout.zero_stage == 0 and layout.training.gradient_clipping > 0 and spread
+
+
+def _unfused(layout: Layout) -> bool:
+    halved = layout.training.precision != "fp32"
+    return layout.zero_stage == 0 and halved and layout.degrees.pipeline == 1
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("world-is-the-product", _world_differs, _world_message, "layout of ranks"),
+    *(_must_divide(degree, one) for degree, many in _MUST_DIVIDE.items() for one in many),
+    Rule(
+        "experts-of-a-dense-model",
+        lambda x: x.model.moe is None and x.degrees.expert > 1,
+        lambda x: (
+            f"parallel.expert = {x.degrees.expert}: the model has no experts (model.moe is null). "
+            "Try parallel.expert = 1"
+        ),
+        "layout of ranks",
+    ),
+    Rule(
+        "stage-without-blocks",
+        lambda x: x.degrees.pipeline > x.model.num_layers,
+        lambda x: (
+            f"parallel.pipeline = {x.degrees.pipeline} is more than model.num_layers = "
+            f"{x.model.num_layers}, and a stage needs a block. Try at most that"
+        ),
+        "a stage without MoE layers hangs: DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py",
+    ),
+    Rule(
+        "batch-divides",
+        lambda x: x.training.global_batch_size % _batch_step(x) != 0,
+        _batch_message,
+        "the global batch is the same on every cluster",
+    ),
+    Rule(
+        "moe-with-stage-3",
+        lambda x: x.zero_stage == 3 and x.model.moe is not None,
+        lambda x: (
+            "zero_optimization.stage = 3 cannot run with model.moe (DeepSpeed's MoE layer allows "
+            "stages up to 2). Try profile 'zero2', or model.moe = null"
+        ),
+        "DeepSpeed 0.19.8 runtime/engine.py",
+        about="profile",
+    ),
+    Rule(
+        "pipeline-with-stage-2-or-3",
+        lambda x: x.zero_stage >= 2 and x.degrees.pipeline > 1,
+        lambda x: (
+            f"zero_optimization.stage = {x.zero_stage} cannot run with "
+            f"parallel.pipeline = {x.degrees.pipeline} (DeepSpeed's pipeline engine allows 0 or "
+            "1). Try profile 'zero1', or parallel.pipeline = 1"
+        ),
+        "DeepSpeed 0.19.8 runtime/pipe/engine.py",
+        about="profile",
+    ),
+    Rule(
+        "stage-0-clips-wrongly",
+        _clipped_wrongly,
+        lambda x: (
+            "zero_optimization.stage = 0 takes a wrong gradient norm to clip by with "
+            f"parallel.expert = {x.degrees.expert} and parallel.pipeline = {x.degrees.pipeline}. "
+            "Try profile 'zero1', or training.gradient_clipping = 0"
+        ),
+        "DeepSpeed 0.19.8 runtime/utils.py averages norms of ranks; DeepSpeed issue 8475",
+        about="profile",
+    ),
+    Rule(
+        "stage-0-in-half-precision",
+        _unfused,
+        lambda x: (
+            f"zero_optimization.stage = 0 with training.precision = {x.training.precision} takes "
+            "DeepSpeed's unfused fp16 optimizer, which leaves experts out of the gradient norm. "
+            "Try profile 'zero1', or training.precision = fp32"
+        ),
+        "DeepSpeed 0.19.8 runtime/fp16/unfused_optimizer.py; DeepSpeed pull request 8613",
+        about="profile",
+    ),
+    Rule(
+        "fp16-on-cpu",
+        lambda x: x.device == "cpu" and x.training.precision == "fp16",
+        lambda x: (
+            "training.precision = fp16 is not supported on CPUs by DeepSpeed. "
+            "Try training.precision = fp32"
+        ),
+        "DeepSpeed 0.19.8 accelerator/cpu_accelerator.py",
+    ),
+    Rule(
+        "round-robin-gradients",
+        lambda x: bool(x.deepspeed.get("zero_optimization", {}).get("round_robin_gradients")),
+        lambda x: (
+            "zero_optimization.round_robin_gradients = true makes DeepSpeed lose track of which "
+            "rank holds which weights, so that no checkpoint could be trusted. Try false"
+        ),
+        "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py: _hp_mapping, seen in a run",
+        about="profile",
+    ),
+    *(_unavailable_degree(degree) for degree in UNAVAILABLE_DEGREES),
+    _unavailable_offload("offload_optimizer"),
+    _unavailable_offload("offload_param"),
+    Rule(
+        "stage-0-unavailable",
+        lambda x: x.zero_stage == 0 and not _clipped_wrongly(x) and not _unfused(x),
+        lambda x: (
+            f"zero_optimization.stage = 0: checkpoints of unpartitioned optimizers are "
+            f"{UNAVAILABLE}. Try profile 'zero1', which holds the same on one rank"
+        ),
+        "this version",
+        about="profile",
+    ),
+    Rule(
+        "stage-3-unavailable",
+        lambda x: x.zero_stage == 3,
+        lambda x: f"zero_optimization.stage = 3: ZeRO-3 is {UNAVAILABLE}. Try profile 'zero2'",
+        "this version",
+        about="profile",
+    ),
+)
+
+WARNINGS: tuple[Rule, ...] = (
+    Rule(
+        "warm-up-outlasts-the-run",
+        lambda x: x.training.warmup_steps >= x.training.num_steps,
+        lambda x: (
+            f"training.warmup_steps = {x.training.warmup_steps} with a run of "
+            f"{x.training.num_steps} steps: the peak learning rate is never reached. Try "
+            f"training.warmup_steps = {x.training.num_steps // 10}"
+        ),
+        "linear warm-up, then cosine",
+    ),
+    Rule(
+        "half-precision-on-cpu",
+        lambda x: x.device == "cpu" and x.training.precision == "bf16",
+        lambda x: (
+            f"training.precision = {x.training.precision} on CPUs: those without native support "
+            "multiply in it 60 times slower than in fp32. Try training.precision = fp32"
+        ),
+        "measured on two AVX2 cores: 1.2 GFLOP/s in bf16, 80 in fp32",
+    ),
+)

@@ -1,0 +1,420 @@
+"""Files and overrides become a Config, or one report of everything that is wrong with them."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cdrmix import cli
+from cdrmix.config.load import (
+    ABSENT,
+    changed_keys,
+    config_hash,
+    load_config,
+    resolved_yaml,
+    schema_json,
+    shipped,
+)
+from cdrmix.config.schema import Config, TrainingConfig
+from cdrmix.errors import ConfigError
+
+SHIPPED = sorted(shipped("model_configs").glob("*.yaml"))
+TINY = shipped("model_configs") / "cdrmix-core-tiny.yaml"
+REASON = shipped("model_configs") / "cdrmix-reason-1b.yaml"
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    """Lines of the report of a config that cannot be loaded."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value).splitlines()
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "given.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def changed_tiny(folder: Path, old: str, new: str) -> Path:
+    """The tiny config with one piece of its text replaced."""
+    text = TINY.read_text(encoding="utf-8")
+    assert old in text
+    return written(folder, text.replace(old, new))
+
+
+# --- values ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_config_loads_and_is_named_after_its_file(path: Path) -> None:
+    config = load_config(path)
+    assert config.name == path.stem
+    assert config.variant == ("reasoning" if "reason" in path.stem else "core")
+
+
+@pytest.mark.parametrize(
+    ("scale", "values"),
+    [
+        ("1b", (2048, 24, 16, 4608, 1.0, 1.0, 128, 3e-4, 300e9)),
+        ("4b", (3072, 36, 24, 8192, 1.0, 1.0, 256, 2.5e-4, 300e9)),
+        ("40b", (6144, 64, 48, 16384, 0.9, 0.9, 1024, 1.5e-4, 2e12)),
+        ("200b", (12288, 96, 96, 32768, 0.8, 0.8, 2048, 1e-4, 2e12)),
+    ],
+)
+@pytest.mark.parametrize("family", ["core", "reason"])
+def test_the_variants_have_the_values_of_the_scale_table(
+    family: str, scale: str, values: tuple
+) -> None:
+    config = load_config(shipped("model_configs") / f"cdrmix-{family}-{scale}.yaml")
+    model, training = config.model, config.training
+    assert model.moe is not None
+    found = (
+        model.hidden_size,
+        model.num_layers,
+        model.num_heads,
+        model.moe.expert_hidden_size,
+        training.gradient_clipping,
+        model.init_std_scale,
+        training.global_batch_size,
+        training.learning_rate,
+        training.total_tokens,
+    )
+    assert found == values
+    assert (model.head_dim, model.vocab_size) == (128, 50272)
+    assert (model.moe.num_experts, model.moe.top_k) == (8, 2)
+    assert (model.moe.capacity_factor, model.moe.drop_tokens) == (1.25, True)
+    assert model.layer_kinds().count("transformer") == model.num_layers // 4
+    assert training.min_learning_rate == pytest.approx(training.learning_rate / 10)
+    assert (training.sequence_length, training.precision) == (4096, "bf16")
+    assert training.activation_checkpointing is (scale in ("40b", "200b"))
+
+
+def test_the_tiny_config_is_dropless_and_single_precision() -> None:
+    config = load_config(TINY)
+    assert config.model.moe is not None
+    assert not config.model.moe.drop_tokens
+    assert config.training.precision == "fp32"
+    assert config.model.layer_kinds() == ("rwkv", "rwkv", "rwkv", "transformer")
+
+
+def test_both_kinds_of_yaml_reader_see_the_same_values_in_shipped_files() -> None:
+    for path in SHIPPED:
+        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert Config.model_validate(_whole(plain)) == load_config(path)
+
+
+def _whole(values: object) -> object:
+    if isinstance(values, dict):
+        return {key: _whole(value) for key, value in values.items()}
+    is_whole = isinstance(values, float) and values.is_integer() and values > 1e6
+    return int(values) if is_whole else values
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_resolved_config_loads_to_an_equal_one(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    again = load_config(written(tmp_path, resolved_yaml(config)))
+    assert again == config
+    assert resolved_yaml(again) == resolved_yaml(config)
+    assert config_hash(again) == config_hash(config)
+
+
+@pytest.mark.parametrize("text", ["no", "1e3", "010", "null", "a: b", "# x", " ", "1:30", "é\t"])
+def test_text_that_looks_like_something_else_survives_the_resolved_config(
+    text: str, tmp_path: Path
+) -> None:
+    config = load_config(TINY).model_copy(update={"name": text})
+    dumped = resolved_yaml(config)
+    assert load_config(written(tmp_path, dumped)).name == text
+    assert yaml.safe_load(dumped)["name"] == text
+
+
+def test_the_hash_is_12_hex_digits_and_follows_the_values() -> None:
+    config = load_config(TINY)
+    assert re.fullmatch("[0-9a-f]{12}", config_hash(config))
+    assert config_hash(config) == config_hash(load_config(TINY, ["training.seed=1234"]))
+    assert config_hash(config) != config_hash(load_config(TINY, ["training.seed=1235"]))
+
+
+def test_derived_dimensions_follow_their_sources() -> None:
+    config = load_config(TINY, ["model.num_heads=2", "model.moe=null"])
+    assert (config.model.head_dim, config.model.num_kv_heads) == (64, 2)
+    assert config.model.ffn_hidden_size == 4 * config.model.hidden_size
+    assert load_config(TINY).model.ffn_hidden_size == 2 * 256  # top_k * expert_hidden_size
+
+
+# --- scalars and overrides ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("training.learning_rate=3e-4", 3e-4),
+        ("training.learning_rate=1", 1.0),
+        ("training.total_tokens=300e9", 300_000_000_000),
+        ("training.total_tokens=2_000_000", 2_000_000),
+        ("training.warmup_steps=010", 10),
+        ("training.deterministic=false", False),
+        ("training.micro_batch_size=null", None),
+        ("training.micro_batch_size=", None),
+        ("training.micro_batch_size=4", 4),
+        ("data.path=12", "12"),
+        ("data.path= ~/a b: c # d", " ~/a b: c # d"),
+        ("data.path='quoted'", "quoted"),
+        ("evaluation.sample_prompt=def ", "def "),
+        ("evaluation.sample_prompt=", ""),
+        ("name=no", "no"),
+    ],
+)
+def test_an_override_is_read_as_its_field_means_it(override: str, value: object) -> None:
+    found: object = load_config(TINY, [override])
+    for key in override.partition("=")[0].split("."):
+        found = getattr(found, key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_the_last_of_two_overrides_wins() -> None:
+    assert load_config(TINY, ["training.seed=1", "training.seed=2"]).training.seed == 2
+
+
+def test_overrides_make_sections_that_the_file_lacks() -> None:
+    config = load_config(TINY, ["parallel.expert=2", "monitoring.log_every_steps=1"])
+    assert (config.parallel.expert, config.monitoring.log_every_steps) == (2, 1)
+    back = load_config(
+        TINY, ["model.moe=null", "model.moe.num_experts=4", "model.moe.expert_hidden_size=64"]
+    )
+    assert back.model.moe is not None
+    assert back.model.moe.num_experts == 4
+
+
+def test_overrides_reach_stage_b_and_can_remove_it() -> None:
+    assert load_config(REASON, ["stage_b.run=experiments/x"]).stage_b.run == "experiments/x"
+    assert load_config(REASON, ["stage_b=null"]).variant == "core"
+
+
+def test_a_section_made_by_an_override_must_be_complete() -> None:
+    lines = problems(TINY, "stage_b.run=x")
+    for line, key in zip(lines, ("adapters", "policy", "memory"), strict=True):
+        assert line.startswith(f"--set stage_b.run: stage_b.{key}: missing; give a section with")
+
+
+# --- what is refused ------------------------------------------------------------------------
+
+
+def test_an_unknown_key_is_told_with_the_nearest_and_all_known_ones(tmp_path: Path) -> None:
+    path = changed_tiny(tmp_path, "top_k: 2", "topk: 2")
+    assert problems(path) == [
+        f"{path}: model.moe.topk: unknown key. Did you mean 'top_k'? Known: capacity_factor, "
+        "drop_tokens, expert_hidden_size, load_balance_weight, num_experts, top_k, z_loss_weight"
+    ]
+
+
+def test_a_key_of_another_section_is_told_where_it_belongs() -> None:
+    (line,) = problems(TINY, "model.learning_rate=1")
+    assert "It belongs at 'training.learning_rate'" in line
+
+
+def test_a_report_about_a_pair_names_only_the_overrides_that_are_in_it() -> None:
+    (line,) = problems(TINY, "training.seed=1", "training.min_learning_rate=1")
+    assert line.startswith(f"{TINY} with --set training.min_learning_rate: training: ")
+
+
+def test_a_misspelt_required_key_is_one_problem_not_two(tmp_path: Path) -> None:
+    (line,) = problems(changed_tiny(tmp_path, "hidden_size: 128", "hiden_size: 128"))
+    assert "Did you mean 'hidden_size'?" in line
+
+
+def test_all_problems_of_file_and_overrides_are_in_one_report(tmp_path: Path) -> None:
+    path = changed_tiny(tmp_path, "precision: fp32", "precision: fp23\n  sead: 1")
+    assert sorted(problems(path, "training.beta1=1", "model.num_layers=two")) == [
+        "--set model.num_layers: given 'two', allowed is a whole number from 1. Blocks, RWKV and "
+        "Transformer together (count).",
+        "--set training.beta1: given 1, allowed is a number from 0 and below 1. AdamW decay of "
+        "the mean (ratio).",
+        f"{path}: training.precision: given 'fp23', allowed is one of bf16, fp16, fp32 (did you "
+        "mean 'fp32'?). Type of weights and activations in forward and backward.",
+        f"{path}: training.sead: unknown key. Did you mean 'seed'? Known: "
+        + ", ".join(sorted(TrainingConfig.model_fields)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("training.precision=bf61", "one of bf16, fp16, fp32 (did you mean 'bf16'?)"),
+        ("training.deterministic=yes", "given 'yes', allowed is true or false"),
+        ("training.deterministic=1", "given 1, allowed is true or false"),
+        ("training.seed=true", "given true, allowed is a whole number from 0"),
+        ("training.seed='7'", "given '7', allowed is a whole number from 0"),
+        ("training.max_steps=2.5", "given 2.5, allowed is a whole number from 1, or null"),
+        ("training.learning_rate=.inf", "given inf, allowed is a number above 0"),
+        ("training.learning_rate=0", "given 0, allowed is a number above 0"),
+        ("model.head_dim=48", "given 48, allowed is one of 32, 64, 128"),
+        ("model=3", "given 3, allowed is a section with the keys hidden_size"),
+        ("checkpoint=", "given null, allowed is a section with the keys every_steps"),
+        ("training.max_steps.x=1", "training.max_steps = 400 is a value, not a section"),
+        ("training.seed", "not an override. Give PATH=VALUE"),
+        ("=3", "not an override. Give PATH=VALUE"),
+        ("training..seed=3", "not an override. Give PATH=VALUE"),
+    ],
+)
+def test_a_wrong_override_names_itself_and_what_is_allowed(override: str, told: str) -> None:
+    (line,) = problems(TINY, override)
+    assert line.startswith(f"--set {override.partition('=')[0]}")
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["model.num_heads=3"], "hidden_size / num_heads = 128 / 3 = 42.6667"),
+        (["model.num_heads=3"], "Try num_heads = 4 or 2 or 1"),
+        (["model.hidden_size=100"], "Try a hidden_size that 32 divides"),
+        (["model.num_kv_heads=3"], "num_kv_heads = 3 does not divide num_heads = 4"),
+        (["model.head_dim=64"], "num_heads * head_dim = 4 * 64 = 256 is not hidden_size = 128"),
+        (["model.moe.top_k=9"], "top_k = 9 is more than num_experts = 8"),
+        (["model.transformer_fraction=0.3"], "cannot be interleaved"),
+        (["training.max_steps=null"], "give max_steps or total_tokens"),
+        (["training.min_learning_rate=1"], "min_learning_rate = 1.0 is above learning_rate"),
+        (["training.stage=b"], "needs a reasoning variant"),
+    ],
+)
+def test_an_impossible_pair_names_both_and_the_overrides(overrides: list, told: str) -> None:
+    (line,) = problems(TINY, *overrides)
+    assert line.startswith(f"{TINY} with --set {overrides[0].partition('=')[0]}: ")
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: 1\nb: [1", "line 2, column 6: expected ',' or ']'"),
+        ("a: 1\na: 2\n", "line 2, column 1: the key 'a' stands here a second time"),
+        ("model:\n  x: 1\n  y: 2\n  x: 3", "line 4, column 3: the key 'x' stands here a second"),
+        ("a:\tb\n", "line 1, column 3: found character"),
+        ("a: 1\n---\nb: 2\n", "line 2, column 1: but found another document"),
+        ("a: !!python/object:os.system x", "line 1, column 4: tags such as"),
+        ("? [a]\n: 1", "line 1, column 3: a key must be a word"),
+        ("name: \x07", "character 6 is not allowed in YAML"),
+    ],
+)
+def test_what_is_not_yaml_is_told_with_its_line_and_column(
+    text: str, told: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, text)
+    report = "\n".join(problems(path))
+    assert report.startswith(f"{path}: {told}")
+
+
+def test_the_offending_line_is_shown_with_a_pointer(tmp_path: Path) -> None:
+    lines = problems(written(tmp_path, "name: x\nmodel: 3: 4\n"))
+    assert lines[1:] == ["  model: 3: 4", "          ^"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("", "is empty"), ("# x\n", "is empty"), ("3", "given 3")]
+)
+def test_a_file_without_keys_says_which_it_needs(text: str, told: str, tmp_path: Path) -> None:
+    (line,) = problems(written(tmp_path, text))
+    assert told in line
+    assert "name, model, parallel, training, data" in line
+
+
+def test_a_missing_file_lists_the_shipped_ones_and_the_nearest() -> None:
+    (line,) = problems(Path("configs/cdrmix-core-1B.yaml"))
+    assert "no such file" in line
+    assert f"Did you mean {shipped('model_configs') / 'cdrmix-core-1b.yaml'}?" in line
+    assert all(path.stem in line for path in SHIPPED)
+
+
+def test_a_folder_and_binary_are_no_config(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path)
+    assert line.startswith(f"{tmp_path}: cannot be read: Is a directory")
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"name: \xff\xfe")
+    (line,) = problems(path)
+    assert "not UTF-8 text" in line
+
+
+def test_no_report_speaks_of_pydantic(tmp_path: Path) -> None:
+    path = written(tmp_path, "name: 1\nmodel: []\ntraining: {seed: a}\ndata: {path: null}\nx: 1\n")
+    report = "\n".join(problems(path))
+    assert not re.search(r"pydantic|https?:|Value error|Input should|type=", report)
+
+
+# --- differences ----------------------------------------------------------------------------
+
+
+def test_changed_keys_name_path_old_and_new() -> None:
+    old = load_config(TINY)
+    new = load_config(TINY, ["training.seed=5", "model.num_layers=8"])
+    assert changed_keys(old, new) == [("model.num_layers", 4, 8), ("training.seed", 1234, 5)]
+    assert changed_keys(old.model_dump(), old) == []
+
+
+def test_a_section_that_went_is_one_change() -> None:
+    old, new = load_config(TINY), load_config(TINY, ["model.moe=null", "model.ffn_hidden_size=512"])
+    assert old.model.moe is not None
+    assert changed_keys(old, new) == [("model.moe", old.model.moe.model_dump(), None)]
+
+
+def test_a_key_that_an_older_config_lacks_is_absent_there() -> None:
+    config = load_config(TINY)
+    older = copy.deepcopy(config.model_dump())
+    del older["training"]["seed"]
+    assert changed_keys(older, config) == [("training.seed", ABSENT, 1234)]
+
+
+# --- schema and command ---------------------------------------------------------------------
+
+
+def test_every_field_says_what_it_means() -> None:
+    for name, section in json.loads(schema_json())["$defs"].items():
+        assert section["description"], name
+        for key, field in section["properties"].items():
+            assert "$ref" in field or field.get("description", "").endswith("."), f"{name}.{key}"
+
+
+def test_the_shipped_schema_is_that_of_the_code() -> None:
+    path = shipped("model_configs") / "cdrmix.schema.json"
+    told = f"run `cdrmix config --schema > {path}`"
+    assert path.read_text(encoding="utf-8") == schema_json(), told
+
+
+def test_every_shipped_file_names_the_schema_for_editors() -> None:
+    for path in SHIPPED:
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        assert first == "# yaml-language-server: $schema=cdrmix.schema.json"
+
+
+def test_the_verb_config_prints_what_loads_again(tmp_path: Path, capsys) -> None:
+    code = cli.main(["config", "--config", str(TINY), "--set", "training.seed=9"])
+    path = written(tmp_path, capsys.readouterr().out)
+    assert code == 0
+    assert load_config(path) == load_config(TINY, ["training.seed=9"])
+
+
+def test_the_verb_config_prints_the_schema(capsys) -> None:
+    assert cli.main(["config", "--schema"]) == 0
+    assert capsys.readouterr().out == schema_json()
+
+
+def test_a_users_error_ends_a_verb_with_exit_code_2_and_no_traceback(capsys) -> None:
+    assert cli.main(["config", "--config", str(TINY), "--set", "training.sead=9"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: --set training.sead: unknown key. Did you mean 'seed'?")
+    assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize("flags", [[], ["--schema", "--config", str(TINY)]])
+def test_the_verb_config_wants_a_file_or_the_schema(flags: list, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["config", *flags])
+    assert caught.value.code == 2
+    assert "give --config FILE or --schema" in capsys.readouterr().err
