@@ -1,0 +1,304 @@
+"""The sample corpus: text that every Python ships, as a built folder of token shards.
+
+Two domains. `code`: the source files of the standard library as they stand. `prose`: the
+docstrings of each file under their names, and the language reference inside `pydoc_data`. A file's
+code and docstrings are always in the same split, so nothing held out is trained on; the docstrings
+of a split are in it twice, because code without them would not be code as people write it.
+"""
+
+import ast
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import sysconfig
+import tokenize
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cdrmix.data.shards import (
+    MANIFEST_FILE,
+    Dtype,
+    ShardInfo,
+    TokenizerInfo,
+    new_manifest,
+    smallest_dtype,
+    write_file,
+    write_manifest,
+    write_shards,
+)
+from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
+from cdrmix.errors import DataError
+from cdrmix.log import get_logger
+
+_VALIDATION_SHARE = 0.05  # of the source files
+
+# Tests are left out because Debian ships none; what others installed or configured, because the
+# corpus must depend on nothing but the Python.
+_SKIPPED_FOLDERS = {
+    "__pycache__",
+    "dist-packages",
+    "idle_test",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+}
+_SKIPPED_FILES = {"sitecustomize.py", "usercustomize.py"}
+_SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
+
+_DOCSTRING_CHARACTERS = range(80, 20_000)
+_PARAGRAPH_CHARACTERS = 80
+_TOPICS = "pydoc_data/topics.py"
+
+_NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text; `path` is the source file it is from, relative to the standard library."""
+
+    path: str
+    domain: str
+    text: str
+
+    @property
+    def split(self) -> str:
+        """validation for about 5 % of the source files, by hash of the path, else train."""
+        number = int.from_bytes(hashlib.sha256(self.path.encode()).digest()[:8], "big")
+        return "validation" if number < _VALIDATION_SHARE * 2**64 else "train"
+
+
+def ensure_sample(vocab_size: int, root: Path = Path("data")) -> Path:
+    """Folder of the sample corpus with `vocab_size` slots, built on first use.
+
+    Safe to call from several processes: one builds, the others wait for it.
+
+    Raises:
+        DataError: if it cannot be built or written.
+    """
+    folder = Path(root) / f"sample-{vocab_size}"
+    build_sample(folder, vocab_size)
+    return folder
+
+
+def build_sample(out: Path, vocab_size: int, *, stdlib: Path | None = None) -> None:
+    """Build the sample corpus into `out`, unless it is there; all of it appears, or nothing.
+
+    Args:
+        vocab_size: most tokens of its tokenizer, special tokens among them.
+        stdlib: folder of sources; None: the standard library of this Python.
+    Raises:
+        DataError: if there are no sources, `out` is something else, or it cannot be written.
+    """
+    try:
+        if (out / MANIFEST_FILE).exists():
+            return
+        with _lock(out):
+            if (out / MANIFEST_FILE).exists():  # built while this process waited for the lock
+                return
+            if out.exists():
+                raise DataError(
+                    f"{out}: exists and holds no {MANIFEST_FILE}. Move it away; a data set is "
+                    "built there."
+                )
+            _build(out, vocab_size, stdlib or Path(sysconfig.get_path("stdlib")))
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or out}: {error.strerror}. The sample corpus is built in "
+            f"{out.parent}, which must be writable and have 30 MB free. Make room, or build it "
+            "elsewhere with `cdrmix data sample --out DIR` and set data.path = DIR."
+        ) from error
+
+
+def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
+    _logger.info("sample corpus: reading the sources in %s", stdlib)
+    documents = _unique(read_standard_library(stdlib))
+    if not documents:
+        raise DataError(
+            f"{stdlib}: holds no Python sources, of which the sample corpus is made (a Python "
+            "that ships them compiled or in a zip file?). Use another Python, or set data.path "
+            "to a folder of token shards."
+        )
+    num_bytes = sum(len(document.text.encode()) for document in documents)
+    _logger.info(
+        "sample corpus: %d documents, %.1f MB; training a tokenizer of %d tokens",
+        len(documents),
+        num_bytes / 1e6,
+        vocab_size,
+    )
+    trained = train_tokenizer((d.text for d in documents if d.split == "train"), vocab_size)
+    with _new_folder(out) as folder:
+        file = write_file(folder / TOKENIZER_FILE, trained.to_str(pretty=True).encode())
+        tokenizer = load_tokenizer(folder)
+        shards = _write_documents(folder, documents, tokenizer, smallest_dtype(vocab_size))
+        manifest = new_manifest(
+            shards,
+            vocab_size=vocab_size,
+            tokenizer=TokenizerInfo(
+                file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=tokenizer.vocab_size
+            ),
+            eos_id=tokenizer.eos_id,
+            source={"text": "Python standard library", "python": platform.python_version()},
+        )
+        write_manifest(folder, manifest)
+    tokens = ", ".join(f"{info.tokens:,} {split}" for split, info in manifest.splits.items())
+    _logger.info("sample corpus: %s; tokens: %s", out, tokens)
+
+
+def _write_documents(
+    folder: Path, documents: list[Document], tokenizer: Tokenizer, dtype: Dtype
+) -> list[ShardInfo]:
+    """Encode and write the documents, one stream per split and domain, in sorted order."""
+    streams = defaultdict(list)
+    for document in documents:
+        streams[document.split, document.domain].append(document.text)
+    shards = []
+    for (split, domain), texts in sorted(streams.items()):
+        encoded = (
+            (np.array([*ids, tokenizer.eos_id]), len(text.encode()))
+            for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True)
+        )
+        shards += write_shards(folder, encoded, split=split, domain=domain, dtype=dtype)
+    return shards
+
+
+def read_standard_library(stdlib: Path) -> Iterator[Document]:
+    """Code and prose of the sources below `stdlib`, in sorted order of their paths."""
+    for path in _source_files(stdlib):
+        name = path.relative_to(stdlib).as_posix()
+        try:
+            with tokenize.open(path) as file:
+                text = file.read()
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            _logger.warning("sample corpus: %s left out: %s", path, error)
+            continue
+        # Generated tables of characters, hardly different from one another.
+        if "Character Mapping Codec" in text[:200]:
+            continue
+        yield Document(name, "code", text)
+        prose = "\n\n\n".join(_docstrings(text, name))
+        yield Document(name, "prose", prose)
+    yield from _topics(stdlib)
+
+
+def _source_files(stdlib: Path) -> list[Path]:
+    found = []
+    for folder, folders, names in os.walk(stdlib):
+        folders[:] = [
+            name
+            for name in folders
+            if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)
+        ]
+        found += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py")
+            and name not in _SKIPPED_FILES
+            and not name.startswith(_SKIPPED_PREFIXES)
+        ]
+    return sorted(found, key=lambda path: path.relative_to(stdlib).as_posix())
+
+
+def _docstrings(text: str, path: str) -> Iterator[str]:
+    """Docstrings of usual length in a source file, each under its dotted name."""
+    with warnings.catch_warnings(action="ignore"):  # old sources have invalid escapes
+        try:
+            module = ast.parse(text)
+        except SyntaxError:  # templates and sources of other Python versions
+            return
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for dotted, node in _definitions(module, name):
+        docstring = ast.get_docstring(node)
+        if docstring and len(docstring) in _DOCSTRING_CHARACTERS:
+            yield f"{dotted}\n\n{docstring}"
+
+
+def _definitions(
+    node: ast.AST, name: str
+) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """The node itself and what it defines, inside `if` and `try` too, with dotted names."""
+    if isinstance(node, (ast.Module, *_NAMED)):
+        yield name, node
+    for child in [*getattr(node, "body", []), *getattr(node, "orelse", [])]:
+        if isinstance(child, _NAMED):
+            yield from _definitions(child, f"{name}.{child.name}")
+        elif isinstance(child, (ast.If, ast.Try)):
+            yield from _definitions(child, name)
+
+
+def _topics(stdlib: Path) -> Iterator[Document]:
+    """Topics of the language reference, without those that are excerpts of a longer one."""
+    path = stdlib / _TOPICS
+    try:
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        assignments = [node for node in module.body if isinstance(node, ast.Assign)]
+        topics: dict[str, str] = ast.literal_eval(assignments[0].value)
+    except (OSError, SyntaxError, ValueError, IndexError) as error:
+        _logger.info("sample corpus: goes on without %s: %s", path, error)
+        return
+    seen: set[str] = set()
+    for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
+        paragraphs = {p for p in topics[name].split("\n\n") if len(p) >= _PARAGRAPH_CHARACTERS}
+        if len(paragraphs & seen) <= len(paragraphs) // 10:
+            yield Document(f"{_TOPICS}#{name}", "prose", topics[name])
+        seen |= paragraphs
+
+
+def _unique(documents: Iterable[Document]) -> list[Document]:
+    """The first of each set of documents with equal text; none without text."""
+    first: dict[str, Document] = {}
+    for document in documents:
+        if document.text.strip():
+            first.setdefault(document.text, document)
+    return list(first.values())
+
+
+@contextlib.contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    """Hold the lock beside `out`; it ends with the process, however that ends."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (out.parent / f".{out.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _logger.info("sample corpus: another process is building %s; waiting for it", out)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `out` if nothing is raised. Needs the lock: temporary
+    folders found here are those of builds that were killed."""
+    prefix = f".{out.name}.building-"
+    for leftover in out.parent.glob(f"{prefix}*"):
+        shutil.rmtree(leftover)
+    folder = out.parent / f"{prefix}{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+        _sync(folder)
+        folder.rename(out)
+        _sync(out.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in `folder` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
