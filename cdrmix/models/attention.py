@@ -1,0 +1,126 @@
+"""Causal grouped-query attention with rotary positions.
+
+B batch, T time, D hidden, H query heads, G key/value heads, K head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cdrmix.config.schema import ModelConfig
+from cdrmix.models.initialize import normal_
+
+
+@dataclass
+class AttentionState:
+    """Keys (rotated) and values of all earlier tokens, each [B, G, T_past, K]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def rotary_angles(
+    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles.
+
+    Args:
+        positions: global position of each token, [T].
+        head_dim: width of one head; each half of it takes the same angles.
+        theta: base of the frequencies.
+        dtype: type of the result; angles are computed in float32.
+    Returns:
+        cos and sin, each [T, head_dim].
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    frequencies = theta ** (-exponents / head_dim)  # [K/2]
+    angles = torch.outer(positions.float(), frequencies).repeat(1, 2)  # [T, K]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary angles to [B, heads, T, K]; pairs are (i, i + K/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Causal self-attention of one Transformer block.
+
+    Args:
+        config: dimensions; `num_kv_heads` < `num_heads` shares keys and values among heads.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
+        kv_size = self.num_kv_heads * self.head_dim
+        self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.key = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.value = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionState]:
+        """Attend to this and all earlier tokens of the same document.
+
+        Args:
+            x: normalised input, [B, T, D].
+            state: keys and values before x, or None at the start of a sequence.
+            segment_ids: document of each token, [B, T]; without state only.
+        Returns:
+            Output [B, T, D] and the state after token T.
+        Raises:
+            ValueError: if both state and segment_ids are given.
+        """
+        if state is not None and segment_ids is not None:
+            raise ValueError("segment_ids cannot be combined with a carried attention state")
+        past = state.keys.shape[2] if state else 0
+        positions = torch.arange(past, past + x.shape[1], device=x.device)
+        cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta, x.dtype)
+        query = rotate(self._split(self.query(x), self.num_heads), cos, sin)
+        keys = rotate(self._split(self.key(x), self.num_kv_heads), cos, sin)
+        values = self._split(self.value(x), self.num_kv_heads)
+        if state is not None:
+            keys = torch.cat([state.keys, keys], dim=2)
+            values = torch.cat([state.values, values], dim=2)
+        mask = _mask(positions, keys.shape[2], segment_ids)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None and x.shape[1] > 1,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )  # [B, H, T, K]
+        return self.output(mixed.transpose(1, 2).flatten(2)), AttentionState(keys, values)
+
+    def _split(self, x: Tensor, num_heads: int) -> Tensor:
+        return x.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
+
+    @torch.no_grad()
+    def initialize(self, *, seed: int, name: str, std: float) -> None:
+        """Normal query, key and value; zero output projection."""
+        for part in ("query", "key", "value"):
+            normal_(getattr(self, part).weight, std, seed=seed, name=f"{name}.{part}")
+        self.output.weight.zero_()
+
+
+def _mask(positions: Tensor, num_keys: int, segment_ids: Tensor | None) -> Tensor | None:
+    """Which keys each query may see; None where the plain causal kernel or all keys serve."""
+    if segment_ids is not None:
+        same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [B, T, T]
+        return same.tril().unsqueeze(1)  # [B, 1, T, T]
+    if len(positions) in (1, num_keys):
+        return None
+    keys = torch.arange(num_keys, device=positions.device)
+    return keys.unsqueeze(0) <= positions.unsqueeze(1)  # [T, T_past + T]

@@ -1,0 +1,53 @@
+"""Squared ReLU and the dense feed-forward that a model without experts uses.
+
+B batch, T time, D hidden, F inner width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix.config.schema import ModelConfig
+from cdrmix.models.initialize import normal_
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """relu(x)^2, keeping relu(x) only."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        positive = torch.relu(x)
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return grad.mul(positive).mul_(2)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2, the activation of dense feed-forwards and experts."""
+    return _SquaredReLU.apply(x)
+
+
+class FeedForward(nn.Module):
+    """Dense feed-forward of two matrices with squared ReLU; channel mixing after its shift.
+
+    Args:
+        config: dimensions; `ffn_hidden_size` is the inner width.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
+        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return self.down(squared_relu(self.up(x)))
+
+    @torch.no_grad()
+    def initialize(self, *, seed: int, name: str, std: float) -> None:
+        """Normal up projection, zero down projection."""
+        normal_(self.up.weight, std, seed=seed, name=f"{name}.up")
+        self.down.weight.zero_()

@@ -1,0 +1,65 @@
+"""Decoding with the recurrent state and the key/value cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cdrmix.models.backbone import Backbone
+
+
+@torch.no_grad()
+def generate(
+    model: Backbone,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    stop_id: int | None = None,
+) -> Tensor:
+    """Continue token sequences.
+
+    Args:
+        model: the backbone; left in the mode it was in, used in evaluation mode.
+        input_ids: prompts of equal length >= 1, [B, T].
+        max_new_tokens: how many tokens to add at most.
+        temperature: 0 takes the most likely token; above, samples from logits / temperature.
+        seed: seed of the sampling.
+        stop_id: a row that produced this id repeats it; when all rows did, decoding ends.
+    Returns:
+        The new tokens, [B, <= max_new_tokens].
+    Raises:
+        ValueError: if a prompt is empty or the temperature negative.
+    """
+    if input_ids.shape[1] == 0:
+        raise ValueError("a prompt needs at least one token; begin with the BOS token")
+    if temperature < 0:
+        raise ValueError(f"temperature = {temperature}: give 0 or more")
+    was_training = model.training
+    model.eval()
+    source = torch.Generator(input_ids.device).manual_seed(seed)
+    new: list[Tensor] = []
+    finished = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    tokens, state = input_ids, None
+    for _ in range(max_new_tokens):
+        output = model(tokens, state=state, return_state=True)
+        state = output.state
+        logits = model.logits(output.hidden[:, -1]).float()  # [B, V]
+        chosen = _choose(logits, temperature, source)
+        if stop_id is not None:
+            chosen = torch.where(finished, stop_id, chosen)
+            finished |= chosen == stop_id
+        new.append(chosen)
+        if stop_id is not None and bool(finished.all()):
+            break
+        tokens = chosen.unsqueeze(1)
+    model.train(was_training)
+    return torch.stack(new, dim=1) if new else input_ids[:, :0]
+
+
+def _choose(logits: Tensor, temperature: float, source: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities = torch.softmax(logits / temperature, dim=-1)
+    return torch.multinomial(probabilities, 1, generator=source).squeeze(1)

@@ -1,0 +1,350 @@
+"""Mixture-of-experts feed-forward on DeepSpeed's MoE layer and expert groups.
+
+N tokens of this rank, D hidden, E experts, k experts per token, F inner width, P expert-parallel
+ranks, E/P experts held here. The only user of deepspeed.moe.
+
+DeepSpeed finds `MoE` modules, makes the expert groups, reduces expert gradients over them and
+counts them once in the gradient norm. Router, dispatch and experts are ours, because its gate has
+no z-loss and no statistics, counts only the first choice in its balance loss, and pads dropless
+experts to the fullest one (0.19.8, moe/sharded_moe.py). Assignments are sorted by expert, cross
+the expert group in one all-to-all of unequal splits, and meet their experts in one grouped matmul.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cdrmix import runtime
+from cdrmix.config.schema import ModelConfig
+from cdrmix.models.feed_forward import squared_relu
+from cdrmix.models.initialize import normal_
+
+runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
+
+from deepspeed.moe.layer import MoE  # noqa: E402
+from deepspeed.moe.sharded_moe import MOELayer  # noqa: E402
+
+
+def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """Assignments one expert takes: ceil(factor * N * k / E), in exact arithmetic.
+
+    Floats round the product up for some factors (1.1 * 400 gives 441 of 440).
+    """
+    exact = Fraction(str(factor)) * num_tokens * top_k / num_experts
+    return math.ceil(exact)
+
+
+class Router(nn.Module):
+    """Top-k router in float32, with what its losses and monitors need.
+
+    Args:
+        config: dimensions; `config.moe` must be set.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None, "a dense model has no router"
+        self.top_k = config.moe.top_k
+        self.weight = nn.Parameter(torch.empty(config.moe.num_experts, config.hidden_size))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Choose k experts per token.
+
+        Args:
+            x: tokens, [N, D], any float type.
+        Returns:
+            expert of each choice, [N, k] int64; its weight, [N, k] float32, summing to 1 per
+            token; probabilities summed over the tokens, [E]; squared logsumexp summed, scalar.
+        """
+        logits = F.linear(x.float(), self.weight.float())  # [N, E]
+        log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
+        probabilities = torch.exp(logits - log_total)
+        chosen, experts = probabilities.topk(self.top_k, dim=-1)
+        weights = chosen / chosen.sum(-1, keepdim=True)
+        return experts, weights, probabilities.sum(0), log_total.square().sum()
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of x by index; the gradient comes back by the inverse index, never by scattering.
+
+    x [N, D], index [M] into x, inverse [N, k] into the M rows (M itself where a row was dropped).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (inverse,) = ctx.saved_tensors
+        all_kept = inverse.numel() == grad.shape[0]
+        total = _rows_or_zero(grad, inverse[:, 0], all_kept=all_kept)
+        for choice in range(1, inverse.shape[1]):
+            total += _rows_or_zero(grad, inverse[:, choice], all_kept=all_kept)
+        return total, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Each token's weighted sum over its choices.
+
+    rows [M, D], weights [N, k], index [M] (token of each row), slot [M] (its choice), inverse
+    [N, k] as in `_Gather`.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, weights, index, slot, inverse):
+        ctx.save_for_backward(rows, weights, index, slot, inverse)
+        scales = weights.to(rows.dtype)
+        all_kept = inverse.numel() == rows.shape[0]
+        total = _rows_or_zero(rows, inverse[:, 0], all_kept=all_kept).mul_(scales[:, :1])
+        for choice in range(1, inverse.shape[1]):
+            taken = _rows_or_zero(rows, inverse[:, choice], all_kept=all_kept)
+            total.addcmul_(taken, scales[:, choice : choice + 1])
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        rows, weights, index, slot, inverse = ctx.saved_tensors
+        spread = grad.index_select(0, index)  # [M, D]
+        dots = (spread * rows).sum(-1, dtype=torch.float32)  # [M]
+        padded = F.pad(dots, (0, 1))
+        weight_grad = padded[inverse.clamp(max=rows.shape[0])].to(weights.dtype)
+        scales = weights[index, slot].to(grad.dtype)
+        return spread.mul_(scales.unsqueeze(-1)), weight_grad, None, None, None
+
+
+def _rows_or_zero(x: Tensor, index: Tensor, *, all_kept: bool) -> Tensor:
+    """x by row; the index one past the last row, which only a drop leaves, stands for zero."""
+    if all_kept:
+        return x.index_select(0, index)
+    if x.shape[0] == 0:
+        return x.new_zeros(index.shape[0], x.shape[1])
+    taken = x.index_select(0, index.clamp(max=x.shape[0] - 1))
+    return taken.masked_fill_((index >= x.shape[0]).unsqueeze(-1), 0)
+
+
+class _AllToAllRows(torch.autograd.Function):
+    """Rows to their ranks in `group`; splits are row counts per rank."""
+
+    @staticmethod
+    def forward(ctx, x, send_splits, receive_splits, group):
+        ctx.splits, ctx.group = (send_splits, receive_splits), group
+        return _exchange_rows(x, send_splits, receive_splits, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        send_splits, receive_splits = ctx.splits
+        returned = _exchange_rows(grad.contiguous(), receive_splits, send_splits, ctx.group)
+        return returned, None, None, None
+
+
+def _exchange_rows(x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    out = x.new_empty(sum(receive), x.shape[1])
+    torch.distributed.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+    return out
+
+
+class GroupedExperts(nn.Module):
+    """The experts of one rank: two matrices each and squared ReLU, in two grouped matmuls.
+
+    Args:
+        config: dimensions; `config.moe` must be set.
+        num_local_experts: experts held by this rank, E/P.
+        group_name: DeepSpeed's name of the expert group, by which it finds the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, *, num_local_experts: int, group_name: str) -> None:
+        super().__init__()
+        assert config.moe is not None, "a dense model has no experts"
+        inner, hidden = config.moe.expert_hidden_size, config.hidden_size
+        self.up = nn.Parameter(torch.empty(num_local_experts, inner, hidden))
+        self.down = nn.Parameter(torch.empty(num_local_experts, hidden, inner))
+        for parameter in self.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.group_name = group_name  # type: ignore[attr-defined]
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Apply expert e to its rows.
+
+        Args:
+            rows: tokens sorted by local expert, [M, D].
+            ends: row after the last one of each local expert, [E/P], int32.
+        Returns:
+            [M, D].
+        """
+        inner = squared_relu(F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends))  # [M, F]
+        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+
+
+class ExpertLayer(MOELayer):
+    """Routes tokens to the experts of the expert group and back.
+
+    `forward` returns the combined output and the layer's router statistics; see
+    `MoEFeedForward.forward`.
+    """
+
+    def __init__(self, config: ModelConfig, *, group_name: str, expert_parallel_size: int) -> None:
+        assert config.moe is not None, "a dense model has no experts"
+        num_local = config.moe.num_experts // expert_parallel_size
+        experts = GroupedExperts(config, num_local_experts=num_local, group_name=group_name)
+        super().__init__(Router(config), experts, group_name, expert_parallel_size, num_local)
+        self.moe = config.moe
+
+    def _set_ep_group(self, ep_group: Any) -> None:
+        self.ep_group = ep_group
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, D] -> [B, T, D] and statistics [2E + 3]."""
+        tokens = x.reshape(-1, x.shape[-1])  # [N, D]
+        num_tokens, num_experts = tokens.shape[0], self.moe.num_experts
+        experts, weights, probability_sum, z_sum = self.gate(tokens)
+        counts = _count(experts, num_experts)  # [E], before anything is dropped
+        capacity = expert_capacity(
+            num_tokens, self.moe.top_k, num_experts, self.moe.capacity_factor
+        )
+        excess = (counts - capacity).clamp(min=0).sum()
+        dropping = self.moe.drop_tokens and self.training
+        index, slot, inverse, kept = _sort_by_expert(
+            experts, counts, capacity if dropping else None
+        )
+        rows = _Gather.apply(tokens, index, inverse)  # [M, D]
+        rows = self._apply_experts(rows, kept)
+        out = _Combine.apply(rows, weights, index, slot, inverse)
+        dropped = excess if dropping else torch.zeros_like(excess)
+        statistics = torch.cat(
+            [counts.float(), probability_sum, torch.stack([z_sum, excess.float(), dropped.float()])]
+        )
+        return out.view_as(x), statistics
+
+    def _apply_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows sorted by global expert -> their experts' outputs, in the same order."""
+        if self.ep_size == 1:
+            return self.experts(rows, counts.cumsum(0).to(torch.int32))
+        sent = counts.view(self.ep_size, self.num_local_experts)  # [P, E/P]
+        received = torch.empty_like(sent)
+        torch.distributed.all_to_all_single(received, sent.contiguous(), group=self.ep_group)
+        send_splits, receive_splits = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        arrived = _AllToAllRows.apply(rows, send_splits, receive_splits, self.ep_group)
+        order, back = _merge_sources(received)
+        inverse = back.unsqueeze(1)
+        ours = _Gather.apply(arrived, order, inverse)
+        ours = self.experts(ours, received.sum(0).cumsum(0).to(torch.int32))
+        leaving = _Gather.apply(ours, back, order.unsqueeze(1))
+        return _AllToAllRows.apply(leaving, receive_splits, send_splits, self.ep_group)
+
+
+def _count(experts: Tensor, num_experts: int) -> Tensor:
+    """How many assignments each expert got, [E] int64."""
+    every = torch.arange(num_experts, device=experts.device)
+    return (experts.reshape(-1, 1) == every).sum(0)
+
+
+def _sort_by_expert(
+    experts: Tensor, counts: Tensor, capacity: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Order the N * k assignments by expert, first choices first, and cut each at capacity.
+
+    Args:
+        experts: [N, k].
+        counts: assignments per expert, [E].
+        capacity: assignments an expert may keep; None keeps all.
+    Returns:
+        token of each kept row [M], its choice [M], row of each (token, choice) [N, k] with M for
+        a dropped one, rows per expert [E].
+    """
+    num_tokens, top_k = experts.shape
+    flat = experts.t().reshape(-1)  # choice-major: second choices queue behind first ones
+    by_expert, order = flat.sort(stable=True)  # [k*N]
+    kept = counts
+    if capacity is not None:
+        place = torch.arange(order.numel(), device=order.device)
+        place -= (counts.cumsum(0) - counts)[by_expert]  # place within its expert
+        order = order[place < capacity]
+        kept = counts.clamp(max=capacity)
+    rows = torch.arange(order.numel(), device=order.device)
+    inverse = torch.full((num_tokens * top_k,), order.numel(), device=order.device)
+    inverse[order] = rows
+    return order % num_tokens, order // num_tokens, inverse.view(top_k, -1).t(), kept
+
+
+def _merge_sources(received: Tensor) -> tuple[Tensor, Tensor]:
+    """Order that turns rows sorted by (source rank, expert) into rows sorted by expert.
+
+    Args:
+        received: rows from each source for each local expert, [P, E/P].
+    Returns:
+        order [M], and its inverse [M].
+    """
+    num_sources, num_local = received.shape
+    expert_of_block = torch.arange(num_local, device=received.device).repeat(num_sources)
+    expert_of_row = expert_of_block.repeat_interleave(received.reshape(-1))
+    order = expert_of_row.argsort(stable=True)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel(), device=order.device)
+    return order, back
+
+
+class MoEFeedForward(MoE):
+    """Mixture-of-experts feed-forward of one block.
+
+    Args:
+        config: dimensions; `config.moe` must be set.
+        expert_parallel_size: ranks over which the experts are spread; divides num_experts.
+    """
+
+    def __init__(self, config: ModelConfig, *, expert_parallel_size: int = 1) -> None:
+        assert config.moe is not None, "a dense model has no experts"
+        super().__init__(
+            config.hidden_size,
+            nn.Identity(),  # DeepSpeed copies it once per expert; replaced below
+            num_experts=config.moe.num_experts,
+            ep_size=expert_parallel_size,
+            k=config.moe.top_k,
+        )
+        self.deepspeed_moe = ExpertLayer(
+            config, group_name=self.expert_group_name, expert_parallel_size=expert_parallel_size
+        )
+
+    def _create_process_groups(self, **kwargs: Any) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints a line from every rank
+            super()._create_process_groups(**kwargs)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Send each token to its experts.
+
+        Args:
+            x: [B, T, D].
+        Returns:
+            Output [B, T, D], and router statistics [2E + 3], float32, each a sum over this rank's
+            tokens: assignments per expert before dropping [E], router probabilities [E], squared
+            logsumexp, assignments beyond the capacity, assignments dropped.
+        """
+        return self.deepspeed_moe(x)
+
+    @torch.no_grad()
+    def initialize(self, *, seed: int, name: str, std: float, expert_parallel_rank: int) -> None:
+        """Normal router and up projections, zero down projections.
+
+        Args:
+            seed: seed of the run.
+            name: path of this module in the model.
+            std: standard deviation of the normal draws.
+            expert_parallel_rank: place of this rank in its expert group; each expert draws by its
+                global number, so that every layout starts from the same experts.
+        """
+        layer = self.deepspeed_moe
+        normal_(layer.gate.weight, std, seed=seed, name=f"{name}.router")
+        first = expert_parallel_rank * self.num_local_experts
+        for i, up in enumerate(layer.experts.up):
+            normal_(up, std, seed=seed, name=f"{name}.experts.{first + i}.up")
+        layer.experts.down.zero_()

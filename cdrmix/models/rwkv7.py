@@ -1,0 +1,288 @@
+"""RWKV-7 time mixing, and the token shift that time and channel mixing share.
+
+B batch, T time, D hidden, H heads, K key dim per head, V value dim per head (K = V = head_dim).
+Equations and initial values: RWKV-7 paper and RWKV-LM (x070). In the letters of the paper:
+
+    lw = -exp(-0.5) * sigmoid(w0 + tanh(x_w w1) w2)            log decay
+    v  = lerp(v, v_first, sigmoid(v0 + x_v v1 v2))             after the first RWKV layer
+    a  = sigmoid(a0 + x_a a1 a2);  g = sigmoid(x_g g1) g2
+    kk = normalize(k * k_k);  k = k * (1 + (a - 1) * k_a)
+    S' = S diag(exp lw) - (S kk)(kk * a)^T + v k^T;  y = S' r
+    out = Wo ((group_norm(y) + (r . (k * r_k)) v) * g)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cdrmix.config.schema import ModelConfig
+from cdrmix.models.initialize import orthogonal_, uniform_
+from cdrmix.models.wkv7 import wkv7
+
+_DECAY_BOUND = math.exp(-0.5)
+_MIXES = ("r", "w", "k", "v", "a", "g")
+
+
+def shift_tokens(x: Tensor, last: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+    """Each position's predecessor.
+
+    Args:
+        x: [B, T, D].
+        last: the token before the first, [B, D]; None is zero.
+        segment_ids: document of each token, [B, T]; the first token of one sees zero.
+    Returns:
+        [B, T, D].
+    """
+    first = torch.zeros_like(x[:, 0]) if last is None else last.to(x.dtype)
+    previous = torch.cat([first.unsqueeze(1), x[:, :-1]], dim=1)
+    if segment_ids is None:
+        return previous
+    starts = segment_ids[:, 1:] != segment_ids[:, :-1]  # [B, T-1]
+    starts = F.pad(starts, (1, 0), value=False)
+    return previous.masked_fill(starts.unsqueeze(-1), 0)
+
+
+class _TokenShiftMix(torch.autograd.Function):
+    """x + (shift(x) - x) * mu for several mu at once, keeping x and its shift only.
+
+    Autograd through the plain expression keeps and re-reads one [B, T, D] tensor per mix.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, previous: Tensor, mu: Tensor) -> Tensor:
+        ctx.save_for_backward(x, previous, mu)
+        delta = previous - x  # [B, T, D]
+        shape = (mu.shape[0], *(1,) * (x.dim() - 1), mu.shape[1])
+        return torch.addcmul(x, delta, mu.view(shape))  # [M, B, T, D]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, previous, mu = ctx.saved_tensors
+        delta = (previous - x).reshape(-1, x.shape[-1])
+        flat = grad.reshape(mu.shape[0], -1, x.shape[-1])  # [M, N, D]
+        # one pass per mix: the gradient is read while it is in the cache
+        total = flat[0].clone()
+        shifted = flat[0] * mu[0]
+        mu_grads = [(flat[0] * delta).sum(0)]
+        for i in range(1, mu.shape[0]):
+            total += flat[i]
+            shifted.addcmul_(flat[i], mu[i])
+            mu_grads.append((flat[i] * delta).sum(0))
+        total -= shifted
+        return total.view_as(x), shifted.view_as(x), torch.stack(mu_grads)
+
+
+def token_shift_mix(x: Tensor, previous: Tensor, mu: Tensor) -> Tensor:
+    """Interpolate between each token and its predecessor, once per row of mu.
+
+    Args:
+        x: [B, T, D].
+        previous: predecessor of each token, [B, T, D].
+        mu: share of the predecessor, [M, D].
+    Returns:
+        [M, B, T, D].
+    """
+    return _TokenShiftMix.apply(x, previous, mu)
+
+
+@dataclass
+class TimeMixState:
+    """What a time mix carries from one call to the next.
+
+    Attributes:
+        last: last normalised input, [B, D].
+        wkv: recurrent state, [B, H, V, K], float32.
+    """
+
+    last: Tensor
+    wkv: Tensor
+
+
+class TimeMix(nn.Module):
+    """RWKV-7 time mixing of one layer.
+
+    Args:
+        config: dimensions.
+        layer: index of the block, from 0 at the input.
+        creates_v_first: whether this is the first RWKV layer, which sets v_first.
+    """
+
+    mu_r: Tensor  # [D], as are all mu, biases and k_k, k_a, r_k
+    decay_bias: Tensor
+    decay_down: Tensor  # [D, R], as are all downs
+    decay_up: Tensor  # [R, D], as are all ups
+    iclr_bias: Tensor
+    iclr_down: Tensor
+    iclr_up: Tensor
+    value_bias: Tensor
+    value_down: Tensor
+    value_up: Tensor
+    gate_down: Tensor
+    gate_up: Tensor
+
+    def __init__(self, config: ModelConfig, *, layer: int, creates_v_first: bool) -> None:
+        super().__init__()
+        hidden, ranks = config.hidden_size, config.low_rank_sizes()
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.depth = layer / max(1, config.num_layers - 1)  # 0 at the input, 1 at the top
+        self.creates_v_first = creates_v_first
+        for mix in _MIXES:
+            self.register_parameter(f"mu_{mix}", nn.Parameter(torch.empty(hidden)))
+        self.receptance = nn.Linear(hidden, hidden, bias=False)
+        self.key = nn.Linear(hidden, hidden, bias=False)
+        self.value = nn.Linear(hidden, hidden, bias=False)
+        self.output = nn.Linear(hidden, hidden, bias=False)
+        self._add_low_rank("decay", hidden, ranks.decay)
+        self._add_low_rank("iclr", hidden, ranks.iclr)
+        if not creates_v_first:
+            self._add_low_rank("value", hidden, ranks.value)
+        self._add_low_rank("gate", hidden, ranks.gate, bias=False)
+        self.k_k = nn.Parameter(torch.empty(hidden))
+        self.k_a = nn.Parameter(torch.empty(hidden))
+        self.r_k = nn.Parameter(torch.empty(hidden))
+        self.group_norm = nn.GroupNorm(self.num_heads, hidden, eps=self.head_dim * 1e-5)
+
+    def _add_low_rank(self, name: str, hidden: int, rank: int, *, bias: bool = True) -> None:
+        if bias:
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(hidden)))
+        self.register_parameter(f"{name}_down", nn.Parameter(torch.empty(hidden, rank)))
+        self.register_parameter(f"{name}_up", nn.Parameter(torch.empty(rank, hidden)))
+
+    def forward(
+        self,
+        x: Tensor,
+        v_first: Tensor | None,
+        state: TimeMixState | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, TimeMixState]:
+        """Mix along time.
+
+        Args:
+            x: normalised input, [B, T, D], any float type.
+            v_first: value of the first RWKV layer, [B, T, D]; None only in that layer.
+            state: state after the token before x, or None at the start of a sequence.
+            segment_ids: document of each token, [B, T]; nothing crosses from one to the next.
+        Returns:
+            Output [B, T, D], v_first, and the state after token T.
+        Raises:
+            ValueError: if v_first is missing after the first RWKV layer.
+        """
+        if (v_first is None) != self.creates_v_first:
+            raise ValueError("v_first is missing, or there already: the first RWKV layer makes it")
+        previous = shift_tokens(x, state.last if state else None, segment_ids)
+        mu = torch.stack([getattr(self, f"mu_{mix}") for mix in _MIXES])
+        x_r, x_w, x_k, x_v, x_a, x_g = token_shift_mix(x, previous, mu).unbind(0)
+
+        r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)  # [B, T, D]
+        lw = self._log_decay(x_w)
+        iclr = torch.sigmoid(self.iclr_bias + x_a @ self.iclr_down @ self.iclr_up)
+        gate = torch.sigmoid(x_g @ self.gate_down) @ self.gate_up
+        if v_first is None:
+            v_first = v
+        else:
+            amount = torch.sigmoid(self.value_bias + x_v @ self.value_down @ self.value_up)
+            v = torch.lerp(v, v_first, amount)
+        kk = F.normalize(self._heads(k * self.k_k), dim=-1, eps=1e-12)  # [B, T, H, K]
+        k = torch.addcmul(k, k * self.k_a, iclr - 1)
+
+        r, k, v, iclr = (self._heads(t) for t in (r, k, v, iclr))
+        y, wkv = wkv7(
+            r,
+            self._heads(lw),
+            k,
+            v,
+            -kk,
+            kk * iclr,
+            state.wkv if state else None,
+            segment_ids=segment_ids,
+        )
+        y = self._normalise(y, r, k, v)
+        out = self.output(y * gate)
+        return out, v_first, TimeMixState(last=x[:, -1], wkv=wkv)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim))
+
+    def _log_decay(self, x_w: Tensor) -> Tensor:
+        """Log decay in (-exp(-0.5), 0), float32: the bound that the WKV op relies on."""
+        raw = self.decay_bias + torch.tanh(x_w @ self.decay_down) @ self.decay_up
+        return torch.sigmoid(raw.float()) * -_DECAY_BOUND
+
+    def _normalise(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Group norm per head, then the bonus of the current token; [B, T, D]."""
+        norm = self.group_norm
+        flat = y.flatten(0, 1).flatten(1)  # [B*T, D]
+        normed = F.group_norm(flat, self.num_heads, norm.weight, norm.bias, norm.eps)
+        bonus = (r * k * self._heads(self.r_k)).sum(-1, keepdim=True)  # [B, T, H, 1]
+        return torch.addcmul(normed.view_as(y), bonus, v).flatten(2)
+
+    @torch.no_grad()
+    def initialize(self, *, seed: int, name: str) -> None:
+        """Set the initial values of RWKV-LM for this depth.
+
+        Args:
+            seed: seed of the run.
+            name: path of this module in the model, so that each layer draws its own numbers.
+        """
+        hidden = self.mu_r.numel()
+        place = torch.arange(hidden, device=self.mu_r.device, dtype=torch.float32) / hidden
+        shallow = 1 - self.depth
+        for mix, power in zip(_MIXES, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
+            getattr(self, f"mu_{mix}").copy_(1 - place ** (power * shallow))
+        linear = torch.arange(hidden, device=place.device) / (hidden - 1) - 0.5
+        middle = (self.head_dim - 1) / 2
+        zigzag = (torch.arange(hidden, device=place.device) % self.head_dim - middle) / middle
+        zigzag = zigzag * zigzag.abs()
+        curve = 6 * (linear + 0.5) ** (1 + self.depth**0.3) - 6
+        self.decay_bias.copy_(curve + 0.5 + 2.5 * zigzag)
+        self.iclr_bias.copy_(-0.19 + 0.3 * zigzag + 0.4 * linear)
+        self.k_k.copy_(0.71 - 0.1 * linear)
+        self.k_a.fill_(1.02)
+        self.r_k.fill_(-0.04)
+        for path in ("decay", "iclr", "gate"):
+            self._initialize_low_rank(path, seed=seed, name=name)
+        if not self.creates_v_first:
+            self.value_bias.copy_(0.73 - 0.4 * linear)
+            self._initialize_low_rank("value", seed=seed, name=name)
+        bound = 0.5 / math.sqrt(hidden)
+        uniform_(self.receptance.weight, bound, seed=seed, name=f"{name}.receptance")
+        uniform_(self.key.weight, 0.1 * bound, seed=seed, name=f"{name}.key")
+        uniform_(self.value.weight, bound, seed=seed, name=f"{name}.value")
+        self.output.weight.zero_()
+
+    def _initialize_low_rank(self, path: str, *, seed: int, name: str) -> None:
+        getattr(self, f"{path}_down").zero_()
+        orthogonal_(getattr(self, f"{path}_up"), 0.1, seed=seed, name=f"{name}.{path}_up")
+
+
+class ChannelShift(nn.Module):
+    """Token shift in front of the feed-forward of an RWKV block: what channel mixing adds to it.
+
+    Args:
+        config: dimensions.
+        layer: index of the block.
+    """
+
+    def __init__(self, config: ModelConfig, *, layer: int) -> None:
+        super().__init__()
+        self.depth = layer / config.num_layers
+        self.mu = nn.Parameter(torch.empty(config.hidden_size))
+
+    def forward(
+        self, x: Tensor, last: Tensor | None = None, segment_ids: Tensor | None = None
+    ) -> Tensor:
+        """x shifted by mu, [B, T, D]; `last` is the token before the first, [B, D]."""
+        previous = shift_tokens(x, last, segment_ids)
+        return token_shift_mix(x, previous, self.mu.unsqueeze(0))[0]
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Set RWKV-LM's initial value for this depth."""
+        hidden = self.mu.numel()
+        place = torch.arange(hidden, device=self.mu.device, dtype=torch.float32) / hidden
+        self.mu.copy_(1 - place ** ((1 - self.depth) ** 4))

@@ -1,0 +1,161 @@
+"""The WKV-7 op: the recurrence of RWKV-7's time mix, one entry over several ways to compute it.
+
+    S_t = S_{t-1} diag(exp lw_t) + (S_{t-1} a_t) b_t^T + v_t k_t^T
+    y_t = S_t r_t
+
+reference  a loop over tokens, autograd: the yardstick
+chunked    batched matrix products with a gradient derived by hand; runs anywhere
+cpp        the recurrence in C++ for CPUs, where a compiler is found
+fla        chunk_rwkv7 of fla-core for 16-bit inputs on CUDA, where its gradients pass a check
+"""
+
+# B batch, T time, H heads, K key dim, V value dim
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cdrmix.errors import ConfigError
+from cdrmix.models import wkv7_cpu, wkv7_fla
+from cdrmix.models.wkv7_chunked import wkv7_chunked
+from cdrmix.models.wkv7_reference import DECAY_BOUND, compute_dtype, wkv7_reference
+
+_FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "reference": wkv7_reference,
+    "chunked": wkv7_chunked,
+    "cpp": wkv7_cpu.wkv7_cpu,
+    "fla": wkv7_fla.wkv7_fla,
+}
+BACKENDS = ("auto", *_FORMS)
+
+
+def wkv7(
+    r: Tensor,
+    lw: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    s0: Tensor | None = None,
+    *,
+    segment_ids: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Run the WKV-7 recurrence over T tokens; differentiable in r, lw, k, v, a, b and s0.
+
+    Whatever float type comes in, this computes in float32 (fla: 16-bit products, float32 sums), or
+    in float64 if any input is float64; autocast does not reach inside. Equal calls on CPU give
+    equal bits.
+
+    Args:
+        r: receptance, [B, T, H, K].
+        lw: log decay, [B, T, H, K], from -exp(-0.5), but for one rounding of its dtype, to 0: the
+            chunked forms rely on it (wkv7_chunked.py). On CUDA the check is an assertion on the
+            device, so that nothing waits for it. Not-a-number passes and comes out as such.
+        k: key, [B, T, H, K].
+        v: value, [B, T, H, V].
+        a: direction in which the state is read to be replaced (RWKV-7: -kk), [B, T, H, K].
+        b: direction in which that is written back (RWKV-7: kk * iclr), [B, T, H, K].
+        s0: state before the first token, [B, H, V, K], or None for zero.
+        segment_ids: integers [B, T] that never fall along T. The state is zero at the start of each
+            new segment; s0 belongs to the first segment of its row.
+        backend: one of BACKENDS. "auto" takes fla or cpp where they can be used, else the chunked
+            form, or the loop for a single token.
+    Returns:
+        y, [B, T, H, V] in v's dtype, and the state after token T, [B, H, V, K], float32 or float64.
+    Raises:
+        ValueError: if a shape, a dtype or the backend's name is wrong, if lw is out of range or if
+            segment_ids fall (the last two on CPU only).
+        ConfigError: if the backend asked for by name cannot be used for these inputs here.
+    Source: RWKV-7 paper, state-update equation; parity in tests/parity/test_wkv7.py.
+    """
+    inputs = (r, lw, k, v, a, b)
+    _check_shapes(inputs, s0, segment_ids)
+    _check_values(lw, segment_ids)
+    form = _choose(backend, inputs, segment_ids)
+    with torch.autocast(v.device.type, enabled=False):
+        return form(*inputs, s0, segment_ids)
+
+
+def _choose(
+    backend: str, inputs: tuple[Tensor, ...], segment_ids: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The form to compute with; "auto" takes the first that nothing speaks against."""
+    if backend == "auto":
+        is_single = inputs[0].shape[1] == 1
+        # One token: the loop is ten operations, the chunked form fifty.
+        order = ("cpp", "reference") if is_single else ("fla", "cpp", "chunked")
+        usable = (name for name in order if _obstacle(name, inputs, segment_ids) is None)
+        return _FORMS[next(usable)]
+    if backend not in _FORMS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    obstacle = _obstacle(backend, inputs, segment_ids)
+    if obstacle:
+        raise ConfigError(
+            f"wkv7: backend {backend!r} cannot be used here: {obstacle}. Try 'auto' or 'chunked'."
+        )
+    return _FORMS[backend]
+
+
+def _obstacle(name: str, inputs: tuple[Tensor, ...], segment_ids: Tensor | None) -> str | None:
+    """Why a form cannot compute these inputs on this machine, or None."""
+    if name == "fla":
+        return wkv7_fla.obstacle(inputs[0], inputs[3], is_packed=segment_ids is not None)
+    if name != "cpp":
+        return None
+    if inputs[3].device.type != "cpu":
+        return f"it computes on CPUs, and the inputs are on {inputs[3].device}"
+    if compute_dtype(inputs) != torch.float32:
+        return "it computes in float32, and an input is float64"
+    kernel = wkv7_cpu.load()
+    return kernel if isinstance(kernel, str) else None
+
+
+def _check_shapes(
+    inputs: tuple[Tensor, ...], s0: Tensor | None, segment_ids: Tensor | None
+) -> None:
+    r, v = inputs[0], inputs[3]
+    if r.ndim != 4 or v.ndim != 4 or 0 in r.shape:
+        raise ValueError(
+            f"r and v must be [B, T, H, K] and [B, T, H, V], T at least 1; "
+            f"given {tuple(r.shape)} and {tuple(v.shape)}"
+        )
+    batch, time, heads, key = r.shape
+    wanted = {
+        **dict.fromkeys(("r", "lw", "k", "a", "b"), (batch, time, heads, key)),
+        "v": (batch, time, heads, v.shape[3]),
+        "s0": (batch, heads, v.shape[3], key),
+        "segment_ids": (batch, time),
+    }
+    given = dict(zip(("r", "lw", "k", "v", "a", "b"), inputs, strict=True))
+    given |= {} if s0 is None else {"s0": s0}
+    for name, tensor in given.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be of a float type; given {tensor.dtype}")
+    if segment_ids is not None:
+        given["segment_ids"] = segment_ids
+        if segment_ids.is_floating_point() or segment_ids.is_complex():
+            raise ValueError(f"segment_ids must be integers; given {segment_ids.dtype}")
+    for name, tensor in given.items():
+        if tensor.shape != wanted[name]:
+            raise ValueError(f"{name} must be {wanted[name]}; given {tuple(tensor.shape)}")
+
+
+def _check_values(lw: Tensor, segment_ids: Tensor | None) -> None:
+    lowest = -DECAY_BOUND * (1 + torch.finfo(lw.dtype).eps)
+    if lw.device.type == "cuda":
+        low, high = torch.aminmax(lw.detach())
+        is_within = ~((low < lowest) | (high > 0))
+        torch._assert_async(is_within, "wkv7: lw must lie from -exp(-0.5) to 0")
+    elif lw.device.type == "cpu":
+        low, high = torch.aminmax(lw.detach())
+        if low < lowest or high > 0:
+            raise ValueError(
+                f"lw must lie from -exp(-0.5) = {-DECAY_BOUND:.7f} to 0; given {low.item():.7f} to "
+                f"{high.item():.7f}. RWKV-7's log decay is -exp(-0.5) * sigmoid(.)"
+            )
+        if segment_ids is not None and (segment_ids.diff(dim=1) < 0).any():
+            raise ValueError("segment_ids must not fall along T: a segment is one run of tokens")

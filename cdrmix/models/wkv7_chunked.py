@@ -1,0 +1,419 @@
+"""WKV-7 in chunks: batched matrix products in plain PyTorch, gradient derived by hand.
+
+Within a chunk of C tokens let g be the running sum of lw and g' = g - lw. With Z = S^T [K,V] the
+state that enters the chunk, C steps of the recurrence are
+
+    X = [a e^g'; r e^g]   Q = [b; k] e^-g   A = X Q^T, kept below the diagonal (r rows: and on it)
+    [R; O] = X Z + A [0; V]      U = (I - A_ab)^-1 R      O += A_rb U
+    Z' = e^(g_C) Z + Y^T [U; V]    Y = Q e^(g_C)
+
+and, with A kept, the gradient of what leaves (O and Z') passes back as
+
+    d[U; V] = A_r^T dO + Y dZ'    dR = (I - A_ab)^-T dU    dV += A_ak^T dR
+    dZ = e^(g_C) dZ' + X^T [dR; dO]
+    dA = [dR; dO] [U; V]^T, masked as A
+    dX = dA Q + [dR; dO] Z^T      dQ = dA^T X + e^(g_C) [U; V] dZ'^T
+    dg_t = r_t dr_t - b_t db_t - k_t dk_t + a_(t+1) da_(t+1),    dg_C += rowsum(Z' dZ')
+
+Only the scan over Z (backwards: over dZ) is sequential. e^-g stays below e^39 within 64 tokens
+because lw >= -exp(-0.5), and every product that A keeps has a true exponent <= 0, so float32 holds
+all of it to full relative precision: this is what the op's bound on lw is for.
+
+Source: the WY form of the delta rule; parity in tests/parity/test_wkv7.py.
+"""
+
+# B batch, T time, H heads, K key dim, V value dim, C tokens of a chunk
+# n chunks of a block, N = n B H matrices of a block
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from cdrmix.models.wkv7_reference import compute_dtype
+
+# Against 32 tokens: 10 % faster at K = 64, level at K = 128, and half the rounding error at both.
+_CHUNK_TOKENS = 16
+# Floats of one [N,2C,K] buffer per thread. A block's dozen buffers then stay near the L2 cache:
+# 16 times as much made forward and backward 1.5 to 2 times slower on an EPYC with 1 MiB of L2.
+_BLOCK_FLOATS = 65_536
+_GPU_WORKERS = 64  # threads that a GPU counts for: its launches, not its caches, want blocks
+
+
+def wkv7_chunked(
+    r: Tensor,
+    lw: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    s0: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    *,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """WKV-7 in chunks; arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked.
+
+    Saves its inputs and the states around blocks of chunks, at most two float32 for each number of
+    an input; the backward recomputes the rest.
+
+    Args:
+        chunk_tokens: C, a power of two up to 64; by default 16, or less where T is.
+    """
+    if chunk_tokens is None:
+        chunk_tokens = min(_CHUNK_TOKENS, 1 << (r.shape[1] - 1).bit_length())
+    length = r.shape[1]
+    missing = -length % chunk_tokens
+    if missing:  # lw = k = b = a = 0 leaves the state as it is
+        r, lw, k, v, a, b = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (r, lw, k, v, a, b))
+        if segment_ids is not None:
+            segment_ids = torch.cat([segment_ids, segment_ids[:, -1:].expand(-1, missing)], 1)
+    # Asked here: inside a Function gradients are off, and needs_input_grad ignores no_grad.
+    given = [x for x in (r, lw, k, v, a, b, s0) if x is not None]
+    saves = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    y, s = _WKV7Chunked.apply(r, lw, k, v, a, b, s0, segment_ids, chunk_tokens, saves)
+    return y[:, :length], s
+
+
+class _WKV7Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        r: Tensor,
+        lw: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        s0: Tensor | None,
+        segment_ids: Tensor | None,
+        chunk_tokens: int,
+        saves: bool,
+    ) -> tuple[Tensor, Tensor]:
+        inputs = (r, lw, k, v, a, b)
+        y = torch.empty_like(v, memory_format=torch.contiguous_format)
+        s = v.new_empty(v.shape[0], *v.shape[2:], r.shape[3], dtype=compute_dtype(inputs))
+        layout = _layout(r, chunk_tokens)
+        states = []
+        with torch.autocast(v.device.type, enabled=False):
+            for rows in layout.rows:
+                part = [x[rows] for x in inputs]
+                start, ids = _rows_of(s0, rows), _rows_of(segment_ids, rows)
+                states.append(_forward(part, start, ids, y[rows], s[rows], layout, saves))
+        ctx.layout, ctx.has_start = layout, s0 is not None
+        if saves:
+            ctx.save_for_backward(*inputs, segment_ids, *states)
+        return y, s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
+        (*inputs, segment_ids), states = saved[:7], saved[7:]
+        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        ds0 = torch.empty_like(ds, memory_format=torch.contiguous_format)
+        with torch.autocast(dy.device.type, enabled=False):
+            for rows, part_states in zip(ctx.layout.rows, states, strict=True):
+                part, out = ([x[rows] for x in tensors] for tensors in (inputs, gradients))
+                ids = _rows_of(segment_ids, rows)
+                ds0[rows] = _backward(part, ids, part_states, dy[rows], ds[rows], out, ctx.layout)
+        return (*gradients, ds0 if ctx.has_start else None, None, None, None)
+
+
+class _Layout(NamedTuple):
+    """How the work is cut up, equally in forward and backward.
+
+    Attributes:
+        chunk_tokens: C.
+        rows: batch rows that are worked on together.
+        blocks: chunks that are worked on together; the states around a block are saved.
+    """
+
+    chunk_tokens: int
+    rows: list[slice]
+    blocks: list[slice]
+
+
+def _layout(r: Tensor, chunk_tokens: int) -> _Layout:
+    batch, time, heads, key = r.shape
+    workers = torch.get_num_threads() if r.device.type == "cpu" else _GPU_WORKERS
+    matrices = workers * _BLOCK_FLOATS // (2 * chunk_tokens * key)
+    rows = min(batch, max(1, matrices // heads))
+    few = max(1, key // (2 * chunk_tokens))  # as many as keep saved states to 2 T H V floats
+    chunks = max(few, matrices // (rows * heads))
+    return _Layout(chunk_tokens, _slices(batch, rows), _slices(time // chunk_tokens, chunks))
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(first, min(first + step, length)) for first in range(0, length, step)]
+
+
+def _rows_of(x: Tensor | None, rows: slice) -> Tensor | None:
+    return None if x is None else x[rows]
+
+
+def _by_chunk(x: Tensor, chunk_tokens: int) -> Tensor:
+    """View [B,T,H,K] as [T/C,B,H,C,K]."""
+    return x.unflatten(1, (-1, chunk_tokens)).permute(1, 0, 3, 2, 4)
+
+
+class _Masks(NamedTuple):
+    """What meets what where rows hold several segments; 1 or 0 in the dtype of the work.
+
+    Attributes:
+        pairs: token pairs of one segment, [n,B,1,2C,2C].
+        enters: rows of X that see the entering state, [n,B,1,2C,1].
+        leaves: rows of Q that reach the leaving state, [n,B,1,2C,1].
+        carries: whether the entering state leaves too, [n,B,1,1].
+    """
+
+    pairs: Tensor
+    enters: Tensor
+    leaves: Tensor
+    carries: Tensor
+
+
+def _masks(segment_ids: Tensor | None, chunk_tokens: int, dtype: torch.dtype) -> _Masks | None:
+    """Masks of all chunks; `segment_ids` is [B,T]."""
+    if segment_ids is None:
+        return None
+    ids = segment_ids.unflatten(1, (-1, chunk_tokens)).transpose(0, 1)  # [n,B,C]
+    entering = torch.cat([ids[:1, :, :1], ids[:-1, :, -1:]])  # of the token before, [n,B,1]
+    pairs = (ids[..., :, None] == ids[..., None, :]).repeat(1, 1, 2, 2)
+    rows = [(ids == other).repeat(1, 1, 2) for other in (entering, ids[..., -1:])]
+    enters, leaves = (x[:, :, None, :, None].to(dtype) for x in rows)
+    carries = (ids[..., -1:] == entering)[..., None].to(dtype)
+    return _Masks(pairs[:, :, None].to(dtype), enters, leaves, carries)
+
+
+def _part(masks: _Masks | None, chunks: slice) -> _Masks | None:
+    return None if masks is None else _Masks(*(x[chunks] for x in masks))
+
+
+class _Block:
+    """Work space for some chunks of all heads of some rows, filled anew for each such block.
+
+    Args:
+        like: any tensor of the device and dtype of the work.
+        size: (n, B, H, C, K, V).
+        backward: whether to hold room for gradients too.
+    """
+
+    def __init__(self, like: Tensor, size: tuple[int, ...], *, backward: bool) -> None:
+        self.size = size
+        n, rows, heads, c, key, value = size
+        self.c, self.batch = c, n * rows * heads
+
+        def buffer(height: int, width: int) -> Tensor:
+            return like.new_empty(self.batch, height, width)
+
+        self.lw, self.e = buffer(c, key), buffer(c + 1, key)  # e^0, e^g_1, ..., e^g_C
+        self.x, self.q, self.y = (buffer(2 * c, key) for _ in range(3))
+        self.uv, self.u, self.r = buffer(2 * c, value), buffer(c, value), buffer(c, value)
+        self.a = buffer(2 * c, 2 * c)
+        self.states = like.new_empty(n + 1, rows * heads, key, value)  # around the chunks
+        if backward:
+            self.dro, self.duv = buffer(2 * c, value), buffer(2 * c, value)
+            self.da, self.dz = buffer(2 * c, 2 * c), buffer(key, value)
+            self.dx, self.dq, self.dg = buffer(2 * c, key), buffer(2 * c, key), buffer(c + 1, key)
+        else:
+            self.ro = buffer(2 * c, value)
+        low = like.new_ones(c, c).tril()
+        strict = low.tril(-1)
+        self.sums = F.pad(low, (0, 0, 1, 0)).expand(self.batch, -1, -1)  # [C+1,C]
+        self.causal = torch.cat([strict.repeat(1, 2), low.repeat(1, 2)])
+        self.eye = torch.eye(c, dtype=like.dtype, device=like.device)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """View [N,...] as [n,B,H,...]."""
+        return x.unflatten(0, self.size[:3])
+
+    def chunks(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Views of x [N,...], one per chunk, [B H,...]."""
+        return x.unflatten(0, (self.size[0], -1)).unbind(0)
+
+    def fill(self, inputs: Sequence[Tensor], masks: _Masks | None) -> None:
+        """Compute what needs no state; `inputs` are r, lw, k, v, a, b as [n,B,H,C,*]."""
+        r, lw, k, v, a, b = inputs
+        c, heads = self.c, self.heads
+        heads(self.lw).copy_(lw)
+        torch.bmm(self.sums, self.lw, out=self.e).exp_()
+        before, after = heads(self.e)[..., :c, :], heads(self.e)[..., 1:, :]
+        x, q = heads(self.x), heads(self.q)
+        torch.mul(a, before, out=x[..., :c, :])
+        torch.mul(r, after, out=x[..., c:, :])
+        torch.div(b, after, out=q[..., :c, :])
+        torch.div(k, after, out=q[..., c:, :])
+        heads(self.uv)[..., c:, :].copy_(v)
+        torch.bmm(self.x, self.q.mT, out=self.a).mul_(self.causal)
+        self.carry = self.e[:, c:]  # [N,1,K]
+        torch.mul(self.q, self.carry, out=self.y)
+        self.x_state = self.x  # X as the state sees it
+        if masks is not None:
+            heads(self.a).mul_(masks.pairs)
+            heads(self.y).mul_(masks.leaves)
+            self.x_state = (x * masks.enters).flatten(0, 2)
+            self.carry = (heads(self.carry) * masks.carries[..., None]).flatten(0, 2)
+        self.inverse = _inverse(self.a[:, :c, :c], self.eye)
+
+
+def _inverse(a: Tensor, eye: Tensor) -> Tensor:
+    """(I - a)^-1 of strictly lower triangular [N,C,C]: (I + a)(I + a^2)(I + a^4)..."""
+    result, power = a + eye, a
+    reached = 2
+    while reached < a.shape[-1]:
+        power = torch.bmm(power, power)
+        result = torch.baddbmm(result, result, power)
+        reached *= 2
+    return result
+
+
+def _forward(
+    inputs: Sequence[Tensor],
+    s0: Tensor | None,
+    segment_ids: Tensor | None,
+    y: Tensor,
+    s: Tensor,
+    layout: _Layout,
+    saves: bool,
+) -> Tensor | None:
+    """Fill y and s; return the states around blocks, [blocks + 1,B H,K,V], if they are saved."""
+    c = layout.chunk_tokens
+    views = [_by_chunk(x, c) for x in inputs]
+    y_view = _by_chunk(y, c)
+    masks = _masks(segment_ids, c, s.dtype)
+    z = s.new_zeros(s.shape).mT.flatten(0, 1) if s0 is None else s0.to(s.dtype).mT.flatten(0, 1)
+    saved = s.new_empty(len(layout.blocks) + 1, *z.shape) if saves else None
+    block = None
+    for i, here in enumerate(layout.blocks):
+        block = _block_for(block, s, [x[here] for x in views], backward=False)
+        block.fill([x[here] for x in views], _part(masks, here))
+        if saved is not None:
+            saved[i] = z
+        torch.bmm(block.a[:, :, c:], block.uv[:, c:], out=block.ro)
+        z = _scan(block, z, block.ro, block.x_state)
+        block.r.copy_(block.ro[:, c:]).baddbmm_(block.a[:, c:, :c], block.uv[:, :c])
+        y_view[here] = block.heads(block.r)
+    if saved is not None:
+        saved[-1] = z
+    s.copy_(z.unflatten(0, s.shape[:2]).mT)
+    return saved
+
+
+def _block_for(
+    block: _Block | None, like: Tensor, views: Sequence[Tensor], *, backward: bool
+) -> _Block:
+    """Work space for inputs like r and v of `views`: the one there is, if it fits."""
+    size = (*views[0].shape, views[3].shape[-1])
+    return block if block and block.size == size else _Block(like, size, backward=backward)
+
+
+def _scan(block: _Block, z: Tensor, ro: Tensor, x: Tensor, leaving: Tensor | None = None) -> Tensor:
+    """Pass the state z [B H,K,V] through a block's chunks; return what leaves the last one.
+
+    Adds X Z to `ro`, which holds A [0; V], for as many rows as `x` has of X: at least those of R.
+    Puts U into block.uv and the states around chunks into block.states. `leaving` is the last of
+    these if it is known.
+    """
+    c, states = block.c, block.states.unbind(0)
+    states[0].copy_(z)
+    parts = (ro, x, block.inverse, block.u, block.uv, block.carry.mT, block.y)
+    for i, (ro_i, x_i, inverse, u, uv, carry, y) in enumerate(
+        zip(*map(block.chunks, parts), strict=True)
+    ):
+        ro_i.baddbmm_(x_i, states[i])
+        # The product goes by way of u: bmm falls back to a loop where its output has gaps.
+        uv[:, :c] = torch.bmm(inverse, ro_i[:, :c], out=u)
+        if leaving is not None and i + 2 == len(states):
+            states[i + 1].copy_(leaving)
+        else:
+            torch.mul(states[i], carry, out=states[i + 1]).baddbmm_(y.mT, uv)
+    return states[-1]
+
+
+def _backward(
+    inputs: Sequence[Tensor],
+    segment_ids: Tensor | None,
+    saved: Tensor,
+    dy: Tensor,
+    ds: Tensor,
+    gradients: Sequence[Tensor],
+    layout: _Layout,
+) -> Tensor:
+    """Fill the gradients of r, lw, k, v, a, b; return that of s0, [B,H,V,K]."""
+    c = layout.chunk_tokens
+    views, out = ([_by_chunk(x, c) for x in tensors] for tensors in (inputs, gradients))
+    dy_view = _by_chunk(dy, c)
+    masks = _masks(segment_ids, c, ds.dtype)
+    dz = ds.mT.flatten(0, 1).contiguous()
+    block = None
+    around = zip(saved[:-1], saved[1:], layout.blocks, strict=True)
+    for entering, leaving, here in reversed(list(around)):
+        block = _block_for(block, ds, [x[here] for x in views], backward=True)
+        block_masks = _part(masks, here)
+        block.fill([x[here] for x in views], block_masks)
+        torch.bmm(block.a[:, :c, c:], block.uv[:, c:], out=block.r)
+        _scan(block, entering, block.r, block.x_state[:, :c], leaving)
+        block.heads(block.dro)[..., c:, :].copy_(dy_view[here])
+        _scan_back(block, dz)
+        _block_gradients(block, block_masks, [x[here] for x in out])
+    return dz.unflatten(0, ds.shape[:2]).mT
+
+
+def _scan_back(block: _Block, dz: Tensor) -> None:
+    """Pass dz [B H,K,V] back through a block's chunks, in place.
+
+    Keeps what reached each chunk in block.dz, completes d[U; V] and [dR; dO], and puts dg_C into
+    the last row of dg.
+    """
+    c = block.c
+    torch.bmm(block.a[:, c:].mT, block.dro[:, c:], out=block.duv)
+    dr = block.chunks(block.u)[0]
+    parts = (block.dz, block.duv, block.dro, block.inverse, block.y, block.x_state)
+    rows = [*map(block.chunks, parts), block.chunks(block.carry.mT), block.chunks(block.dg)]
+    leaving = block.states[1:].unbind(0)
+    for z, (kept, duv, dro, inverse, y, x, carry, dg) in reversed(
+        list(zip(leaving, zip(*rows, strict=True), strict=True))
+    ):
+        kept.copy_(dz)
+        duv.baddbmm_(y, kept)
+        dro[:, :c] = torch.bmm(inverse.mT, duv[:, :c], out=dr)
+        torch.sum(torch.mul(kept, z, out=dz), -1, out=dg[:, c])
+        torch.mul(kept, carry, out=dz).baddbmm_(x.mT, dro)
+
+
+def _block_gradients(block: _Block, masks: _Masks | None, out: Sequence[Tensor]) -> None:
+    """Fill the gradients of a block's inputs, in the order r, lw, k, v, a, b, [n,B,H,C,*]."""
+    dr, dlw, dk, dv, da, db = out
+    c, heads = block.c, block.heads
+    x, q, dx, dq, dg = block.x, block.q, block.dx, block.dq, block.dg
+    block.u.copy_(block.duv[:, c:]).baddbmm_(block.a[:, :c, c:].mT, block.dro[:, :c])
+    dv.copy_(heads(block.u))
+
+    torch.bmm(block.dro, block.uv.mT, out=block.da).mul_(block.causal)
+    torch.bmm(block.dro, block.states[:-1].flatten(0, 1).mT, out=dx)
+    torch.bmm(block.uv, block.dz.mT, out=dq).mul_(block.e[:, c:])
+    if masks is not None:
+        heads(block.da).mul_(masks.pairs)
+        heads(dx).mul_(masks.enters)
+        heads(dq).mul_(masks.leaves)
+    dx.baddbmm_(block.da, q)
+    dq.baddbmm_(block.da.mT, x)
+
+    before, after = heads(block.e)[..., :c, :], heads(block.e)[..., 1:, :]
+    torch.mul(heads(dx)[..., :c, :], before, out=da)
+    torch.mul(heads(dx)[..., c:, :], after, out=dr)
+    torch.div(heads(dq)[..., :c, :], after, out=db)
+    torch.div(heads(dq)[..., c:, :], after, out=dk)
+
+    # Row i of dg belongs to e^(g_i): a looks at the row before its token, the others at their own.
+    torch.mul(x[:, :c], dx[:, :c], out=dg[:, :c])
+    own = dg[:, 1:].addcmul_(x[:, c:], dx[:, c:])
+    own.addcmul_(q[:, :c], dq[:, :c], value=-1).addcmul_(q[:, c:], dq[:, c:], value=-1)
+    torch.bmm(block.sums.mT, dg, out=block.lw)
+    dlw.copy_(heads(block.lw))

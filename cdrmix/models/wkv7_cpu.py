@@ -1,0 +1,204 @@
+"""WKV-7 on CPUs: the C++ recurrence of wkv7_cpu.cpp, compiled at first use.
+
+A compiler is optional: `load` says why there is no kernel, and the op then runs in its chunked
+form. Plain C ABI and ctypes, so neither Python's nor PyTorch's headers are needed and a build takes
+two seconds.
+"""
+
+# B batch, T time, H heads, K key dim, V value dim
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cdrmix.log import get_logger
+from cdrmix.runtime import cache_dir
+
+log = get_logger(__name__)
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+# Contraction into fused multiply-add is GCC's default, not clang's; -ffast-math is left out, so
+# that not-a-number stays what it is.
+_BUILD_SECONDS = 300  # it takes two; a machine can be busy
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast")
+_COST = "The WKV-7 op runs in its chunked form, at about half the speed."
+
+
+def wkv7_cpu(
+    r: Tensor,
+    lw: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    s0: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """WKV-7 through the compiled recurrence, in float32.
+
+    Arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked; `load` has given a kernel.
+    """
+    inputs = [x.float().contiguous() for x in (r, lw, k, v, a, b)]
+    start = None if s0 is None else s0.float().contiguous()
+    starts = None
+    if segment_ids is not None:
+        starts = torch.zeros(segment_ids.shape, dtype=torch.uint8)
+        starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    given = inputs if start is None else [*inputs, start]
+    saves = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    y, s = _Recurrence.apply(*inputs, start, starts, saves)
+    return y.to(v.dtype), s
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in "BTHKV"]
+
+
+class _Inputs(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("r", "lw", "k", "v", "a", "b", "starts")]
+
+
+class _Gradients(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("r", "lw", "k", "v", "a", "b", "s0")]
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        r: Tensor,
+        lw: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        s0: Tensor | None,
+        starts: Tensor | None,
+        saves: bool,
+    ) -> tuple[Tensor, Tensor]:
+        kernel = _kernel()
+        (batch, time, heads, key), value = r.shape, v.shape[3]
+        inputs = (r, lw, k, v, a, b)
+        y, s = torch.empty_like(v), v.new_empty(batch, heads, value, key)
+        sa = states = None
+        if saves:
+            sa = torch.empty_like(v)  # S_{t-1} a_t
+            tiles = -(-time // kernel.wkv7_tile())
+            states = v.new_empty(batch, heads, tiles, value, key)  # that enter tiles of tokens
+            ctx.save_for_backward(*inputs, starts, sa, states)
+        ctx.has_start = s0 is not None
+        kernel.wkv7_forward(
+            ctypes.byref(_Shape(batch, time, heads, key, value)),
+            ctypes.byref(_Inputs(*_pointers([*inputs, starts]))),
+            *_pointers([s0, y, s, sa, states]),
+            torch.get_num_threads(),
+        )
+        return y, s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, starts, sa, states = ctx.saved_tensors
+        dy, ds = dy.contiguous(), ds.contiguous()
+        gradients = [torch.empty_like(x) for x in inputs]
+        ds0 = torch.empty_like(ds) if ctx.has_start else None
+        batch, time, heads, key = inputs[0].shape
+        _kernel().wkv7_backward(
+            ctypes.byref(_Shape(batch, time, heads, key, dy.shape[3])),
+            ctypes.byref(_Inputs(*_pointers([*inputs, starts]))),
+            *_pointers([sa, states, dy, ds]),
+            ctypes.byref(_Gradients(*_pointers([*gradients, ds0]))),
+            torch.get_num_threads(),
+        )
+        return (*gradients, ds0, None, None)
+
+
+def _kernel() -> ctypes.CDLL:
+    kernel = load()
+    assert isinstance(kernel, ctypes.CDLL), f"the C++ recurrence was not built: {kernel}"
+    return kernel
+
+
+@functools.cache
+def load() -> ctypes.CDLL | str:
+    """The kernel, built on this machine's first use; or the reason why there is none, logged once.
+
+    The library stays in the user's cache folder under a name that holds a digest of its source, its
+    flags, the compiler's version and the CPU's features, so that machines may share the folder.
+    """
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        log.info("No C++ compiler (%s) was found. %s", ", ".join(_COMPILERS), _COST)
+        return "no C++ compiler was found; install g++, for example"
+    try:
+        path = _library_path(compiler)
+        if not path.exists():
+            _build(compiler, path)
+        kernel = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("The WKV-7 kernel cannot be built or loaded: %s. %s", error, _COST)
+        return str(error)
+    addresses, threads = ctypes.c_void_p, ctypes.c_int
+    kernel.wkv7_forward.argtypes = [addresses] * 7 + [threads]
+    kernel.wkv7_backward.argtypes = [addresses] * 7 + [threads]
+    kernel.wkv7_forward.restype = kernel.wkv7_backward.restype = None
+    return kernel
+
+
+def _library_path(compiler: str) -> Path:
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS
+    ).stdout
+    digest = hashlib.sha256(_SOURCE.read_bytes())
+    digest.update("\n".join((version, *_FLAGS, _cpu_features())).encode())
+    return cache_dir() / "kernels" / f"wkv7-{digest.hexdigest()[:16]}.so"
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on: the feature flags of Linux, the processor's name elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), None)
+    return f"{platform.machine()} {flags or platform.processor()}"
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Compile to a temporary folder and rename into place: several ranks may race for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        problems = []
+        for openmp in (["-fopenmp"], []):
+            command = [compiler, *_FLAGS, *openmp, str(_SOURCE), "-o", str(built)]
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS
+            )
+            if done.returncode == 0:
+                break
+            problems.append(f"`{' '.join(command)}` failed: {done.stderr.strip()[:500]}")
+        else:
+            raise OSError("; without OpenMP: ".join(problems))
+        if problems:
+            log.info("The WKV-7 kernel uses one thread: %s", problems[0])
+        os.replace(built, path)

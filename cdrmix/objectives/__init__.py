@@ -1,0 +1,1 @@
+"""Losses: tensors in, loss and metrics out; no I/O, no ranks."""

@@ -1,0 +1,1 @@
+"""Carries a plan out: what crosses ranks on behalf of model and objective."""

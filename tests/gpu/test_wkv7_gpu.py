@@ -1,0 +1,67 @@
+"""The WKV-7 op on a CUDA device against the plain loop in float64 on the CPU."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdrmix.models.wkv7 import wkv7
+from cdrmix.models.wkv7_fla import obstacle
+from cdrmix.models.wkv7_reference import wkv7_reference
+from tests.parity.test_wkv7 import Form, assert_equal, ids_of, random_inputs, results
+
+pytestmark = pytest.mark.gpu
+
+# bfloat16 rounds each operand by up to 2^-9, a few times in a row.
+BFLOAT16_TOLERANCE = 0.02
+LENGTHS = ([20, 100, 80], [64, 64, 72])
+
+
+def on_device(backend: str, device: str = "cuda") -> Form:
+    def form(*leaves: Tensor, segment_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        ids = None if segment_ids is None else segment_ids.to(device)
+        y, s = wkv7(*(x.to(device) for x in leaves), segment_ids=ids, backend=backend)
+        return y.cpu(), s.cpu()
+
+    return form
+
+
+@pytest.mark.parametrize("key", [64, 128])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_chunked_equals_the_loop(key: int, is_packed: bool) -> None:
+    ids = ids_of(LENGTHS) if is_packed else None
+    inputs = random_inputs(200, key)
+    wanted = results(wkv7_reference, inputs, torch.float64, ids)
+    assert_equal(results(on_device("chunked"), inputs, segment_ids=ids), wanted)
+
+
+@pytest.mark.parametrize("backend", ["auto", "fla"])
+@pytest.mark.parametrize("key", [64, 128])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_sixteen_bit_forms_equal_the_loop(backend: str, key: int, is_packed: bool) -> None:
+    inputs = [x.bfloat16() for x in random_inputs(200, key)]
+    probe = inputs[0].cuda()
+    reason = obstacle(probe, probe, is_packed=is_packed)
+    if backend == "fla" and reason:
+        pytest.skip(reason)
+    ids = ids_of(LENGTHS) if is_packed else None
+    wanted = results(wkv7_reference, inputs, torch.float64, ids)
+    found = results(on_device(backend), inputs, torch.bfloat16, ids)
+    assert_equal(found, wanted, BFLOAT16_TOLERANCE)
+
+
+def test_decay_out_of_bounds_stops_the_process() -> None:
+    program = """
+import torch
+from cdrmix.models.wkv7 import wkv7
+x = torch.zeros(1, 4, 1, 64, device="cuda")
+wkv7(x, x - 1, x, x, x, x)
+torch.cuda.synchronize()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "assert" in done.stderr

@@ -1,0 +1,130 @@
+"""TimeMix against the published equations, written a second time as plain loops in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cdrmix.config.schema import ModelConfig
+from cdrmix.models.rwkv7 import ChannelShift, TimeMix, shift_tokens, token_shift_mix
+
+
+def small_config(head_dim: int = 32) -> ModelConfig:
+    return ModelConfig(hidden_size=2 * head_dim, num_layers=4, num_heads=2, vocab_size=256)
+
+
+def random_mix(config: ModelConfig, *, creates_v_first: bool) -> TimeMix:
+    torch.manual_seed(3)
+    mix = TimeMix(config, layer=1, creates_v_first=creates_v_first).double()
+    mix.initialize(seed=1, name="mixer")
+    for parameter in mix.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)  # no path may rest on a zero
+    return mix
+
+
+def published_time_mix(mix: TimeMix, x: Tensor, v_first: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One sequence, [T, D], token by token and head by head."""
+    length, hidden = x.shape
+    width = mix.head_dim
+    state = x.new_zeros(hidden // width, width, width)  # value rows, key columns
+    before, rows, values = torch.zeros_like(x[0]), [], []
+    for t in range(length):
+        dx = before - x[t]
+        before = x[t]
+        x_r, x_w, x_k, x_v, x_a, x_g = (
+            x[t] + dx * getattr(mix, f"mu_{letter}") for letter in "rwkvag"
+        )
+        r, k, v = mix.receptance.weight @ x_r, mix.key.weight @ x_k, mix.value.weight @ x_v
+        u = mix.decay_bias + torch.tanh(x_w @ mix.decay_down) @ mix.decay_up
+        w = torch.exp(-torch.exp(-F.softplus(-u) - 0.5))  # the older form of the same decay
+        a = torch.sigmoid(mix.iclr_bias + (x_a @ mix.iclr_down) @ mix.iclr_up)
+        g = torch.sigmoid(x_g @ mix.gate_down) @ mix.gate_up
+        values.append(v)
+        if v_first is not None:
+            nu = torch.sigmoid(mix.value_bias + (x_v @ mix.value_down) @ mix.value_up)
+            v = v + (v_first[t] - v) * nu
+        removal, k = k * mix.k_k, k * (1 + (a - 1) * mix.k_a)
+        out = []
+        for h in range(len(state)):
+            s = slice(h * width, (h + 1) * width)
+            kk = removal[s] / removal[s].norm()
+            state[h] = (
+                state[h] * w[s] - torch.outer(state[h] @ kk, kk * a[s]) + torch.outer(v[s], k[s])
+            )
+            y = state[h] @ r[s]
+            y = (y - y.mean()) / torch.sqrt(y.var(unbiased=False) + width * 1e-5)
+            y = y * mix.group_norm.weight[s] + mix.group_norm.bias[s]
+            out.append(y + (r[s] * k[s] * mix.r_k[s]).sum() * v[s])
+        rows.append(mix.output.weight @ (torch.cat(out) * g))
+    return torch.stack(rows), torch.stack(values)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("creates_v_first", [True, False])
+def test_time_mix_equals_the_published_equations(head_dim: int, creates_v_first: bool) -> None:
+    mix = random_mix(small_config(head_dim), creates_v_first=creates_v_first)
+    x = torch.randn(2, 21, 2 * head_dim, dtype=torch.float64)
+    v_first = None if creates_v_first else torch.randn_like(x)
+    out, carried, _ = mix(x, v_first)
+    for row in range(len(x)):
+        given = None if v_first is None else v_first[row]
+        expected, values = published_time_mix(mix, x[row], given)
+        # the decay alone is computed in float32, in both precisions
+        torch.testing.assert_close(out[row], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(carried[row], values if v_first is None else v_first[row])
+
+
+def test_v_first_is_demanded_after_the_first_rwkv_layer() -> None:
+    mix = random_mix(small_config(), creates_v_first=False)
+    with pytest.raises(ValueError, match="v_first"):
+        mix(torch.randn(1, 3, 64, dtype=torch.float64), None)
+
+
+def test_token_shift_starts_anew_at_each_document() -> None:
+    x = torch.arange(1.0, 7.0).view(1, 6, 1)
+    segments = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    shifted = shift_tokens(x, None, segments)
+    assert shifted.flatten().tolist() == [0, 1, 0, 3, 4, 0]
+    carried = shift_tokens(x, torch.tensor([[9.0]]), segments)
+    assert carried.flatten().tolist() == [9, 1, 0, 3, 4, 0]
+
+
+def test_token_shift_mix_gradients_equal_autograd() -> None:
+    torch.manual_seed(0)
+    x, previous = (torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in "xp")
+    mu = torch.rand(6, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(token_shift_mix, (x, previous, mu))
+    plain = x + (previous - x) * mu.view(6, 1, 1, 8)
+    torch.testing.assert_close(token_shift_mix(x, previous, mu), plain)
+
+
+def test_initial_values_are_those_of_the_reference() -> None:
+    config = small_config()
+    mix = TimeMix(config, layer=3, creates_v_first=False)
+    mix.initialize(seed=1, name="mixer")
+    hidden = config.hidden_size
+    i, n = 5, config.head_dim
+    linear = i / (hidden - 1) - 0.5
+    z = ((i % n) - (n - 1) / 2) / ((n - 1) / 2)
+    top = 1.0  # layer / (layers - 1)
+    decay = -6 + 6 * (i / (hidden - 1)) ** (1 + top**0.3) + 0.5 + 2.5 * z * abs(z)
+    assert mix.decay_bias[i].item() == pytest.approx(decay, abs=1e-5)
+    assert mix.iclr_bias[i].item() == pytest.approx(
+        -0.19 + 0.3 * z * abs(z) + 0.4 * linear, abs=1e-6
+    )
+    assert mix.value_bias[i].item() == pytest.approx(0.73 - 0.4 * linear, abs=1e-6)
+    assert mix.k_k[i].item() == pytest.approx(0.71 - 0.1 * linear, abs=1e-6)
+    assert mix.k_a[i].item() == pytest.approx(1.02)
+    assert mix.r_k[i].item() == pytest.approx(-0.04)
+    assert mix.mu_r[i].item() == pytest.approx(0.0)  # 1 - (i/D)^0 at the top
+    assert not mix.output.weight.any()
+    assert not mix.decay_down.any()
+    gram = mix.decay_up @ mix.decay_up.T
+    torch.testing.assert_close(gram, 0.01 * torch.eye(len(gram)), rtol=0, atol=1e-6)
+    assert mix.receptance.weight.abs().max() <= 0.5 / math.sqrt(hidden)
+    shift = ChannelShift(config, layer=0)
+    shift.initialize()
+    assert shift.mu[i].item() == pytest.approx(1 - i / hidden, abs=1e-6)

@@ -1,0 +1,70 @@
+"""Losses against their definitions."""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from cdrmix.objectives.language_model import count_valid, linear_cross_entropy
+from cdrmix.objectives.router import router_losses, router_monitors
+
+
+def test_linear_cross_entropy_equals_plain_cross_entropy_with_gradients() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 700, 16, requires_grad=True)  # more positions than one chunk
+    weight = torch.randn(50, 16, requires_grad=True)
+    labels = torch.randint(0, 50, (3, 700))
+    labels[0, :30] = -100
+    ours = linear_cross_entropy(hidden, weight, labels)
+    plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-3)
+    for a, b in zip(
+        torch.autograd.grad(ours * 0.3, [hidden, weight]),
+        torch.autograd.grad(plain * 0.3, [hidden, weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert count_valid(labels) == 3 * 700 - 30
+
+
+def test_linear_cross_entropy_keeps_no_logits() -> None:
+    kept = []
+    hidden = torch.randn(2048, 8, requires_grad=True)
+    weight = torch.randn(999, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
+        linear_cross_entropy(hidden, weight, torch.zeros(2048, dtype=torch.int64))
+    assert sum(kept) == hidden.numel() + weight.numel()
+
+
+def statistics(fractions: list[float], *, z: float = 0.0) -> torch.Tensor:
+    """Per-token statistics of one layer whose probabilities equal its assignments."""
+    f = torch.tensor(fractions)
+    return torch.cat([2 * f, f, torch.tensor([z, 0.1, 0.0])]).unsqueeze(0)
+
+
+def test_balance_loss_is_one_when_experts_are_used_alike() -> None:
+    even = router_losses(statistics([0.25] * 4, z=3.0), num_experts=4, top_k=2)
+    assert even.load_balance.item() == 1.0
+    assert even.z.item() == 3.0
+    skewed = router_losses(statistics([0.7, 0.1, 0.1, 0.1]), num_experts=4, top_k=2)
+    assert abs(skewed.load_balance.item() - 4 * (0.49 + 0.03)) < 1e-6
+
+
+def test_balance_gradient_flows_through_probabilities_only() -> None:
+    given = statistics([0.4, 0.3, 0.2, 0.1]).requires_grad_()
+    router_losses(given, num_experts=4, top_k=2).load_balance.backward()
+    assert not given.grad[0, :4].any()
+    torch.testing.assert_close(given.grad[0, 4:8], 4 * torch.tensor([0.4, 0.3, 0.2, 0.1]))
+
+
+def test_entropy_is_in_bits_and_overflow_a_share_of_assignments() -> None:
+    even = router_monitors(statistics([0.125] * 8), num_experts=8, top_k=2)
+    assert abs(even.entropy_bits.item() - 3.0) < 1e-6
+    assert abs(even.overflow_fraction.item() - 0.05) < 1e-6
+    # above the 2.5-bit mark and still overloaded: both monitors are needed
+    skewed = router_monitors(statistics([0.3] + [0.1] * 7), num_experts=8, top_k=2)
+    expected = -0.3 * math.log2(0.3) - 0.7 * math.log2(0.1)
+    assert abs(skewed.entropy_bits.item() - expected) < 1e-5
+    assert skewed.entropy_bits.item() > 2.5

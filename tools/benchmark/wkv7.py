@@ -1,0 +1,80 @@
+"""Forms of the WKV-7 op against the reference loop, forward and backward.
+
+Batch 4, 512 tokens, width 256 as 4 heads of 64 or 2 of 128, float32 on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cdrmix.models import wkv7_cpu
+from cdrmix.models.wkv7 import wkv7
+from cdrmix.models.wkv7_reference import DECAY_BOUND
+from tools.benchmark.timing import median_ratio, paired_cpu_seconds
+
+BATCH, TIME, WIDTH = 4, 512, 256
+HEAD_DIMS = (64, 128)
+
+
+def forward_and_backward(backend: str, head_dim: int) -> Callable[[], None]:
+    """A closure over inputs as RWKV-7 makes them, all of which need a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (5, BATCH, TIME, WIDTH // head_dim, head_dim)
+    r, k, v, raw, kk = torch.randn(shape, generator=generator)
+    kk = torch.nn.functional.normalize(kk, dim=-1)
+    lw, iclr = -DECAY_BOUND * raw.sigmoid(), raw.sigmoid()
+    inputs = [x.requires_grad_() for x in (r, lw, k, v, -kk, kk * iclr)]
+    weights = torch.randn_like(r)
+
+    def run() -> None:
+        y, _ = wkv7(*inputs, backend=backend)
+        y.backward(weights)
+        for x in inputs:
+            x.grad = None
+
+    return run
+
+
+def measure(head_dim: int, rounds: int) -> dict[str, Any]:
+    """Median CPU milliseconds of each form, and how many times faster than the loop it is."""
+    forms = ["reference", "chunked"]
+    if not isinstance(wkv7_cpu.load(), str):
+        forms.append("cpp")
+    steps = {form: forward_and_backward(form, head_dim) for form in forms}
+    seconds = paired_cpu_seconds(steps, rounds=rounds)
+    return {
+        "head_dim": head_dim,
+        "milliseconds": {form: 1e3 * statistics.median(seconds[form]) for form in forms},
+        "times_the_reference": {
+            form: median_ratio(seconds["reference"], seconds[form]) for form in forms
+        },
+    }
+
+
+def main() -> None:
+    """Print a table, or JSON with --json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = [measure(head_dim, args.rounds) for head_dim in HEAD_DIMS]
+    if args.json:
+        print(json.dumps({"rounds": args.rounds, "cases": cases}))
+        return
+    print("head size  form       ms CPU  tokens/s  times the reference")
+    for case in cases:
+        milliseconds, speed = case["milliseconds"], case["times_the_reference"]
+        for form, time in milliseconds.items():
+            rate = BATCH * TIME / time * 1e3
+            print(f"{case['head_dim']:9}  {form:9} {time:7.1f} {rate:9.0f} {speed[form]:20.1f}")
+
+
+if __name__ == "__main__":
+    main()
