@@ -1,0 +1,328 @@
+"""A DeepSpeed engine's state as layout-independent fragments, and back, bit by bit.
+
+`fragments` and `load` are for engines; `load_module` fills a plain module from the same fragments.
+
+Engines: ZeRO 1 and 2 in fp32, bf16 and fp16 (DeepSpeedZeroOptimizer, and the BF16_Optimizer that
+DeepSpeed takes for ZeRO-1 with float32 gradient accumulation). Each parameter group is one flat
+float32 partition per rank; `param._hp_mapping` says which range of which parameter lies where in
+it (deepspeed/utils/tensor_fragment.py, 0.19.8). The optimizer's state of a partition comes into
+being at the first step and holds tensors of the partition's shape and single numbers (`step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cdrmix import runtime
+from cdrmix.checkpoint.fragments import Block, Fragment, Span
+from cdrmix.checkpoint.reader import CheckpointReader, check_names
+from cdrmix.errors import StateError
+
+LogicalName = Callable[[str], str]
+
+# What changes while training in DeepSpeed's DynamicLossScaler.
+_LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Where a local parameter lies in its logical tensor, and who else holds the same block."""
+
+    shape: tuple[int, ...]
+    block: Block
+    is_first_replica: bool
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The range of one parameter that lies in a partition of this rank, from `offset` on."""
+
+    name: str
+    placement: _Placement
+    span: Span
+    offset: int
+
+    def of(self, partition: torch.Tensor) -> torch.Tensor:
+        """This piece's elements of a flat partition, as a view."""
+        return partition.detach().narrow(0, self.offset, self.span.numel)
+
+    def has_first_element(self) -> bool:
+        """Whether the parameter's very first logical element is here: true on one rank."""
+        return self.span.start == 0 and not any(self.span.block.offset)
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """This rank's flat share of one parameter group; `names` are all of the group's."""
+
+    master: torch.nn.Parameter
+    names: list[str]
+    pieces: list[_Piece]
+
+
+def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment]:
+    """What this rank holds of masters, optimizer state, frozen parameters and buffers.
+
+    Over all ranks each element comes exactly once. Values are views of live memory where they can
+    be: use or copy them before the next step.
+
+    Args:
+        engine: from deepspeed.initialize, between two optimizer steps.
+        logical_name: the module's name of a parameter or buffer -> logical name.
+    """
+    states = engine.optimizer.optimizer.state
+    for partition in _partitions(engine, logical_name):
+        state = states.get(partition.master, {})
+        for piece in partition.pieces:
+            yield _fragment(piece, "param", partition.master)
+            for kind, value in state.items():
+                if _is_spread_like(value, partition.master):
+                    yield _fragment(piece, kind, value)
+                elif piece.has_first_element():
+                    number = torch.tensor([float(value)], dtype=torch.float64)
+                    yield Fragment(piece.name, kind, (), Span.whole(Block.whole(())), number)
+    for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
+        if placement.is_first_replica:
+            values = tensor.detach().reshape(-1)
+            values = values.float() if kind == "param" else values
+            yield Fragment(name, kind, placement.shape, Span.whole(placement.block), values)
+
+
+def counters(engine: Any) -> dict[str, Any]:
+    """The engine's step counts and its loss scaler's state, as JSON; the same on every rank."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    is_dynamic = scaler is not None and scaler.dynamic
+    fields = (
+        {field: getattr(scaler, field) for field in _LOSS_SCALER_FIELDS} if is_dynamic else None
+    )
+    return {
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "skipped_steps": engine.skipped_steps,
+        "loss_scaler": fields,
+    }
+
+
+def load(engine: Any, reader: CheckpointReader, logical_name: LogicalName = str) -> None:
+    """Put a checkpoint into an engine, in place, whatever layout and precision it was saved at.
+
+    Every rank calls this and reads only what it holds. The weights in use are refreshed from the
+    masters, as after an optimizer step.
+
+    Args:
+        engine: from deepspeed.initialize, fresh or between two optimizer steps.
+        reader: an open checkpoint; its `state["engine"]` must be what `counters` gave.
+        logical_name: the module's name of a parameter or buffer -> logical name.
+    Raises:
+        StateError: on every rank, if any of them found another model or could not read.
+    """
+    runtime.together(lambda: _read(engine, reader, logical_name))
+    engine.optimizer.update_lp_params()
+    _restore_counters(engine, reader.state["engine"])
+
+
+def load_module(
+    module: torch.nn.Module,
+    reader: CheckpointReader,
+    logical_name: LogicalName = str,
+) -> None:
+    """Fill a plain module, with all experts in this process, from the float32 master weights.
+
+    Args:
+        module: parameters on any device, of any float type; one tensor at a time is read.
+        reader: an open checkpoint.
+        logical_name: module's name of a parameter or buffer -> logical name.
+    Raises:
+        StateError: if names or shapes differ.
+    """
+    tensors = {
+        logical_name(name): tensor
+        for name, tensor in (*module.named_parameters(), *_persistent_buffers(module))
+    }
+    check_names(reader, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(reader.full(name, reader.content_kind(name)))
+
+
+def _persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Name and tensor of the buffers that belong to a module's saved state."""
+    saved = module.state_dict(keep_vars=True)
+    return [(name, tensor) for name, tensor in module.named_buffers() if name in saved]
+
+
+def _partitions(engine: Any, logical_name: LogicalName) -> Iterator[_Partition]:
+    """The partitions of this rank, one per parameter group, in the optimizer's order."""
+    optimizer = engine.optimizer
+    names = {id(p): logical_name(name) for name, p in engine.module.named_parameters()}
+    groups = zip(optimizer.optimizer.param_groups, _parameter_groups(engine), strict=True)
+    for group, parameters in groups:
+        (master,) = group["params"]
+        pieces = [_piece(engine, names[id(p)], p) for p in parameters if _mapping(p) is not None]
+        yield _Partition(master, [names[id(p)] for p in parameters], pieces)
+
+
+def _parameter_groups(engine: Any) -> list[list[torch.nn.Parameter]]:
+    """The model's trained parameters by parameter group."""
+    optimizer = engine.optimizer
+    assert engine.zero_optimization_stage() in (1, 2), "written for ZeRO stages 1 and 2"
+    # 0.19.8 links `_hp_mapping` in the order before the round-robin shuffle: it would be wrong.
+    assert not engine.zero_round_robin_gradients(), "round_robin_gradients cannot be saved"
+    is_bf16_optimizer = hasattr(optimizer, "bf16_groups")
+    return optimizer.bf16_groups if is_bf16_optimizer else optimizer.bit16_groups
+
+
+def _mapping(param: torch.nn.Parameter) -> Any:
+    """Where the parameter lies in this rank's partition; None if nothing of it does."""
+    return param._hp_mapping  # type: ignore[attr-defined]
+
+
+def _piece(engine: Any, name: str, param: torch.nn.Parameter) -> _Piece:
+    local, flat = _mapping(param).lp_fragment_address, _mapping(param).hp_fragment_address
+    placement = _placement(engine, param)
+    return _Piece(name, placement, Span(placement.block, local.start, local.numel), flat.start)
+
+
+def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
+    """Expert parameters are a block of experts, in order of expert rank; others are whole."""
+    shape = tuple(tensor.shape)
+    if getattr(tensor, "allreduce", True):
+        replica = torch.distributed.get_rank(engine.optimizer.dp_process_group)
+        return _Placement(shape, Block.whole(shape), replica == 0)
+    name: str = tensor.group_name  # type: ignore[attr-defined]
+    experts, replicas = engine.expert_parallel_group[name], engine.expert_data_parallel_group[name]
+    first = torch.distributed.get_rank(experts) * shape[0]
+    total = torch.distributed.get_world_size(experts) * shape[0]
+    replica = torch.distributed.get_rank(replicas)
+    block = Block((first, *(0 for _ in shape[1:])), shape)
+    return _Placement((total, *shape[1:]), block, replica == 0)
+
+
+def _unpartitioned(
+    engine: Any, logical_name: LogicalName
+) -> Iterator[tuple[str, torch.Tensor, str, _Placement]]:
+    """Frozen parameters and persistent buffers: whole on every replica."""
+    trained = {id(p) for group in _parameter_groups(engine) for p in group}
+    for name, param in engine.module.named_parameters():
+        if id(param) not in trained:
+            yield logical_name(name), param, "param", _placement(engine, param)
+    for name, buffer in _persistent_buffers(engine.module):
+        yield logical_name(name), buffer, "buffer", _placement(engine, buffer)
+
+
+def _is_spread_like(value: Any, master: torch.Tensor) -> bool:
+    """Whether a piece of optimizer state has one element per master weight."""
+    return torch.is_tensor(value) and value.shape == master.shape
+
+
+def _fragment(piece: _Piece, kind: str, partition: torch.Tensor) -> Fragment:
+    values = piece.of(partition).float()
+    return Fragment(piece.name, kind, piece.placement.shape, piece.span, values)
+
+
+def _read(engine: Any, reader: CheckpointReader, logical_name: LogicalName) -> None:
+    """The part of loading that one rank does alone."""
+    tensors = (*engine.module.named_parameters(), *_persistent_buffers(engine.module))
+    check_names(
+        reader, {logical_name(name): _placement(engine, tensor).shape for name, tensor in tensors}
+    )
+    with torch.no_grad():
+        for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
+            values = reader.read(name, kind, block=placement.block)
+            tensor.copy_(values.reshape(tensor.shape))
+    partitions = list(_partitions(engine, logical_name))
+    is_untrained = all(reader.kinds(n) == ["param"] for part in partitions for n in part.names)
+    if is_untrained:
+        _forget_optimizer_state(engine)
+    else:
+        _materialise_optimizer_state(engine.optimizer.optimizer)
+    for partition in partitions:
+        for piece in partition.pieces:
+            _fill(partition.master, piece, reader, "param")
+        if not is_untrained:
+            _read_optimizer_state(engine.optimizer.optimizer, partition, reader)
+
+
+def _fill(flat: torch.Tensor, piece: _Piece, reader: CheckpointReader, kind: str) -> None:
+    span = piece.span
+    piece.of(flat).copy_(
+        reader.read(piece.name, kind, block=span.block, start=span.start, numel=span.numel)
+    )
+
+
+def _forget_optimizer_state(engine: Any) -> None:
+    """For a checkpoint from before the first step: the optimizer starts as it did then."""
+    engine.optimizer.optimizer.state.clear()
+    engine.optimizer._hp_optimizer_states_linked = False
+
+
+def _materialise_optimizer_state(inner: torch.optim.Optimizer) -> None:
+    """Let the optimizer make its own state, in its own types, by a step that changes nothing.
+
+    Learning rate and gradients are zero; the masters are read afterwards in any case.
+    """
+    masters = [p for group in inner.param_groups for p in group["params"]]
+    if all(inner.state.get(p) for p in masters):
+        return
+    rates, gradients = [group["lr"] for group in inner.param_groups], [p.grad for p in masters]
+    for group in inner.param_groups:
+        group["lr"] = 0.0
+    for p in masters:
+        p.grad = torch.zeros_like(p)
+    inner.step()
+    for group, rate in zip(inner.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for p, gradient in zip(masters, gradients, strict=True):
+        p.grad = gradient
+
+
+def _read_optimizer_state(
+    inner: torch.optim.Optimizer, partition: _Partition, reader: CheckpointReader
+) -> None:
+    state = inner.state[partition.master]
+    _check_kinds(partition, set(state), reader)
+    for kind, value in state.items():
+        if _is_spread_like(value, partition.master):
+            for piece in partition.pieces:
+                _fill(value, piece, reader, kind)
+        else:
+            number = _shared_number(partition, reader, kind)
+            # In place and in the optimizer's own type: AdamW holds a tensor, CPUAdam an int.
+            state[kind] = value.fill_(number) if torch.is_tensor(value) else type(value)(number)
+
+
+def _check_kinds(partition: _Partition, kinds: set[str], reader: CheckpointReader) -> None:
+    for name in partition.names:
+        saved = set(reader.kinds(name)) - {"param"}
+        if saved != kinds:
+            raise StateError(
+                f"{reader.path}: {name} was saved with optimizer state {sorted(saved)}, this "
+                f"optimizer keeps {sorted(kinds)}. Resume with the optimizer that it was saved with"
+            )
+
+
+def _shared_number(partition: _Partition, reader: CheckpointReader, kind: str) -> float:
+    """The one number that all parameters of a group have, such as the step count."""
+    numbers = {reader.read(name, kind).item() for name in partition.names}
+    if len(numbers) != 1:
+        raise StateError(
+            f"{reader.path}: parameters of one group were saved with different {kind} counts "
+            f"{sorted(numbers)}; resume with the parameter groups that they were saved with"
+        )
+    return numbers.pop()
+
+
+def _restore_counters(engine: Any, saved: dict[str, Any]) -> None:
+    engine.global_steps = saved["global_steps"]
+    engine.global_samples = saved["global_samples"]
+    engine.skipped_steps = saved["skipped_steps"]
+    # Accumulation may differ from the saving run's: what must hold is the boundary.
+    engine.micro_steps = saved["global_steps"] * engine.gradient_accumulation_steps()
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if saved["loss_scaler"] is not None and scaler is not None and scaler.dynamic:
+        for field, value in saved["loss_scaler"].items():
+            setattr(scaler, field, value)

@@ -1,0 +1,50 @@
+"""Random states of this process as plain JSON: no pickle, so that reading one runs no code."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """States of python's, numpy's and torch's generators, and of this rank's CUDA device's.
+
+    The CUDA one is there only when CUDA is in use. All values are JSON.
+    """
+    version, words, gauss = random.getstate()
+    generator: dict[str, Any] = np.random.get_state(legacy=False)
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "numpy": {
+            "words": generator["state"]["key"].tolist(),
+            "position": int(generator["state"]["pos"]),
+            "has_gauss": int(generator["has_gauss"]),
+            "gauss": float(generator["gauss"]),
+        },
+        "torch": _to_hex(torch.get_rng_state()),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = _to_hex(torch.cuda.get_rng_state())
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` gave; CUDA's only when it is there and CUDA is too."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    words = np.array(numpy["words"], dtype=np.uint32)
+    np.random.set_state(("MT19937", words, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
+    torch.set_rng_state(_from_hex(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_from_hex(state["cuda"]))
+
+
+def _to_hex(state: torch.Tensor) -> str:
+    return state.cpu().numpy().tobytes().hex()
+
+
+def _from_hex(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

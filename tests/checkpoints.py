@@ -1,0 +1,57 @@
+"""What tests of checkpoints share: ranks that are threads of one process, and simple fragments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cdrmix.checkpoint.fragments import Block, Fragment, Span
+
+
+def whole(name: str, tensor: torch.Tensor, kind: str = "param") -> Fragment:
+    """A tensor that one rank holds all of."""
+    shape = tuple(tensor.shape)
+    return Fragment(name, kind, shape, Span.whole(Block.whole(shape)), tensor.reshape(-1))
+
+
+class ThreadRanks:
+    """One of several ranks that are threads of this process; all_gather really waits."""
+
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        self._rank, self._shared, self._barrier = rank, shared, barrier
+
+    def rank(self) -> int:
+        return self._rank
+
+    def world_size(self) -> int:
+        return len(self._shared)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._shared[self._rank] = value
+        self._barrier.wait(timeout=5)
+        gathered = list(self._shared)
+        self._barrier.wait(timeout=5)
+        return gathered
+
+
+def on_ranks(count: int, action: Callable[[ThreadRanks], Any]) -> list[Any]:
+    """Run `action` on `count` thread ranks; its result, or what it raised, by rank."""
+    shared: list[Any] = [None] * count
+    barrier = threading.Barrier(count)
+    results: list[Any] = [None] * count
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = action(ThreadRanks(rank, shared, barrier))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
