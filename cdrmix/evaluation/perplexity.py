@@ -1,0 +1,155 @@
+"""Loss of held-out text, and how the router treats it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdrmix import runtime
+from cdrmix.data.permutation import Permutation
+from cdrmix.data.shards import TokenDataset
+from cdrmix.models.backbone import Backbone
+from cdrmix.objectives.language_model import linear_cross_entropy
+from cdrmix.objectives.router import router_monitors
+
+_ROW_ORDER_KEY = (0,)
+
+
+@dataclass(frozen=True)
+class LayerRouting:
+    """Routing of one MoE layer over the held-out tokens.
+
+    Attributes:
+        layer: index among the MoE layers.
+        utilisation: share of assignments per expert, summing to 1.
+        overflow_fraction: share of assignments beyond the capacity factor.
+        routing_entropy_bits: entropy of the utilisation.
+    """
+
+    layer: int
+    utilisation: list[float]
+    overflow_fraction: float
+    routing_entropy_bits: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of one evaluation.
+
+    Attributes:
+        loss: nats per predicted token.
+        perplexity: exp(loss).
+        bits_per_byte: loss in bits over the mean bytes per token; comparable across tokenizers.
+        tokens: predicted tokens.
+        layers: routing per MoE layer; empty for a dense model.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    layers: list[LayerRouting]
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as metrics.json holds them."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """The fields as lines for a person."""
+        lines = [
+            f"loss        {self.loss:.4f} nats per token over {self.tokens:,} tokens",
+            f"perplexity  {self.perplexity:.2f}",
+            f"bits/byte   {self.bits_per_byte:.4f}",
+        ]
+        if self.layers:
+            lines += ["", "layer  entropy bits  overflow  use of each expert"]
+        for routing in self.layers:
+            shares = "  ".join(f"{share:6.1%}" for share in routing.utilisation)
+            lines.append(
+                f"{routing.layer:5}  {routing.routing_entropy_bits:12.3f}"
+                f"  {routing.overflow_fraction:8.2%}  {shares}"
+            )
+        return "\n".join(lines)
+
+
+def held_out_rows(dataset: TokenDataset, max_tokens: int) -> np.ndarray:
+    """Samples that an evaluation of at most `max_tokens` reads: the same ones each time, spread
+    over the whole split so that every domain is met; at least one."""
+    count = max(1, min(dataset.num_samples, max_tokens // dataset.sequence_length))
+    return Permutation(dataset.num_samples, _ROW_ORDER_KEY)(np.arange(count, dtype=np.int64))
+
+
+@torch.no_grad()
+def evaluate(
+    model: Backbone, dataset: TokenDataset, *, max_tokens: int, batch_size: int
+) -> Evaluation:
+    """Loss over held-out samples, spread over the ranks; equal at any world size.
+
+    Args:
+        model: the backbone of this rank; left in the mode it was in. Evaluation is dropless.
+        dataset: the held-out split.
+        max_tokens: most tokens read, all ranks together.
+        batch_size: samples per forward pass.
+    Returns:
+        The same result on every rank.
+    """
+    was_training = model.training
+    model.eval()
+    batches = np.array_split(
+        rows := held_out_rows(dataset, max_tokens), -(-len(rows) // batch_size)
+    )
+    world, rank = runtime.world_size(), runtime.rank()
+    device = model.embedding.weight.device
+    totals: Tensor | None = None
+    # every rank runs the same number of passes, because experts may live on another one
+    for turn in range(-(-len(batches) // world)):
+        place = turn * world + rank
+        counted = place < len(batches)
+        tokens = torch.from_numpy(dataset.rows(batches[place if counted else 0])).to(device)
+        sums = _batch_sums(model, tokens) * float(counted)
+        totals = sums if totals is None else totals + sums
+    model.train(was_training)
+    assert totals is not None, "held_out_rows gives at least one row"
+    return _summarise(model, dataset, runtime.all_reduce_sum(totals))
+
+
+def _batch_sums(model: Backbone, tokens: Tensor) -> Tensor:
+    """[nats, tokens, router statistics...] of one batch of rows [n, T+1], float64."""
+    labels = tokens[:, 1:]
+    output = model(tokens[:, :-1])
+    nats = linear_cross_entropy(output.hidden, model.embedding.weight, labels)
+    sums = [nats.reshape(1), nats.new_tensor([labels.numel()])]
+    if output.router_statistics is not None:
+        sums.append(output.router_statistics.reshape(-1))
+    return torch.cat(sums).double()
+
+
+def _summarise(model: Backbone, dataset: TokenDataset, totals: Tensor) -> Evaluation:
+    tokens = int(totals[1])
+    loss = float(totals[0]) / tokens
+    layers = []
+    moe = model.config.moe
+    if moe is not None:
+        per_token = (totals[2:] / tokens).view(model.config.num_layers, -1).cpu()
+        monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
+        layers = [
+            LayerRouting(
+                layer=i,
+                utilisation=monitors.utilisation[i].tolist(),
+                overflow_fraction=float(monitors.overflow_fraction[i]),
+                routing_entropy_bits=float(monitors.entropy_bits[i]),
+            )
+            for i in range(len(per_token))
+        ]
+    return Evaluation(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        bits_per_byte=loss / math.log(2) / dataset.bytes_per_token,
+        tokens=tokens,
+        layers=layers,
+    )

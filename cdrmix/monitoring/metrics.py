@@ -1,0 +1,105 @@
+"""Every metric's name, unit, reduction over ranks and denominator, in one table.
+
+A record is one logged step: what metrics.jsonl holds per line. Names that are not in the table are
+refused when a record is made, so that a typo cannot start a second series.
+"""
+
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from numbers import Integral
+from typing import Literal
+
+Reduction = Literal["sum", "mean", "max", "min", "none"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table.
+
+    Attributes:
+        name: key in metrics.jsonl; a group stands before the slash.
+        unit: unit of the value.
+        reduction: how the values of the ranks become one. "none": every rank has the same global
+            value already, or rank 0's clock stands for all, because a step ends together.
+        denominator: what the value is per: divided by the global count of it, never averaged over
+            per-rank means; empty for a value that is no ratio.
+        deterministic: whether two equal runs give the same value bit by bit.
+    """
+
+    name: str
+    unit: str
+    reduction: Reduction
+    denominator: str = ""
+    deterministic: bool = True
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "completed optimizer steps", "none"),
+    Metric("loss", "nats", "sum", "valid token"),
+    Metric("learning_rate", "per step", "none"),
+    Metric("grad_norm", "L2 norm before clipping", "none"),
+    Metric("loss_scale", "factor, fp16 only", "none"),
+    Metric("tokens_seen", "tokens", "none"),
+    Metric("tokens_per_second", "tokens", "none", "second", deterministic=False),
+    Metric("step_seconds", "seconds", "none", "step", deterministic=False),
+    Metric("memory_peak_bytes", "bytes", "max", deterministic=False),
+    # Overflow and entropy are not additive: they are computed from expert counts, and the router
+    # losses from means, that were added up over the data ranks first.
+    Metric("moe/overflow_fraction", "assignments over capacity", "none", "token assignment"),
+    Metric("moe/routing_entropy_bits", "bits, mean over layers", "none"),
+    Metric("moe/load_balance_loss", "unweighted, mean over layers", "none"),
+    Metric("moe/z_loss", "unweighted, mean over layers", "none"),
+    Metric("eval/loss", "nats", "sum", "valid token"),
+    Metric("eval/perplexity", "exp(nats per token)", "none"),
+    Metric("eval/bits_per_byte", "bits", "sum", "byte of text"),
+    Metric("eval/seconds", "seconds", "none", deterministic=False),
+)
+
+_BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def record(*, step: int, **values: float | None) -> dict[str, float]:
+    """One line of metrics: plain ints and floats in the table's order.
+
+    Args:
+        step: optimizer steps completed.
+        values: by metric name; names with a slash come in through `**{"moe/z_loss": ...}`.
+            None is left out: not measured at this step.
+    Raises:
+        ValueError: if a name is not in the table.
+    """
+    given = {"step": step, **values}
+    for name in given:
+        _look_up(name)
+    return {
+        name: int(value) if isinstance(value, Integral) else float(value)
+        for name in _BY_NAME
+        if (value := given.get(name)) is not None
+    }
+
+
+def deterministic_part(line: Mapping[str, float]) -> dict[str, float]:
+    """A record without what differs between equal runs: times, throughput, memory."""
+    return {name: value for name, value in line.items() if _look_up(name).deterministic}
+
+
+def memory_peak_bytes() -> int:
+    """Most memory this process has held so far: of the CUDA allocator once CUDA is in use, else
+    resident in main memory (bytes)."""
+    import torch  # here, so that reports are written without loading torch
+
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB, macOS bytes
+
+
+def _look_up(name: str) -> Metric:
+    if name not in _BY_NAME:
+        close = get_close_matches(name, _BY_NAME, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name!r} is not a metric.{hint} Known: {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]

@@ -1,0 +1,187 @@
+import fcntl
+import io
+import json
+import logging
+import math
+import os
+import struct
+import termios
+from pathlib import Path
+
+import pytest
+
+from cdrmix.errors import StateError
+from cdrmix.monitoring.metrics import record
+from cdrmix.monitoring.sinks import (
+    MetricsFile,
+    Progress,
+    duration,
+    read_metrics,
+    write_json_atomic,
+    write_text_atomic,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def written(path: Path, steps: range) -> bytes:
+    with MetricsFile(path) as lines:
+        for step in steps:
+            lines.write(record(step=step, loss=1 / step))
+    return path.read_bytes()
+
+
+def test_floats_keep_their_full_precision(path):
+    written(path, range(1, 50))
+    assert [line["loss"] for line in read_metrics(path)] == [1 / step for step in range(1, 50)]
+
+
+def test_a_line_is_on_file_before_the_next_is_written(path):
+    with MetricsFile(path) as lines:
+        for step in (1, 2):
+            lines.write(record(step=step))
+            lines.sync()
+            assert len(read_metrics(path)) == step
+
+
+def test_values_that_are_not_finite_are_valid_json_and_come_back(path):
+    with MetricsFile(path) as lines:
+        lines.write(record(step=1, loss=math.nan, grad_norm=math.inf, learning_rate=-math.inf))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    (line,) = read_metrics(path)
+    assert math.isnan(line["loss"])
+    assert (line["grad_norm"], line["learning_rate"]) == (math.inf, -math.inf)
+
+
+def test_a_resumed_file_equals_one_that_was_never_interrupted(tmp_path):
+    whole = written(tmp_path / "whole.jsonl", range(1, 9))
+    resumed = tmp_path / "resumed.jsonl"
+    written(resumed, range(1, 7))
+    with open(resumed, "a") as killed:
+        killed.write('{"step": 7, "lo')
+    with MetricsFile(resumed) as lines:
+        lines.truncate_after(4)
+        for step in range(5, 9):
+            lines.write(record(step=step, loss=1 / step))
+    assert resumed.read_bytes() == whole
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["resumed.jsonl", "whole.jsonl"]
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(path):
+    path.write_text('{"step": 1}\n{"step": 2}')
+    with MetricsFile(path) as lines:
+        lines.truncate_after(2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_damaged_line_in_the_middle_is_dropped_with_a_warning(path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
+    path.write_bytes(b'{"step": 1}\n\x00\x00\xff\n[2]\n{"step": 3}\n')
+    with MetricsFile(path) as lines:
+        lines.truncate_after(3)
+    assert [line["step"] for line in read_metrics(path)] == [1, 3]
+    assert "dropped 2 unreadable lines" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "metrics.jsonl", tmp_path / "none" / "metrics.jsonl"):
+        with pytest.raises(StateError, match=f"{path}: cannot be written"):
+            MetricsFile(path)
+        with pytest.raises(StateError, match=f"{path}: cannot be written"):
+            write_json_atomic(path, {})
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_a_full_disk_is_said_in_one_message():
+    with (
+        pytest.raises(StateError, match="/dev/full: cannot be written: No space left on device"),
+        MetricsFile(Path("/dev/full")) as lines,
+    ):
+        lines.write(record(step=1))
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "metrics.json"
+    write_json_atomic(path, {"seconds": math.inf, "layers": [{"share": math.nan}]})
+    assert json.loads(path.read_text()) == {"seconds": "Infinity", "layers": [{"share": "NaN"}]}
+    with pytest.raises(TypeError):
+        write_json_atomic(path, {"not": object()})
+    with pytest.raises(TypeError):
+        write_text_atomic(path, b"bytes")  # type: ignore[arg-type] # fails after the temporary file was opened
+    assert "Infinity" in path.read_text()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+LINE = record(
+    step=120,
+    loss=5.12341,
+    learning_rate=1.8713e-3,
+    grad_norm=0.8123,
+    tokens_per_second=12345.4,
+    memory_peak_bytes=2**30,
+)
+EVALUATION = {"eval/loss": 4.5, "eval/perplexity": 90.0171, "eval/bits_per_byte": 2.0134}
+
+
+def test_plain_lines_show_step_loss_rate_norm_speed_memory_and_time_left():
+    stream = io.StringIO()
+    progress = Progress(400, initial=80, stream=stream)
+    progress.update(119)
+    progress.update(120, LINE)
+    progress.close()
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith(
+        "step 120/400  loss 5.1234  lr 1.87e-03  grad 0.81  12,345 tok/s  mem 1.0 GiB  eta "
+    )
+
+
+def test_an_evaluation_has_a_line_of_its_own():
+    stream = io.StringIO()
+    Progress(400, stream=stream).update(120, LINE | EVALUATION)
+    assert stream.getvalue().splitlines()[1] == (
+        "eval 120/400  loss 4.5000  perplexity 90.02  2.013 bits/byte"
+    )
+
+
+def read_terminal(master: int) -> str:
+    """All that was written to the terminal; its end reads as an error, EIO."""
+    shown = b""
+    try:
+        while chunk := os.read(master, 65536):
+            shown += chunk
+    except OSError:
+        pass
+    os.close(master)
+    return shown.decode()
+
+
+def test_a_terminal_gets_a_bar_that_moves_with_every_step():
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    with open(slave, "w") as stream:
+        progress = Progress(400, initial=80, stream=stream)
+        progress.update(120, LINE | EVALUATION)
+        progress.update(121)
+        progress.close()
+    shown = read_terminal(master)
+    bars = [part for part in shown.replace("\r", "\n").split("\n") if "400 |" in part]
+    assert bars[0].startswith("80/400 |")
+    assert bars[-1].startswith("121/400 |") and "loss 5.1234 lr 1.87e-03 grad 0.81" in bars[-1]
+    assert all(len(bar) <= 100 for bar in bars)
+    assert "eval 120/400  loss 4.5000" in shown
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0.4, "0s"), (59.6, "1m00s"), (130, "2m10s"), (3_900, "1h05m"), (273_600, "3d04h")],
+)
+def test_durations_show_their_two_leading_units(seconds, text):
+    assert duration(seconds) == text
