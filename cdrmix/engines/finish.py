@@ -1,0 +1,98 @@
+"""The end of a run: last evaluation, baselines, summary, report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cdrmix import runtime
+from cdrmix.engines.observe import evaluate_now
+from cdrmix.engines.run import Run
+from cdrmix.evaluation.ngram import unigram_and_bigram
+from cdrmix.evaluation.perplexity import Evaluation, held_out_rows
+from cdrmix.log import get_logger
+from cdrmix.monitoring.report import write_report
+from cdrmix.monitoring.sinks import read_metrics, write_json_atomic
+
+logger = get_logger(__name__)
+
+_ROWS_AT_ONCE = 256
+
+
+def finish(run: Run) -> None:
+    """Evaluate, write metrics.json and report.html, and say how the run ended; collective."""
+    evaluation, _ = evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
+    runtime.together(lambda: _write(run, evaluation) if runtime.rank() == 0 else None)
+
+
+def _write(run: Run, evaluation: Evaluation) -> None:
+    baselines = _baselines(run) if run.config.evaluation.baselines else None
+    path = run.directory.path
+    write_json_atomic(path / "metrics.json", _summary(run, evaluation, baselines))
+    report = write_report(path)
+    sample = run.samples[-1]
+    logger.info("sample: %s%s", sample["prompt"], sample["text"])
+    logger.info(
+        "validation: loss %.4f, perplexity %.2f, %.4f bits per byte over %s tokens",
+        evaluation.loss,
+        evaluation.perplexity,
+        evaluation.bits_per_byte,
+        f"{evaluation.tokens:,}",
+    )
+    if baselines is not None:
+        logger.info(
+            "counted on the very tokens it trained on: smoothed bigram %.4f, smoothed unigram %.4f",
+            baselines["bigram_loss"],
+            baselines["unigram_loss"],
+        )
+    logger.info("report: %s", report)
+    if run.config.variant == "reasoning" and run.config.training.stage == "all":
+        logger.warning(
+            "Stage A is done. Stage B (adapters, memory, policy) is not available in this version"
+        )
+
+
+def _baselines(run: Run) -> dict[str, float]:
+    """Unigram and bigram loss on the rows just evaluated, counted on the tokens trained on."""
+    consumed = run.step * run.config.training.global_batch_size
+    # a second epoch would count its rows twice and leave the smoothing no rare bigrams
+    consumed = min(consumed, run.corpus.train.num_samples)
+    validation = run.corpus.validation
+    held_out = held_out_rows(validation, run.config.evaluation.final_tokens)
+    counted = unigram_and_bigram(
+        _trained_rows(run, consumed),
+        (
+            validation.rows(rows)
+            for rows in np.array_split(held_out, -(-len(held_out) // _ROWS_AT_ONCE))
+        ),
+        run.config.model.vocab_size,
+    )
+    return {"unigram_loss": counted.unigram_loss, "bigram_loss": counted.bigram_loss}
+
+
+def _trained_rows(run: Run, consumed: int) -> Iterator[np.ndarray]:
+    """The samples trained on, in order, [n, T + 1] at a time."""
+    for start in range(0, consumed, _ROWS_AT_ONCE):
+        yield run.loader.sample_rows(start, min(start + _ROWS_AT_ONCE, consumed))
+
+
+def _summary(
+    run: Run, evaluation: Evaluation, baselines: dict[str, float] | None
+) -> dict[str, Any]:
+    lines = read_metrics(run.directory.path / "metrics.jsonl")
+    speeds = [line["tokens_per_second"] for line in lines]
+    return {
+        "name": run.config.name,
+        "steps": run.step,
+        "tokens_seen": run.tokens_seen,
+        "loss": lines[-1]["loss"] if lines else None,
+        "seconds": run.seconds,
+        "tokens_per_second_median": statistics.median(speeds) if speeds else None,
+        "evaluation": evaluation.as_json(),
+        "baselines": baselines,
+        "samples": run.samples,
+        "checkpoints": {"last": run.saved_step, "folder": "checkpoints"},
+    }

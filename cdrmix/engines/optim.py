@@ -1,0 +1,72 @@
+"""Parameter groups and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from cdrmix.config.schema import TrainingConfig
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for AdamW: matrices decayed, vectors not, experts by themselves.
+
+    DeepSpeed reduces and clips a group marked `moe` over its expert group, which its name gives;
+    a group may hold either experts or dense parameters (0.19.8, moe/utils.py). Experts are never
+    split into several groups, so that every pipeline stage has the same number of them.
+
+    Args:
+        model: the module; expert parameters carry `allreduce = False` and their group's name.
+        weight_decay: decoupled decay of everything with two or more dimensions.
+    """
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    experts: dict[str, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if not getattr(parameter, "allreduce", True):
+            experts.setdefault(parameter.group_name, []).append(parameter)  # type: ignore[attr-defined]
+        elif parameter.dim() >= 2:
+            decayed.append(parameter)
+        else:
+            plain.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"name": "matrices", "params": decayed, "weight_decay": weight_decay},
+        {"name": "vectors", "params": plain, "weight_decay": 0.0},
+    ]
+    for name, parameters in experts.items():
+        group = {"name": name, "params": parameters, "weight_decay": weight_decay, "moe": True}
+        groups.append(group)
+    return groups
+
+
+def adamw(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW with bias correction and decoupled decay; the loop sets its learning rate."""
+    return torch.optim.AdamW(
+        parameter_groups(model, weight_decay=training.weight_decay),
+        lr=training.learning_rate,
+        betas=(training.beta1, training.beta2),
+        eps=training.epsilon,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, training: TrainingConfig) -> float:
+    """Learning rate of one step: linear warm-up, then cosine to the minimum.
+
+    Args:
+        step: steps completed before this one, from 0.
+        training: peak, minimum, warm-up and length.
+    """
+    peak, lowest, warmup = (
+        training.learning_rate,
+        training.min_learning_rate,
+        training.warmup_steps,
+    )
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, training.num_steps - 1 - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return lowest + (peak - lowest) * cosine

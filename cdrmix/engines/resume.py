@@ -1,0 +1,94 @@
+"""A run into a checkpoint and back: what is saved beside the engine, what may change between."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from cdrmix import runtime
+from cdrmix.checkpoint import engine_state, random_state, store
+from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.config.load import changed_keys
+from cdrmix.engines.run import Run
+from cdrmix.errors import StateError
+from cdrmix.log import get_logger
+from cdrmix.models.backbone import logical_name
+
+logger = get_logger(__name__)
+
+
+def save(run: Run, position: dict[str, Any]) -> None:
+    """Write a checkpoint of the current step, unless the run directory has it already.
+
+    Args:
+        run: the run, between two steps.
+        position: the loader's state at which the next step's batch begins.
+    Raises:
+        StateError: on every rank, if any of them could not write.
+    """
+    if run.saved_step == run.step:
+        return
+    run.observer.sync()
+    store.save(
+        run.directory.checkpoints,
+        run.step,
+        engine_state.fragments(run.engine, logical_name),
+        state={
+            "loader": position,
+            "engine": engine_state.counters(run.engine),
+            "config": run.config.model_dump(mode="json"),
+            "seconds": run.seconds,
+            "samples": run.samples,
+        },
+        rank_state={"random": random_state.random_state()},
+        keep=run.config.checkpoint.keep,
+    )
+    run.saved_step, run.saved_time = run.step, time.monotonic()
+
+
+def resume(run: Run, source: Path | None) -> None:
+    """Go on from the newest checkpoint that verifies.
+
+    Args:
+        run: a run that was just set up.
+        source: a run directory or a checkpoint that must be there; None: the run's own directory,
+            where a run that never saved starts at step 0.
+    Raises:
+        NoUsableStateError: if there are checkpoints and all are damaged.
+        StateError: if there is none, or it belongs to another model or data order.
+    """
+    found = store.find(source or run.directory.path)
+    if found is None:
+        if source is not None:
+            raise StateError(f"--resume {source}: no checkpoint there. Try auto, or another path")
+        logger.info("no checkpoint in %s yet: starting at step 0", run.directory.path)
+        return
+    for name, why in found.skipped:
+        logger.warning("skipped checkpoint %s: %s", name, why)
+    with CheckpointReader(found.path) as reader:
+        state = reader.state
+        runtime.together(lambda: _check_config(run, state["config"], found.path))
+        runtime.together(lambda: run.loader.load_state_dict(state["loader"]))
+        engine_state.load(run.engine, reader, logical_name)
+        saved_random = reader.rank_state(runtime.rank())
+        if saved_random is not None:
+            random_state.restore_random_state(saved_random["random"])
+    run.step = found.step
+    run.samples, run.earlier_seconds = list(state["samples"]), state["seconds"]
+    if found.path.parent.resolve() == run.directory.checkpoints.resolve():
+        run.saved_step = found.step
+    logger.info("resumed from %s", found.path)
+
+
+def _check_config(run: Run, saved: dict[str, Any], path: Path) -> None:
+    """Refuse another model; log every other change."""
+    changed = changed_keys(saved, run.config)
+    model = [f"{key}: {old} -> {new}" for key, old, new in changed if key.startswith("model.")]
+    if model:
+        raise StateError(
+            f"{path}: was trained with another model. Changed: {'; '.join(model)}. Try the saved "
+            "values, or a new run directory"
+        )
+    for key, old, new in changed:
+        logger.info("config changed since the checkpoint: %s: %s -> %s", key, old, new)

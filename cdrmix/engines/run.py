@@ -1,0 +1,66 @@
+"""What one run consists of while it is under way."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from cdrmix.config.schema import Config
+from cdrmix.data.loader import Loader
+from cdrmix.engines.observe import Observer
+from cdrmix.engines.run_directory import RunDirectory
+from cdrmix.engines.stage_a import Corpus
+from cdrmix.engines.stopping import Requests
+from cdrmix.planning.profile import Choice
+
+
+@dataclass
+class Run:
+    """A run under way on this rank.
+
+    Attributes:
+        config: resolved configuration.
+        choice: profile, degrees and batch sizes.
+        directory: where everything is written.
+        corpus: token shards and tokenizer.
+        loader: batches of this data rank.
+        engine: DeepSpeed engine around the backbone.
+        observer: metrics file and progress.
+        requests: what signals ask for.
+        step: optimizer steps completed.
+        samples: generated texts, one per evaluation.
+        saved_step: step of the newest checkpoint in the run directory, or None.
+        earlier_seconds: wall time of earlier starts of this run.
+    """
+
+    config: Config
+    choice: Choice
+    directory: RunDirectory
+    corpus: Corpus
+    loader: Loader
+    engine: Any
+    observer: Observer
+    requests: Requests
+    step: int = 0
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    saved_step: int | None = None
+    earlier_seconds: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+    saved_time: float = field(default_factory=time.monotonic)
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens trained on, all ranks."""
+        return self.step * self.config.training.tokens_per_step
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all starts of this run."""
+        return self.earlier_seconds + time.monotonic() - self.started
+
+    def close(self) -> None:
+        """Stop reading ahead, close the files, let another job have the directory."""
+        self.loader.close()
+        self.observer.close()
+        self.directory.release()

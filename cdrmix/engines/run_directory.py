@@ -1,0 +1,103 @@
+"""The run directory: made once, never overwritten, held by one job at a time."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from cdrmix import runtime
+from cdrmix.config.load import config_hash
+from cdrmix.config.schema import Config
+from cdrmix.errors import StateError
+
+_LOCK = ".lock"
+
+
+@dataclass
+class RunDirectory:
+    """One run's folder.
+
+    Attributes:
+        path: the folder.
+        fresh: whether it was made (or found empty) by this start.
+    """
+
+    path: Path
+    fresh: bool
+    _lock: IO[str] | None = field(default=None, repr=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints, one folder per step."""
+        return self.path / "checkpoints"
+
+    def release(self) -> None:
+        """Let another job take the directory."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def open_run_directory(config: Config, *, requested: Path | None, resume: str) -> RunDirectory:
+    """Make or take the run directory; collective.
+
+    Args:
+        config: gives the hash in the name.
+        requested: --run-dir, or None for experiments/<UTC timestamp>-<hash>.
+        resume: --resume: never, auto or the path of a run directory or checkpoint.
+    Raises:
+        StateError: if the directory exists and is not to be resumed, belongs to a running job or
+            cannot be written, or if `auto` has no directory to look in.
+    """
+    opened = runtime.together(
+        lambda: _open(config, requested, resume) if runtime.rank() == 0 else None
+    )
+    found = runtime.broadcast_object((opened.path, opened.fresh) if opened else None)
+    assert found is not None, "rank 0 opened it"
+    return opened or RunDirectory(*found)
+
+
+def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
+    if requested is None and resume == "auto":
+        raise StateError("--resume auto: needs --run-dir, the directory to go on in")
+    path = requested or _run_of(resume) or _timestamped(config)
+    taken = path.is_dir() and any(entry.name != _LOCK for entry in path.iterdir())
+    if taken and resume == "never":
+        raise StateError(
+            f"{path}: the run directory exists and is never overwritten. Give --resume auto to go "
+            "on in it, or another --run-dir"
+        )
+    try:
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        lock = (path / _LOCK).open("a")
+    except OSError as error:
+        raise StateError(
+            f"{path}: cannot write the run directory ({error.strerror}). Give a --run-dir that "
+            "this user can write to"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise StateError(
+            f"{path}: another job is running in this directory. Wait for it, or give another "
+            "--run-dir"
+        ) from error
+    return RunDirectory(path, fresh=not taken, _lock=lock)
+
+
+def _run_of(resume: str) -> Path | None:
+    """Run directory that an explicit --resume PATH lies in; None for never and auto."""
+    if resume in ("never", "auto"):
+        return None
+    path = Path(resume)
+    if path.parent.name == "checkpoints":
+        return path.parent.parent
+    return path.parent if path.name == "checkpoints" else path
+
+
+def _timestamped(config: Config) -> Path:
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    return Path("experiments") / f"{now}-{config_hash(config)}"

@@ -1,0 +1,97 @@
+"""From a resolved configuration to a finished run, in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cdrmix import runtime
+from cdrmix.config.load import resolved_yaml
+from cdrmix.config.schema import Config
+from cdrmix.engines.finish import finish
+from cdrmix.engines.loop import start_engine, train
+from cdrmix.engines.observe import Observer
+from cdrmix.engines.resume import resume as resume_run
+from cdrmix.engines.run import Run
+from cdrmix.engines.run_directory import RunDirectory, open_run_directory
+from cdrmix.engines.stage_a import build_model, make_loader, open_corpus
+from cdrmix.engines.stopping import Requests
+from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, PlanError, StateError
+from cdrmix.log import get_logger, log_to_file
+from cdrmix.monitoring.sinks import write_json_atomic, write_text_atomic
+from cdrmix.planning.counts import count
+from cdrmix.planning.profile import Choice
+
+logger = get_logger(__name__)
+
+
+def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume: str) -> int:
+    """Train as configured; every rank calls this once its process group is there.
+
+    Args:
+        config: resolved configuration.
+        choice: profile, degrees and batch sizes for this world.
+        run_dir: --run-dir, or None for a new one.
+        resume: --resume: never, auto, or a run directory or checkpoint.
+    Returns:
+        Exit code of the process: 0 done, 75 stopped by a signal after saving.
+    Raises:
+        TrainingError: on every rank, whichever met it.
+    """
+    if config.training.stage == "b":
+        raise PlanError(
+            "training.stage = b: Stage B is not available in this version. "
+            "Try training.stage = a, or all, which ends after Stage A"
+        )
+    requests = Requests()
+    requests.listen()
+    runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
+    directory = open_run_directory(config, requested=run_dir, resume=resume)
+    runtime.together(lambda: _describe(directory, config, choice))
+    run = _set_up(config, choice, directory, requests)
+    try:
+        if resume != "never":
+            resume_run(run, None if resume == "auto" else Path(resume))
+        runtime.together(lambda: run.observer.open(run))
+        if train(run):
+            return EXIT_STOPPED_BY_SIGNAL
+        finish(run)
+        return EXIT_DONE
+    finally:
+        run.close()
+
+
+def _set_up(config: Config, choice: Choice, directory: RunDirectory, requests: Requests) -> Run:
+    corpus = open_corpus(config)
+    return Run(
+        config=config,
+        choice=choice,
+        directory=directory,
+        corpus=corpus,
+        loader=make_loader(config, choice, corpus.train),
+        engine=start_engine(build_model(config, choice), config, choice),
+        observer=Observer(),
+        requests=requests,
+    )
+
+
+def _describe(directory: RunDirectory, config: Config, choice: Choice) -> None:
+    """Write what this start is: configuration, plan, environment."""
+    if runtime.rank() != 0:
+        return
+    path = directory.path
+    try:
+        log_to_file(path / "train.log")
+    except OSError as error:
+        raise StateError(f"{path / 'train.log'}: cannot be written: {error.strerror}") from error
+    write_text_atomic(path / "config_snapshot.yaml", resolved_yaml(config))
+    write_json_atomic(path / "ds_config.json", choice.deepspeed)
+    counts = count(config.model, config.training.sequence_length)
+    size = {"total_params": counts.total_params, "active_params": counts.active_params}
+    write_json_atomic(path / "plan.json", choice.to_json() | size)
+    (path / "metrics.json").unlink(missing_ok=True)  # the summary of an earlier end is not ours
+    write_json_atomic(path / "environment.json", runtime.describe_environment())
+    logger.info("run directory: %s", path)
+    for reason in choice.reasons:
+        logger.info("plan: %s", reason)
+    for warning in choice.warnings:
+        logger.warning("warning: %s", warning)

@@ -1,0 +1,157 @@
+"""Stage A, pretraining: batches in, loss and statistics out.
+
+A accumulation steps, B micro batch, T time, L MoE layers, E experts, W data ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix import runtime
+from cdrmix.config.schema import Config
+from cdrmix.data.loader import Loader
+from cdrmix.data.sample import ensure_sample
+from cdrmix.data.shards import Manifest, TokenDataset, check_vocab, read_manifest, verify_shards
+from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
+from cdrmix.log import get_logger
+from cdrmix.models.backbone import Backbone, Output
+from cdrmix.objectives.language_model import linear_cross_entropy
+from cdrmix.objectives.router import router_losses
+from cdrmix.parallel.statistics import mean_over_ranks
+from cdrmix.planning.profile import Choice
+
+logger = get_logger(__name__)
+
+
+class Corpus(NamedTuple):
+    """The token shards of a run, opened and verified."""
+
+    manifest: Manifest
+    train: TokenDataset
+    validation: TokenDataset
+    tokenizer: Tokenizer
+
+
+class RouterMeasures(NamedTuple):
+    """What the router did, detached and over all data ranks.
+
+    Attributes:
+        per_token: router statistics per token, [L, 2E + 3].
+        load_balance: load-balance loss, scalar.
+        z: z-loss, scalar.
+    """
+
+    per_token: Tensor
+    load_balance: Tensor
+    z: Tensor
+
+    @classmethod
+    def mean(cls, measured: list[RouterMeasures]) -> RouterMeasures | None:
+        """Mean over micro-steps; None where nothing was measured."""
+        if not measured:
+            return None
+        return cls(*(torch.stack(values).mean(0) for values in zip(*measured, strict=True)))
+
+
+class MicroStep(NamedTuple):
+    """What one micro-step gives.
+
+    Attributes:
+        loss: what backward starts from, scalar.
+        nats: summed cross-entropy of this rank's tokens, scalar, detached.
+        router: what the router did, or None for a dense model.
+    """
+
+    loss: Tensor
+    nats: Tensor
+    router: RouterMeasures | None
+
+
+def open_corpus(config: Config) -> Corpus:
+    """Open the data of a run, building the sample corpus first where it is asked for; collective.
+
+    Raises:
+        DataError: on every rank, if a shard is missing, truncated or altered, or the tokenizer
+            does not fit the model.
+    """
+    model, sequence_length = config.model, config.training.sequence_length
+    if config.data.path == "sample":
+        path = Path(runtime.first_rank_does(lambda: str(ensure_sample(model.vocab_size))))
+    else:
+        path = Path(config.data.path)
+
+    def open_folder() -> Corpus:
+        manifest = read_manifest(path)
+        check_vocab(manifest, model.vocab_size)
+        verify_shards(
+            path,
+            manifest,
+            part=runtime.rank(),
+            parts=runtime.world_size(),
+            mode=config.data.verify,
+        )
+        return Corpus(
+            manifest,
+            TokenDataset(path, "train", sequence_length),
+            TokenDataset(path, "validation", sequence_length),
+            load_tokenizer(path),
+        )
+
+    return runtime.together(open_folder)
+
+
+def make_loader(config: Config, choice: Choice, train: TokenDataset) -> Loader:
+    """This data rank's batches in the run's global order."""
+    return Loader(
+        train,
+        global_batch_size=config.training.global_batch_size,
+        micro_batch_size=choice.micro_batch_size,
+        data_rank=runtime.rank(),
+        data_size=choice.degrees.data,
+        seed=config.training.seed,
+        shuffle=config.data.order == "shuffled",
+    )
+
+
+def build_model(config: Config, choice: Choice) -> Backbone:
+    """The backbone of this rank, with the initial values of the run's seed, on its device."""
+    expert_size = choice.degrees.expert
+    with torch.device(runtime.device()):
+        model = Backbone(
+            config.model,
+            expert_parallel_size=expert_size,
+            activation_checkpointing=config.training.activation_checkpointing,
+        )
+    # DeepSpeed makes expert groups of consecutive ranks
+    model.initialize(seed=config.training.seed, expert_parallel_rank=runtime.rank() % expert_size)
+    return model
+
+
+def micro_step(
+    engine: Any, config: Config, input_ids: Tensor, labels: Tensor, *, nats_scale: float
+) -> MicroStep:
+    """Forward pass and loss of one micro-batch.
+
+    Args:
+        engine: DeepSpeed engine around the backbone.
+        config: loss weights.
+        input_ids: [B, T].
+        labels: [B, T]; -100 is ignored.
+        nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch.
+            DeepSpeed divides by A and averages over W; what is left is the mean over all tokens.
+    """
+    output: Output = engine(input_ids)
+    nats = linear_cross_entropy(output.hidden, engine.module.embedding.weight, labels)
+    loss = nats * nats_scale
+    moe, statistics = config.model.moe, output.router_statistics
+    if moe is None or statistics is None:
+        return MicroStep(loss, nats.detach(), None)
+    per_token = mean_over_ranks(statistics) / labels.numel()
+    losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
+    loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
+    measured = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())
+    return MicroStep(loss, nats.detach(), measured)

@@ -1,0 +1,77 @@
+"""Signals that ask a run to save, or to save and stop.
+
+TERM, INT and USR1 save and stop, USR2 saves and goes on. A handler only sets a flag; the loop asks
+for it once per step and agrees with the other ranks, because a launcher may signal one rank only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+
+from cdrmix import runtime
+
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Requests:
+    """What signals have asked this rank for since the last look.
+
+    Attributes:
+        stop: name of the signal that asked to stop, or None.
+        save: whether a save was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.stop: str | None = None
+        self.save = False
+        self._launcher = _deepspeed_runner()
+
+    def listen(self) -> None:
+        """Take the signals over, and ask the kernel for SIGTERM when the launcher dies."""
+        for number in _STOPPING:
+            signal.signal(number, self._on_stop)
+        signal.signal(signal.SIGUSR2, self._on_save)
+        runtime.end_with_launcher(signal.SIGTERM)
+
+    def poll(self) -> tuple[bool, bool]:
+        """(stop, save) as this rank sees it now; a save request is taken, a stop request stays."""
+        if self.stop is None and self._launcher and _parent(os.getppid()) != self._launcher:
+            self.stop = "end of the deepspeed launcher"
+        save, self.save = self.save, False
+        return self.stop is not None, save
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop = signal.Signals(number).name
+
+    def _on_save(self, number: int, frame: FrameType | None) -> None:
+        self.save = True
+
+
+def _deepspeed_runner() -> int | None:
+    """Process id of the `deepspeed` command above this rank's launch.py, if that is our parent.
+
+    Killed, it cannot end launch.py, which would go on supervising ranks that nobody sees.
+    """
+    parent = os.getppid()
+    above = _parent(parent)
+    if "deepspeed.launcher.launch" in _command(parent) and "deepspeed" in _command(above):
+        return above
+    return None
+
+
+def _parent(process: int) -> int:
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[1])
+
+
+def _command(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""

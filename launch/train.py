@@ -1,0 +1,76 @@
+"""Trains a variant: one process per rank, started by deepspeed, torchrun, mpirun or srun.
+
+deepspeed launch/train.py --config model_configs/cdrmix-core-tiny.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from cdrmix import log, runtime
+from cdrmix.config.load import load_config
+from cdrmix.errors import TrainingError
+from cdrmix.planning.profile import choose
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line of one rank."""
+    parser = argparse.ArgumentParser(description="Train a CDRmix variant.")
+    parser.add_argument("--config", required=True, type=Path, help="YAML file of the variant")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="override one value, such as training.max_steps=100; may be repeated",
+    )
+    parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
+    parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
+    parser.add_argument(
+        "--resume",
+        default="never",
+        metavar="auto|never|PATH",
+        help="auto: newest good checkpoint in --run-dir; PATH: a run directory or checkpoint",
+    )
+    parser.add_argument("--max-steps", type=int, help="short for --set training.max_steps=N")
+    # the launchers add these to every rank's command line; the environment says the same
+    for flag in ("--local_rank", "--local-rank"):
+        parser.add_argument(flag, type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed_mpi", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Parse, plan, run, tear down; returns the exit code of this rank."""
+    args = parse(arguments)
+    try:
+        runtime.map_environment()
+        log.configure(rank=runtime.environment_rank())
+        overrides = list(args.overrides)
+        if args.max_steps is not None:
+            overrides.append(f"training.max_steps={args.max_steps}")
+        config = load_config(args.config, overrides)
+        choice = choose(
+            config,
+            world_size=runtime.environment_world_size(),
+            profile=args.profile,
+            device="cpu" if runtime.use_cpu() else "cuda",
+        )
+        runtime.set_threads()
+        runtime.initialize_distributed()
+        from cdrmix.engines.session import run_training  # imports DeepSpeed, with its ops chosen
+
+        return run_training(config, choice, run_dir=args.run_dir, resume=args.resume)
+    except TrainingError as error:
+        if runtime.environment_rank() == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    finally:
+        runtime.destroy_distributed()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

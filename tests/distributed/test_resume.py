@@ -1,0 +1,258 @@
+"""Stopped or killed at any point and resumed, a run ends as if nothing had happened: bit by bit."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cdrmix.checkpoint import store
+from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.monitoring.metrics import deterministic_part
+from cdrmix.monitoring.sinks import read_metrics
+from tests.harness import RanksFailed, run_ranks
+
+STEPS = 8
+CONFIG = "model_configs/cdrmix-core-tiny.yaml"
+SMALL = [
+    "model.num_layers=2",
+    "model.transformer_fraction=0.5",
+    "model.hidden_size=64",
+    "model.num_heads=2",
+    "model.moe.expert_hidden_size=64",
+    "training.sequence_length=64",
+    "training.learning_rate=3e-3",
+    "training.warmup_steps=2",
+    "checkpoint.every_steps=3",
+    "evaluation.every_steps=4",
+    "evaluation.final_tokens=1000",
+    "evaluation.sample_tokens=4",
+    "evaluation.baselines=false",
+    "monitoring.log_every_steps=1",
+]
+
+
+def arguments(data: Path, run_dir: Path, *more: str) -> list[str]:
+    settings = [*SMALL, f"data.path={data}", f"training.max_steps={STEPS}"]
+    flags = [word for setting in settings for word in ("--set", setting)]
+    return ["--config", CONFIG, *flags, "--run-dir", str(run_dir), *more]
+
+
+def train(argv: list[str], fault: str = "", step: int = 0, rank: int = 0) -> int:
+    """What one rank of `launch/train.py` does, with a fault of this rank's own making."""
+    if fault and int(os.environ["RANK"]) == rank:
+        FAULTS[fault](step)
+    import launch.train
+
+    return launch.train.main(argv)
+
+
+def _before_step(step: int, act: Callable[[], Any]) -> None:
+    from cdrmix.engines import loop
+
+    original = loop.train_step
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["step"] == step:
+            act()
+        return original(*args, **kwargs)
+
+    loop.train_step = wrapped
+
+
+def _in_save(function: str, step: int) -> None:
+    """Die inside the save of `step`, when `function` of the store is called."""
+    original = getattr(store, function)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if any(f"{step}.tmp" in str(arg) for arg in args):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(store, function, wrapped)
+
+
+def _signal(number: int) -> Callable[[int], None]:
+    return lambda step: _before_step(step, lambda: os.kill(os.getpid(), number))
+
+
+FAULTS: dict[str, Callable[[int], None]] = {
+    "TERM": _signal(signal.SIGTERM),
+    "USR1": _signal(signal.SIGUSR1),
+    "USR2": _signal(signal.SIGUSR2),
+    "KILL": _signal(signal.SIGKILL),
+    "KILL while tensors are written": lambda step: _in_save("write_tensors", step),
+    "KILL before the rename": lambda step: _in_save("_publish", step),
+}
+
+
+def result_of(run_dir: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Deterministic metrics of every step, and every tensor of the last checkpoint."""
+    lines = [deterministic_part(line) for line in read_metrics(run_dir / "metrics.jsonl")]
+    with CheckpointReader(run_dir / "checkpoints" / str(STEPS)) as reader:
+        tensors = {
+            f"{kind} {name}": reader.full(name, kind)
+            for name in reader.names()
+            for kind in reader.kinds(name)
+        }
+    return lines, tensors
+
+
+def assert_equal_results(found: Path, expected: Path) -> None:
+    lines, tensors = result_of(found)
+    expected_lines, expected_tensors = result_of(expected)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines == expected_lines
+    assert tensors.keys() == expected_tensors.keys()
+    different = [name for name in tensors if not torch.equal(tensors[name], expected_tensors[name])]
+    assert different == []
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    small_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Path]:
+    """Run directory of an uninterrupted run on so many ranks."""
+    done: dict[int, Path] = {}
+
+    def get(world: int) -> Path:
+        if world not in done:
+            run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+            assert run_ranks(train, world, arguments(small_corpus, run_dir)) == [0] * world
+            done[world] = run_dir
+        return done[world]
+
+    return get
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_signal_saves_and_stops_and_the_resumed_run_is_the_uninterrupted_one(
+    name: str, world: int, small_corpus: Path, tmp_path: Path, uninterrupted: Callable
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = arguments(small_corpus, run_dir)
+    codes = run_ranks(train, world, argv, name, 4, world - 1)  # one rank is told, all stop
+    assert codes == [75] * world
+    assert (run_dir / "checkpoints" / "latest").read_text() == "5\n"
+    assert run_ranks(train, world, [*argv, "--resume", "auto"]) == [0] * world
+    assert_equal_results(run_dir, uninterrupted(world))
+
+
+@pytest.mark.parametrize(
+    ("fault", "world", "resumes_at"),
+    [
+        ("KILL", 1, 3),
+        ("KILL", 2, 3),
+        ("KILL while tensors are written", 2, 3),
+        ("KILL before the rename", 1, 3),
+    ],
+)
+def test_a_killed_run_resumes_from_the_last_whole_checkpoint(
+    fault: str,
+    world: int,
+    resumes_at: int,
+    small_corpus: Path,
+    tmp_path: Path,
+    uninterrupted: Callable,
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = arguments(small_corpus, run_dir)
+    step = 5 if fault == "KILL" else 6
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(train, world, argv, fault, step, 0)
+    found = store.find(run_dir)
+    assert found is not None
+    assert found.step == resumes_at
+    assert run_ranks(train, world, [*argv, "--resume", "auto"]) == [0] * world
+    assert_equal_results(run_dir, uninterrupted(world))
+
+
+def test_usr2_saves_and_goes_on(small_corpus: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = [*arguments(small_corpus, run_dir), "--set", "checkpoint.every_steps=null"]
+    assert run_ranks(train, 1, argv, "USR2", 3) == [0]
+    steps = sorted(int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit())
+    assert steps == [4, STEPS]
+
+
+def test_a_damaged_checkpoint_is_skipped_with_its_reason(
+    small_corpus: Path, tmp_path: Path, uninterrupted: Callable
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = arguments(small_corpus, run_dir)
+    assert run_ranks(train, 1, argv, "TERM", 6) == [75]
+    shard = run_dir / "checkpoints" / "7" / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert run_ranks(train, 1, [*argv, "--resume", "auto"]) == [0]
+    log = (run_dir / "train.log").read_text()
+    assert "skipped checkpoint 7: rank-00000.safetensors" in log
+    assert "resumed from" in log
+    assert_equal_results(run_dir, uninterrupted(1))
+
+
+def test_a_run_saved_on_two_ranks_goes_on_on_one_with_the_same_losses(
+    small_corpus: Path, tmp_path: Path, uninterrupted: Callable
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = arguments(small_corpus, run_dir)
+    assert run_ranks(train, 2, argv, "TERM", 3, 0) == [75, 75]
+    assert run_ranks(train, 1, [*argv, "--resume", "auto"]) == [0]
+    found = [line["loss"] for line in read_metrics(run_dir / "metrics.jsonl")]
+    expected = [line["loss"] for line in read_metrics(uninterrupted(2) / "metrics.jsonl")]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def refused(argv: list[str], code: int, capfd: pytest.CaptureFixture[str]) -> str:
+    """stderr of two ranks that must end with `code` and one message."""
+    assert run_ranks(train, 2, argv) == [code, code]
+    text = capfd.readouterr().out
+    assert text.count("error: ") == 1, "one message, not one per rank"
+    assert "Traceback" not in text
+    return text
+
+
+def test_a_changed_model_is_refused_by_the_names_of_its_keys(
+    small_corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = arguments(small_corpus, run_dir)
+    assert run_ranks(train, 1, argv, "TERM", 1) == [75]
+    capfd.readouterr()
+    text = refused(
+        [*argv, "--resume", "auto", "--set", "model.moe.expert_hidden_size=96"], 2, capfd
+    )
+    assert "model.moe.expert_hidden_size: 64 -> 96" in text
+
+
+def test_an_existing_run_directory_is_never_overwritten(
+    small_corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "notes.txt").write_text("mine")
+    text = refused(arguments(small_corpus, run_dir), 2, capfd)
+    assert str(run_dir) in text
+    assert "--resume auto" in text
+    assert [entry.name for entry in run_dir.iterdir()] == ["notes.txt"]
+
+
+def test_state_that_is_damaged_throughout_ends_with_3(
+    small_corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = arguments(small_corpus, run_dir)
+    assert run_ranks(train, 1, argv, "TERM", 1) == [75]
+    capfd.readouterr()
+    for manifest in run_dir.glob("checkpoints/*/manifest.json"):
+        manifest.write_text(
+            json.dumps({"format": 1, "files": {"gone": {"bytes": 1, "sha256": ""}}})
+        )
+    text = refused([*argv, "--resume", "auto"], 3, capfd)
+    assert "every checkpoint is damaged" in text
