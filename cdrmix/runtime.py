@@ -261,6 +261,23 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep what training frees, because each step asks for the same tensors again.
+
+    By default it gives large blocks back to the kernel at once and then waits for every page to
+    be zeroed anew. Measured on the tiny model, two cores, one rank: 40 steps took 24.7 s of user
+    and 16.9 s of system time before, 22.0 s and 1.1 s after. Nothing happens with another libc.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    m_trim_threshold, m_top_pad, m_mmap_threshold, m_arena_max = -1, -2, -3, -8
+    libc.mallopt(m_mmap_threshold, 2**30)
+    libc.mallopt(m_trim_threshold, 2**31 - 1)
+    libc.mallopt(m_top_pad, 2**26)
+    libc.mallopt(m_arena_max, 1)  # one pool: blocks freed by one thread serve the others
+
+
 def set_threads() -> int:
     """Give each CPU rank of this host its share of the cores; returns the number of threads."""
     if "OMP_NUM_THREADS" not in os.environ or local_world_size() > 1:

@@ -59,6 +59,8 @@ def main(arguments: list[str]) -> int:
             profile=args.profile,
             device="cpu" if runtime.use_cpu() else "cuda",
         )
+        if runtime.use_cpu():
+            runtime.keep_freed_memory()
         runtime.set_threads()
         runtime.initialize_distributed()
         from cdrmix.engines.session import run_training  # imports DeepSpeed, with its ops chosen

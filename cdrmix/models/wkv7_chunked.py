@@ -13,7 +13,9 @@ and, with A kept, the gradient of what leaves (O and Z') passes back as
     dZ = e^(g_C) dZ' + X^T [dR; dO]
     dA = [dR; dO] [U; V]^T, masked as A
     dX = dA Q + [dR; dO] Z^T      dQ = dA^T X + e^(g_C) [U; V] dZ'^T
+    [da; dr] = dX [e^g'; e^g]     [db; dk] = dQ e^-g
     dg_t = r_t dr_t - b_t db_t - k_t dk_t + a_(t+1) da_(t+1),    dg_C += rowsum(Z' dZ')
+    dlw_t = sum of dg_u over u >= t
 
 Only the scan over Z (backwards: over dZ) is sequential. e^-g stays below e^39 within 64 tokens
 because lw >= -exp(-0.5), and every product that A keeps has a true exponent <= 0, so float32 holds
@@ -59,8 +61,8 @@ def wkv7_chunked(
 ) -> tuple[Tensor, Tensor]:
     """WKV-7 in chunks; arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked.
 
-    Saves its inputs and the states around blocks of chunks, at most two float32 for each number of
-    an input; the backward recomputes the rest.
+    Saves its inputs and the states around blocks of chunks, about 2 B T H V floats at most; the
+    backward recomputes the rest.
 
     Args:
         chunk_tokens: C, a power of two up to 64; by default 16, or less where T is.
@@ -144,7 +146,7 @@ def _layout(r: Tensor, chunk_tokens: int) -> _Layout:
     workers = torch.get_num_threads() if r.device.type == "cpu" else _GPU_WORKERS
     matrices = workers * _BLOCK_FLOATS // (2 * chunk_tokens * key)
     rows = min(batch, max(1, matrices // heads))
-    few = max(1, key // (2 * chunk_tokens))  # as many as keep saved states to 2 T H V floats
+    few = max(1, key // (2 * chunk_tokens))  # one state [K,V] per block: 2 V floats a token
     chunks = max(few, matrices // (rows * heads))
     return _Layout(chunk_tokens, _slices(batch, rows), _slices(time // chunk_tokens, chunks))
 
@@ -219,7 +221,7 @@ class _Block:
         self.states = like.new_empty(n + 1, rows * heads, key, value)  # around the chunks
         if backward:
             self.dro, self.duv = buffer(2 * c, value), buffer(2 * c, value)
-            self.da, self.dz = buffer(2 * c, 2 * c), buffer(key, value)
+            self.da, self.dz = buffer(2 * c, 2 * c), torch.empty_like(self.states)
             self.dx, self.dq, self.dg = buffer(2 * c, key), buffer(2 * c, key), buffer(c + 1, key)
         else:
             self.ro = buffer(2 * c, value)
@@ -350,7 +352,7 @@ def _backward(
     views, out = ([_by_chunk(x, c) for x in tensors] for tensors in (inputs, gradients))
     dy_view = _by_chunk(dy, c)
     masks = _masks(segment_ids, c, ds.dtype)
-    dz = ds.mT.flatten(0, 1).contiguous()
+    dz = ds.mT.flatten(0, 1)
     block = None
     around = zip(saved[:-1], saved[1:], layout.blocks, strict=True)
     for entering, leaving, here in reversed(list(around)):
@@ -360,31 +362,32 @@ def _backward(
         torch.bmm(block.a[:, :c, c:], block.uv[:, c:], out=block.r)
         _scan(block, entering, block.r, block.x_state[:, :c], leaving)
         block.heads(block.dro)[..., c:, :].copy_(dy_view[here])
-        _scan_back(block, dz)
+        dz = _scan_back(block, dz)
         _block_gradients(block, block_masks, [x[here] for x in out])
     return dz.unflatten(0, ds.shape[:2]).mT
 
 
-def _scan_back(block: _Block, dz: Tensor) -> None:
-    """Pass dz [B H,K,V] back through a block's chunks, in place.
+def _scan_back(block: _Block, dz: Tensor) -> Tensor:
+    """Pass dz [B H,K,V] back through a block's chunks; return what leaves the first one.
 
-    Keeps what reached each chunk in block.dz, completes d[U; V] and [dR; dO], and puts dg_C into
-    the last row of dg.
+    Completes d[U; V] and [dR; dO], puts dg_C into the last row of dg and dz around the chunks into
+    block.dz.
     """
     c = block.c
     torch.bmm(block.a[:, c:].mT, block.dro[:, c:], out=block.duv)
     dr = block.chunks(block.u)[0]
-    parts = (block.dz, block.duv, block.dro, block.inverse, block.y, block.x_state)
-    rows = [*map(block.chunks, parts), block.chunks(block.carry.mT), block.chunks(block.dg)]
-    leaving = block.states[1:].unbind(0)
-    for z, (kept, duv, dro, inverse, y, x, carry, dg) in reversed(
-        list(zip(leaving, zip(*rows, strict=True), strict=True))
-    ):
-        kept.copy_(dz)
-        duv.baddbmm_(y, kept)
+    states, around = block.states.unbind(0), block.dz.unbind(0)
+    around[-1].copy_(dz)
+    parts = (block.duv, block.dro, block.inverse, block.y, block.x_state, block.carry.mT, block.dg)
+    chunks = list(zip(*map(block.chunks, parts), strict=True))
+    for i in reversed(range(len(chunks))):
+        duv, dro, inverse, y, x, carry, dg = chunks[i]
+        dz, dz_before = around[i + 1], around[i]
+        duv.baddbmm_(y, dz)
         dro[:, :c] = torch.bmm(inverse.mT, duv[:, :c], out=dr)
-        torch.sum(torch.mul(kept, z, out=dz), -1, out=dg[:, c])
-        torch.mul(kept, carry, out=dz).baddbmm_(x.mT, dro)
+        torch.sum(torch.mul(dz, states[i + 1], out=dz_before), -1, out=dg[:, c])
+        torch.mul(dz, carry, out=dz_before).baddbmm_(x.mT, dro)
+    return around[0]
 
 
 def _block_gradients(block: _Block, masks: _Masks | None, out: Sequence[Tensor]) -> None:
@@ -397,7 +400,7 @@ def _block_gradients(block: _Block, masks: _Masks | None, out: Sequence[Tensor])
 
     torch.bmm(block.dro, block.uv.mT, out=block.da).mul_(block.causal)
     torch.bmm(block.dro, block.states[:-1].flatten(0, 1).mT, out=dx)
-    torch.bmm(block.uv, block.dz.mT, out=dq).mul_(block.e[:, c:])
+    torch.bmm(block.uv, block.dz[1:].flatten(0, 1).mT, out=dq).mul_(block.e[:, c:])
     if masks is not None:
         heads(block.da).mul_(masks.pairs)
         heads(dx).mul_(masks.enters)

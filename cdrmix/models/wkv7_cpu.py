@@ -32,9 +32,9 @@ log = get_logger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _COMPILERS = ("c++", "g++", "clang++")
+_BUILD_SECONDS = 300  # it takes two; a machine can be busy
 # Contraction into fused multiply-add is GCC's default, not clang's; -ffast-math is left out, so
 # that not-a-number stays what it is.
-_BUILD_SECONDS = 300  # it takes two; a machine can be busy
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast")
 _COST = "The WKV-7 op runs in its chunked form, at about half the speed."
 
@@ -151,9 +151,11 @@ def load() -> ctypes.CDLL | str:
         return "no C++ compiler was found; install g++, for example"
     try:
         path = _library_path(compiler)
-        if not path.exists():
+        try:
+            kernel = ctypes.CDLL(str(path))
+        except OSError:  # not there, or cut short when a machine went down
             _build(compiler, path)
-        kernel = ctypes.CDLL(str(path))
+            kernel = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("The WKV-7 kernel cannot be built or loaded: %s. %s", error, _COST)
         return str(error)
@@ -184,21 +186,33 @@ def _cpu_features() -> str:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile to a temporary folder and rename into place: several ranks may race for it."""
+    """Compile in a temporary folder and rename into place: several ranks may race for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder) / path.name
-        problems = []
-        for openmp in (["-fopenmp"], []):
+    problems = []
+    for openmp in (["-fopenmp"], []):
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            built = Path(folder) / path.name
             command = [compiler, *_FLAGS, *openmp, str(_SOURCE), "-o", str(built)]
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS
-            )
-            if done.returncode == 0:
+            problem = _problem(command, built)
+            if problem is None:
+                os.replace(built, path)
                 break
-            problems.append(f"`{' '.join(command)}` failed: {done.stderr.strip()[:500]}")
-        else:
-            raise OSError("; without OpenMP: ".join(problems))
-        if problems:
-            log.info("The WKV-7 kernel uses one thread: %s", problems[0])
-        os.replace(built, path)
+        problems.append(f"`{' '.join(command)}`: {problem}")
+    else:
+        raise OSError("; ".join(problems))
+    if problems:
+        log.info("The WKV-7 kernel uses one thread, without OpenMP: %s", problems[0])
+
+
+def _problem(command: list[str], built: Path) -> str | None:
+    """Run a compiler; what it says if it fails, or why its library cannot be loaded, or None."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS
+    )
+    if done.returncode != 0:
+        return done.stderr.strip()[:500]
+    try:
+        ctypes.CDLL(str(built))
+    except OSError as error:  # an OpenMP runtime that the linker did not ask for
+        return str(error)
+    return None

@@ -1,13 +1,14 @@
 """Every form of the WKV-7 op against the plain loop in float64: y, state and all gradients.
 
 Tolerances are relative, in the Frobenius norm. float32 rounds by 6e-8; 2e-6 leaves room for the
-sums of a chunk of up to 32 tokens and for exponents up to 20, and the forms stay below 1.1e-6.
+sums of a chunk of up to 32 tokens and for exponents up to 20; the forms stay below 1.1e-6.
 """
 
 # B batch, T time, H heads, K key dim, V value dim, C tokens of a chunk
 
 import functools
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -462,10 +463,24 @@ def test_the_kernel_is_built_once_into_the_users_cache(
 ) -> None:
     assert not isinstance(wkv7_cpu.load(), str)
     (built,) = (tmp_path / "cache").rglob("*.*")
-    wkv7_cpu.load.cache_clear()
     before = built.stat().st_mtime_ns
+    wkv7_cpu.load.cache_clear()
     assert not isinstance(wkv7_cpu.load(), str)
     assert built.stat().st_mtime_ns == before
     inputs = random_inputs(20, 32)
     assert_identical(results(wkv7, inputs), results(run("cpp"), inputs))
+    assert not fresh_load.records
+
+
+@pytest.mark.compiler
+def test_a_kernel_cut_short_is_built_again(
+    fresh_load: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    compiler = shutil.which("c++")
+    assert compiler
+    path = wkv7_cpu._library_path(compiler)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\x7fELF")
+    assert not isinstance(wkv7_cpu.load(), str)
+    assert path.stat().st_size > 1000
     assert not fresh_load.records
