@@ -11,9 +11,12 @@ STAMP := $(VENV)/set-up
 
 # Two ranks where there are two devices (GPUs, else cores), one otherwise.
 # nproc would answer with OMP_NUM_THREADS where that is set.
-NPROC ?= $(shell gpus=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'); \
-	devices=$$gpus; [ "$$gpus" -gt 0 ] || devices=$$(env -u OMP_NUM_THREADS nproc); \
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+NPROC ?= $(shell devices=$(GPUS); \
+	[ "$$devices" -gt 0 ] || devices=$$(env -u OMP_NUM_THREADS nproc); \
 	[ "$$devices" -lt 2 ] && echo 1 || echo 2)
+# DeepSpeed warns three times that it finds no GPU, unless it is told.
+ACCELERATOR := $(if $(filter 0,$(GPUS)),DS_ACCELERATOR=cpu)
 
 PRINT_FREE_PORT := 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
@@ -29,7 +32,7 @@ help:  ## list the targets
 setup: $(STAMP)  ## make .venv with the package and its development extras
 
 train: setup  ## train cdrmix-core-tiny on the sample corpus; NPROC, CONFIG and ARGS change it
-	@$(BIN)/deepspeed --num_gpus $(NPROC) --master_port $$($(BIN)/python -c $(PRINT_FREE_PORT)) \
+	@$(ACCELERATOR) $(BIN)/deepspeed --num_gpus $(NPROC) --master_port $$($(BIN)/python -c $(PRINT_FREE_PORT)) \
 		--log_level error launch/train.py --config $(CONFIG) $(ARGS)
 
 test: setup  ## run all tests, the cheap ones first; ARGS='tests/unit -k name' for some

@@ -316,7 +316,7 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation. At its cadence it reads at most a tenth of the tokens trained on
+    """Held-out evaluation. At its cadence it reads at most 7 % of the tokens trained on
     since the last one, which keeps it below 5 % of the run's time; at the end it reads
     `final_tokens`."""
 
@@ -324,7 +324,9 @@ class EvaluationConfig(Section):
     final_tokens: int = Field(
         1_000_000, ge=1, description="Largest number of held-out tokens read at the end."
     )
-    sample_prompt: str = Field("def ", description="Text that the generated sample goes on from.")
+    sample_prompt: str = Field(
+        "def", description="Text that the generated sample goes on from; not ending in a blank."
+    )
     sample_tokens: int = Field(64, ge=0, description="Tokens generated at each evaluation.")
     baselines: bool = Field(
         False,

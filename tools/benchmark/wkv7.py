@@ -6,6 +6,7 @@ Batch 4, 512 tokens, width 256 as 4 heads of 64 or 2 of 128, float32 on one thre
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -57,6 +58,32 @@ def measure(head_dim: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def quality(head_dim: int) -> dict[str, Any]:
+    """Worst error against the loop in float64, and bytes kept for the backward pass.
+
+    With the inputs, references and lengths of tests/parity/test_wkv7.py: T = 200 with all decay at
+    its bound, and T of 1 to 200; outputs, final state and all gradients.
+    """
+    from tests.parity import test_wkv7 as parity
+
+    forms = [form for form in parity.BACKENDS if form in ("chunked", "cpp")]
+    if isinstance(wkv7_cpu.load(), str):
+        forms.remove("cpp")
+    worst = dict.fromkeys(forms, 0.0)
+    for time, fastest in [*((time, False) for time in parity.LENGTHS), (200, True)]:
+        inputs = parity.random_inputs(time, head_dim, fastest=fastest)
+        exact = parity.oracle(time, head_dim, fastest=fastest)
+        for form in forms:
+            found = parity.results(parity.run(form), inputs)
+            errors = [float((found[n].double() - exact[n]).norm() / exact[n].norm()) for n in exact]
+            worst[form] = max(worst[form], *errors)
+    inputs = parity.random_inputs(512, head_dim, batch=1)
+    autograd = functools.partial(parity.chunk_form_by_autograd, c=16)
+    kept = {form: parity.saved_bytes(parity.run(form), inputs) for form in forms}
+    kept["chunk form left to autograd"] = parity.saved_bytes(autograd, inputs)
+    return {"head_dim": head_dim, "worst_relative_error": worst, "saved_bytes": kept}
+
+
 def main() -> None:
     """Print a table, or JSON with --json."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -65,8 +92,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     cases = [measure(head_dim, args.rounds) for head_dim in HEAD_DIMS]
+    checks = [quality(head_dim) for head_dim in HEAD_DIMS]
     if args.json:
-        print(json.dumps({"rounds": args.rounds, "cases": cases}))
+        print(json.dumps({"rounds": args.rounds, "cases": cases, "quality": checks}))
         return
     print("head size  form       ms CPU  tokens/s  times the reference")
     for case in cases:
@@ -74,6 +102,11 @@ def main() -> None:
         for form, time in milliseconds.items():
             rate = BATCH * TIME / time * 1e3
             print(f"{case['head_dim']:9}  {form:9} {time:7.1f} {rate:9.0f} {speed[form]:20.1f}")
+    for check in checks:
+        for form, error in check["worst_relative_error"].items():
+            print(f"head size {check['head_dim']}: {form}: worst relative error {error:.1e}")
+        for form, size in check["saved_bytes"].items():
+            print(f"head size {check['head_dim']}: {form}: keeps {size / 1e6:.3f} MB")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,160 @@
+"""Runs the paired benchmarks and writes their results into docs/benchmarks.md.
+
+    make bench                        all of them
+    make bench ARGS='wkv7 moe'        some; the sections of the others stay as they are
+
+Each benchmark is a module of this folder that measures both sides in one call, on one thread, in
+CPU time, and prints JSON with --json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def wkv7_rows(result: dict[str, Any]) -> list[str]:
+    """Speed, error and kept memory of the WKV-7 op."""
+    rows = ["| head size | form | ms CPU | times the loop | demanded |", "|---|---|---|---|---|"]
+    demanded = {("chunked", 64): "15", ("chunked", 128): "18"}
+    for case in result["cases"]:
+        for form, time in case["milliseconds"].items():
+            speed = case["times_the_reference"][form]
+            demand = demanded.get((form, case["head_dim"]), "")
+            rows.append(f"| {case['head_dim']} | {form} | {time:.1f} | {speed:.1f} | {demand} |")
+    rows += ["", "| head size | form | worst relative error | demanded |", "|---|---|---|---|"]
+    for check in result["quality"]:
+        for form, error in check["worst_relative_error"].items():
+            rows.append(f"| {check['head_dim']} | {form} | {error:.1e} | 2e-6 |")
+    rows += ["", "| head size | form | MB kept, B1 T512 H2 | of autograd's |", "|---|---|---|---|"]
+    for check in result["quality"]:
+        whole = check["saved_bytes"]["chunk form left to autograd"]
+        for form, size in check["saved_bytes"].items():
+            rows.append(f"| {check['head_dim']} | {form} | {size / 1e6:.3f} | {size / whole:.3f} |")
+    return rows
+
+
+def step_rows(result: dict[str, Any]) -> list[str]:
+    """A whole training step beside Hugging Face models."""
+    demanded = {
+        "hybrid dense, chunked": "0.80",
+        "hybrid MoE, chunked": "0.85",
+        "hybrid MoE, cpp": "0.92",
+    }
+    rows = [
+        f"float32 matmul peak of the thread: {result['peak_gflops']:.1f} GFLOP/s. "
+        "MFU counts the model's FLOPs only; demanded of the MoE step are 45 %.",
+        "",
+        "| model | tokens per CPU second | of its peer | demanded | MFU |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        ratio = f"{row['ratio']:.2f} of {row['peer']}" if "ratio" in row else ""
+        mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
+        demand = demanded.get(row["model"], "")
+        speed = row["tokens_per_cpu_second"]
+        rows.append(f"| {row['model']} | {speed:.0f} | {ratio} | {demand} | {mfu} |")
+    return rows
+
+
+def moe_rows(result: dict[str, Any]) -> list[str]:
+    """The MoE feed-forward beside a dense one."""
+    times = result["milliseconds"]
+    return [
+        "| layer | ms CPU | of the dense time | demanded |",
+        "|---|---|---|---|",
+        f"| dense | {times['dense']:.1f} | 1.00 | |",
+        f"| MoE | {times['moe']:.1f} | {result['moe_over_dense']:.2f} | at most 1.25 |",
+    ]
+
+
+def loader_rows(result: dict[str, Any]) -> list[str]:
+    """The loader beside DeepSpeed's reader."""
+    rows = ["| reader | million tokens per CPU second | demanded |", "|---|---|---|"]
+    for name, rate in result["million_tokens_per_cpu_second"].items():
+        rows.append(f"| {name} | {rate:.0f} | {'200' if name.startswith('loader') else ''} |")
+    rows += ["", f"The loader is {result['over_peer']:.2f} times as fast as its peer."]
+    return rows
+
+
+# name of the module and section: heading, and how its JSON becomes lines
+SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
+    "wkv7": ("WKV-7 op", wkv7_rows),
+    "step": ("Training step", step_rows),
+    "moe": ("MoE feed-forward", moe_rows),
+    "loader": ("Loader", loader_rows),
+}
+
+
+def machine() -> str:
+    """Processor, cores and versions, in one line."""
+    import torch
+
+    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    name = cpu[1].strip() if cpu else platform.machine()
+    cores = len(os.sched_getaffinity(0))
+    return f"{name}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def section(name: str) -> str:
+    """Run one benchmark; its section of the page."""
+    module = f"tools.benchmark.{name}"
+    print(f"measuring {name} ...", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--json"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    heading, rows = SECTIONS[name]
+    today = datetime.datetime.now(datetime.UTC).date()
+    load = os.getloadavg()[0]
+    lines = [
+        f"## {heading}",
+        "",
+        f"`python -m {module}`, {result['rounds']} rounds, {today}, load {load:.1f}.",
+        f"{machine()}.",
+        "",
+        *rows(result),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def place(page: str, name: str, text: str) -> str:
+    """The page with the named section replaced, or added before the end."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    block = f"{begin}\n{text}{end}"
+    if begin not in page:
+        return f"{page.rstrip()}\n\n{block}\n"
+    head, _, rest = page.partition(begin)
+    return head + block + rest.partition(end)[2]
+
+
+def main() -> None:
+    """Run the named benchmarks, or all, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*SECTIONS, []], help="default: all")
+    names = parser.parse_args().names or list(SECTIONS)
+    for name in names:
+        text = section(name)
+        print(text)
+        PAGE.write_text(place(PAGE.read_text(encoding="utf-8"), name, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
