@@ -3,6 +3,7 @@
 Rank 0 logs from INFO, the other ranks from WARNING, each line of theirs marked with the rank.
 """
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -27,6 +28,21 @@ class _ProgressAwareHandler(logging.Handler):
             self.handleError(record)
 
 
+class _FileHandler(logging.FileHandler):
+    """Tells once that its file cannot be written, in place of a traceback for each line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        reason, root = sys.exc_info()[1], logging.getLogger(_ROOT)
+        root.removeHandler(self)
+        with contextlib.suppress(OSError):  # what could not be written is tried once more
+            self.close()
+        root.warning(
+            "warning: %s: cannot be written (%s): log lines go to stderr only from here on",
+            self.baseFilename,
+            reason,
+        )
+
+
 def configure(*, rank: int = 0) -> None:
     """Send the project's log lines to stderr; called once per process, before anything is logged.
 
@@ -36,6 +52,7 @@ def configure(*, rank: int = 0) -> None:
     root = logging.getLogger(_ROOT)
     for handler in list(root.handlers):
         root.removeHandler(handler)
+        handler.close()
     mark = "" if rank == 0 else f"[rank {rank}] "
     handler = _ProgressAwareHandler()
     handler.setFormatter(logging.Formatter(f"{mark}%(message)s"))
@@ -45,6 +62,6 @@ def configure(*, rank: int = 0) -> None:
 
 def log_to_file(path: Path) -> None:
     """Copy the log lines of this process to `path` (appended), with time and level."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger(_ROOT).addHandler(handler)

@@ -11,6 +11,7 @@ import ctypes
 import os
 import platform
 import random
+import re
 import signal
 import sys
 import warnings
@@ -40,7 +41,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
 
@@ -62,7 +63,8 @@ def map_environment() -> None:
         targets = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         for target, name in zip(targets, names, strict=True):
             if name in env:
-                env.setdefault(target, env[name].split("(")[0])
+                # SLURM counts tasks by node, 4(x2),3: the first count stands for all
+                env.setdefault(target, re.split("[(,]", env[name])[0])
     env.setdefault("RANK", "0")
     env.setdefault("WORLD_SIZE", "1")
     env.setdefault("LOCAL_RANK", "0")
@@ -95,6 +97,12 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """Ranks on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def speaks_for_errors() -> bool:
+    """Whether this rank tells a user what went wrong: one voice per run once the ranks have met and
+    agree on errors, one per host before that, when hosts can differ."""
+    return rank() == 0 if torch.distributed.is_initialized() else local_rank() == 0
 
 
 def cache_dir() -> Path:
@@ -139,19 +147,30 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
 
     Args:
         timeout_minutes: how long a collective may wait before it fails.
+    Raises:
+        ConfigError: if the address is taken or cannot be reached.
     """
     map_environment()
     deepspeed = import_deepspeed()
-    if torch.cuda.is_available() and not use_cpu():
+    if not use_cpu():
+        if torch.cuda.device_count() == 1:  # srun shows each task its own device as number 0
+            os.environ["LOCAL_RANK"] = "0"
         torch.cuda.set_device(local_rank())
     if os.environ["MASTER_PORT"] == "0":
         os.environ["MASTER_PORT"] = str(free_port())
-    deepspeed.init_distributed(
-        dist_backend="gloo" if use_cpu() else "nccl",
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=timedelta(minutes=timeout_minutes),
-    )
+    try:
+        deepspeed.init_distributed(
+            dist_backend="gloo" if use_cpu() else "nccl",
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timedelta(minutes=timeout_minutes),
+        )
+    except torch.distributed.DistNetworkError as error:
+        raise ConfigError(
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: the ranks cannot meet there "
+            f"({error}). Is another job on that port? Try another: --master_port of the deepspeed "
+            "launcher, --master-port of torchrun, MASTER_PORT elsewhere"
+        ) from error
 
 
 def destroy_distributed() -> None:
@@ -258,6 +277,8 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # a debugging aid that costs 3 % of a step
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 
 
@@ -272,7 +293,8 @@ def keep_freed_memory() -> None:
     if not hasattr(libc, "mallopt"):
         return
     m_trim_threshold, m_top_pad, m_mmap_threshold, m_arena_max = -1, -2, -3, -8
-    libc.mallopt(m_mmap_threshold, 2**30)
+    if not libc.mallopt(m_mmap_threshold, 2**30):
+        libc.mallopt(m_mmap_threshold, 2**25)  # the most that older versions take
     libc.mallopt(m_trim_threshold, 2**31 - 1)
     libc.mallopt(m_top_pad, 2**26)
     libc.mallopt(m_arena_max, 1)  # one pool: blocks freed by one thread serve the others

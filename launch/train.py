@@ -8,16 +8,28 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from cdrmix import log, runtime
 from cdrmix.config.load import load_config
-from cdrmix.errors import TrainingError
+from cdrmix.errors import ConfigError, TrainingError
 from cdrmix.planning.profile import choose
 
 
+class _Parser(argparse.ArgumentParser):
+    """Leaves it to the caller to tell what is wrong: one message a run rather than one a rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. Try --help")
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line of one rank."""
-    parser = argparse.ArgumentParser(description="Train a CDRmix variant.")
+    """The command line of one rank.
+
+    Raises:
+        ConfigError: if a flag is unknown, missing or has a wrong value.
+    """
+    parser = _Parser(description="Train a CDRmix variant.")
     parser.add_argument("--config", required=True, type=Path, help="YAML file of the variant")
     parser.add_argument(
         "--set",
@@ -45,10 +57,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Parse, plan, run, tear down; returns the exit code of this rank."""
-    args = parse(arguments)
     try:
         runtime.map_environment()
         log.configure(rank=runtime.environment_rank())
+        args = parse(arguments)
         overrides = list(args.overrides)
         if args.max_steps is not None:
             overrides.append(f"training.max_steps={args.max_steps}")
@@ -67,8 +79,8 @@ def main(arguments: list[str]) -> int:
 
         return run_training(config, choice, run_dir=args.run_dir, resume=args.resume)
     except TrainingError as error:
-        if runtime.environment_rank() == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if runtime.speaks_for_errors():
+            log.get_logger(__name__).error("error: %s", error)
         return error.exit_code
     finally:
         runtime.destroy_distributed()

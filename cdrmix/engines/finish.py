@@ -57,9 +57,8 @@ def _write(run: Run, evaluation: Evaluation) -> None:
 
 def _baselines(run: Run) -> dict[str, float]:
     """Unigram and bigram loss on the rows just evaluated, counted on the tokens trained on."""
-    consumed = run.step * run.config.training.global_batch_size
     # a second epoch would count its rows twice and leave the smoothing no rare bigrams
-    consumed = min(consumed, run.corpus.train.num_samples)
+    consumed = min(run.loader.samples_consumed, run.corpus.train.num_samples)
     validation = run.corpus.validation
     held_out = held_out_rows(validation, run.config.evaluation.final_tokens)
     counted = unigram_and_bigram(

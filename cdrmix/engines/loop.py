@@ -7,6 +7,7 @@ What is trained on, and with which loss, is the stage's.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config
-from cdrmix.engines.observe import evaluate_now
-from cdrmix.engines.optim import adamw, learning_rate
+from cdrmix.engines.observe import diverged, evaluate_now, log_step
+from cdrmix.engines.optim import adamw
 from cdrmix.engines.resume import save
 from cdrmix.engines.run import Run
-from cdrmix.engines.stage_a import MicroStep, RouterMeasures, micro_step
+from cdrmix.engines.step import StepResult, train_step
 from cdrmix.engines.stopping import Requests
+from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import count_valid
@@ -32,28 +34,20 @@ logger = get_logger(__name__)
 _EVALUATED_SHARE = 0.07
 
 
-class StepResult(NamedTuple):
-    """What one optimizer step measured.
+class Agreement(NamedTuple):
+    """What all ranks found out together before a step.
 
     Attributes:
-        nats: summed cross-entropy over this rank's micro-steps, scalar.
         tokens: valid tokens of the global batch.
-        router: means over the micro-steps, or None for a dense model.
-        seconds: wall time of the step.
+        stop: whether any rank is asked to stop.
+        save: whether any rank is asked to save.
+        unread: whether any rank could not read its share of the batch.
     """
-
-    nats: Tensor
-    tokens: int
-    router: RouterMeasures | None
-    seconds: float
-
-
-class Agreement(NamedTuple):
-    """What all ranks found out together before a step: tokens of the batch, anybody's wishes."""
 
     tokens: int
     stop: bool
     save: bool
+    unread: bool
 
 
 def start_engine(model: Backbone, config: Config, choice: Choice) -> Any:
@@ -73,33 +67,57 @@ def train(run: Run) -> bool:
 
     Returns:
         Whether a signal stopped it before; the state is then saved.
+    Raises:
+        DataError: on every rank, if a shard went missing for any of them; the state is saved.
+        StateError: on every rank, if one could not write, or the run diverged.
     """
     while run.step < run.config.training.num_steps:
-        position = run.loader.state_dict()
-        batch = run.loader.next()
-        agreed = agree(batch["labels"], run.requests, save_is_due=_minutes_are_over(run))
-        if agreed.stop or agreed.save:
+        position, began = run.loader.state_dict(), time.perf_counter()
+        batch, failure = _next_batch(run)
+        # On GPUs this is also where the optimizer step before is waited for.
+        agreed = agree(batch, run.requests, save_is_due=_minutes_are_over(run))
+        waited = time.perf_counter() - began
+        if agreed.stop or agreed.save or agreed.unread:
             save(run, position)
+        if agreed.unread:
+            runtime.together(partial(_give_up, failure))
         if agreed.stop:
             _say_goodbye(run)
             return True
+        assert batch is not None, "agreed.unread otherwise"
+        skipped = run.engine.skipped_steps
         result = train_step(run.engine, run.config, batch, step=run.step, tokens=agreed.tokens)
         run.step += 1
-        _observe(run, result)
+        if run.engine.skipped_steps > skipped and run.config.training.precision != "fp16":
+            raise diverged(run, "the gradients are not finite")  # fp16 lowers its scale instead
+        _observe(run, result._replace(seconds=waited + result.seconds))
     return False
+
+
+def _next_batch(run: Run) -> tuple[dict[str, Tensor] | None, DataError | None]:
+    """This rank's share of the next batch, or why it could not be read."""
+    try:
+        return run.loader.next(), None
+    except DataError as error:  # the others wait for this rank in `agree` and are told there
+        return None, error
+
+
+def _give_up(failure: DataError | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 def _observe(run: Run, result: StepResult) -> None:
     """What is due after a step: evaluation, log line, checkpoint."""
     config, last = run.config, run.step == run.config.training.num_steps
     evaluated: dict[str, float] = {}
-    run.observer.step_done(run, result)
+    run.observer.step_done(run.step, result.seconds)
     if _is_due(run.step, config.evaluation.every_steps) and not last:  # the end has its own
         share = _EVALUATED_SHARE * (config.evaluation.every_steps or 0)
         tokens = int(share * config.training.tokens_per_step)
         _, evaluated = evaluate_now(run, max_tokens=tokens)
     if evaluated or last or _is_due(run.step, config.monitoring.log_every_steps):
-        run.observer.log(run, result, evaluated)
+        log_step(run, result, evaluated)
     if last or _is_due(run.step, config.checkpoint.every_steps):
         save(run, run.loader.state_dict())
 
@@ -116,50 +134,19 @@ def _minutes_are_over(run: Run) -> bool:
     return time.monotonic() - run.saved_time >= 60 * every
 
 
-def agree(labels: Tensor, requests: Requests, *, save_is_due: bool) -> Agreement:
+def agree(batch: dict[str, Tensor] | None, requests: Requests, *, save_is_due: bool) -> Agreement:
     """Sum the valid tokens of the global batch and every rank's wishes, in one collective.
 
     Args:
-        labels: this rank's labels of the coming step, [A, B, T].
+        batch: this rank's share of the coming step, labels [A, B, T]; None: it has none.
         requests: what signals asked this rank for.
         save_is_due: whether this rank's clock says that a checkpoint is due.
     """
     stop, save_asked = requests.poll()
-    votes = torch.tensor([int(count_valid(labels)), int(stop), int(save_asked or save_is_due)])
-    tokens, stops, saves = runtime.all_reduce_sum(votes.to(runtime.device())).tolist()
-    return Agreement(tokens, stops > 0, saves > 0)
-
-
-def train_step(
-    engine: Any, config: Config, batch: dict[str, Tensor], *, step: int, tokens: int
-) -> StepResult:
-    """One optimizer step over this rank's micro-batches.
-
-    Args:
-        engine: DeepSpeed engine.
-        config: the run's configuration.
-        batch: `input_ids` and `labels`, each [A, B, T].
-        step: steps completed before this one.
-        tokens: valid tokens of the global batch, all ranks.
-    """
-    began = time.perf_counter()
-    for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate(step, config.training)
-    input_ids = batch["input_ids"].to(engine.device, non_blocking=True)
-    labels = batch["labels"].to(engine.device, non_blocking=True)
-    nats_scale = runtime.world_size() * len(input_ids) / tokens
-    parts: list[MicroStep] = []
-    for ids, targets in zip(input_ids, labels, strict=True):
-        part = micro_step(engine, config, ids, targets, nats_scale=nats_scale)
-        engine.backward(part.loss)
-        engine.step()  # acts on the last micro-step: clip, AdamW, zero gradients
-        parts.append(part)
-    return StepResult(
-        nats=torch.stack([part.nats for part in parts]).sum(),
-        tokens=tokens,
-        router=RouterMeasures.mean([part.router for part in parts if part.router]),
-        seconds=time.perf_counter() - began,
-    )
+    valid = 0 if batch is None else int(count_valid(batch["labels"]))
+    votes = torch.tensor([valid, int(stop), int(save_asked or save_is_due), int(batch is None)])
+    tokens, *asked = runtime.all_reduce_sum(votes.to(runtime.device())).tolist()
+    return Agreement(tokens, *(count > 0 for count in asked))
 
 
 def _say_goodbye(run: Run) -> None:

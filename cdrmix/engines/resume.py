@@ -29,7 +29,7 @@ def save(run: Run, position: dict[str, Any]) -> None:
     """
     if run.saved_step == run.step:
         return
-    run.observer.sync()
+    runtime.together(run.observer.sync)
     store.save(
         run.directory.checkpoints,
         run.step,
@@ -47,31 +47,40 @@ def save(run: Run, position: dict[str, Any]) -> None:
     run.saved_step, run.saved_time = run.step, time.monotonic()
 
 
-def resume(run: Run, source: Path | None) -> None:
-    """Go on from the newest checkpoint that verifies.
+def find_at(source: Path) -> store.Found:
+    """The newest checkpoint that verifies at --resume PATH; collective.
+
+    Raises:
+        NoUsableStateError: if there are checkpoints and all are damaged.
+        StateError: if there is none.
+    """
+    found = store.find(source)
+    if found is None:
+        raise StateError(
+            f"--resume {source}: no checkpoint there. Try a run directory or one of its "
+            "checkpoints/<step> folders, or --resume auto with --run-dir"
+        )
+    return found
+
+
+def resume_from(run: Run, found: store.Found) -> None:
+    """Go on from a checkpoint; collective.
 
     Args:
         run: a run that was just set up.
-        source: a run directory or a checkpoint that must be there; None: the run's own directory,
-            where a run that never saved starts at step 0.
+        found: the checkpoint, and the newer ones that were skipped.
     Raises:
-        NoUsableStateError: if there are checkpoints and all are damaged.
-        StateError: if there is none, or it belongs to another model or data order.
+        StateError: on every rank, if it belongs to another model or data order, or if any of them
+            could not read it.
     """
-    found = store.find(source or run.directory.path)
-    if found is None:
-        if source is not None:
-            raise StateError(f"--resume {source}: no checkpoint there. Try auto, or another path")
-        logger.info("no checkpoint in %s yet: starting at step 0", run.directory.path)
-        return
     for name, why in found.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
-    with CheckpointReader(found.path) as reader:
+    with runtime.together(lambda: CheckpointReader(found.path)) as reader:
         state = reader.state
         runtime.together(lambda: _check_config(run, state["config"], found.path))
         runtime.together(lambda: run.loader.load_state_dict(state["loader"]))
         engine_state.load(run.engine, reader, logical_name)
-        saved_random = reader.rank_state(runtime.rank())
+        saved_random = runtime.together(lambda: reader.rank_state(runtime.rank()))
         if saved_random is not None:
             random_state.restore_random_state(saved_random["random"])
     run.step = found.step

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
-from cdrmix.engines.observe import Observer
+from cdrmix.engines.observer import Observer
 from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.engines.stage_a import Corpus
 from cdrmix.engines.stopping import Requests
@@ -51,16 +51,18 @@ class Run:
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens trained on, all ranks."""
-        return self.step * self.config.training.tokens_per_step
+        """Tokens trained on, all ranks; earlier starts may have had another global batch."""
+        return self.loader.samples_consumed * self.config.training.sequence_length
 
     @property
     def seconds(self) -> float:
         """Wall time of all starts of this run."""
         return self.earlier_seconds + time.monotonic() - self.started
 
-    def close(self) -> None:
-        """Stop reading ahead, close the files, let another job have the directory."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop reading ahead, close the files."""
         self.loader.close()
         self.observer.close()
-        self.directory.release()

@@ -6,14 +6,18 @@ import datetime
 import fcntl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from cdrmix import runtime
+from cdrmix.checkpoint.manifest import is_checkpoint
 from cdrmix.config.load import config_hash
 from cdrmix.config.schema import Config
 from cdrmix.errors import StateError
 
 _LOCK = ".lock"
+LOG = "train.log"
+# What a start leaves that was refused before it became a run.
+_LEFT_BY_REFUSED = {_LOCK, LOG}
 
 
 @dataclass
@@ -22,11 +26,9 @@ class RunDirectory:
 
     Attributes:
         path: the folder.
-        fresh: whether it was made (or found empty) by this start.
     """
 
     path: Path
-    fresh: bool
     _lock: IO[str] | None = field(default=None, repr=False)
 
     @property
@@ -34,7 +36,10 @@ class RunDirectory:
         """Folder of the checkpoints, one folder per step."""
         return self.path / "checkpoints"
 
-    def release(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Let another job take the directory."""
         if self._lock is not None:
             self._lock.close()
@@ -55,46 +60,59 @@ def open_run_directory(config: Config, *, requested: Path | None, resume: str) -
     opened = runtime.together(
         lambda: _open(config, requested, resume) if runtime.rank() == 0 else None
     )
-    found = runtime.broadcast_object((opened.path, opened.fresh) if opened else None)
-    assert found is not None, "rank 0 opened it"
-    return opened or RunDirectory(*found)
+    path = runtime.broadcast_object(opened.path if opened else None)
+    assert path is not None, "rank 0 opened it"
+    return opened or RunDirectory(path)
 
 
 def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
     if requested is None and resume == "auto":
         raise StateError("--resume auto: needs --run-dir, the directory to go on in")
-    path = requested or _run_of(resume) or _timestamped(config)
-    taken = path.is_dir() and any(entry.name != _LOCK for entry in path.iterdir())
-    if taken and resume == "never":
-        raise StateError(
-            f"{path}: the run directory exists and is never overwritten. Give --resume auto to go "
-            "on in it, or another --run-dir"
-        )
+    resumed = _run_of(resume)
+    path = requested or resumed or _timestamped(config)
+    goes_on = resume == "auto" or (resumed is not None and resumed.resolve() == path.resolve())
     try:
-        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        lock = (path / _LOCK).open("a")
+        taken = path.is_dir() and any(e.name not in _LEFT_BY_REFUSED for e in path.iterdir())
+        if taken and not goes_on:
+            raise StateError(
+                f"{path}: the run directory exists and is never overwritten. Give --resume auto "
+                "to go on in it, or another --run-dir"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        return RunDirectory(path, _locked(path / _LOCK))
+    except BlockingIOError as error:
+        raise StateError(
+            f"{path}: another job is running in this directory. Wait for it, or give another "
+            "--run-dir"
+        ) from error
     except OSError as error:
         raise StateError(
             f"{path}: cannot write the run directory ({error.strerror}). Give a --run-dir that "
             "this user can write to"
         ) from error
+
+
+def _locked(path: Path) -> IO[str]:
+    """The file, open and locked. Raises BlockingIOError while another process has the lock."""
+    file = path.open("a")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise StateError(
-            f"{path}: another job is running in this directory. Wait for it, or give another "
-            "--run-dir"
-        ) from error
-    return RunDirectory(path, fresh=not taken, _lock=lock)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def _run_of(resume: str) -> Path | None:
-    """Run directory that an explicit --resume PATH lies in; None for never and auto."""
+    """Run directory that an explicit --resume PATH lies in; None for never and auto, and for a
+    checkpoint that was copied out of its run directory."""
     if resume in ("never", "auto"):
         return None
     path = Path(resume)
     if path.parent.name == "checkpoints":
         return path.parent.parent
+    if is_checkpoint(path):
+        return None
     return path.parent if path.name == "checkpoints" else path
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from cdrmix import runtime
+from cdrmix.checkpoint import store
 from cdrmix.config.load import resolved_yaml
 from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
 from cdrmix.engines.loop import start_engine, train
-from cdrmix.engines.observe import Observer
-from cdrmix.engines.resume import resume as resume_run
+from cdrmix.engines.observer import Observer
+from cdrmix.engines.resume import find_at, resume_from
 from cdrmix.engines.run import Run
-from cdrmix.engines.run_directory import RunDirectory, open_run_directory
+from cdrmix.engines.run_directory import LOG, RunDirectory, open_run_directory
 from cdrmix.engines.stage_a import build_model, make_loader, open_corpus
 from cdrmix.engines.stopping import Requests
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, PlanError, StateError
@@ -45,19 +46,28 @@ def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume
     requests = Requests()
     requests.listen()
     runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
-    directory = open_run_directory(config, requested=run_dir, resume=resume)
-    runtime.together(lambda: _describe(directory, config, choice))
-    run = _set_up(config, choice, directory, requests)
-    try:
-        if resume != "never":
-            resume_run(run, None if resume == "auto" else Path(resume))
-        runtime.together(lambda: run.observer.open(run))
-        if train(run):
-            return EXIT_STOPPED_BY_SIGNAL
-        finish(run)
-        return EXIT_DONE
-    finally:
-        run.close()
+    found = find_at(Path(resume)) if resume not in ("never", "auto") else None
+    with open_run_directory(config, requested=run_dir, resume=resume) as directory:
+        runtime.together(lambda: _announce(directory, choice))
+        if resume == "auto":
+            found = store.find(directory.path)
+        with _set_up(config, choice, directory, requests) as run:
+            if found is not None:
+                resume_from(run, found)
+            elif resume == "auto":
+                logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
+            # only now, so that a start that is refused leaves an earlier run as it was
+            runtime.together(lambda: _describe(directory, config, choice))
+            num_steps = config.training.num_steps
+            runtime.together(
+                lambda: run.observer.open(directory.path, step=run.step, num_steps=num_steps)
+            )
+            with requests.deferred():
+                stopped = train(run)
+            if stopped:
+                return EXIT_STOPPED_BY_SIGNAL
+            finish(run)
+            return EXIT_DONE
 
 
 def _set_up(config: Config, choice: Choice, directory: RunDirectory, requests: Requests) -> Run:
@@ -74,15 +84,27 @@ def _set_up(config: Config, choice: Choice, directory: RunDirectory, requests: R
     )
 
 
+def _announce(directory: RunDirectory, choice: Choice) -> None:
+    """Open the log and say how the run is laid out."""
+    if runtime.rank() != 0:
+        return
+    path = directory.path / LOG
+    try:
+        log_to_file(path)
+    except OSError as error:
+        raise StateError(f"{path}: cannot be written: {error.strerror}") from error
+    logger.info("run directory: %s", directory.path)
+    for reason in choice.reasons:
+        logger.info("plan: %s", reason)
+    for warning in choice.warnings:
+        logger.warning("warning: %s", warning)
+
+
 def _describe(directory: RunDirectory, config: Config, choice: Choice) -> None:
-    """Write what this start is: configuration, plan, environment."""
+    """Write what this run is: configuration, plan, environment."""
     if runtime.rank() != 0:
         return
     path = directory.path
-    try:
-        log_to_file(path / "train.log")
-    except OSError as error:
-        raise StateError(f"{path / 'train.log'}: cannot be written: {error.strerror}") from error
     write_text_atomic(path / "config_snapshot.yaml", resolved_yaml(config))
     write_json_atomic(path / "ds_config.json", choice.deepspeed)
     counts = count(config.model, config.training.sequence_length)
@@ -90,8 +112,3 @@ def _describe(directory: RunDirectory, config: Config, choice: Choice) -> None:
     write_json_atomic(path / "plan.json", choice.to_json() | size)
     (path / "metrics.json").unlink(missing_ok=True)  # the summary of an earlier end is not ours
     write_json_atomic(path / "environment.json", runtime.describe_environment())
-    logger.info("run directory: %s", path)
-    for reason in choice.reasons:
-        logger.info("plan: %s", reason)
-    for warning in choice.warnings:
-        logger.warning("warning: %s", warning)

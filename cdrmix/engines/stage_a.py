@@ -14,6 +14,8 @@ from torch import Tensor
 from cdrmix import runtime
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
+from cdrmix.data.mixed import MixedDataset
+from cdrmix.data.recipe import built_mixture
 from cdrmix.data.sample import ensure_sample
 from cdrmix.data.shards import Manifest, TokenDataset, check_vocab, read_manifest, verify_shards
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
@@ -31,7 +33,7 @@ class Corpus(NamedTuple):
     """The token shards of a run, opened and verified."""
 
     manifest: Manifest
-    train: TokenDataset
+    train: TokenDataset | MixedDataset
     validation: TokenDataset
     tokenizer: Tokenizer
 
@@ -96,7 +98,7 @@ def open_corpus(config: Config) -> Corpus:
         )
         return Corpus(
             manifest,
-            TokenDataset(path, "train", sequence_length),
+            _training_set(config, path),
             TokenDataset(path, "validation", sequence_length),
             load_tokenizer(path),
         )
@@ -104,7 +106,16 @@ def open_corpus(config: Config) -> Corpus:
     return runtime.together(open_folder)
 
 
-def make_loader(config: Config, choice: Choice, train: TokenDataset) -> Loader:
+def _training_set(config: Config, path: Path) -> TokenDataset | MixedDataset:
+    """The shards in the order of the run's mixture, else of the one that they were built with."""
+    mixture = config.data.mixture or built_mixture(read_manifest(path))
+    sequence_length = config.training.sequence_length
+    if mixture is None:
+        return TokenDataset(path, "train", sequence_length)
+    return MixedDataset(path, "train", sequence_length, mixture)
+
+
+def make_loader(config: Config, choice: Choice, train: TokenDataset | MixedDataset) -> Loader:
     """This data rank's batches in the run's global order."""
     return Loader(
         train,
@@ -114,6 +125,7 @@ def make_loader(config: Config, choice: Choice, train: TokenDataset) -> Loader:
         data_size=choice.degrees.data,
         seed=config.training.seed,
         shuffle=config.data.order == "shuffled",
+        segment_documents=config.data.segment_documents,
     )
 
 
@@ -124,7 +136,7 @@ def build_model(config: Config, choice: Choice) -> Backbone:
         model = Backbone(
             config.model,
             expert_parallel_size=expert_size,
-            activation_checkpointing=config.training.activation_checkpointing,
+            activation_checkpointing=choice.activation_checkpointing,
         )
     # DeepSpeed makes expert groups of consecutive ranks
     model.initialize(seed=config.training.seed, expert_parallel_rank=runtime.rank() % expert_size)
@@ -132,7 +144,13 @@ def build_model(config: Config, choice: Choice) -> Backbone:
 
 
 def micro_step(
-    engine: Any, config: Config, input_ids: Tensor, labels: Tensor, *, nats_scale: float
+    engine: Any,
+    config: Config,
+    input_ids: Tensor,
+    labels: Tensor,
+    *,
+    nats_scale: float,
+    segment_ids: Tensor | None = None,
 ) -> MicroStep:
     """Forward pass and loss of one micro-batch.
 
@@ -143,8 +161,9 @@ def micro_step(
         labels: [B, T]; -100 is ignored.
         nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch.
             DeepSpeed divides by A and averages over W; what is left is the mean over all tokens.
+        segment_ids: document of each token, [B, T]; None: a sample is one document.
     """
-    output: Output = engine(input_ids)
+    output: Output = engine(input_ids, segment_ids=segment_ids)
     nats = linear_cross_entropy(output.hidden, engine.module.embedding.weight, labels)
     loss = nats * nats_scale
     moe, statistics = config.model.moe, output.router_statistics

@@ -1,17 +1,21 @@
 """Signals that ask a run to save, or to save and stop.
 
-TERM, INT and USR1 save and stop, USR2 saves and goes on. A handler only sets a flag; the loop asks
-for it once per step and agrees with the other ranks, because a launcher may signal one rank only.
+TERM, INT and USR1 save and stop, USR2 saves and goes on. In the loop a handler only sets a flag;
+the loop asks for it once per step and agrees with the other ranks, because a launcher may signal
+one rank only. Before and after the loop nothing is unsaved, and a rank ends where it stands.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 from cdrmix import runtime
+from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -27,6 +31,7 @@ class Requests:
     def __init__(self) -> None:
         self.stop: str | None = None
         self.save = False
+        self._deferred = False
         self._launcher = _deepspeed_runner()
 
     def listen(self) -> None:
@@ -35,6 +40,15 @@ class Requests:
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR2, self._on_save)
         runtime.end_with_launcher(signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """While this lasts, a request to stop waits for `poll`; otherwise it ends the process."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
 
     def poll(self) -> tuple[bool, bool]:
         """(stop, save) as this rank sees it now; a save request is taken, a stop request stays."""
@@ -45,6 +59,8 @@ class Requests:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self.stop = signal.Signals(number).name
+        if not self._deferred:
+            raise SystemExit(EXIT_STOPPED_BY_SIGNAL)
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self.save = True

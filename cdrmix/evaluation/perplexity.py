@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from cdrmix import runtime
+from cdrmix.data.loader import split_documents
 from cdrmix.data.permutation import Permutation
 from cdrmix.data.shards import TokenDataset
 from cdrmix.models.backbone import Backbone
-from cdrmix.objectives.language_model import linear_cross_entropy
+from cdrmix.objectives.language_model import count_valid, linear_cross_entropy
 from cdrmix.objectives.router import router_monitors
 
 _ROW_ORDER_KEY = (0,)
@@ -86,7 +88,12 @@ def held_out_rows(dataset: TokenDataset, max_tokens: int) -> np.ndarray:
 
 @torch.no_grad()
 def evaluate(
-    model: Backbone, dataset: TokenDataset, *, max_tokens: int, batch_size: int
+    model: Backbone,
+    dataset: TokenDataset,
+    *,
+    max_tokens: int,
+    batch_size: int,
+    segment_documents: bool = False,
 ) -> Evaluation:
     """Loss over held-out samples, spread over the ranks; equal at any world size.
 
@@ -95,8 +102,11 @@ def evaluate(
         dataset: the held-out split.
         max_tokens: most tokens read, all ranks together.
         batch_size: samples per forward pass.
+        segment_documents: keep the documents of a sample apart, as in training.
     Returns:
         The same result on every rank.
+    Raises:
+        DataError: on every rank, if a shard is missing or truncated for any of them.
     """
     was_training = model.training
     model.eval()
@@ -104,26 +114,35 @@ def evaluate(
         rows := held_out_rows(dataset, max_tokens), -(-len(rows) // batch_size)
     )
     world, rank = runtime.world_size(), runtime.rank()
-    device = model.embedding.weight.device
+    border_id = dataset.manifest.eos_id if segment_documents else None
     totals: Tensor | None = None
     # every rank runs the same number of passes, because experts may live on another one
     for turn in range(-(-len(batches) // world)):
         place = turn * world + rank
         counted = place < len(batches)
-        tokens = torch.from_numpy(dataset.rows(batches[place if counted else 0])).to(device)
-        sums = _batch_sums(model, tokens) * float(counted)
+        read = partial(dataset.rows, batches[place if counted else 0])
+        sums = _batch_sums(model, runtime.together(read), border_id=border_id) * float(counted)
         totals = sums if totals is None else totals + sums
     model.train(was_training)
     assert totals is not None, "held_out_rows gives at least one row"
     return _summarise(model, dataset, runtime.all_reduce_sum(totals))
 
 
-def _batch_sums(model: Backbone, tokens: Tensor) -> Tensor:
-    """[nats, tokens, router statistics...] of one batch of rows [n, T+1], float64."""
-    labels = tokens[:, 1:]
-    output = model(tokens[:, :-1])
+def _batch_sums(model: Backbone, rows: np.ndarray, *, border_id: int | None) -> Tensor:
+    """[nats, predicted tokens, tokens read, router statistics...] of rows [n, T+1], float64.
+
+    Args:
+        border_id: the token that ends a document, to keep documents apart; None: they are not.
+    """
+    device = model.embedding.weight.device
+    targets, segment_ids = rows[:, 1:], None
+    if border_id is not None:
+        targets, documents = split_documents(rows, border_id)
+        segment_ids = torch.from_numpy(documents).to(device)
+    labels = torch.from_numpy(targets).to(device)
+    output = model(torch.from_numpy(rows[:, :-1]).to(device), segment_ids=segment_ids)
     nats = linear_cross_entropy(output.hidden, model.embedding.weight, labels)
-    sums = [nats.reshape(1), nats.new_tensor([labels.numel()])]
+    sums = [nats.reshape(1), nats.new_tensor([int(count_valid(labels)), labels.numel()])]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
     return torch.cat(sums).double()
@@ -135,7 +154,7 @@ def _summarise(model: Backbone, dataset: TokenDataset, totals: Tensor) -> Evalua
     layers = []
     moe = model.config.moe
     if moe is not None:
-        per_token = (totals[2:] / tokens).view(model.config.num_layers, -1).cpu()
+        per_token = (totals[3:] / totals[2]).view(model.config.num_layers, -1).cpu()
         monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
         layers = [
             LayerRouting(

@@ -87,9 +87,22 @@ def continue_text(
     return tokenizer.decode([token for token in new[0].tolist() if token != tokenizer.eos_id])
 
 
-def evaluate_run(source: Path, *, max_tokens: int) -> Evaluation:
-    """Held-out loss of a trained model on its own corpus."""
+def evaluate_run(source: Path, *, max_tokens: int | None = None) -> Evaluation:
+    """Held-out loss of a trained model on its own corpus.
+
+    Args:
+        source: a run directory or a checkpoint.
+        max_tokens: most tokens read; None: as many as at the end of its training.
+    """
     trained = load_trained(source)
+    if max_tokens is None:
+        max_tokens = trained.config.evaluation.final_tokens
     logger.info("%s: step %d on %s", source, trained.step, trained.data)
     dataset = TokenDataset(trained.data, "validation", trained.config.training.sequence_length)
-    return evaluate(trained.model, dataset, max_tokens=max_tokens, batch_size=8)
+    return evaluate(
+        trained.model,
+        dataset,
+        max_tokens=max_tokens,
+        batch_size=8,
+        segment_documents=trained.config.data.segment_documents,
+    )

@@ -130,6 +130,7 @@ class TimeMix(nn.Module):
         hidden, ranks = config.hidden_size, config.low_rank_sizes()
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.depth = layer / max(1, config.num_layers - 1)  # 0 at the input, 1 at the top
+        self.share_above = 1 - layer / config.num_layers  # of the blocks, this one included
         self.creates_v_first = creates_v_first
         for mix in _MIXES:
             self.register_parameter(f"mu_{mix}", nn.Parameter(torch.empty(hidden)))
@@ -187,7 +188,9 @@ class TimeMix(nn.Module):
         else:
             amount = torch.sigmoid(self.value_bias + x_v @ self.value_down @ self.value_up)
             v = torch.lerp(v, v_first, amount)
-        kk = F.normalize(self._heads(k * self.k_k), dim=-1, eps=1e-12)  # [B, T, H, K]
+        # in float32: the eps is zero in fp16, and a key of zeros would become not a number
+        kk = F.normalize(self._heads(k * self.k_k).float(), dim=-1, eps=1e-12)  # [B, T, H, K]
+        kk = kk.to(k.dtype)
         k = torch.addcmul(k, k * self.k_a, iclr - 1)
 
         r, k, v, iclr = (self._heads(t) for t in (r, k, v, iclr))
@@ -231,9 +234,8 @@ class TimeMix(nn.Module):
         """
         hidden = self.mu_r.numel()
         place = torch.arange(hidden, device=self.mu_r.device, dtype=torch.float32) / hidden
-        shallow = 1 - self.depth
         for mix, power in zip(_MIXES, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
-            getattr(self, f"mu_{mix}").copy_(1 - place ** (power * shallow))
+            getattr(self, f"mu_{mix}").copy_(1 - place ** (power * self.share_above))
         linear = torch.arange(hidden, device=place.device) / (hidden - 1) - 0.5
         middle = (self.head_dim - 1) / 2
         zigzag = (torch.arange(hidden, device=place.device) % self.head_dim - middle) / middle

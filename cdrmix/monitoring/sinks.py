@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -121,8 +121,13 @@ class Progress:
         """Tell that `step` steps are done; with a record, show its metrics too.
 
         A plain line appears only with a record; the bar moves with every call. A record that holds
-        an evaluation puts a line of its own above the bar.
+        an evaluation puts a line of its own above the bar. Training goes on where nothing can be
+        shown, because whoever read the stream is gone.
         """
+        with suppress(OSError):
+            self._show(step, record)
+
+    def _show(self, step: int, record: Mapping[str, float] | None) -> None:
         parts = [] if record is None else self._describe(step, record)
         evaluation = describe_evaluation(record or {})
         count = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
@@ -140,7 +145,8 @@ class Progress:
     def close(self) -> None:
         """Leave the bar as it stands and end its line."""
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()
 
     def _describe(self, step: int, record: Mapping[str, float]) -> list[str]:
         self._seen.append((step, time.monotonic()))

@@ -70,6 +70,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     Returns:
         Scalar, float32. Divide by the valid positions of the whole global batch.
     """
+    if not torch.is_grad_enabled():  # which a Function's needs_input_grad does not look at
+        hidden, weight = hidden.detach(), weight.detach()
     flat = hidden.reshape(-1, hidden.shape[-1])
     return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1))
 

@@ -5,15 +5,20 @@ gradient scale; the gradient norm does not. Found here: 2e-7; a wrong average gi
 """
 
 import functools
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config
+from cdrmix.data.tokenizer import load_tokenizer
+from cdrmix.models import generate
 from cdrmix.parallel import statistics
 from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
+from tests.small_run import arguments, start
 
 STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 20, 8, 24, 300
 Trajectory = list[tuple[float, float]]
@@ -60,8 +65,9 @@ def trajectory(
     profile: str, expert: int, micro_batch: int, moe: bool = True, broken: str = ""
 ) -> Trajectory:
     """Loss and gradient norm of each step, as every rank sees them."""
-    from cdrmix.engines.loop import start_engine, train_step
+    from cdrmix.engines.loop import start_engine
     from cdrmix.engines.stage_a import build_model
+    from cdrmix.engines.step import train_step
 
     runtime.initialize_distributed()
     config = make_config(expert=expert, micro_batch=micro_batch, moe=moe)
@@ -132,3 +138,19 @@ def test_dense_model_on_two_ranks_equals_one_process(profile: str) -> None:
 def test_the_comparison_fails_when_something_is_averaged_per_rank(broken: str) -> None:
     found = run_ranks(trajectory, 2, "zero2", 2, 4, True, broken)
     assert deviation(found[0], one_process(8)) > 1e-4
+
+
+def start_with_an_early_end(argv: list[str], eos_id: int) -> int:
+    """A small run in which rank 1 alone finds its sample of text at an end at once."""
+    if int(os.environ["RANK"]) == 1:
+        generate._choose = lambda logits, *_: torch.full((len(logits),), eos_id)
+    return start(argv)
+
+
+def test_ranks_that_draw_different_tokens_finish_a_sample_together(
+    small_corpus: Path, run_dir: Path
+) -> None:
+    more = ("--set", "parallel.expert=2", "--max-steps", "1")
+    argv = arguments(small_corpus, run_dir, *more)
+    eos_id = load_tokenizer(small_corpus).eos_id
+    assert run_ranks(start_with_an_early_end, 2, argv, eos_id, timeout=60) == [0, 0]

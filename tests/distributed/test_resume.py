@@ -15,53 +15,14 @@ from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import RanksFailed, run_ranks
-
-STEPS = 8
-CONFIG = "model_configs/cdrmix-core-tiny.yaml"
-SMALL = [
-    "model.num_layers=2",
-    "model.transformer_fraction=0.5",
-    "model.hidden_size=64",
-    "model.num_heads=2",
-    "model.moe.expert_hidden_size=64",
-    "training.sequence_length=64",
-    "training.learning_rate=3e-3",
-    "training.warmup_steps=2",
-    "checkpoint.every_steps=3",
-    "evaluation.every_steps=4",
-    "evaluation.final_tokens=1000",
-    "evaluation.sample_tokens=4",
-    "evaluation.baselines=false",
-    "monitoring.log_every_steps=1",
-]
-
-
-def arguments(data: Path, run_dir: Path, *more: str) -> list[str]:
-    settings = [*SMALL, f"data.path={data}", f"training.max_steps={STEPS}"]
-    flags = [word for setting in settings for word in ("--set", setting)]
-    return ["--config", CONFIG, *flags, "--run-dir", str(run_dir), *more]
+from tests.small_run import STEPS, arguments, before_step, refused, start
 
 
 def train(argv: list[str], fault: str = "", step: int = 0, rank: int = 0) -> int:
     """What one rank of `launch/train.py` does, with a fault of this rank's own making."""
     if fault and int(os.environ["RANK"]) == rank:
         FAULTS[fault](step)
-    import launch.train
-
-    return launch.train.main(argv)
-
-
-def _before_step(step: int, act: Callable[[], Any]) -> None:
-    from cdrmix.engines import loop
-
-    original = loop.train_step
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if kwargs["step"] == step:
-            act()
-        return original(*args, **kwargs)
-
-    loop.train_step = wrapped
+    return start(argv)
 
 
 def _in_save(function: str, step: int) -> None:
@@ -77,7 +38,7 @@ def _in_save(function: str, step: int) -> None:
 
 
 def _signal(number: int) -> Callable[[int], None]:
-    return lambda step: _before_step(step, lambda: os.kill(os.getpid(), number))
+    return lambda step: before_step(step, lambda: os.kill(os.getpid(), number))
 
 
 FAULTS: dict[str, Callable[[int], None]] = {
@@ -209,13 +170,15 @@ def test_a_run_saved_on_two_ranks_goes_on_on_one_with_the_same_losses(
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-def refused(argv: list[str], code: int, capfd: pytest.CaptureFixture[str]) -> str:
-    """stderr of two ranks that must end with `code` and one message."""
-    assert run_ranks(train, 2, argv) == [code, code]
-    text = capfd.readouterr().out
-    assert text.count("error: ") == 1, "one message, not one per rank"
-    assert "Traceback" not in text
-    return text
+def test_tokens_are_counted_on_when_the_global_batch_has_changed(
+    small_corpus: Path, run_dir: Path
+) -> None:
+    argv = arguments(small_corpus, run_dir)
+    assert run_ranks(train, 1, argv, "TERM", 3) == [75]
+    smaller = [*argv, "--set", "training.global_batch_size=4", "--resume", "auto"]
+    assert run_ranks(train, 1, smaller) == [0]
+    seen = [line["tokens_seen"] for line in read_metrics(run_dir / "metrics.jsonl")]
+    assert seen == [64 * samples for samples in (8, 16, 24, 32, 36, 40, 44, 48)]
 
 
 def test_a_changed_model_is_refused_by_the_names_of_its_keys(
@@ -224,10 +187,8 @@ def test_a_changed_model_is_refused_by_the_names_of_its_keys(
     run_dir = tmp_path / "run"
     argv = arguments(small_corpus, run_dir)
     assert run_ranks(train, 1, argv, "TERM", 1) == [75]
-    capfd.readouterr()
-    text = refused(
-        [*argv, "--resume", "auto", "--set", "model.moe.expert_hidden_size=96"], 2, capfd
-    )
+    changed = [*argv, "--resume", "auto", "--set", "model.moe.expert_hidden_size=96"]
+    text = refused(changed, capfd)
     assert "model.moe.expert_hidden_size: 64 -> 96" in text
 
 
@@ -237,7 +198,7 @@ def test_an_existing_run_directory_is_never_overwritten(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "notes.txt").write_text("mine")
-    text = refused(arguments(small_corpus, run_dir), 2, capfd)
+    text = refused(arguments(small_corpus, run_dir), capfd)
     assert str(run_dir) in text
     assert "--resume auto" in text
     assert [entry.name for entry in run_dir.iterdir()] == ["notes.txt"]
@@ -249,10 +210,9 @@ def test_state_that_is_damaged_throughout_ends_with_3(
     run_dir = tmp_path / "run"
     argv = arguments(small_corpus, run_dir)
     assert run_ranks(train, 1, argv, "TERM", 1) == [75]
-    capfd.readouterr()
     for manifest in run_dir.glob("checkpoints/*/manifest.json"):
         manifest.write_text(
             json.dumps({"format": 1, "files": {"gone": {"bytes": 1, "sha256": ""}}})
         )
-    text = refused([*argv, "--resume", "auto"], 3, capfd)
+    text = refused([*argv, "--resume", "auto"], capfd, code=3)
     assert "every checkpoint is damaged" in text

@@ -119,7 +119,10 @@ def test_initial_values_are_those_of_the_reference() -> None:
     assert mix.k_k[i].item() == pytest.approx(0.71 - 0.1 * linear, abs=1e-6)
     assert mix.k_a[i].item() == pytest.approx(1.02)
     assert mix.r_k[i].item() == pytest.approx(-0.04)
-    assert mix.mu_r[i].item() == pytest.approx(0.0)  # 1 - (i/D)^0 at the top
+    above = 1 - 3 / config.num_layers  # not 0 at the top, where no token would be shifted then
+    for letter, power in zip("rwkvag", (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
+        mu = getattr(mix, f"mu_{letter}")[i].item()
+        assert mu == pytest.approx(1 - (i / hidden) ** (power * above), abs=1e-6)
     assert not mix.output.weight.any()
     assert not mix.decay_down.any()
     gram = mix.decay_up @ mix.decay_up.T

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from cdrmix.objectives.language_model import count_valid, linear_cross_entropy
 from cdrmix.objectives.router import router_losses, router_monitors
@@ -36,6 +37,14 @@ def test_linear_cross_entropy_keeps_no_logits() -> None:
     ):
         linear_cross_entropy(hidden, weight, torch.zeros(2048, dtype=torch.int64))
     assert sum(kept) == hidden.numel() + weight.numel()
+
+
+def test_linear_cross_entropy_without_gradients_computes_the_logits_only() -> None:
+    hidden, weight = torch.randn(64, 8), torch.randn(50, 8, requires_grad=True)
+    labels = torch.zeros(64, dtype=torch.int64)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(hidden, weight, labels)
+    assert counter.get_total_flops() == 2 * 64 * 8 * 50
 
 
 def statistics(fractions: list[float], *, z: float = 0.0) -> torch.Tensor:

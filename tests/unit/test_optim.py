@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 from cdrmix.config.schema import ModelConfig, TrainingConfig
 from cdrmix.engines.optim import learning_rate, parameter_groups
@@ -26,10 +25,8 @@ def test_schedule_warms_up_linearly_then_falls_along_a_cosine_to_the_minimum() -
     rates = [learning_rate(step, training()) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == 1.0
-    halfway = 10 + (99 - 10) / 2
     middle = 0.1 + 0.45 * (1 + math.cos(math.pi * (54 - 10) / (99 - 10)))
     assert rates[54] == pytest.approx(middle)
-    assert abs(halfway - 54.5) < 1e-9
     assert rates[99] == pytest.approx(0.1)
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
 
@@ -61,4 +58,3 @@ def test_every_parameter_is_in_one_group_and_no_vector_decays() -> None:
             assert (parameter.dim() >= 2) == (group["weight_decay"] > 0)
     (experts,) = [group for group in groups if group.get("moe")]
     assert {tuple(p.shape) for p in experts["params"]} == {(4, 32, 64), (4, 64, 32)}
-    assert not any(isinstance(p, torch.nn.Buffer) for p in grouped)

@@ -185,3 +185,25 @@ def test_a_terminal_gets_a_bar_that_moves_with_every_step():
 )
 def test_durations_show_their_two_leading_units(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_goes_on_when_its_reader_is_gone(is_terminal):
+    class Stream(io.StringIO):
+        is_read = True
+
+        def isatty(self) -> bool:
+            return is_terminal
+
+        def write(self, text: str) -> int:
+            if not self.is_read:
+                raise BrokenPipeError
+            return super().write(text)
+
+    stream = Stream()
+    progress = Progress(10, stream=stream)
+    progress.update(1, record(step=1, loss=1.0))
+    assert stream.getvalue()
+    stream.is_read = False
+    progress.update(2, record(step=2, loss=1.0))
+    progress.close()

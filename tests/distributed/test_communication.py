@@ -1,0 +1,96 @@
+"""Bytes that ranks hand to collectives in one step, against the plan's figure.
+
+Every collective of ours and of DeepSpeed is counted where it enters torch.distributed. The plan
+leaves out what does not grow with the model: router statistics and their counts, votes, norms.
+"""
+
+import collections
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from cdrmix import runtime
+from cdrmix.planning.cluster import make_cluster
+from cdrmix.planning.cost import CostModel
+from cdrmix.planning.memory import MemoryModel
+from cdrmix.planning.profile import arrangement, choose
+from tests.harness import run_ranks
+from tools.benchmark.memory import Case, make_config
+
+KINDS = {"all_reduce": "gradients_all_reduce", "all_gather_into_tensor": "weights_all_gather",
+         "all_to_all_single": "expert_all_to_all"}  # fmt: skip
+SMALL_BYTES = 2_000  # of one message that does not grow with the model
+TOLERANCE = 0.01
+
+
+def count_calls() -> collections.Counter[str]:
+    """Start to count the payload of each kind of collective, of large messages between ranks."""
+    counted: collections.Counter[str] = collections.Counter()
+
+    def counting(name: str) -> Any:
+        called = getattr(torch.distributed, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[0] if args else next(iter(kwargs.values()))
+            size = tensor.numel() * tensor.element_size()
+            # DeepSpeed reduces experts that nobody else holds in a group of one
+            if size > SMALL_BYTES and torch.distributed.get_world_size(kwargs.get("group")) > 1:
+                counted[name] += size
+            return called(*args, **kwargs)
+
+        return wrapped
+
+    for name in KINDS:
+        setattr(torch.distributed, name, counting(name))
+    return counted
+
+
+def exchanged(fields: dict[str, Any]) -> dict[str, int]:
+    """Payload of one step on this rank by the plan's names."""
+    from cdrmix.engines.loop import start_engine
+    from cdrmix.engines.stage_a import build_model, micro_step
+
+    case = Case(**fields)
+    counted = count_calls()  # before DeepSpeed looks the functions up
+    runtime.initialize_distributed()
+    config = make_config(case)
+    choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
+    engine = start_engine(build_model(config, choice), config, choice)
+    torch.manual_seed(runtime.rank())
+    counted.clear()
+    for _ in range(choice.gradient_accumulation_steps):
+        ids = torch.randint(0, 512, (case.micro_batch, case.length))
+        engine.backward(micro_step(engine, config, ids, ids.clone(), nats_scale=1e-3).loss)
+        engine.step()
+    runtime.destroy_distributed()
+    return {KINDS[name]: size for name, size in counted.items() if size}
+
+
+def planned(case: Case) -> dict[str, int]:
+    config = make_config(case)
+    cluster = make_cluster(nodes=1, gpus_per_node=case.world, gpu="cpu")
+    choice = choose(config, world_size=case.world, profile=case.profile)
+    cost = CostModel(MemoryModel(config, "cpu"), cluster).estimate(arrangement(choice))
+    return {kind: traffic.payload for kind, traffic in cost.traffic.items() if traffic.payload}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ZeRO-1", world=2),
+        Case("ZeRO-2", world=2, profile="zero2"),
+        Case("ZeRO-2, experts spread", world=2, profile="zero2", expert=2, length=512),
+        Case("ZeRO-1, experts spread, recomputed", world=2, expert=2, checkpointing=True),
+        Case("dense, ZeRO-2", world=2, profile="zero2", moe=False),
+        Case("bf16, ZeRO-1", world=2, precision="bf16"),
+        Case("bf16, ZeRO-2, experts spread", world=2, precision="bf16", profile="zero2", expert=2),
+    ],
+    ids=lambda case: case.name,
+)
+def test_ranks_exchange_as_many_bytes_as_planned(case: Case) -> None:
+    ranks, plan = run_ranks(exchanged, case.world, asdict(case)), planned(case)
+    for kind in KINDS.values():
+        found = sum(rank.get(kind, 0) for rank in ranks) / case.world
+        assert found == pytest.approx(plan.get(kind, 0), rel=TOLERANCE), kind

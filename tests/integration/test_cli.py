@@ -1,0 +1,138 @@
+"""The verbs of `cdrmix` as a user calls them on a trained run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cdrmix.data.shards import read_manifest, verify_shards
+from tests.harness import RANK_ENVIRONMENT, ROOT, run_ranks
+from tests.small_run import CONFIG, arguments, start
+
+
+@pytest.fixture(scope="module")
+def trained(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directory of a finished run on two ranks."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    assert run_ranks(start, 2, arguments(small_corpus, run_dir)) == [0, 0]
+    return run_dir
+
+
+def cdrmix(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """The installed command, ended with `code`."""
+    done = subprocess.run(
+        [Path(sys.executable).parent / "cdrmix", *words],
+        cwd=ROOT,
+        env={**os.environ, **RANK_ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_evaluate_finds_the_loss_that_the_run_ended_with(trained: Path) -> None:
+    found = json.loads(cdrmix("evaluate", trained, "--json").stdout)
+    expected = json.loads((trained / "metrics.json").read_text())["evaluation"]
+    assert found["tokens"] == expected["tokens"]
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name  # other batches
+    for here, there in zip(found["layers"], expected["layers"], strict=True):
+        assert here["utilisation"] == pytest.approx(there["utilisation"], abs=1e-3)
+
+
+def test_evaluate_shows_a_table_of_one_checkpoint(trained: Path) -> None:
+    lines = cdrmix("evaluate", trained / "checkpoints" / "3", "--max-tokens", "128").stdout
+    loss, perplexity, bits, _, header, *layers = lines.splitlines()
+    assert loss.startswith("loss  ")
+    assert loss.endswith("over 128 tokens")
+    assert (perplexity.split()[0], bits.split()[0]) == ("perplexity", "bits/byte")
+    assert header.startswith("layer ")
+    assert [line.split()[0] for line in layers] == ["0", "1"]
+    assert [line.count("%") for line in layers] == [1 + 8, 1 + 8]
+
+
+def test_generate_goes_on_from_the_prompt_and_repeats_by_seed(trained: Path) -> None:
+    flags = ("--prompt", "import os", "--max-new-tokens", "6")
+    first, again, other = (
+        cdrmix("generate", trained, *flags, "--seed", seed).stdout for seed in ("1", "1", "2")
+    )
+    assert first.startswith("import os")
+    assert len(first) > len("import os\n")
+    assert first == again != other
+
+
+def test_report_is_written_anew(trained: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    (run_dir / "report.html").unlink()
+    assert cdrmix("report", run_dir).stdout == f"{run_dir / 'report.html'}\n"
+    assert "cdrmix-core-tiny" in (run_dir / "report.html").read_text()
+
+
+def test_data_sample_builds_a_folder_that_verifies(tmp_path: Path) -> None:
+    out = tmp_path / "sample"
+    assert cdrmix("data", "sample", "--vocab-size", "300", "--out", out).stdout == f"{out}\n"
+    manifest = read_manifest(out)
+    verify_shards(out, manifest)
+    assert manifest.tokenizer.num_tokens == 300
+    assert manifest.splits["train"].tokens > 10 * manifest.splits["validation"].tokens > 0
+
+
+def test_config_prints_what_a_run_would_take(tmp_path: Path) -> None:
+    shown = cdrmix("config", "--config", CONFIG, "--set", "training.seed=7").stdout
+    (tmp_path / "resolved.yaml").write_text(shown)
+    assert "seed: 7" in shown
+    assert cdrmix("config", "--config", tmp_path / "resolved.yaml").stdout == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["evaluate", "/nowhere"], "/nowhere: holds no checkpoint. Give a run directory"),
+        (["generate", ROOT / "docs"], "docs: holds no checkpoint. Give a run directory"),
+        (["report", "/nowhere"], "/nowhere/metrics.jsonl: not found"),
+        (
+            ["data", "sample", "--out", ROOT / "setup.py" / "x"],
+            "setup.py: File exists. The sample corpus is built in",
+        ),
+        (["config", "--config", "nope.yaml"], "nope.yaml: no such file. Shipped in"),
+        (["config", "--config", CONFIG, "--set", "model.heads=2"], "model.heads: unknown key"),
+    ],
+)
+def test_what_a_user_got_wrong_is_one_line(words: list[str | Path], told: str) -> None:
+    done = cdrmix(*words, code=2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["generate", "RUN", "--temperature", "-1"], "given -1, allowed is a number from 0"),
+        (["generate", "RUN", "--max-new-tokens", "0"], "given 0, allowed is a number from 1"),
+        (["evaluate", "RUN", "--max-tokens", "many"], "invalid number value: 'many'"),
+        (["evaluate"], "required: RUN_DIR"),
+    ],
+)
+def test_a_wrong_flag_is_refused_before_a_model_is_loaded(words: list[str], told: str) -> None:
+    assert told in cdrmix(*words, code=2).stderr
+
+
+def test_a_run_whose_every_checkpoint_is_damaged_ends_with_3(trained: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    for shard in run_dir.glob("checkpoints/*/rank-00000.safetensors"):
+        os.truncate(shard, 100)
+    assert "every checkpoint is damaged" in cdrmix("evaluate", run_dir, code=3).stderr

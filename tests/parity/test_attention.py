@@ -1,0 +1,76 @@
+"""Attention against its definition, written a second time as plain loops in float64."""
+
+import cmath
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema import ModelConfig
+from cdrmix.models.attention import Attention, AttentionState
+
+HEAD_DIM, THETA = 32, 10_000.0
+
+
+def random_attention(num_heads: int, num_kv_heads: int) -> Attention:
+    config = ModelConfig(
+        hidden_size=num_heads * HEAD_DIM,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        vocab_size=256,
+        rope_theta=THETA,
+    )
+    attention = Attention(config).double()
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return attention
+
+
+def turned(x: Tensor, position: int) -> Tensor:
+    """One head's vector, its pairs (i, i + K/2) turned as complex numbers."""
+    half = HEAD_DIM // 2
+    out = torch.empty_like(x)
+    for i in range(half):
+        angle = position * THETA ** (-2 * i / HEAD_DIM)
+        pair = complex(x[i], x[i + half]) * cmath.exp(1j * angle)
+        out[i], out[i + half] = pair.real, pair.imag
+    return out
+
+
+def by_hand(attention: Attention, x: Tensor, segments: list[int]) -> Tensor:
+    """One sequence, [T, D], query by query and head by head; head h reads kv head h // (H / G)."""
+    shared = attention.num_heads // attention.num_kv_heads
+    rows = []
+    for t in range(len(x)):
+        heads = []
+        for h in range(attention.num_heads):
+            own, theirs = (slice(n * HEAD_DIM, (n + 1) * HEAD_DIM) for n in (h, h // shared))
+            query = turned((attention.query.weight @ x[t])[own], t)
+            seen = [u for u in range(t + 1) if segments[u] == segments[t]]
+            keys = [turned((attention.key.weight @ x[u])[theirs], u) for u in seen]
+            scores = torch.stack([query @ key for key in keys]) / HEAD_DIM**0.5
+            values = torch.stack([(attention.value.weight @ x[u])[theirs] for u in seen])
+            heads.append(torch.softmax(scores, 0) @ values)
+        rows.append(attention.output.weight @ torch.cat(heads))
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("segments", [[0] * 9, [0, 0, 0, 1, 1, 1, 1, 2, 2]], ids=["one", "three"])
+def test_attention_equals_its_definition(num_kv_heads: int, segments: list[int]) -> None:
+    attention = random_attention(4, num_kv_heads)
+    x = torch.randn(1, len(segments), 4 * HEAD_DIM, dtype=torch.float64)
+    ids = torch.tensor([segments]) if segments[-1] else None
+    out, state = attention(x, segment_ids=ids)
+    # the angles are computed in float32, in both precisions
+    torch.testing.assert_close(out[0], by_hand(attention, x[0], segments), rtol=1e-5, atol=1e-6)
+    assert state.keys.shape == state.values.shape == (1, num_kv_heads, len(segments), HEAD_DIM)
+
+
+def test_documents_and_a_carried_state_do_not_go_together() -> None:
+    attention = random_attention(1, 1)
+    x, past = torch.zeros(1, 1, 32, dtype=torch.float64), torch.zeros(1, 1, 3, 32).double()
+    with pytest.raises(ValueError, match="segment_ids"):
+        attention(x, AttentionState(past, past), torch.zeros(1, 1, dtype=torch.int64))

@@ -1,0 +1,57 @@
+"""Log lines reach stderr whatever becomes of the file."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cdrmix import log
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """The project's root logger; its handlers and level are put back."""
+    logger = logging.getLogger("cdrmix")
+    handlers, level = list(logger.handlers), logger.level
+    logger.handlers.clear()  # lest `configure` closes those of other tests
+    yield logger
+    log.configure()
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+def test_the_file_gets_what_stderr_shows(
+    root: logging.Logger, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log.configure()
+    log.log_to_file(tmp_path / "train.log")
+    log.get_logger("engines").info("step 1")
+    assert capfd.readouterr().err == "step 1\n"
+    assert (tmp_path / "train.log").read_text().endswith(" INFO step 1\n")
+
+
+def test_other_ranks_warn_under_their_name_only(
+    root: logging.Logger, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log.configure(rank=3)
+    log.get_logger("engines").info("step 1")
+    log.get_logger("engines").warning("late")
+    assert capfd.readouterr().err == "[rank 3] late\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_told_once_and_without_a_traceback(
+    root: logging.Logger, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    log.configure()
+    log.log_to_file(tmp_path / "train.log")
+    log.get_logger("engines").info("step 1")
+    log.get_logger("engines").info("step 2")
+    first, warning, second = capfd.readouterr().err.splitlines()
+    assert (first, second) == ("step 1", "step 2")
+    assert "train.log: cannot be written ([Errno 28] No space left on device)" in warning

@@ -1,0 +1,87 @@
+"""What launchers tell a rank is understood, and an error of one rank is everybody's."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from cdrmix import runtime
+from cdrmix.errors import ConfigError, DataError
+
+ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+
+
+def mapped(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> dict[str, str]:
+    """The environment that a rank goes on with, started with these variables and no others."""
+    environment = dict(variables)
+    monkeypatch.setattr(os, "environ", environment)
+    runtime.map_environment()
+    return environment
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},  # torchrun
+        {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"},  # deepspeed
+        {
+            "OMPI_COMM_WORLD_RANK": "5",
+            "OMPI_COMM_WORLD_SIZE": "8",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        },
+        {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
+        SLURM | {"SLURM_STEP_ID": "0"},
+        SLURM | {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "4,3,1"},
+        # srun with its own PMI names neither the local rank nor their number there
+        SLURM | {"SLURM_STEP_ID": "0", "PMI_RANK": "5", "PMI_SIZE": "8"},
+        # the deepspeed launcher inside a step that started one launcher per node
+        {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+        | SLURM
+        | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
+    ],
+)
+def test_each_launcher_s_names_are_understood(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped(monkeypatch, variables | ADDRESS)
+    assert runtime.environment_rank() == 5
+    assert runtime.environment_world_size() == 8
+    assert runtime.local_rank() == 1
+    assert runtime.local_world_size() == 4
+
+
+@pytest.mark.parametrize("variables", [{}, SLURM], ids=["shell", "batch script without srun"])
+def test_a_process_that_no_launcher_started_is_rank_0_of_1(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = mapped(monkeypatch, variables)
+    assert (runtime.environment_rank(), runtime.environment_world_size()) == (0, 1)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("127.0.0.1", "0")
+
+
+@pytest.mark.parametrize("missing", ADDRESS)
+def test_ranks_without_a_place_to_meet_are_refused(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = {name: value for name, value in ADDRESS.items() if name != missing}
+    with pytest.raises(ConfigError, match="8 ranks were started without MASTER_ADDR.*export both"):
+        mapped(monkeypatch, {"PMI_RANK": "5", "PMI_SIZE": "8"} | address)
+
+
+def test_together_gives_the_result_and_raises_the_error() -> None:
+    def fail() -> None:
+        raise DataError("shard 3 is gone")
+
+    assert runtime.together(lambda: 7) == 7
+    assert runtime.first_rank_does(lambda: 7) == 7
+    for way in (runtime.together, runtime.first_rank_does):
+        with pytest.raises(DataError, match=r"^shard 3 is gone$"):
+            way(fail)
