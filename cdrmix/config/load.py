@@ -18,7 +18,7 @@ from cdrmix.config.problems import (
     shown,
     validate,
 )
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, Section
 from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
 from cdrmix.errors import ConfigError
 
@@ -37,36 +37,43 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: naming every problem of the file and the overrides, one to a line.
     """
     path = Path(path)
-    values = parse_yaml(_read(path), place=str(path))
+    values = parse_yaml(read_text(path), place=str(path))
     origins: dict[Keys, str] = {}
     for override in overrides:
         values = _overridden(values, override, origins)
-    config, problems = validate(values)
+    config, problems = validate(values, Config)
     if config is None:
         raise ConfigError("\n".join(_placed(problem, path, origins) for problem in problems))
     return config
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path, *, folder: str = "model_configs") -> str:
+    """Text of a file.
+
+    Args:
+        folder: shipped folder whose files are named when this one does not exist.
+    Raises:
+        ConfigError: if it cannot be read.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file. {_shipped_configs(path)}") from None
+        raise ConfigError(f"{path}: no such file. {_shipped_configs(path, folder)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at {error.start})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _shipped_configs(wanted: Path) -> str:
-    files = {file.stem: file for file in sorted(shipped("model_configs").glob("*.yaml"))}
+def _shipped_configs(wanted: Path, folder: str) -> str:
+    files = {file.stem: file for file in sorted(shipped(folder).glob("*.yaml"))}
     near = difflib.get_close_matches(wanted.stem, files, n=1)
     advice = f"Did you mean {files[near[0]]}? " if near else ""
-    return f"{advice}Shipped in {shipped('model_configs')}: {', '.join(files)}"
+    return f"{advice}Shipped in {shipped(folder)}: {', '.join(files)}"
 
 
 def shipped(folder: str) -> Path:
-    """Folder of files that ship with the package: `model_configs` or `ds_configs`.
+    """Folder of files that ship with the package, such as `model_configs` or `ds_configs`.
 
     In a wheel it lies inside the package, in a checkout beside it.
     """
@@ -125,12 +132,12 @@ def _placed(problem: Problem, file: Path, origins: dict[Keys, str]) -> str:
     return f"{place}: {problem.text}" if told or not path else f"{place}: {dotted}: {problem.text}"
 
 
-def resolved_yaml(config: Config) -> str:
+def resolved_yaml(config: Section) -> str:
     """The whole config as YAML, defaults and derived values in it; loads to an equal config."""
     return dump_yaml(config.model_dump())
 
 
-def config_hash(config: Config) -> str:
+def config_hash(config: Section) -> str:
     """First 12 hex digits of the sha256 of the config as canonical JSON."""
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -143,7 +150,10 @@ def changed_keys(
 
     A section that came, went or became null is one entry.
     """
-    before, after = (side if isinstance(side, dict) else side.model_dump() for side in (old, new))
+    # As JSON, because a checkpoint is read from it: there a tuple is a list.
+    before, after = (
+        side if isinstance(side, dict) else side.model_dump(mode="json") for side in (old, new)
+    )
     return list(_differences(before, after, ()))
 
 

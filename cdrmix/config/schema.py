@@ -58,6 +58,17 @@ class MoEConfig(Section):
         1e-3, ge=0, description="Weight of the router z-loss, mean over layers (ratio)."
     )
 
+    @field_validator("expert_hidden_size")
+    @classmethod
+    def _rows_are_aligned(cls, value: int) -> int:
+        # torch's grouped_mm: "strides should be multiple of 16 bytes", which are 8 numbers in bf16
+        if value % 8:
+            raise ValueError(
+                f"expert_hidden_size = {value} is no multiple of 8, which the grouped matrix "
+                f"product of the experts needs. Try {value - value % 8 + 8}"
+            )
+        return value
+
     @model_validator(mode="after")
     def _top_k_fits(self) -> MoEConfig:
         if self.top_k > self.num_experts:
@@ -247,7 +258,9 @@ class TrainingConfig(Section):
     )
     seed: int = Field(1234, ge=0, description="Seed of initialisation and data order.")
     deterministic: bool = Field(
-        True, description="Use deterministic kernels, so that equal runs are equal bit by bit."
+        True,
+        description="Use deterministic kernels where there are any: on CPUs equal runs are then "
+        "equal bit by bit; on GPUs torch warns of a kernel that has no such form.",
     )
     activation_checkpointing: bool = Field(
         False, description="Recompute each block in the backward pass instead of keeping it."
@@ -290,6 +303,43 @@ class TrainingConfig(Section):
         return -(-self.total_tokens // self.tokens_per_step)
 
 
+class MixturePhase(Section):
+    """One phase of a mixture. Without a length it lasts to the end of training."""
+
+    weights: dict[str, float] | None = Field(
+        None,
+        description="Weight of each domain, relative; a domain that is left out is not read. Left "
+        "out altogether: the number of samples in each domain.",
+    )
+    tokens: int | None = Field(None, ge=1, description="Length (tokens), rounded up to samples.")
+    samples: int | None = Field(None, ge=1, description="Length (samples); instead of tokens.")
+    change: Literal["step", "linear", "cosine"] = Field(
+        "step",
+        description="step: the weights hold from the first sample. linear, cosine: they are "
+        "reached at the end of the phase, starting from those of the phase before.",
+    )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> MixturePhase:
+        if self.tokens is not None and self.samples is not None:
+            raise ValueError("give tokens or samples, not both")
+        return self
+
+
+class MixtureConfig(Section):
+    """Shares of the domains of the training data, phase by phase."""
+
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="Shares are weights to the power of 1 / temperature: above 1, small domains "
+        "are seen more often (ratio).",
+    )
+    phases: tuple[MixturePhase, ...] = Field(
+        (MixturePhase(),), min_length=1, description="In order; the last goes on after its end."
+    )
+
+
 class DataConfig(Section):
     """Where the token shards come from and in which order samples are taken."""
 
@@ -304,6 +354,16 @@ class DataConfig(Section):
         "digest",
         description="Check of the shards before training: sha256 of every shard, spread over the "
         "ranks, or file sizes only.",
+    )
+    mixture: MixtureConfig | None = Field(
+        None,
+        description="Shares of the domains; null: those of the recipe that the folder was built "
+        "by, or, where it has none, all samples of the split once per epoch.",
+    )
+    segment_documents: bool = Field(
+        False,
+        description="Keep the documents of a sample apart: neither attention nor recurrent state "
+        "crosses from one to the next, and the first token of a document is not predicted.",
     )
 
 

@@ -1,8 +1,8 @@
 """Token batches in an order that depends on nothing but the global sample number.
 
-Global sample n is sample n mod N of epoch n div N, permuted under the key (seed, epoch). So the
-position is one number, the samples consumed, whatever the data-parallel size, and the batches are
-the same whichever ranks share them out.
+Global sample n is sample n mod N of epoch n div N, permuted under the key (seed, epoch), or what a
+mixture of domains has there. So the position is one number, the samples consumed, whatever the
+data-parallel size, and the batches are the same whichever ranks share them out.
 """
 
 # A accumulation steps, B micro batch (samples), W data ranks, G = A * B * W global batch, T time
@@ -16,12 +16,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cdrmix.data.permutation import Permutation
+from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.shards import TokenDataset
 from cdrmix.errors import PlanError, StateError
 
 # Sample numbers permuted in one call: a call costs 30 us for 8 numbers and 180 us for 4,096.
 _ORDER_BLOCK = 4096
+
+IGNORED_LABEL = -100  # what cdrmix.objectives leaves out
+
+Batch = dict[str, NDArray[np.int64]]
 
 
 class Loader:
@@ -33,6 +37,7 @@ class Loader:
         data_rank: this rank's place among `data_size` data ranks, W.
         seed: key of the order; used when `shuffle` is set.
         shuffle: True: a permutation per epoch. False: stored order.
+        segment_documents: also say which document each token is of.
         prefetch: steps read ahead by a thread; 0 reads in `next`.
     Attributes:
         samples_consumed: samples handed out to all ranks together; what is read ahead is not
@@ -43,7 +48,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: TokenDataset | MixedDataset,
         *,
         global_batch_size: int,
         micro_batch_size: int,
@@ -51,6 +56,7 @@ class Loader:
         data_size: int,
         seed: int,
         shuffle: bool,
+        segment_documents: bool = False,
         prefetch: int = 2,
     ) -> None:
         if global_batch_size % (micro_batch_size * data_size):
@@ -62,8 +68,9 @@ class Loader:
         assert 0 <= data_rank < data_size, f"data rank {data_rank} of {data_size}"
         self.samples_consumed = 0
         self._dataset, self._global_batch_size = dataset, global_batch_size
-        self._micro_batch_size = micro_batch_size
-        self._seed, self._shuffle, self._prefetch = seed, shuffle, prefetch
+        self._micro_batch_size, self._prefetch = micro_batch_size, prefetch
+        self._seed = seed if shuffle else None
+        self._segment_documents = segment_documents
         # Micro-step m covers B * W consecutive samples, of which rank r takes B from r * B on.
         micro_starts = np.arange(0, global_batch_size, micro_batch_size * data_size)
         own = np.arange(micro_batch_size) + data_rank * micro_batch_size
@@ -74,18 +81,15 @@ class Loader:
         """The rank's share of the next step: `input_ids` and `labels`, int64 [A, B, T].
 
         labels[..., t] is the token after input_ids[..., t]. Both are views of one array and so
-        not contiguous: reshape them rather than view them.
+        not contiguous: reshape them rather than view them. With `segment_documents` there are
+        `segment_ids` as well, and labels of their own; see `split_documents`.
 
         Raises:
             DataError: if a shard is missing or truncated.
         """
-        rows = next(self._batches)
-        rows = rows.reshape(-1, self._micro_batch_size, rows.shape[-1])  # [A, B, T + 1]
+        batch = next(self._batches)
         self.samples_consumed += self._global_batch_size
-        return {
-            "input_ids": torch.from_numpy(rows[..., :-1]),
-            "labels": torch.from_numpy(rows[..., 1:]),
-        }
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Position and what gives it a meaning; plain numbers and strings."""
@@ -106,7 +110,7 @@ class Loader:
             raise StateError(
                 "The data position of the checkpoint does not fit this run: "
                 + "; ".join(differing)
-                + ". Resume with the data set, data.order, training.seed and "
+                + ". Resume with the data set, data.order, data.mixture, training.seed and "
                 "training.sequence_length of the checkpoint, or start a new run."
             )
         self.close()
@@ -118,7 +122,8 @@ class Loader:
 
         The position stays where it is.
         """
-        return self._dataset.rows(self._sample_indices(np.arange(start, stop, dtype=np.int64)))
+        numbers = np.arange(start, stop, dtype=np.int64)
+        return self._dataset.rows(self._dataset.order(numbers, self._seed))
 
     def close(self) -> None:
         """End the thread that reads ahead; `next` must not be called after it."""
@@ -130,44 +135,66 @@ class Loader:
             "split": self._dataset.split,
             "num_samples": self._dataset.num_samples,
             "sequence_length": self._dataset.sequence_length,
-            "order": "shuffled" if self._shuffle else "sequential",
-            "seed": self._seed if self._shuffle else None,
+            "order": "sequential" if self._seed is None else "shuffled",
+            "seed": self._seed,
+            "mixture": self._dataset.mixture,
         }
 
-    def _start(self) -> Generator[NDArray[np.int64]]:
-        rows = self._rows_from(self.samples_consumed)
-        return _read_ahead(rows, self._prefetch) if self._prefetch else rows
+    def _start(self) -> Generator[Batch]:
+        batches = self._batches_from(self.samples_consumed)
+        return _read_ahead(batches, self._prefetch) if self._prefetch else batches
 
-    def _rows_from(self, start: int) -> Generator[NDArray[np.int64]]:
-        """Rows [A * B, T + 1] of step after step, beginning at global sample `start`."""
+    def _batches_from(self, start: int) -> Generator[Batch]:
+        """Batch of step after step, beginning at global sample `start`."""
         step = self._global_batch_size
         num_steps = max(
             1, min(_ORDER_BLOCK // len(self._offsets), self._dataset.num_samples // step)
         )
         while True:
             starts = start + step * np.arange(num_steps)
-            for indices in self._sample_indices(starts[:, None] + self._offsets):
-                yield self._dataset.rows(indices)
+            numbers = starts[:, None] + self._offsets
+            for indices in self._dataset.order(numbers, self._seed):
+                yield self._batch(self._dataset.rows(indices))
             start += step * num_steps
 
-    def _sample_indices(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sample of the data set for each global sample number, any shape."""
-        num_samples = self._dataset.num_samples
-        epochs, indices = np.divmod(numbers, num_samples)
-        if self._shuffle:
-            for epoch in np.unique(epochs).tolist():
-                chosen = epochs == epoch
-                order = Permutation(num_samples, (self._seed, epoch))
-                indices[chosen] = order(indices[chosen])
-        return indices
+    def _batch(self, rows: NDArray[np.int64]) -> Batch:
+        """Arrays [A, B, T] of rows [A * B, T + 1]."""
+        rows = rows.reshape(-1, self._micro_batch_size, rows.shape[-1])
+        if not self._segment_documents:
+            return {"input_ids": rows[..., :-1], "labels": rows[..., 1:]}
+        labels, segment_ids = split_documents(rows, self._dataset.manifest.eos_id)
+        return {"input_ids": rows[..., :-1], "labels": labels, "segment_ids": segment_ids}
 
 
-def _read_ahead(batches: Iterator[NDArray[np.int64]], depth: int) -> Generator[NDArray[np.int64]]:
+def split_documents(
+    rows: NDArray[np.int64], eos_id: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Labels and document numbers of packed samples, so that each document is alone.
+
+    A document ends with its EOS. The EOS stands in the input of its own document, where its label
+    would be the first token of the next one: that label is ignored, because with the documents
+    apart nothing precedes it. So a packed sample is worth the same as its documents one by one.
+
+    Args:
+        rows: [..., T + 1].
+    Returns:
+        labels [..., T], `IGNORED_LABEL` at borders, and segment_ids [..., T]: 0 for the document
+        that a sample begins in, 1 for the next, and so on. Both int64.
+    """
+    ends = rows[..., :-1] == eos_id
+    labels = rows[..., 1:].copy()
+    labels[ends] = IGNORED_LABEL
+    segment_ids = np.zeros(ends.shape, dtype=np.int64)
+    np.cumsum(ends[..., :-1], axis=-1, out=segment_ids[..., 1:])
+    return labels, segment_ids
+
+
+def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
     """The same batches, up to `depth` of them read ahead by a thread that ends on close.
 
     What is raised while reading is raised here, at the batch that it hit.
     """
-    ready: queue.SimpleQueue[NDArray[np.int64] | Exception] = queue.SimpleQueue()
+    ready: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
     room: queue.SimpleQueue[None] = queue.SimpleQueue()
     stopping = threading.Event()
 

@@ -64,6 +64,23 @@ class Permutation:
         return (high << self._low_bits) | low
 
 
+def permute_epochs(
+    numbers: NDArray[np.int64], size: int, key: tuple[int, ...] | None
+) -> NDArray[np.int64]:
+    """Position within its epoch of each number that counts on over epochs of `size`.
+
+    Args:
+        numbers: any shape, 0 or more.
+        key: each epoch is permuted under (*key, epoch). None: none is.
+    """
+    epochs, indices = np.divmod(numbers, size)
+    if key is not None:
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            indices[chosen] = Permutation(size, (*key, epoch))(indices[chosen])
+    return indices
+
+
 def _mix(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     """Hash of each value under `key`; uint64 arithmetic wraps around by intent."""
     hashed = (half ^ key) * _GOLDEN

@@ -8,11 +8,9 @@ of a split are in it twice, because code without them would not be code as peopl
 
 import ast
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
-import shutil
 import sysconfig
 import tokenize
 import warnings
@@ -23,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cdrmix.data.folders import locked, new_folder, remove_unfinished
 from cdrmix.data.shards import (
     MANIFEST_FILE,
     Dtype,
@@ -137,7 +136,8 @@ def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
         vocab_size,
     )
     trained = train_tokenizer((d.text for d in documents if d.split == "train"), vocab_size)
-    with _new_folder(out) as folder:
+    remove_unfinished(out)  # by the lock, nobody else is building
+    with new_folder(out) as folder:
         file = write_file(folder / TOKENIZER_FILE, trained.to_str(pretty=True).encode())
         tokenizer = load_tokenizer(folder)
         shards = _write_documents(folder, documents, tokenizer, smallest_dtype(vocab_size))
@@ -265,40 +265,12 @@ def _unique(documents: Iterable[Document]) -> list[Document]:
 
 @contextlib.contextmanager
 def _lock(out: Path) -> Iterator[None]:
-    """Hold the lock beside `out`; it ends with the process, however that ends."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with (out.parent / f".{out.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _logger.info("sample corpus: another process is building %s; waiting for it", out)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    """Hold the lock beside `out`; waiting for it is told."""
+    path = out.parent / f".{out.name}.lock"
+    with locked(path, blocking=False) as held:
+        if held:
+            yield
+            return
+    _logger.info("sample corpus: another process is building %s; waiting for it", out)
+    with locked(path, blocking=True):
         yield
-
-
-@contextlib.contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `out` if nothing is raised. Needs the lock: temporary
-    folders found here are those of builds that were killed."""
-    prefix = f".{out.name}.building-"
-    for leftover in out.parent.glob(f"{prefix}*"):
-        shutil.rmtree(leftover)
-    folder = out.parent / f"{prefix}{os.getpid()}"
-    folder.mkdir()
-    try:
-        yield folder
-        _sync(folder)
-        folder.rename(out)
-        _sync(out.parent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

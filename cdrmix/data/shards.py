@@ -11,7 +11,7 @@ import json
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cdrmix.data.permutation import permute_epochs
 from cdrmix.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
@@ -231,9 +232,11 @@ def _split_totals(shards: Iterable[ShardInfo]) -> dict[str, SplitInfo]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json`; equal manifests give equal bytes."""
+    """Write `manifest.json`, whole or not at all; equal manifests give equal bytes."""
     text = json.dumps(manifest.model_dump(), indent=2, sort_keys=True)
-    write_file(folder / MANIFEST_FILE, f"{text}\n".encode())
+    partial = folder / f"{MANIFEST_FILE}.partial"
+    write_file(partial, f"{text}\n".encode())
+    partial.replace(folder / MANIFEST_FILE)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -291,7 +294,7 @@ def verify_shards(
 
     Args:
         part: which of `parts` shares of the shards to check, so that ranks can divide the work;
-            the tokenizer belongs to share 0.
+            the tokenizer belongs to share 0, and is small enough to be digested in any mode.
     Raises:
         DataError: naming every missing, truncated or altered file of the share.
     """
@@ -302,7 +305,8 @@ def verify_shards(
     ]
     if part == 0:
         tokenizer = manifest.tokenizer
-        problems.append(_file_problem(folder / tokenizer.file, None, tokenizer.sha256, mode=mode))
+        path = folder / tokenizer.file
+        problems.append(_file_problem(path, None, tokenizer.sha256, mode="digest"))
     found = [problem for problem in problems if problem]
     if found:
         raise DataError("\n".join([*found, _REBUILD]))
@@ -327,56 +331,28 @@ def _file_problem(
     return None
 
 
-class TokenDataset:
-    """Samples of a split: its shards, in manifest order, are one stream cut into equal pieces.
-
-    Sample i is the tokens i * T to i * T + T, T + 1 of them: neighbours share one token, so that
-    every token but the first is predicted exactly once. A tail shorter than T is left out.
+class TokenStream:
+    """The tokens of some shards, end to end.
 
     Args:
         folder: a built folder.
-        split: name of a split in its manifest.
-        sequence_length: T (tokens).
-    Attributes:
-        num_samples: samples in the split (count).
-        bytes_per_token: UTF-8 bytes of text per token, for bits per byte.
-        manifest_digest: names the data set.
-    Raises:
-        DataError: if the split is missing or too short for one sample.
+        shards: in the order of the stream.
+        dtype: how ids are stored.
     """
 
-    def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
-        self.folder, self.split, self.sequence_length = Path(folder), split, sequence_length
-        self.manifest = read_manifest(self.folder)
-        self.manifest_digest = manifest_digest(self.manifest)
-        totals = self.manifest.splits.get(split)
-        num_tokens = totals.tokens if totals else 0
-        self.num_samples = max(0, num_tokens - 1) // sequence_length
-        if totals is None or self.num_samples == 0:
-            raise DataError(
-                f"{self.folder / MANIFEST_FILE}: split '{split}' has {num_tokens} tokens; one "
-                f"sample of training.sequence_length = {sequence_length} needs "
-                f"{sequence_length + 1}. Splits here: {', '.join(self.manifest.splits) or 'none'}. "
-                "Use a larger corpus or a shorter sequence_length."
-            )
-        self.bytes_per_token = totals.text_bytes / totals.tokens
-        self._shards = [shard for shard in self.manifest.shards if shard.split == split]
-        self._ends = list(accumulate(shard.tokens for shard in self._shards))
+    def __init__(self, folder: Path, shards: Sequence[ShardInfo], dtype: Dtype) -> None:
+        self._folder, self._shards = folder, shards
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._ends = list(accumulate(shard.tokens for shard in shards))
         self._begins = [0, *self._ends]
         self._tokens = lru_cache(maxsize=_MAX_OPEN_SHARDS)(self._map)
 
-    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples `indices` [n] as an array [n, T + 1], int64.
+    def rows(self, positions: list[int], length: int) -> NDArray[np.int64]:
+        """The `length` tokens from each of n positions on, [n, length], int64.
 
         Raises:
-            IndexError: if an index is outside 0 .. num_samples - 1.
             DataError: if a shard is missing or truncated.
         """
-        positions = (indices * self.sequence_length).tolist()
-        end = self.num_samples * self.sequence_length
-        if positions and not 0 <= min(positions) <= max(positions) < end:
-            raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
-        length = self.sequence_length + 1
         rows = np.empty((len(positions), length), dtype=np.int64)
         # Row by row into one array, cast while copied, whether a batch lies in one shard or many:
         # 13.5 us for 8 rows of 2,048, where a gather grouped by shard took 17.
@@ -399,9 +375,69 @@ class TokenDataset:
     def _map(self, shard: int) -> NDArray[Any]:
         """Token ids of one shard, memory-mapped. A file shorter than mapped would be a SIGBUS."""
         info = self._shards[shard]
-        path = self.folder / f"{info.stem}.bin"
+        path = self._folder / f"{info.stem}.bin"
         problem = _file_problem(path, info.bin.bytes, info.bin.sha256, mode="size")
         if problem:
             raise DataError(f"{problem}\n{_REBUILD}")
-        dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
-        return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+        return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
+
+
+class TokenDataset:
+    """Samples of a split: its shards, in manifest order, are one stream cut into equal pieces.
+
+    Sample i is the tokens i * T to i * T + T, T + 1 of them: neighbours share one token, so that
+    every token but the first is predicted exactly once. A tail shorter than T is left out.
+
+    Args:
+        folder: a built folder.
+        split: name of a split in its manifest.
+        sequence_length: T (tokens).
+    Attributes:
+        num_samples: samples in the split (count).
+        bytes_per_token: UTF-8 bytes of text per token, for bits per byte.
+        manifest_digest: names the data set.
+        mixture: None; what `cdrmix.data.mixed.MixedDataset` names its mixture by.
+    Raises:
+        DataError: if the split is missing or too short for one sample.
+    """
+
+    mixture: str | None = None
+
+    def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
+        self.folder, self.split, self.sequence_length = Path(folder), split, sequence_length
+        self.manifest = read_manifest(self.folder)
+        self.manifest_digest = manifest_digest(self.manifest)
+        totals = self.manifest.splits.get(split)
+        num_tokens = totals.tokens if totals else 0
+        self.num_samples = max(0, num_tokens - 1) // sequence_length
+        if totals is None or self.num_samples == 0:
+            raise DataError(
+                f"{self.folder / MANIFEST_FILE}: split '{split}' has {num_tokens} tokens; one "
+                f"sample of training.sequence_length = {sequence_length} needs "
+                f"{sequence_length + 1}. Splits here: {', '.join(self.manifest.splits) or 'none'}. "
+                "Use a larger corpus or a shorter sequence_length."
+            )
+        self.bytes_per_token = totals.text_bytes / totals.tokens
+        shards = [shard for shard in self.manifest.shards if shard.split == split]
+        self._stream = TokenStream(self.folder, shards, self.manifest.dtype)
+
+    def order(self, numbers: NDArray[np.int64], seed: int | None) -> NDArray[np.int64]:
+        """Sample at each global sample number, any shape.
+
+        Args:
+            seed: key of a permutation per epoch; None: stored order.
+        """
+        return permute_epochs(numbers, self.num_samples, None if seed is None else (seed,))
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Samples `indices` [n] as an array [n, T + 1], int64.
+
+        Raises:
+            IndexError: if an index is outside 0 .. num_samples - 1.
+            DataError: if a shard is missing or truncated.
+        """
+        positions = (indices * self.sequence_length).tolist()
+        end = self.num_samples * self.sequence_length
+        if positions and not 0 <= min(positions) <= max(positions) < end:
+            raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
+        return self._stream.rows(positions, self.sequence_length + 1)

@@ -153,7 +153,7 @@ def test_derived_dimensions_follow_their_sources() -> None:
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("training.learning_rate=3e-4", 3e-4),
+        ("training.epsilon=3e-4", 3e-4),
         ("training.learning_rate=1", 1.0),
         ("training.total_tokens=300e9", 300_000_000_000),
         ("training.total_tokens=2_000_000", 2_000_000),
@@ -254,10 +254,11 @@ def test_all_problems_of_file_and_overrides_are_in_one_report(tmp_path: Path) ->
         ("training.max_steps=2.5", "given 2.5, allowed is a whole number from 1, or null"),
         ("training.learning_rate=.inf", "given inf, allowed is a number above 0"),
         ("training.learning_rate=0", "given 0, allowed is a number above 0"),
+        ("model.moe.expert_hidden_size=300", "= 300 is no multiple of 8"),
         ("model.head_dim=48", "given 48, allowed is one of 32, 64, 128"),
         ("model=3", "given 3, allowed is a section with the keys hidden_size"),
         ("checkpoint=", "given null, allowed is a section with the keys every_steps"),
-        ("training.max_steps.x=1", "training.max_steps = 400 is a value, not a section"),
+        ("training.warmup_steps.x=1", "training.warmup_steps = 40 is a value, not a section"),
         ("training.seed", "not an override. Give PATH=VALUE"),
         ("=3", "not an override. Give PATH=VALUE"),
         ("training..seed=3", "not an override. Give PATH=VALUE"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import threading
 from pathlib import Path
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from cdrmix.data.loader import Loader
+from cdrmix.config.schema import MixtureConfig
+from cdrmix.data.loader import IGNORED_LABEL, Loader, split_documents
+from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.shards import TokenDataset
 from cdrmix.errors import DataError, PlanError, StateError
-from tests.unit.token_folder import write_counting_folder
+from cdrmix.objectives import language_model
+from tests.unit.token_folder import write_counting_folder, write_token_folder
 
 # Sample i of the counting folder begins with token i * LENGTH.
 LENGTH = 4
@@ -27,7 +31,7 @@ def dataset(tmp_path: Path) -> TokenDataset:
     return TokenDataset(folder, "train", LENGTH)
 
 
-def make_loader(dataset: TokenDataset, **changes: Any) -> Loader:
+def make_loader(dataset: TokenDataset | MixedDataset, **changes: Any) -> Loader:
     arguments = {
         "global_batch_size": 16,
         "micro_batch_size": 1,
@@ -213,3 +217,84 @@ def test_the_state_survives_json_and_another_layout_of_batches(dataset: TokenDat
     resumed.load_state_dict(state)
     expected = np.array(global_batch([loader])).reshape(2, 2, 4)[:, 1]
     assert samples_of(resumed.next()).tolist() == expected.tolist()
+
+
+def test_the_order_without_a_mixture_is_what_it_always_was(dataset: TokenDataset) -> None:
+    drawn = make_loader(dataset).sample_rows(0, 3000)[:, 0] // LENGTH
+    digest = hashlib.sha256(drawn.astype("<i8").tobytes()).hexdigest()
+    assert digest.startswith(
+        "8ac688b5dd83bfc6"
+    )  # checkpoints of earlier versions go on in this order
+
+
+@pytest.fixture
+def two_domains(tmp_path: Path) -> Path:
+    """100 samples of code from token 0 on, 60 of prose from token 1,000 on."""
+    documents = {
+        "train/code": [range(100 * LENGTH + 1)],
+        "train/prose": [range(1000, 1000 + 60 * LENGTH + 1)],
+    }
+    return write_token_folder(tmp_path / "domains", documents)
+
+
+def mixed(folder: Path, **weights: float) -> MixedDataset:
+    config = MixtureConfig.model_validate({"phases": ({"weights": weights},)})
+    return MixedDataset(folder, "train", LENGTH, config)
+
+
+def test_a_mixture_is_the_same_at_any_number_of_ranks_and_position(two_domains: Path) -> None:
+    dataset = mixed(two_domains, code=0.25, prose=0.75)
+    alone = make_loader(dataset, micro_batch_size=16)
+    expected = [global_batch([alone]) for _ in range(30)]
+    state = make_loader(dataset).state_dict()
+    drawn = []
+    for data_size, num_steps in [(8, 3), (4, 7), (16, 15), (2, 5)]:
+        loaders = [make_loader(dataset, data_size=data_size, data_rank=r) for r in range(data_size)]
+        for loader in loaders:
+            loader.load_state_dict(state)
+        drawn += [global_batch(loaders) for _ in range(num_steps)]
+        state = loaders[0].state_dict()
+    assert drawn == expected
+    prose = [sample for batch in expected for sample in batch if sample >= 250]
+    assert len(prose) == 0.75 * 30 * 16
+    assert sorted(prose[:60]) == sorted(prose[60:120]) == list(range(250, 310))
+
+
+def test_a_position_in_another_mixture_is_refused(two_domains: Path) -> None:
+    one, other = mixed(two_domains, code=1.0, prose=1.0), mixed(two_domains, code=1.0, prose=2.0)
+    state = make_loader(one).state_dict()
+    with pytest.raises(StateError, match=f"mixture: the checkpoint has '{one.mixture[:12]}") as e:
+        make_loader(other).load_state_dict(state)
+    assert other.mixture[:12] in str(e.value)
+    assert "data.mixture" in str(e.value)
+    plain = TokenDataset(two_domains, "train", LENGTH)
+    with pytest.raises(StateError, match="this run has None"):
+        make_loader(plain).load_state_dict(state)
+    before_mixtures = make_loader(plain).state_dict()
+    del before_mixtures["mixture"]
+    make_loader(plain).load_state_dict(before_mixtures)
+
+
+def test_documents_of_a_sample_are_numbered_and_their_borders_not_predicted() -> None:
+    eos, row = 0, [5, 6, 0, 7, 0, 0, 8, 9, 3]
+    labels, segment_ids = split_documents(np.array([[row]]), eos)
+    assert segment_ids.tolist() == [[[0, 0, 0, 1, 1, 2, 3, 3]]]
+    assert labels.tolist() == [[[6, 0, -100, 0, -100, -100, 9, 3]]]
+    assert IGNORED_LABEL == language_model.IGNORED_LABEL
+
+
+def test_a_batch_with_documents_apart_differs_in_nothing_else(tmp_path: Path) -> None:
+    documents = [[*range(start, start + 7), 0] for start in range(1, 900, 9)]
+    dataset = TokenDataset(write_token_folder(tmp_path, {"train": documents}), "train", LENGTH)
+    plain, apart = make_loader(dataset), make_loader(dataset, segment_documents=True)
+    for _ in range(5):
+        usual, batch = plain.next(), apart.next()
+        assert usual.keys() == {"input_ids", "labels"}
+        assert batch["segment_ids"].shape == batch["labels"].shape == (16, 1, LENGTH)
+        assert batch["segment_ids"].dtype == torch.int64
+        assert torch.equal(batch["input_ids"], usual["input_ids"])
+        border = usual["input_ids"] == 0
+        assert border.any()
+        assert torch.equal(batch["labels"] == IGNORED_LABEL, border)
+        assert torch.equal(batch["labels"][~border], usual["labels"][~border])
+        assert torch.equal(batch["segment_ids"].diff(dim=-1), border[..., :-1].long())

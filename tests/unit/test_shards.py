@@ -94,7 +94,7 @@ def test_a_truncated_shard_is_named_with_both_sizes_even_by_size_alone(tmp_path:
         verify_shards(folder, read_manifest(folder), mode="size")
 
 
-@pytest.mark.parametrize("name", ["train-code-00000.bin", "train-code-00000.idx", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["train-code-00000.bin", "train-code-00000.idx"])
 def test_one_altered_byte_is_found_by_digest(tmp_path: Path, name: str) -> None:
     folder = write_token_folder(tmp_path, {"train": DOCUMENTS})
     content = bytearray((folder / name).read_bytes())
@@ -103,6 +103,14 @@ def test_one_altered_byte_is_found_by_digest(tmp_path: Path, name: str) -> None:
     verify_shards(folder, read_manifest(folder), mode="size")
     with pytest.raises(DataError, match=f"{name}: altered.*sha256(?s:.*)build it again"):
         verify_shards(folder, read_manifest(folder))
+
+
+@pytest.mark.parametrize("mode", ["size", "digest"])
+def test_another_tokenizer_is_found_in_any_mode(tmp_path: Path, mode: str) -> None:
+    folder = write_token_folder(tmp_path, {"train": DOCUMENTS})
+    (folder / "tokenizer.json").write_text("[]")
+    with pytest.raises(DataError, match=r"tokenizer\.json: altered"):
+        verify_shards(folder, read_manifest(folder), mode=mode)
 
 
 def test_all_damaged_files_of_a_share_are_in_one_report(tmp_path: Path) -> None:

@@ -24,15 +24,20 @@ def write_token_folder(
     vocab_size: int = 4096,
     max_tokens: int = 2**27,
 ) -> Path:
-    """A folder with one document per sequence of ids, 3 bytes of text per token."""
+    """A folder with one document per sequence of ids, 3 bytes of text per token.
+
+    Args:
+        splits: documents by split, or by `split/domain` for another domain than code.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shards = []
-    for split, documents in splits.items():
+    for name, documents in splits.items():
+        split, _, domain = name.partition("/")
         shards += write_shards(
             folder,
             ((np.array(ids), 3 * len(ids)) for ids in documents),
             split=split,
-            domain="code",
+            domain=domain or "code",
             dtype=smallest_dtype(vocab_size),
             max_tokens=max_tokens,
         )

@@ -1,0 +1,164 @@
+"""From documents to token shards: per task first, then per split and domain over all tasks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdrmix.data.folders import new_folder
+from cdrmix.data.shards import Dtype, ShardInfo, write_file, write_shards
+from cdrmix.data.stage import close_synced, read_documents
+from cdrmix.data.tasks import Task
+from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
+
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """Documents of one task on their way to tokens.
+
+    Attributes:
+        documents: result of the task's last stage.
+        tokenizer: folder with tokenizer.json.
+        out: folder of the result.
+    """
+
+    task: Task
+    documents: Path
+    tokenizer: Path
+    dtype: Dtype
+    validation_share: float
+    out: Path
+
+
+def run_encode(job: EncodeJob) -> None:
+    """Encode a task's documents, unless that is done.
+
+    The result has for each split `<split>.bin` (tokens, EOS after each document) and `<split>.npy`
+    (tokens and bytes of text of each document, [n, 2] int64).
+    """
+    if job.out.is_dir():
+        return
+    tokenizer = _tokenizer(job.tokenizer)
+    dtype = np.dtype(job.dtype).newbyteorder("<")
+    with new_folder(job.out) as folder:
+        files = {split: (folder / f"{split}.bin").open("wb") for split in SPLITS}
+        sizes: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
+        for document in read_documents(job.documents, job.task):
+            split = split_of(document.id, job.validation_share)
+            ids = np.array([*tokenizer.encode(document.text), tokenizer.eos_id], dtype=dtype)
+            files[split].write(ids.tobytes())
+            sizes[split].append((len(ids), len(document.text.encode())))
+        for split, file in files.items():
+            close_synced(file)
+            with (folder / f"{split}.npy").open("wb") as table:
+                np.save(table, np.array(sizes[split], dtype=np.int64).reshape(-1, 2))
+                close_synced(table)
+
+
+def split_of(document_id: str, validation_share: float) -> str:
+    """Split of a document, by hash of its id: the same in every build."""
+    return "validation" if draw(document_id, "split") < validation_share else "train"
+
+
+def draw(document_id: str, purpose: str) -> float:
+    """A number from 0 to 1 that follows from an id, another one for each purpose."""
+    digest = hashlib.blake2b(f"{purpose}:{document_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+@dataclass(frozen=True)
+class StreamJob:
+    """All tokens of one split and domain, on their way to shards.
+
+    Attributes:
+        parts: (name of the source, result of `run_encode`) of each task, in corpus order.
+        out: folder of the shards.
+        result: file that says what was written.
+    """
+
+    parts: tuple[tuple[str, Path], ...]
+    split: str
+    domain: str
+    dtype: Dtype
+    max_tokens: int
+    out: Path
+    result: Path
+
+
+def write_stream(job: StreamJob) -> None:
+    """Write the shards of a stream, and which sources each has documents from."""
+    pieces: list[tuple[str, int]] = []  # (source, pieces that its documents were cut into)
+
+    def documents() -> Iterator[tuple[NDArray[Any], int]]:
+        for source, folder in job.parts:
+            num_pieces = 0
+            for ids, text_bytes in _encoded(folder, job.split, job.dtype):
+                num_pieces += -(-len(ids) // job.max_tokens)
+                yield ids, text_bytes
+            pieces.append((source, num_pieces))
+
+    shards = write_shards(
+        job.out,
+        documents(),
+        split=job.split,
+        domain=job.domain,
+        dtype=job.dtype,
+        max_tokens=job.max_tokens,
+    )
+    result = {
+        "shards": [shard.model_dump() for shard in shards],
+        "sources": [dict(counts) for counts in _shared_out(pieces, shards)],
+    }
+    write_file(job.result, json.dumps(result).encode())
+
+
+def read_stream(job: StreamJob) -> list[tuple[ShardInfo, dict[str, int]]]:
+    """The shards of a finished job, each with its documents by source."""
+    result = json.loads(job.result.read_bytes())
+    shards = [ShardInfo.model_validate(shard) for shard in result["shards"]]
+    return list(zip(shards, result["sources"], strict=True))
+
+
+def _encoded(folder: Path, split: str, dtype: Dtype) -> Iterator[tuple[NDArray[Any], int]]:
+    """Tokens and bytes of text of each document of a result, in order."""
+    sizes = np.load(folder / f"{split}.npy")
+    if not len(sizes):
+        return
+    tokens = np.memmap(folder / f"{split}.bin", dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+    start = 0
+    for length, text_bytes in sizes.tolist():
+        yield tokens[start : start + length], text_bytes
+        start += length
+
+
+def _shared_out(
+    pieces: Iterable[tuple[str, int]], shards: Iterable[ShardInfo]
+) -> Iterator[dict[str, int]]:
+    """How many of each shard's documents are from which source."""
+    queue = iter(pieces)
+    source, left = "", 0
+    for shard in shards:
+        counts: dict[str, int] = {}
+        missing = shard.documents
+        while missing:
+            while not left:
+                source, left = next(queue)
+            taken = min(left, missing)
+            counts[source] = counts.get(source, 0) + taken
+            left, missing = left - taken, missing - taken
+        yield counts

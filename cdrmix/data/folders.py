@@ -1,0 +1,62 @@
+"""Folders and files that appear whole or not at all, and locks that end with their process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out` that becomes `out` if nothing is raised.
+
+    Where another process has made `out` meanwhile, that one stays.
+    """
+    folder = out.parent / f".{out.name}.building-{os.getpid()}"
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed process that had the same number
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        sync(folder)
+        try:
+            folder.rename(out)
+        except OSError:
+            if not out.is_dir():
+                raise
+            shutil.rmtree(folder)
+        sync(out.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def remove_unfinished(out: Path) -> None:
+    """Remove what killed processes left of `out`; nobody may be building it now."""
+    for leftover in out.parent.glob(f".{out.name}.building-*"):
+        shutil.rmtree(leftover)
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, blocking: bool) -> Iterator[bool]:
+    """Hold the lock file `path`; gives False, without it, where not `blocking` and it is taken."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def sync(folder: Path) -> None:
+    """Wait until the names in `folder` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,123 @@
+"""The domains of a split as one dataset, in the order of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdrmix.config.schema import MixtureConfig
+from cdrmix.data.mixture import Mixture, Phase, draw
+from cdrmix.data.permutation import permute_epochs
+from cdrmix.data.shards import TokenStream, manifest_digest, read_manifest
+from cdrmix.errors import DataError
+
+
+class MixedDataset:
+    """Samples of several domains, each cut for itself, numbered one domain after the other.
+
+    Args:
+        folder: a built folder.
+        split: name of a split in its manifest.
+        sequence_length: T (tokens).
+        mixture: shares of the domains.
+    Attributes:
+        num_samples: samples in all domains together (count).
+        mixture: digest and domains of the mixture, for the identity of a position.
+        manifest, manifest_digest, bytes_per_token: as in `TokenDataset`.
+    Raises:
+        DataError: if the split is missing, a domain too short, or the mixture not usable.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        sequence_length: int,
+        mixture: MixtureConfig,
+    ) -> None:
+        self.folder, self.split, self.sequence_length = Path(folder), split, sequence_length
+        self.manifest = read_manifest(self.folder)
+        self.manifest_digest = manifest_digest(self.manifest)
+        totals = self.manifest.splits.get(split)
+        if totals is None:
+            raise DataError(
+                f"{self.folder}: no split '{split}'. "
+                f"Splits here: {', '.join(self.manifest.splits) or 'none'}."
+            )
+        self.bytes_per_token = totals.text_bytes / totals.tokens
+        shards = [shard for shard in self.manifest.shards if shard.split == split]
+        tokens: dict[str, int] = {}
+        for shard in shards:
+            tokens[shard.domain] = tokens.get(shard.domain, 0) + shard.tokens
+        # A domain with too few tokens for one sample has none.
+        sizes = {name: max(0, count - 1) // sequence_length for name, count in tokens.items()}
+        plan = plan_mixture(mixture, sizes, sequence_length)
+        self._plan, self.mixture = plan, plan.describe()
+        self._begins = np.cumsum([0, *(sizes[name] for name in plan.domains)])
+        self.num_samples = int(self._begins[-1])
+        # Domain after domain, a sample is sequence_length tokens further than the one before it,
+        # but for what is left over at the end of each earlier domain.
+        self._shifts = np.cumsum([0, *(tokens[name] for name in plan.domains)])[:-1]
+        self._shifts -= self._begins[:-1] * sequence_length
+        ordered = sorted(shards, key=lambda shard: shard.domain)
+        self._stream = TokenStream(self.folder, ordered, self.manifest.dtype)
+
+    def order(self, numbers: NDArray[np.int64], seed: int | None) -> NDArray[np.int64]:
+        """Sample at each global sample number, any shape.
+
+        Args:
+            seed: key of a permutation per domain and epoch of it; None: stored order.
+        """
+        sources, cursors = self._plan.locate(numbers)
+        indices = np.empty_like(numbers)
+        for source in np.unique(sources).tolist():
+            chosen = sources == source
+            key = None if seed is None else (seed, source)
+            begin, end = self._begins[source : source + 2]
+            indices[chosen] = begin + permute_epochs(cursors[chosen], int(end - begin), key)
+        return indices
+
+    def draw(self, start: int, stop: int) -> dict[str, dict[str, float]]:
+        """Shares of the domains asked for and drawn in global samples start to stop - 1; see
+        `cdrmix.data.mixture.draw`."""
+        return draw(self._plan, start, stop)
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Samples `indices` [n] as an array [n, T + 1], int64.
+
+        Raises:
+            IndexError: if an index is outside 0 .. num_samples - 1.
+            DataError: if a shard is missing or truncated.
+        """
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_samples:
+            raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
+        domains = np.searchsorted(self._begins, indices, side="right") - 1
+        positions = indices * self.sequence_length + self._shifts[domains]
+        return self._stream.rows(positions.tolist(), self.sequence_length + 1)
+
+
+def plan_mixture(
+    config: MixtureConfig, num_samples: Mapping[str, int], sequence_length: int
+) -> Mixture:
+    """The mixture that a configuration asks for.
+
+    Args:
+        num_samples: samples in each domain.
+        sequence_length: tokens per sample.
+    Raises:
+        DataError: if it is not usable with these domains.
+    """
+    phases = [
+        Phase(
+            weights=num_samples if phase.weights is None else phase.weights,
+            num_samples=phase.samples
+            if phase.tokens is None
+            else -(-phase.tokens // sequence_length),
+            change=phase.change,
+        )
+        for phase in config.phases
+    ]
+    return Mixture(num_samples, phases, temperature=config.temperature)

@@ -1,0 +1,277 @@
+"""What a data build did: written beside the shards, and shown by `cdrmix data inspect`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cdrmix.config.load import config_hash
+from cdrmix.data.recipe import Recipe, recipe_yaml
+from cdrmix.data.shards import ShardInfo, read_manifest, write_file
+from cdrmix.data.source import Found
+from cdrmix.data.stage import DROPPED_FILE, close_synced, read_record
+from cdrmix.data.tasks import Task
+from cdrmix.errors import DataError
+
+REPORT_FILE, RECIPE_FILE, SET_ASIDE_FILE = "report.json", "recipe.yaml", "set_aside.jsonl"
+
+_SAMPLES_PER_REASON = 3
+_SHOWN_SET_ASIDE = 20
+_SHOWN_CHARACTERS = 160
+
+# A task and its results, stage by stage.
+Results = tuple[Any, ...]
+
+
+def lineage(
+    recipe: Recipe,
+    tasks: Sequence[Task],
+    records: Sequence[dict[str, Any]],
+    shards: Sequence[tuple[ShardInfo, dict[str, int]]],
+) -> dict[str, Any]:
+    """Where the tokens are from, for the manifest: plain values, equal for equal builds.
+
+    Args:
+        records: of each task's last stage.
+        shards: every shard, and its documents by source.
+    """
+    sources: dict[str, dict[str, Any]] = {}
+    for source in recipe.sources:
+        own = [r for task, r in zip(tasks, records, strict=True) if task.source == source]
+        digests = "".join(record["sha256"] for record in own)
+        sources[source.name] = {
+            "type": source.type,
+            "domain": source.domain,
+            "documents": sum(record["documents"] for record in own),
+            "text_bytes": sum(record["text_bytes"] for record in own),
+            "sha256": hashlib.sha256(digests.encode()).hexdigest(),
+        }
+    found: dict[str, Any] = {
+        "recipe_hash": config_hash(recipe),
+        "sources": sources,
+        "shards": {shard.stem: documents for shard, documents in shards},
+    }
+    if recipe.mixture is not None:
+        found["mixture"] = recipe.mixture.model_dump(mode="json")
+    return found
+
+
+def write_report(
+    out: Path,
+    *,
+    key: str,
+    recipe: Recipe,
+    found: Mapping[str, Found],
+    results: Sequence[Results],
+    decisions: Mapping[int, Any],
+) -> None:
+    """Write report.json, recipe.yaml, and what was dropped and set aside.
+
+    Args:
+        key: names what the build followed from.
+        found: what was met where files were looked for, by source.
+        results: (task, folder of its first stage, of its second, ...) each.
+        decisions: what steps over the corpus found, by number of the step.
+    """
+    write_file(out / RECIPE_FILE, recipe_yaml(recipe).encode())
+    with (out / DROPPED_FILE).open("w", encoding="utf-8") as file:
+        dropped = _lines(folder / DROPPED_FILE for _, *folders in results for folder in folders)
+        file.writelines(dropped if recipe.keep_dropped else _first_of_each(dropped))
+        close_synced(file)
+    set_aside = list(_set_aside(found, results))
+    lines = "".join(json.dumps(entry) + "\n" for entry in set_aside)
+    write_file(out / SET_ASIDE_FILE, lines.encode())
+    report = {
+        "key": key,
+        "recipe_hash": config_hash(recipe),
+        "read": _read_counts(found, results, set_aside),
+        "steps": _step_counts(recipe, results, decisions),
+        "lengths": _summed(results, "lengths"),
+        "languages": _summed(results, "languages"),
+    }
+    write_file(out / REPORT_FILE, (json.dumps(report, indent=2) + "\n").encode())
+
+
+def _read_counts(
+    found: Mapping[str, Found], results: Sequence[Results], set_aside: list[dict[str, Any]]
+) -> dict[str, Any]:
+    reasons: Counter[str] = Counter()
+    for entry in set_aside:
+        reasons[entry["reason"]] += entry["count"]
+    return {
+        "documents": sum(_num_read(read_record(result[1])) for result in results),
+        "set_aside": dict(sorted(reasons.items())),
+        "other_kinds": {
+            source: dict(sorted(met.other_kinds.items()))
+            for source, met in found.items()
+            if met.other_kinds
+        },
+    }
+
+
+def _num_read(first_record: dict[str, Any]) -> int:
+    steps = first_record["steps"]
+    return int(steps[0]["in"] if steps else first_record["documents"])
+
+
+def _step_counts(
+    recipe: Recipe, results: Sequence[Results], decisions: Mapping[int, Any]
+) -> list[dict[str, Any]]:
+    """In, out and reasons of each step over all tasks, and by domain."""
+    steps: list[dict[str, Any]] = [
+        {"name": step.name, "in": 0, "out": 0, "dropped": {}, "by_domain": {}}
+        for step in recipe.steps
+    ]
+    for task, *folders in results:
+        for counts in (counts for folder in folders for counts in read_record(folder)["steps"]):
+            step = steps[counts["number"]]
+            domain = step["by_domain"].setdefault(
+                task.source.domain, {"in": 0, "out": 0, "dropped": {}}
+            )
+            for total in (step, domain):
+                total["in"] += counts["in"]
+                total["out"] += counts["out"]
+                for reason, count in counts["dropped"].items():
+                    total["dropped"][reason] = total["dropped"].get(reason, 0) + count
+    for number, found in decisions.items():
+        steps[number]["found"] = found
+    return steps
+
+
+def _summed(results: Sequence[Results], name: str) -> dict[str, dict[str, int]]:
+    """A histogram of the documents that are left, by domain."""
+    summed: dict[str, Counter[str]] = defaultdict(Counter)
+    for task, *folders in results:
+        summed[task.source.domain].update(read_record(folders[-1])[name])
+    return {domain: dict(sorted(counts.items())) for domain, counts in sorted(summed.items())}
+
+
+def _set_aside(found: Mapping[str, Found], results: Sequence[Results]) -> Iterator[dict[str, Any]]:
+    for source, met in found.items():
+        for file, reason in met.unreadable:
+            yield {
+                "source": source,
+                "file": file,
+                "reason": reason,
+                "row": None,
+                "detail": "",
+                "count": 1,
+            }
+    for task, first, *_ in results:
+        for entry in read_record(first)["set_aside"]:
+            yield {"source": task.source.name} | entry
+
+
+def _lines(paths: Iterable[Path]) -> Iterator[str]:
+    for path in paths:
+        with path.open(encoding="utf-8") as file:
+            yield from file
+
+
+def _first_of_each(lines: Iterable[str]) -> Iterator[str]:
+    """Those of dropped documents that are the first of their step, reason and domain."""
+    num_kept: Counter[tuple[int, str, str]] = Counter()
+    for line in lines:
+        entry = json.loads(line)
+        kind = (entry["step"], entry["reason"], entry["domain"])
+        num_kept[kind] += 1
+        if num_kept[kind] <= _SAMPLES_PER_REASON:
+            yield line
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report of a built folder; empty for one that `cdrmix data build` did not make.
+
+    Raises:
+        DataError: if it is damaged.
+    """
+    path = folder / REPORT_FILE
+    try:
+        report: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}. Build the folder again.") from error
+    return report
+
+
+def inspect_folder(folder: Path) -> dict[str, Any]:
+    """Everything that is known about a built folder, as plain values.
+
+    Raises:
+        DataError: if it is not a built folder.
+    """
+    manifest = read_manifest(folder)
+    tokens: dict[str, dict[str, dict[str, int]]] = {}
+    for shard in manifest.shards:
+        counts = tokens.setdefault(shard.domain, {}).setdefault(
+            shard.split, {"tokens": 0, "documents": 0, "text_bytes": 0}
+        )
+        for name in counts:
+            counts[name] += getattr(shard, name)
+    report = read_report(folder)
+    set_aside = _lines([folder / SET_ASIDE_FILE] if report else [])
+    dropped = _first_of_each(_lines([folder / DROPPED_FILE] if report else []))
+    return {
+        "tokens": tokens,
+        "vocab_size": manifest.vocab_size,
+        "source": manifest.source,
+        "set_aside": [json.loads(line) for line in set_aside],
+        "dropped": [json.loads(line) for line in dropped],
+    } | {name: value for name, value in report.items() if name != "key"}
+
+
+def inspection_table(inspected: Mapping[str, Any]) -> str:
+    """What `inspect_folder` found, for people."""
+    lines = [*_token_lines(inspected["tokens"])]
+    if "steps" in inspected:
+        lines += ["", *_step_lines(inspected)]
+    if inspected["dropped"]:
+        lines += ["", "Dropped, for example:"]
+        for entry in inspected["dropped"]:
+            text = " ".join(entry["text"].split())[:_SHOWN_CHARACTERS]
+            lines += [f"  {entry['name']}: {entry['reason']}: {entry['id']}", f"    {text}"]
+    return "\n".join(lines)
+
+
+def _token_lines(tokens: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{'domain':<16}{'split':<12}{'tokens':>16}{'documents':>14}{'bytes of text':>18}"
+    for domain, splits in sorted(tokens.items()):
+        for split, counts in splits.items():
+            yield (
+                f"{domain:<16}{split:<12}{counts['tokens']:>16,}{counts['documents']:>14,}"
+                f"{counts['text_bytes']:>18,}"
+            )
+
+
+def _step_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
+    read = inspected["read"]
+    yield f"{'step':<28}{'in':>14}{'out':>14}"
+    yield f"{'read':<28}{'':>14}{read['documents']:>14,}"
+    yield from _reason_lines(read["set_aside"])
+    for source, kinds in read["other_kinds"].items():
+        shown = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items())
+        yield f"  {source}: files of other kinds: {shown}"
+    for step in inspected["steps"]:
+        yield f"{step['name']:<28}{step['in']:>14,}{step['out']:>14,}"
+        yield from _reason_lines(step["dropped"])
+    if inspected["set_aside"]:
+        yield ""
+        yield "Set aside:"
+    for entry in inspected["set_aside"][:_SHOWN_SET_ASIDE]:
+        row = "" if entry["row"] is None else f", row {entry['row']}"
+        more = f" (and {entry['count'] - 1:,} more)" if entry["count"] > 1 else ""
+        detail = f" ({entry['detail']})" if entry["detail"] else ""
+        yield f"  {entry['source']}/{entry['file']}{row}: {entry['reason']}{detail}{more}"
+    hidden = len(inspected["set_aside"]) - _SHOWN_SET_ASIDE
+    if hidden > 0:
+        yield f"  and {hidden:,} more; see {SET_ASIDE_FILE}"
+
+
+def _reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:
+    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+        yield f"  {reason:<40}{count:>16,}"

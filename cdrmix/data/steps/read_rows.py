@@ -1,0 +1,249 @@
+"""Files of many texts: JSON, JSON lines, CSV, Parquet and Arrow, a row at a time."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from cdrmix.data.source import SourceConfig, SourceFile
+from cdrmix.data.steps.read_bytes import Unreadable, bounded_lines, missing_extra, open_bytes
+from cdrmix.data.steps.read_text import decoded
+
+# number, text, metadata
+Row = tuple[int, str, dict[str, Any]]
+# (row, reason in a few words, what exactly)
+Refuse = Callable[[int, str, str], None]
+
+_JSON_CHUNK_CHARACTERS = 2**20
+_ARROW_BATCH_ROWS = 64
+
+
+def read_rows(file: SourceFile, source: SourceConfig, refuse: Refuse) -> Iterator[Row]:
+    """The rows of a file that hold a text.
+
+    Args:
+        refuse: told of each row that cannot be used.
+    Raises:
+        Unreadable: where the rest of the file cannot be read.
+        OSError: if it cannot be opened.
+    """
+    match file.kind:
+        case "json":
+            return texts(_json_objects(file.path, source), source, refuse)
+        case "jsonl":
+            return texts(_json_lines(file.path, source, refuse), source, refuse)
+        case "csv" | "tsv":
+            delimiter = "\t" if file.kind == "tsv" else ","
+            return texts(_csv_rows(file.path, source, delimiter, refuse), source, refuse)
+        case "parquet":
+            return texts(_parquet_rows(file.path, source), source, refuse)
+        case "arrow":
+            return texts(_arrow_rows(file.path, source), source, refuse)
+    raise AssertionError(f"no reader of rows for {file.kind}")
+
+
+def texts(
+    objects: Iterable[tuple[int, Any]], source: SourceConfig, refuse: Refuse
+) -> Iterator[Row]:
+    """Rows of numbered objects: those with a text in the field that the source names."""
+    keys = source.text_field.split(".")
+    for row, value in objects:
+        if not isinstance(value, dict):
+            refuse(row, "not an object", f"a JSON {type(value).__name__}")
+            continue
+        text = value.get(source.text_field)  # a column of a table may have a dot in its name
+        inner: Any = value
+        for key in keys if text is None else ():
+            inner = inner.get(key) if isinstance(inner, dict) else None
+        text = inner if text is None else text
+        if isinstance(text, str):
+            yield row, text, {key: value[key] for key in source.metadata_fields if key in value}
+        elif text is None:
+            known = ", ".join(map(str, list(value)[:20]))
+            refuse(row, f"no text in field '{source.text_field}'", f"its fields: {known}")
+        else:
+            kind = type(text).__name__
+            refuse(row, f"field '{source.text_field}' holds no text", f"it holds a {kind}")
+
+
+def _json_lines(path: Path, source: SourceConfig, refuse: Refuse) -> Iterator[tuple[int, Any]]:
+    with open_bytes(path) as file:
+        for row, line in enumerate(bounded_lines(file, source.max_document_bytes)):
+            if line is None:
+                limit = source.max_document_bytes
+                refuse(row, "line longer than max_document_bytes", f"more than {limit} bytes")
+            elif not line.isspace():
+                try:
+                    yield row, _parsed(line, source)
+                except Unreadable as error:
+                    refuse(row, error.reason, error.detail)
+
+
+def _parsed(line: bytes, source: SourceConfig) -> Any:
+    try:
+        return json.loads(decoded(line, source.encoding, source.encoding_errors))
+    except ValueError as error:
+        raise Unreadable("invalid JSON", str(error)) from None
+    except RecursionError:
+        raise Unreadable("invalid JSON", "nested too deeply") from None
+
+
+def _json_objects(path: Path, source: SourceConfig) -> Iterator[tuple[int, Any]]:
+    """The values of a .json file: the elements of its list, or values one after the other."""
+    with open_bytes(path) as file:
+        how = "strict" if source.encoding_errors == "set_aside" else "replace"
+        reader = io.TextIOWrapper(file, source.encoding, errors=how)
+        try:
+            yield from enumerate(_json_values(reader.read, source.max_document_bytes))
+        except UnicodeDecodeError as error:
+            raise Unreadable(f"invalid {source.encoding}", error.reason) from None
+
+
+def _json_values(read: Callable[[int], str], limit: int) -> Iterator[Any]:
+    """Values of JSON text that is read piece by piece; at most one value is held.
+
+    Raises:
+        Unreadable: at what is not JSON, at a value longer than `limit` characters, and at an end
+            inside a value or list.
+    """
+    decoder = json.JSONDecoder()
+    text, place, ended, in_list = (
+        read(_JSON_CHUNK_CHARACTERS).removeprefix("\ufeff"),
+        0,
+        False,
+        False,
+    )
+    started = False
+    while True:
+        place = _after_separators(text, place)
+        if place < len(text) and not started and text[place] == "[":
+            in_list, place, started = True, place + 1, True
+            continue
+        if place < len(text) and in_list and text[place] == "]":
+            return
+        try:
+            value, end = decoder.raw_decode(text, place)
+            # A number at the end of what was read may go on.
+            complete, problem = ended or end < len(text), ""
+        except RecursionError:
+            raise Unreadable("invalid JSON", "nested too deeply") from None
+        except ValueError as error:
+            complete, problem = False, str(error)
+        if complete:
+            started, place = True, end
+            yield value
+        elif ended:
+            if place < len(text) or in_list:
+                raise Unreadable("invalid JSON", problem or "it ends inside a list")
+            return
+        elif len(text) - place > limit:
+            raise Unreadable("value longer than max_document_bytes", f"more than {limit}")
+        else:
+            # Twice as much as before, so that a long value is not parsed too many times.
+            more = read(max(_JSON_CHUNK_CHARACTERS, len(text) - place))
+            text, place, ended = text[place:] + more, 0, not more
+
+
+def _after_separators(text: str, place: int) -> int:
+    while place < len(text) and text[place] in " \t\r\n,":
+        place += 1
+    return place
+
+
+def _csv_rows(
+    path: Path, source: SourceConfig, delimiter: str, refuse: Refuse
+) -> Iterator[tuple[int, Any]]:
+    """Rows of a table with a header, as objects."""
+    csv.field_size_limit(source.max_document_bytes)
+    with open_bytes(path) as file:
+        lines = _csv_lines(file, source)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        try:
+            header = next(reader, [])
+            if source.text_field not in header:
+                columns = ", ".join(header[:20])[:500]
+                raise Unreadable(f"no column '{source.text_field}'", f"its columns: {columns}")
+            for row, values in enumerate(reader):
+                if len(values) == len(header):
+                    yield row, dict(zip(header, values, strict=True))
+                elif values:
+                    counts = f"{len(values)} values, {len(header)} columns"
+                    refuse(row, "row does not fit the header", counts)
+        except csv.Error as error:
+            raise Unreadable("invalid CSV", f"line {reader.line_num}: {error}") from None
+
+
+def _csv_lines(file: Any, source: SourceConfig) -> Iterator[str]:
+    for number, line in enumerate(bounded_lines(file, source.max_document_bytes)):
+        if line is None:
+            limit = source.max_document_bytes
+            raise Unreadable("line longer than max_document_bytes", f"more than {limit} bytes")
+        if b"\0" in line:
+            raise Unreadable("NUL characters", f"line {number + 1}")
+        yield decoded(line, source.encoding, source.encoding_errors)
+
+
+def _parquet_rows(path: Path, source: SourceConfig) -> Iterator[tuple[int, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise missing_extra(str(path), "pyarrow") from None
+    with ExitStack() as opened:
+        try:
+            file = opened.enter_context(pyarrow.parquet.ParquetFile(path))
+            columns = _columns(file.schema_arrow.names, source)
+            yield from _numbered(file.iter_batches(_ARROW_BATCH_ROWS, columns=columns))
+        except pyarrow.ArrowException as error:
+            raise Unreadable("damaged parquet", str(error)) from None
+
+
+def _arrow_rows(path: Path, source: SourceConfig) -> Iterator[tuple[int, Any]]:
+    """Rows of an Arrow file in either of its two formats; `datasets` writes the streaming one."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError:
+        raise missing_extra(str(path), "pyarrow") from None
+    with ExitStack() as opened:
+        try:
+            file = opened.enter_context(pyarrow.memory_map(str(path)))
+            try:
+                batches: Any = opened.enter_context(pyarrow.ipc.open_stream(file))
+            except pyarrow.ArrowInvalid:
+                whole = opened.enter_context(pyarrow.ipc.open_file(file))
+                batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
+                columns = _columns(whole.schema.names, source)
+            else:
+                columns = _columns(batches.schema.names, source)
+            yield from _numbered(batch.select(columns) for batch in batches)
+        except pyarrow.ArrowException as error:
+            raise Unreadable("damaged arrow", str(error)) from None
+
+
+def _columns(names: list[str], source: SourceConfig) -> list[str]:
+    """The columns that are read.
+
+    Raises:
+        Unreadable: if the one with the text is missing.
+    """
+    top = source.text_field if source.text_field in names else source.text_field.split(".")[0]
+    if top not in names:
+        columns = ", ".join(names[:20])
+        raise Unreadable(f"no column '{source.text_field}'", f"its columns: {columns}")
+    return [top, *(name for name in source.metadata_fields if name in names and name != top)]
+
+
+def _numbered(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    row = 0
+    for batch in batches:
+        # A batch of a file on disk may be large: rows become Python objects a few at a time.
+        for start in range(0, batch.num_rows, _ARROW_BATCH_ROWS):
+            for value in batch.slice(start, _ARROW_BATCH_ROWS).to_pylist():
+                yield row, value
+                row += 1

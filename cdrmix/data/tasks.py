@@ -1,0 +1,136 @@
+"""A recipe's sources cut into tasks: groups of files, or parts of a stream.
+
+A task is named by everything that its documents follow from, so that what has been done for it is
+found again, and never taken for something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cdrmix import __version__
+from cdrmix.data.document import Document
+from cdrmix.data.recipe import Recipe
+from cdrmix.data.source import (
+    Found,
+    SetAside,
+    SourceConfig,
+    SourceFile,
+    find_files,
+    is_saved_dataset,
+    local_path,
+)
+from cdrmix.data.steps.read import read_file
+
+_WANTED_TASKS = 512
+_MIN_TASK_BYTES, _MAX_TASK_BYTES = 2**22, 2**28
+
+
+@dataclass(frozen=True)
+class Task:
+    """Documents that are read, stepped and encoded together by one process.
+
+    Attributes:
+        source: where they are from.
+        files: files to read, in order; none for a part of a stream.
+        shard: (number, of how many) part of a stream; None for files.
+        key: names the task by its content (hex).
+    """
+
+    source: SourceConfig
+    files: tuple[SourceFile, ...]
+    shard: tuple[int, int] | None
+    key: str
+
+    def read(self, set_aside: SetAside) -> Iterator[Document]:
+        """The task's documents, in order."""
+        if self.shard is not None:
+            from cdrmix.data.steps.read_huggingface import read_shard
+
+            yield from read_shard(self.source, *self.shard, set_aside)
+        for file in self.files:
+            yield from read_file(file, self.source, set_aside)
+
+
+def make_tasks(
+    recipe: Recipe, *, out: Path, task_bytes: int | None = None
+) -> tuple[list[Task], dict[str, Found]]:
+    """Tasks in corpus order, and what was met where files were looked for (by source).
+
+    Args:
+        out: folder of the build, which is no part of a source that it lies in.
+        task_bytes: files are put together up to this size; a larger file is a task of its own.
+            None: by the size of the corpus.
+    Raises:
+        DataError: if a source is missing or empty.
+    """
+    found = {
+        source.name: find_files(source, leave_out=out)
+        for source in recipe.sources
+        if not _streams(source)
+    }
+    task_bytes = task_bytes or _task_bytes(found.values())
+    tasks: list[Task] = []
+    for source in recipe.sources:
+        if source.name not in found:
+            tasks += _stream_tasks(source)
+            continue
+        for files in _grouped(found[source.name].files, task_bytes):
+            state = [(file.name, file.kind, file.state) for file in files]
+            tasks.append(Task(source, tuple(files), None, content_key(source.model_dump(), state)))
+    return tasks, found
+
+
+def content_key(*parts: Any) -> str:
+    """Name for what follows from plain values and this version of the package (hex)."""
+    text = json.dumps([__version__, *parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _streams(source: SourceConfig) -> bool:
+    return source.type == "huggingface" and not is_saved_dataset(local_path(source))
+
+
+def _task_bytes(found: Iterable[Found]) -> int:
+    """Some hundred tasks for a usual corpus, so that many workers share a small one and a large one
+    has no millions of them. A power of two, so that a few files more leave tasks as they are."""
+    total = sum(file.state[0] for met in found for file in met.files)
+    power = (total // _WANTED_TASKS).bit_length()
+    return min(max(2**power, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
+
+
+def _stream_tasks(source: SourceConfig) -> Iterator[Task]:
+    from cdrmix.data.steps.read_huggingface import count_shards
+
+    num_shards = count_shards(source)
+    # Of a folder, the files say whether it is still the same; of the hub, the revision.
+    folder = local_path(source)
+    state = sorted(_states(folder)) if folder.is_dir() else None
+    for number in range(num_shards):
+        shard = (number, num_shards)
+        yield Task(source, (), shard, content_key(source.model_dump(), shard, state))
+
+
+def _states(folder: Path) -> Iterator[tuple[str, int, int]]:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            status = path.stat()
+            yield path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns
+
+
+def _grouped(files: Iterable[SourceFile], task_bytes: int) -> Iterator[list[SourceFile]]:
+    group: list[SourceFile] = []
+    size = 0
+    for file in files:
+        if group and size + file.state[0] > task_bytes:
+            yield group
+            group, size = [], 0
+        group.append(file)
+        size += file.state[0]
+    if group:
+        yield group
