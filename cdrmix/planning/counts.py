@@ -102,7 +102,10 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Every parameter of the backbone, from the input upwards. There is no head: it is tied."""
+    """Every parameter of the backbone in the order of the built module, from the input upwards.
+
+    There is no head: it is tied.
+    """
     width = model.hidden_size
     yield Parameter("embedding.weight", (model.vocab_size, width), "embedding")
     yield Parameter("embedding_norm.weight", (width,), "norms")
@@ -133,15 +136,16 @@ def _block(model: ModelConfig, kind: LayerKind, *, makes_v_first: bool) -> list[
 
 def _time_mix(model: ModelConfig, makes_v_first: bool) -> list[_Row]:
     width, ranks = model.hidden_size, model.low_rank_sizes()
-    vectors = ("mu_r", "mu_w", "mu_k", "mu_v", "mu_a", "mu_g", "k_k", "k_a", "r_k")
-    rows: list[_Row] = [(name, (width,), "time_mix") for name in vectors]
-    for name in ("receptance", "key", "value", "output"):
-        rows.append((f"{name}.weight", (width, width), "time_mix"))
+    mixes = ("mu_r", "mu_w", "mu_k", "mu_v", "mu_a", "mu_g")
+    rows: list[_Row] = [(name, (width,), "time_mix") for name in mixes]
     for name, rank in (("decay", ranks.decay), ("iclr", ranks.iclr), ("value", ranks.value)):
         if name != "value" or not makes_v_first:
             rows.append((f"{name}_bias", (width,), "low_rank"))
             rows += _low_rank_pair(name, width, rank)
     rows += _low_rank_pair("gate", width, ranks.gate)
+    rows += [(name, (width,), "time_mix") for name in ("k_k", "k_a", "r_k")]
+    for name in ("receptance", "key", "value", "output"):
+        rows.append((f"{name}.weight", (width, width), "time_mix"))
     rows += [(f"group_norm.{name}", (width,), "norms") for name in ("weight", "bias")]
     return rows
 

@@ -68,3 +68,26 @@ class Layout:
         """True if `offload_optimizer` or `offload_param` moves something off the device."""
         section = self.deepspeed.get("zero_optimization", {}).get(what, {})
         return section.get("device", "none") != "none"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a run is spread over ranks and steps: what its memory and its time follow from.
+
+    Attributes:
+        degrees: parallel degrees.
+        zero_stage: 1, 2 or 3.
+        micro_batch_size: samples per data rank and forward pass.
+        gradient_accumulation_steps: forward passes per optimizer step.
+        activation_checkpointing: whether blocks are recomputed in the backward pass.
+        offloads_optimizer: whether gradients' partition, masters and moments live on the host.
+        bucket_elements: DeepSpeed's `reduce_bucket_size` (elements).
+    """
+
+    degrees: Degrees
+    zero_stage: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    activation_checkpointing: bool
+    offloads_optimizer: bool = False
+    bucket_elements: int = 500_000_000  # DeepSpeed's default

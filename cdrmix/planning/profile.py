@@ -1,30 +1,24 @@
 """Config and world -> DeepSpeed profile, degrees, batch sizes, and why.
 
-In this version there is no model of memory yet: the choice goes by sizes that `counts` knows, and
-whether a model fits is found out on the device.
+Profile and expert degree follow from the model's size (`scale`). Where the cluster is known, what
+fits its memory is chosen (`search`); where it is not, large models take one sample at a time.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cdrmix.config.schema import Config
-from cdrmix.planning import rules
-from cdrmix.planning.counts import count, params_by_part
+from cdrmix.planning import rules, scale
+from cdrmix.planning.cluster import Cluster
+from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.layout import Arrangement, Degrees, Layout
+from cdrmix.planning.memory import Memory, MemoryModel
+from cdrmix.planning.search import Candidate, candidates
 
-# Total parameters from which gradients are worth spreading: 1e9 are 2 GB of them in bf16 on every
-# rank, and a reduce-scatter in each micro-step is then cheaper than the memory.
-LARGE_PARAMS = 1_000_000_000
-# Experts are held whole by every rank up to here; weight and gradient in bf16 are 4 bytes.
-WHOLE_EXPERT_BYTES = 2**30
-EXPERT_BYTES_PER_PARAM = 4
-# Expert groups stay inside a node of 8 devices, where all-to-all is cheap.
-LARGEST_EXPERT_GROUP = 8
 # Tokens of one forward pass that keep a small model's matrices busy; more only takes memory.
 SMALL_MICRO_STEP_TOKENS = 8_192
 
@@ -39,6 +33,8 @@ class Choice:
         degrees: parallel degrees.
         micro_batch_size: samples per data rank and forward pass.
         gradient_accumulation_steps: forward passes per optimizer step.
+        activation_checkpointing: whether blocks are recomputed in the backward pass.
+        memory: estimated bytes on the fullest rank; None where the device is not known.
         deepspeed: complete settings for `deepspeed.initialize`.
         reasons: why each was chosen, one line each.
         warnings: what runs at a cost that the user may not expect, one line each.
@@ -49,25 +45,45 @@ class Choice:
     degrees: Degrees
     micro_batch_size: int
     gradient_accumulation_steps: int
+    activation_checkpointing: bool
+    memory: Memory | None
     deepspeed: dict[str, Any]
     reasons: list[str]
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values, as it stands in plan.json."""
+        memory = {"memory_per_rank_bytes": self.memory.to_json()} if self.memory else {}
         return {
             "profile": self.name,
             "profile_path": str(self.path),
             "degrees": asdict(self.degrees),
             "micro_batch_size": self.micro_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "activation_checkpointing": self.activation_checkpointing,
+            **memory,
             "reasons": self.reasons,
             "warnings": self.warnings,
         }
 
 
+class _Pick(NamedTuple):
+    """What is chosen before DeepSpeed's settings follow from it, and why."""
+
+    profile: str
+    degrees: Degrees
+    micro_batch_size: int
+    activation_checkpointing: bool
+    reasons: list[str]
+
+
 def choose(
-    config: Config, *, world_size: int, profile: str | None = None, device: str | None = None
+    config: Config,
+    *,
+    world_size: int,
+    profile: str | None = None,
+    device: str | None = None,
+    cluster: Cluster | None = None,
 ) -> Choice:
     """Lay a run out on `world_size` ranks; what the configuration gives is kept.
 
@@ -75,94 +91,195 @@ def choose(
         config: of the run.
         world_size: ranks.
         profile: name of a shipped profile or path of a JSON file; chosen when left out.
-        device: "cpu" or "cuda", for advice about precision; None where it is not known.
+        device: "cpu" or "cuda", for advice about precision and memory; None where it is not known.
+        cluster: where it runs, `world_size` devices; the layout is then the one of `plan`.
 
     Raises:
         PlanError: if the combination cannot run, naming everything that is wrong with it.
     """
-    degrees, expert_reason = _degrees(config, world_size)
-    name, profile_reason = _profile(config, degrees, profile)
-    path = profile_path(name)
-    settings = read_profile(path)
-    label = f"ds_configs/{path.name}" if name == path.stem else name
-    layout = Layout(config, degrees, settings, label, world_size, device)
+    layout, pick = _checked(config, _by_size(config, world_size, profile), world_size, device)
+    if cluster is None:
+        return _completed(layout, pick)
+    assert cluster.world_size == world_size, "the cluster is the run's"
+    given = layout.deepspeed if profile is not None else None
+    return carried_out(candidates(config, cluster, settings=given)[0], config, cluster, profile)
+
+
+def carried_out(
+    best: Candidate, config: Config, cluster: Cluster, profile: str | None = None
+) -> Choice:
+    """The choice that a layout of the search comes to.
+
+    Raises:
+        PlanError: if this version cannot carry it out.
+    """
+    pick = _by_memory(best, config, cluster, profile)
+    choice = _completed(*_checked(config, pick, cluster.world_size, cluster.device))
+    if best.fits:
+        return choice
+    return replace(choice, warnings=[*choice.warnings, memory_reason(best, cluster)])
+
+
+def check_given(config: Config, cluster: Cluster) -> None:
+    """Refuse degrees and batch sizes of a configuration that no version could lay out.
+
+    Raises:
+        PlanError: naming everything that is wrong, with the nearest legal choice.
+    """
+    pick = _by_size(config, cluster.world_size, None)
+    layout = _layout(config, pick, cluster.world_size, cluster.device)
+    rules.check(layout, of_this_version=False)
+
+
+def _layout(config: Config, pick: _Pick, world_size: int, device: str | None) -> Layout:
+    path = profile_path(pick.profile)
+    label = f"ds_configs/{path.name}" if pick.profile == path.stem else pick.profile
+    return Layout(config, pick.degrees, read_profile(path), label, world_size, device)
+
+
+def _checked(
+    config: Config, pick: _Pick, world_size: int, device: str | None
+) -> tuple[Layout, _Pick]:
+    """The pick with its layout.
+
+    Raises:
+        PlanError: if it cannot run.
+    """
+    layout = _layout(config, pick, world_size, device)
     rules.check(layout)
-    micro, micro_reason = _micro_batch_size(config, degrees)
-    steps = config.training.global_batch_size // (micro * degrees.sample_ranks)
-    return Choice(
+    return layout, pick
+
+
+def _completed(layout: Layout, pick: _Pick) -> Choice:
+    """The pick with DeepSpeed's settings and what it takes."""
+    config, degrees, micro = layout.config, pick.degrees, pick.micro_batch_size
+    path, batch = profile_path(pick.profile), config.training.global_batch_size
+    steps = batch // (micro * degrees.sample_ranks)
+    choice = Choice(
         name=path.stem,
         path=path,
         degrees=degrees,
         micro_batch_size=micro,
         gradient_accumulation_steps=steps,
-        deepspeed=settings | _of_the_run(config, degrees, micro, steps),
+        activation_checkpointing=pick.activation_checkpointing,
+        memory=None,
+        deepspeed=layout.deepspeed | _of_the_run(config, degrees, micro, steps),
         reasons=[
-            f"profile {path.stem}: {profile_reason}",
-            f"degrees: data {degrees.data} = {world_size} ranks / (tensor {degrees.tensor} * "
-            f"pipeline {degrees.pipeline}), sequence {degrees.sequence}",
-            f"expert {degrees.expert}: {expert_reason}",
-            f"micro batch {micro}: {micro_reason}",
-            f"accumulation {steps} = global batch {config.training.global_batch_size} / "
+            *pick.reasons,
+            f"accumulation {steps} = global batch {batch} / "
             f"(micro batch {micro} * {degrees.sample_ranks} data ranks)",
         ],
         warnings=rules.advise(layout),
     )
+    if layout.device is None:
+        return choice
+    model = MemoryModel(config, "cpu" if layout.device == "cpu" else "cuda")
+    return replace(choice, memory=model.estimate(arrangement(choice)))
 
 
-def _degrees(config: Config, world_size: int) -> tuple[Degrees, str]:
-    given = config.parallel
-    data = given.data or max(1, world_size // (given.tensor * given.pipeline))
-    expert, reason = _expert_degree(config, data * given.tensor)
-    return Degrees(data, given.tensor, given.pipeline, given.sequence, expert), reason
-
-
-def _expert_degree(config: Config, ranks: int) -> tuple[int, str]:
-    """Expert degree among the `ranks` of a pipeline stage, and why."""
-    model, given = config.model, config.parallel
-    if given.expert is not None:
-        return given.expert, "parallel.expert as given"
-    if model.moe is None:
-        return 1, "a dense model has no experts"
-    held = params_by_part(model)["experts"] // (given.tensor * given.pipeline)
-    held_bytes = held * EXPERT_BYTES_PER_PARAM
-    size = f"all experts take {held_bytes / 2**30:.2g} GiB of weights and gradients"
-    if held_bytes <= WHOLE_EXPERT_BYTES:
-        return 1, f"{size}, which every rank can hold: no exchange of tokens"
-    common = math.gcd(model.moe.num_experts, ranks)
-    degree = max(n for n in range(1, LARGEST_EXPERT_GROUP + 1) if common % n == 0)
-    if degree == 1:
-        return 1, f"{size}, and {ranks} ranks cannot share {model.moe.num_experts} experts"
-    return degree, f"{size}, spread over groups of {degree} ranks that a node holds"
-
-
-def _profile(config: Config, degrees: Degrees, given: str | None) -> tuple[str, str]:
-    """Name or path of the profile, and why."""
-    if given is not None:
-        return given, "--profile as given"
-    if degrees.pipeline > 1:
-        return "zero1", "DeepSpeed's pipeline engine partitions no gradients"
-    if degrees.data == 1:
-        return "zero1", "one data rank: there is nobody to share gradients with"
-    total = count(config.model, config.training.sequence_length).total_params
-    if total < LARGE_PARAMS:
-        return "zero1", f"{total / 1e6:.3g}M parameters: gradients are small, one exchange a step"
-    return "zero2", (
-        f"{total / 1e9:.3g}B parameters: gradients are spread over the data ranks; whether all of "
-        "it fits is not estimated in this version"
+def arrangement(choice: Choice) -> Arrangement:
+    """What memory and time of a choice follow from."""
+    zero = choice.deepspeed["zero_optimization"]
+    return Arrangement(
+        choice.degrees,
+        int(zero["stage"]),
+        choice.micro_batch_size,
+        choice.gradient_accumulation_steps,
+        choice.activation_checkpointing,
+        bucket_elements=int(zero.get("reduce_bucket_size", Arrangement.bucket_elements)),
     )
 
 
-def _micro_batch_size(config: Config, degrees: Degrees) -> tuple[int, str]:
+def _by_size(config: Config, world_size: int, profile: str | None) -> _Pick:
+    """The layout that follows from the sizes of model and world."""
+    given = config.parallel
+    data = given.data or max(1, world_size // (given.tensor * given.pipeline))
+    expert, expert_reason = scale.expert_degree(
+        config, ranks=data * given.tensor, tensor=given.tensor, pipeline=given.pipeline
+    )
+    degrees = Degrees(data, given.tensor, given.pipeline, given.sequence, expert)
+    total = count(config.model, config.training.sequence_length).total_params
+    stage, profile_reason = scale.zero_stage(total, data=data, pipeline=given.pipeline)
+    if profile is not None:
+        profile_reason = "--profile as given"
+    micro, micro_reason = _micro_batch_size(config, degrees, total)
+    reasons = [
+        f"profile {Path(profile or f'zero{stage}').stem}: {profile_reason}",
+        _degrees_reason(degrees, world_size),
+        f"expert {expert}: {expert_reason}",
+        f"micro batch {micro}: {micro_reason}",
+    ]
+    recompute = config.training.activation_checkpointing
+    return _Pick(profile or f"zero{stage}", degrees, micro, recompute, reasons)
+
+
+def _by_memory(best: Candidate, config: Config, cluster: Cluster, profile: str | None) -> _Pick:
+    """The layout that a search over the cluster prefers."""
+    made, degrees = best.arrangement, best.arrangement.degrees
+    total = count(config.model, config.training.sequence_length).total_params
+    stage, profile_reason = scale.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
+    expert, expert_reason = scale.expert_degree(
+        config, ranks=degrees.data, tensor=degrees.tensor, pipeline=degrees.pipeline
+    )
+    if made.zero_stage != stage:
+        profile_reason = "takes less memory"
+    if degrees.expert != expert:
+        expert_reason = "takes less memory"
+    micro_reason = "the fastest that fits" if best.fits else "what takes least"
+    if config.training.micro_batch_size is not None:
+        micro_reason = "training.micro_batch_size as given"
+    reasons = [
+        f"profile {best.profile}: {'--profile as given' if profile else profile_reason}",
+        _degrees_reason(degrees, cluster.world_size),
+        f"expert {degrees.expert}: {expert_reason}",
+        f"micro batch {made.micro_batch_size}: {micro_reason}",
+        memory_reason(best, cluster),
+    ]
+    if made.activation_checkpointing:
+        reasons.append("activation checkpointing: " + _checkpointing_reason(config))
+    return _Pick(
+        profile or best.profile,
+        degrees,
+        made.micro_batch_size,
+        made.activation_checkpointing,
+        reasons,
+    )
+
+
+def memory_reason(best: Candidate, cluster: Cluster) -> str:
+    """How much of a device a layout fills."""
+    used, there = best.memory.total, cluster.memory_bytes
+    verdict = "within" if best.fits else "NOT within"
+    return (
+        f"memory: {used / 2**30:.1f} GiB of {there / 2**30:.1f} GiB a device, {verdict} the 90 % "
+        "that a plan may fill"
+    )
+
+
+def _checkpointing_reason(config: Config) -> str:
+    if config.training.activation_checkpointing:
+        return "training.activation_checkpointing as given"
+    return "what it saves lets a larger micro batch fit, which is faster"
+
+
+def _degrees_reason(degrees: Degrees, world_size: int) -> str:
+    return (
+        f"degrees: data {degrees.data} = {world_size} ranks / (tensor {degrees.tensor} * "
+        f"pipeline {degrees.pipeline}), sequence {degrees.sequence}"
+    )
+
+
+def _micro_batch_size(config: Config, degrees: Degrees, total_params: int) -> tuple[int, str]:
     """Samples per forward pass, and why; divides what a rank takes of the global batch."""
     training = config.training
     if training.micro_batch_size is not None:
         return training.micro_batch_size, "training.micro_batch_size as given"
-    total = count(config.model, training.sequence_length).total_params
-    if total >= LARGE_PARAMS:
-        return 1, "the safest where memory is not estimated; give training.micro_batch_size"
+    if total_params >= scale.LARGE_PARAMS:
+        return 1, "the safest where the device's memory is not known; `cdrmix plan` finds more"
     per_rank = training.global_batch_size // degrees.sample_ranks
     cap = max(1, SMALL_MICRO_STEP_TOKENS // training.sequence_length)
-    micro = max(n for n in range(1, min(cap, per_rank) + 1) if per_rank % n == 0)
+    # no sample for each rank: the rules say so
+    micro = max((n for n in range(1, min(cap, per_rank) + 1) if per_rank % n == 0), default=1)
     return micro, (
         f"largest share of {per_rank} samples a rank with at most {SMALL_MICRO_STEP_TOKENS} "
         "tokens a forward pass"

@@ -15,6 +15,7 @@ from cdrmix.errors import PlanError
 from cdrmix.planning.layout import Layout
 
 UNAVAILABLE = "not available in this version"
+THIS_VERSION = "this version"  # as the source of a rule: nothing but our own state speaks for it
 # Degrees that this version does not carry out; a name goes when its layout is built.
 UNAVAILABLE_DEGREES = ("tensor", "pipeline", "sequence")
 
@@ -37,19 +38,29 @@ class Rule:
     source: str
     about: Literal["config", "profile"] = "config"
 
+    @property
+    def is_about_this_version(self) -> bool:
+        """Whether the combination is sound, and only not built yet."""
+        return self.source == THIS_VERSION
+
     def told(self, layout: Layout) -> str:
         """The message with its place: name of the configuration, or profile."""
         place = layout.config.name if self.about == "config" else layout.profile
         return f"{place}: {self.message(layout)}"
 
 
-def check(layout: Layout) -> None:
+def check(layout: Layout, *, of_this_version: bool = True) -> None:
     """Refuse a layout that cannot run.
+
+    Args:
+        layout: what is checked.
+        of_this_version: whether to refuse also what is sound, and only not built yet.
 
     Raises:
         PlanError: naming every rule that is broken, one to a line.
     """
-    broken = [rule.told(layout) for rule in RULES if rule.applies(layout)]
+    asked = [rule for rule in RULES if of_this_version or not rule.is_about_this_version]
+    broken = [rule.told(layout) for rule in asked if rule.applies(layout)]
     if broken:
         raise PlanError("\n".join(broken))
 
@@ -133,7 +144,7 @@ def _unavailable_degree(degree: str) -> Rule:
             f"parallel.{degree} = {getattr(layout.degrees, degree)}: {degree} parallelism is "
             f"{UNAVAILABLE}. Try parallel.{degree} = 1"
         ),
-        "this version",
+        THIS_VERSION,
     )
 
 
@@ -144,7 +155,7 @@ def _unavailable_offload(what: str) -> Rule:
         lambda layout: (
             f"zero_optimization.{what}: offloading is {UNAVAILABLE}. Try profile 'zero2'"
         ),
-        "this version",
+        THIS_VERSION,
         about="profile",
     )
 
@@ -294,14 +305,14 @@ RULES: tuple[Rule, ...] = (
             f"zero_optimization.stage = 0: checkpoints of unpartitioned optimizers are "
             f"{UNAVAILABLE}. Try profile 'zero1', which holds the same on one rank"
         ),
-        "this version",
+        THIS_VERSION,
         about="profile",
     ),
     Rule(
         "stage-3-unavailable",
         lambda x: x.zero_stage == 3,
         lambda x: f"zero_optimization.stage = 3: ZeRO-3 is {UNAVAILABLE}. Try profile 'zero2'",
-        "this version",
+        THIS_VERSION,
         about="profile",
     ),
 )

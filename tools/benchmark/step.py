@@ -61,8 +61,8 @@ def ours(config: ModelConfig) -> Callable:
 
         module = model
 
-        def __call__(self, ids: torch.Tensor) -> object:
-            return model(ids)
+        def __call__(self, ids: torch.Tensor, **inputs: Any) -> object:
+            return model(ids, **inputs)
 
     return trainer(
         model,

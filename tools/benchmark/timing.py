@@ -6,8 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-import torch
-
 
 def paired_cpu_seconds(
     variants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1
@@ -38,6 +36,8 @@ def median_ratio(slower: list[float], faster: list[float]) -> float:
 
 def matmul_peak_flops(*, size: int = 1024, rounds: int = 9) -> float:
     """Best float32 matmul rate of this thread, FLOP per CPU second."""
+    import torch  # the other benchmarks of data preparation do without it
+
     a, b = torch.randn(size, size), torch.randn(size, size)
     seconds = paired_cpu_seconds({"matmul": lambda: a @ b}, rounds=rounds, warmup=3)
     return 2 * size**3 / min(seconds["matmul"])

@@ -1,0 +1,155 @@
+"""Bytes that autograd keeps of a forward pass, per token, from what each operation saves.
+
+Read off the code of `models` and `objectives`, operation by operation; held against torch's
+saved-tensor hooks in tests/parity/test_memory.py. What two operations save is counted once.
+
+Letters: D hidden, H heads, K head dim, F inner width, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cdrmix.config.schema import LayerKind, ModelConfig
+
+WKVForm = Literal["fla", "chunked", "cpp"]
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+# Tokens between the states that the C++ recurrence keeps: TILE in models/wkv7_cpu.cpp.
+CPP_TILE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Bytes kept per token.
+
+    Attributes:
+        whole: on every tensor rank alike.
+        split: of heads, inner features or routed rows, which tensor ranks share out.
+    """
+
+    whole: float
+    split: float = 0.0
+
+    def __add__(self, other: PerToken) -> PerToken:
+        return PerToken(self.whole + other.whole, self.split + other.split)
+
+    def on(self, tensor: int) -> float:
+        """Bytes per token on one of `tensor` ranks."""
+        return self.whole + self.split / tensor
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What decides how an operation is computed, and so what it keeps.
+
+    Attributes:
+        element_bytes: of weights and activations.
+        device: on CPU, torch composes RMSNorm of float32 operations that keep two copies.
+        wkv: form of the WKV-7 op.
+    """
+
+    element_bytes: int
+    device: Literal["cuda", "cpu"]
+    wkv: WKVForm
+
+    @classmethod
+    def of(
+        cls, precision: str, device: Literal["cuda", "cpu"], wkv: WKVForm | None = None
+    ) -> Numerics:
+        """Numerics of a run; the WKV-7 form as `models/wkv7.py` chooses it where all are there."""
+        half = precision != "fp32"
+        if wkv is None:
+            wkv = "cpp" if device == "cpu" else "fla" if half else "chunked"
+        return cls(ELEMENT_BYTES[precision], device, wkv)
+
+    @property
+    def norm_copies_input(self) -> bool:
+        """Whether RMSNorm keeps a float32 copy of its input rather than the input."""
+        return self.device == "cpu" and self.element_bytes < 4
+
+
+def rms_norm(model: ModelConfig, numerics: Numerics) -> PerToken:
+    """RMSNorm: its input and one float32 a row; on CPU also the normalised input, in float32."""
+    if numerics.device == "cpu":
+        return PerToken(2 * 4 * model.hidden_size + 4)
+    return PerToken(numerics.element_bytes * model.hidden_size + 4)
+
+
+def block(
+    model: ModelConfig, kind: LayerKind, *, creates_v_first: bool, numerics: Numerics
+) -> PerToken:
+    """One block: two norms with the residual stream that they read, mixer and feed-forward.
+
+    v_first is kept by the layer that creates it, and counted there.
+    """
+    norms = rms_norm(model, numerics) + rms_norm(model, numerics)
+    mixer = (
+        _attention(model, numerics)
+        if kind == "transformer"
+        else _time_mix(model, creates_v_first, numerics)
+    )
+    return norms + mixer + _feed_forward(model, kind, numerics)
+
+
+def outside_blocks(model: ModelConfig, numerics: Numerics) -> PerToken:
+    """Token ids, embedding norm, final norm, and the gradient of the hidden states that the loss
+    forms in its forward pass."""
+    norms = rms_norm(model, numerics) + rms_norm(model, numerics)
+    return norms + PerToken(8 + numerics.element_bytes * model.hidden_size)
+
+
+def border(model: ModelConfig, numerics: Numerics) -> int:
+    """What activation checkpointing keeps of a block: its input."""
+    return numerics.element_bytes * model.hidden_size
+
+
+def _time_mix(model: ModelConfig, creates_v_first: bool, numerics: Numerics) -> PerToken:
+    size, width, heads = numerics.element_bytes, model.hidden_size, model.num_heads
+    ranks = model.low_rank_sizes()
+    hidden_ranks = ranks.decay + ranks.iclr + ranks.gate + (0 if creates_v_first else ranks.value)
+    # x, its shift, and the six mixes that the projections read
+    whole = size * (8 * width + hidden_ranks)
+    # k, kk, k * k_a, iclr - 1, iclr; y, r * k, y + bonus, gate, their product
+    per_head = size * 10 * width
+    if not creates_v_first:
+        per_head += size * 2 * width  # v before the mix, and its share of v_first
+    per_head += 4 * 2 * width  # sigmoid of the decay and k * k_k, float32
+    per_head += 4 * 2 * heads + size * 3 * heads  # two norms of k; mean, deviation of y, bonus
+    return PerToken(whole, per_head + _wkv(model, numerics))
+
+
+def _wkv(model: ModelConfig, numerics: Numerics) -> float:
+    """The WKV-7 op's inputs, and what its form keeps besides."""
+    size, width = numerics.element_bytes, model.hidden_size
+    if numerics.wkv == "cpp":  # all in float32: six inputs, S a, a state for each tile
+        copies = 3 * size * width if size < 4 else 0  # r, k, v, which the bonus keeps as they are
+        return 7 * 4 * width + 4 * width * model.head_dim / CPP_TILE_TOKENS + copies
+    inputs = 5 * size * width + 4 * width
+    if numerics.wkv == "fla":  # recomputes the rest
+        return inputs
+    return inputs + 2 * 4 * width  # states around blocks of chunks: at most 2 V floats a token
+
+
+def _attention(model: ModelConfig, numerics: Numerics) -> PerToken:
+    """Flash attention keeps query, key, value, output and one float32 a head."""
+    size, width = numerics.element_bytes, model.hidden_size
+    kv_width = model.num_kv_heads * model.head_dim
+    return PerToken(size * width, size * 2 * (width + kv_width) + 4 * model.num_heads)
+
+
+def _feed_forward(model: ModelConfig, kind: LayerKind, numerics: Numerics) -> PerToken:
+    size, width, moe = numerics.element_bytes, model.hidden_size, model.moe
+    shift = PerToken(size * 2 * width if kind == "rwkv" else 0)  # x and its shift
+    if moe is None:
+        return shift + PerToken(size * width, size * 2 * model.ffn_hidden_size)
+    # float32 input and logits of the router, and indices: 40 bytes for each choice
+    router = 4 * width + 8 * moe.num_experts + 8 + 40 * moe.top_k
+    return shift + PerToken(router, moe.top_k * routed_row(model, numerics))
+
+
+def routed_row(model: ModelConfig, numerics: Numerics) -> int:
+    """Bytes kept for one row that reaches an expert: input, both inner activations, output."""
+    assert model.moe is not None, "a dense model routes nothing"
+    return numerics.element_bytes * 2 * (model.hidden_size + model.moe.expert_hidden_size)

@@ -1,0 +1,191 @@
+"""Time of a step: FLOPs, what ranks exchange, the pipeline's bubble.
+
+A model of the machine with three assumed numbers, named below; it orders layouts, and is no promise
+of tokens per second. Bytes are the payloads that a rank hands to collectives; times follow from the
+rings that carry them. Nothing is taken to overlap: DeepSpeed's profiles here do not ask for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cdrmix.planning.activations import ELEMENT_BYTES
+from cdrmix.planning.cluster import Cluster
+from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops
+from cdrmix.planning.layout import Arrangement
+from cdrmix.planning.memory import MemoryModel, sharing
+
+# Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has
+# been measured yet; tools/benchmark/step.py finds about this on a CPU core.
+KERNEL_EFFICIENCY = 0.5
+# Launching about a hundred kernels forward and twice as many backward, for each block: assumed. It
+# is why a larger micro-batch is faster.
+LAUNCH_SECONDS_PER_BLOCK = {"cuda": 1.5e-3, "cpu": 1e-4}
+# DeepSpeed's Adam on the host, transfers over PCIe included, for all ranks of a node: assumed.
+HOST_PARAMS_PER_SECOND = 1e9
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank exchanges in one step for one purpose: payload (bytes) and time (seconds)."""
+
+    payload: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One optimizer step.
+
+    Attributes:
+        flops: of the model per step, all ranks, no recomputation.
+        compute_seconds: of the busiest stage over all micro-steps, recomputation included.
+        traffic: by purpose, of the busiest rank.
+        bubble: share of the step in which a pipeline stage waits.
+        step_seconds: the whole step.
+        tokens_per_second: all ranks.
+        mfu: model FLOPs over the peak of all devices.
+        scaling_efficiency: speed against as many devices that exchange and wait for nothing.
+        days: for the length of the run.
+    """
+
+    flops: int
+    compute_seconds: float
+    traffic: dict[str, Traffic]
+    bubble: float
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    scaling_efficiency: float
+    days: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "flops_per_step": self.flops,
+            "compute_seconds": self.compute_seconds,
+            "communication_bytes": {kind: t.payload for kind, t in self.traffic.items()},
+            "communication_seconds": {kind: t.seconds for kind, t in self.traffic.items()},
+            "pipeline_bubble": self.bubble,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "scaling_efficiency": self.scaling_efficiency,
+            "days": self.days,
+        }
+
+
+class CostModel:
+    """Estimates for one configuration on one cluster.
+
+    Args:
+        memory: model of the configuration's memory, which knows what each stage holds.
+        cluster: where it runs.
+    """
+
+    def __init__(self, memory: MemoryModel, cluster: Cluster) -> None:
+        config = memory.config
+        self.memory, self.cluster = memory, cluster
+        self.model, self.training = config.model, config.training
+        self.size = ELEMENT_BYTES[self.training.precision]
+        length = self.training.sequence_length
+        self.layer_flops = forward_flops_by_layer(self.model, length)
+        self.head_flops = head_flops(self.model)
+        self.flops_per_token = count(self.model, length).train_flops_per_token
+        self.peak = cluster.peak_flops[self.training.precision]
+
+    def estimate(self, arrangement: Arrangement) -> Cost:
+        """Time of one step."""
+        steps, pipeline = arrangement.gradient_accumulation_steps, arrangement.degrees.pipeline
+        compute = self._compute_seconds(arrangement)
+        traffic = self._per_micro_step(arrangement)
+        passing = sum(t.seconds for t in traffic.values()) / steps
+        traffic |= self._gradients_and_weights(arrangement)
+        once = sum(t.seconds for t in traffic.values()) - passing * steps
+        if arrangement.offloads_optimizer:
+            parameters = sum(self.memory.held(arrangement.degrees, 0).values())
+            shared = parameters / arrangement.degrees.data
+            once += shared * self.cluster.gpus_per_node / HOST_PARAMS_PER_SECOND
+        seconds = (compute + passing) * (steps + pipeline - 1) + once
+        tokens = self.training.tokens_per_step
+        rate = tokens / seconds
+        return Cost(
+            flops=self.flops_per_token * tokens,
+            compute_seconds=compute * steps,
+            traffic=traffic,
+            bubble=(pipeline - 1) / (steps + pipeline - 1),
+            step_seconds=seconds,
+            tokens_per_second=rate,
+            mfu=rate * self.flops_per_token / (self.cluster.world_size * self.peak),
+            scaling_efficiency=compute * steps / seconds,
+            days=self.training.num_steps * seconds / 86_400,
+        )
+
+    def _compute_seconds(self, arrangement: Arrangement) -> float:
+        """One micro-step of the busiest stage."""
+        degrees = arrangement.degrees
+        stages = self.memory.stages(degrees.pipeline)
+        forward = [sum(self.layer_flops[layer] for layer in stage) for stage in stages]
+        forward[-1] += self.head_flops
+        passes = 4 if arrangement.activation_checkpointing else 3
+        flops = passes * max(forward) * self.memory.tokens(arrangement) / degrees.tensor
+        launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
+        return flops / (self.peak * KERNEL_EFFICIENCY) + launches * passes / 3
+
+    def _bandwidth(self, span: int) -> float:
+        """Of a group whose ranks lie within `span` consecutive ones."""
+        inside = span <= self.cluster.gpus_per_node
+        return self.cluster.intra_bandwidth if inside else self.cluster.inter_bandwidth
+
+    def _per_micro_step(self, arrangement: Arrangement) -> dict[str, Traffic]:
+        """What blocks and stages exchange, over all micro-steps of a step."""
+        degrees, steps = arrangement.degrees, arrangement.gradient_accumulation_steps
+        layers = max(map(len, self.memory.stages(degrees.pipeline)))
+        again = 1 if arrangement.activation_checkpointing else 0
+        stream = self.memory.tokens(arrangement) * self.model.hidden_size * self.size
+        traffic: dict[str, Traffic] = {}
+
+        def add(kind: str, payload: float, *, moved: float, span: int) -> None:
+            total = payload * steps
+            traffic[kind] = Traffic(int(total), total * moved / self._bandwidth(span))
+
+        tensor, expert, sequence = degrees.tensor, degrees.expert, degrees.sequence
+        if expert > 1:  # there and back, forward and backward
+            assert self.model.moe is not None, "rules refuse expert parallelism of a dense model"
+            rows = stream * self.model.moe.top_k / tensor
+            payload = layers * (4 + 2 * again) * rows
+            add("expert_all_to_all", payload, moved=1 - 1 / expert, span=expert)
+        if tensor > 1:  # after mixer and feed-forward, forward and backward
+            payload = layers * (4 + 2 * again) * stream
+            add("tensor_all_reduce", payload, moved=2 * (1 - 1 / tensor), span=tensor)
+        if sequence > 1:  # r, w, k, v, a, b there, y back
+            payload = layers * (2 + again) * 7 * stream / tensor
+            add("sequence_all_to_all", payload, moved=1 - 1 / sequence, span=tensor * sequence)
+        if degrees.pipeline > 1:  # x and v_first, forward and backward
+            add("pipeline", 4 * stream, moved=1, span=degrees.data * tensor + 1)
+        return traffic
+
+    def _gradients_and_weights(self, arrangement: Arrangement) -> dict[str, Traffic]:
+        """DeepSpeed 0.19.8 all-reduces gradients, in the type of the weights: under ZeRO-1 once a
+        step, under ZeRO-2 in each micro-step; updated weights are gathered once."""
+        degrees = arrangement.degrees
+        steps = arrangement.gradient_accumulation_steps
+        reductions = 1 if arrangement.zero_stage == 1 else steps
+        gathers = 1 if arrangement.zero_stage < 3 else 2 * steps + 1
+        held = self.memory.held(degrees, 0)
+        reduced = gathered = reducing = gathering = 0.0
+        bandwidth = self._bandwidth(degrees.data * degrees.tensor)
+        for group, elements in held.items():
+            ranks = sharing(degrees, group)
+            if ranks == 1:
+                continue
+            moved = self.size * elements * (1 - 1 / ranks) / bandwidth
+            reduced += reductions * self.size * elements
+            reducing += reductions * 2 * moved
+            gathered += gathers * self.size * elements
+            gathering += gathers * moved
+        return {
+            "gradients_all_reduce": Traffic(int(reduced), reducing),
+            "weights_all_gather": Traffic(int(gathered), gathering),
+        }

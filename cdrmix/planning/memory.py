@@ -1,0 +1,421 @@
+"""Bytes per rank by part: weights, gradients, optimizer, activations, buffers.
+
+States are what DeepSpeed 0.19.8 allocates, read off its sources (runtime/zero/stage_1_and_2.py and
+runtime/bf16_optimizer.py) and equal to the byte in tests/parity/test_memory.py:
+
+* each parameter group is one flat buffer, padded to twice the ranks that share it;
+* masters, mean and square are float32 and shared out, also where weights are float32 already;
+* bf16 with float32 accumulation under ZeRO-1 is its BF16_Optimizer: float32 gradients of
+  everything on every rank, beside the bf16 ones that the backward pass leaves;
+* under ZeRO-2 it keeps a float32 partition; without a separate type of accumulation it keeps every
+  gradient that its partition touches, whole.
+
+Tensor, pipeline and sequence parallelism, ZeRO-3 and offloading are estimated as they will be
+built, and have not been measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+from cdrmix.config.schema import Config
+from cdrmix.planning import activations
+from cdrmix.planning.activations import Numerics, WKVForm
+from cdrmix.planning.cluster import GIB, Cluster
+from cdrmix.planning.counts import Parameter, forward_flops_by_layer, head_flops, parameters
+from cdrmix.planning.layout import Arrangement, Degrees
+
+# Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
+LOGIT_POSITIONS = 1024
+# Of a device's memory, what a plan may fill.
+USABLE_SHARE = 0.9
+# Allowances, not measured on a GPU yet: blocks that the caching allocator cannot reuse, as a share
+# of what is allocated and freed in each step, and CUDA context and communicators outside torch.
+FRAGMENTED_SHARE = 0.05
+CONTEXT_BYTES = GIB
+# bytes per token and feature that fla's backward recomputes (fla/ops/generalized_delta_rule/dplr:
+# four scaled inputs and their gradients, cumulated decays in float32, states of chunks of 64)
+_FLA_WORKSPACE = 32
+# DeepSpeed's defaults for ZeRO-3 (elements)
+_LIVE_PARAMETERS = 1_000_000_000
+
+Group = Literal["matrices", "vectors", "experts"]
+GROUPS: tuple[Group, ...] = ("matrices", "vectors", "experts")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank.
+
+    Attributes:
+        weights: flat buffers of the weights.
+        gradients: what is kept from one micro-step to the next.
+        optimizer: float32 masters and both moments.
+        activations: what autograd keeps of the micro-batches in flight.
+        buffers: by kind, what comes and goes within a step, and allowances.
+        host: of the rank's host, for what is offloaded.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: dict[str, int]
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.activations + sum(self.buffers.values())
+
+    def fits(self, cluster: Cluster) -> bool:
+        """Whether it stays within 90 % of the device's memory, and of the host's."""
+        on_host = self.host * cluster.gpus_per_node <= USABLE_SHARE * cluster.host_memory_gib * GIB
+        return self.total <= USABLE_SHARE * cluster.memory_bytes and on_host
+
+    def to_json(self) -> dict[str, Any]:
+        """Bytes by part as plain values."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+            "buffers": sum(self.buffers.values()),
+            "total": self.total,
+        }
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Parameters of some layers in one optimizer group: as they are, and split over heads."""
+
+    whole: int = 0
+    split: int = 0
+
+    def __add__(self, other: _Elements) -> _Elements:
+        return _Elements(self.whole + other.whole, self.split + other.split)
+
+    def on(self, tensor: int) -> int:
+        return self.whole + -(-self.split // tensor)
+
+
+_Groups = dict[Group, _Elements]
+
+
+class MemoryModel:
+    """Estimates for one configuration; what does not depend on the layout is computed once.
+
+    Args:
+        config: of the run.
+        device: "cuda" or "cpu".
+        wkv: form of the WKV-7 op; by default as on a machine where all forms are there.
+    """
+
+    def __init__(
+        self, config: Config, device: Literal["cuda", "cpu"], *, wkv: WKVForm | None = None
+    ) -> None:
+        model = config.model
+        self.config, self.model = config, model
+        self.precision = config.training.precision
+        self.numerics = Numerics.of(self.precision, device, wkv)
+        kinds = model.layer_kinds()
+        first_rwkv = kinds.index("rwkv") if "rwkv" in kinds else None
+        self.blocks = [
+            activations.block(
+                model, kind, creates_v_first=layer == first_rwkv, numerics=self.numerics
+            )
+            for layer, kind in enumerate(kinds)
+        ]
+        self.outside = activations.outside_blocks(model, self.numerics)
+        self._layers: list[_Groups] = [_no_elements() for _ in kinds]
+        self._tied, self._final = _no_elements(), _no_elements()
+        for parameter in parameters(model):
+            self._groups_of(parameter)[_group(parameter)] += _elements(parameter)
+        self._stages: dict[int, list[range]] = {}
+        self._held: dict[tuple[int, int], _Groups] = {}
+        self._kept: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def _groups_of(self, parameter: Parameter) -> _Groups:
+        if parameter.layer is not None:
+            return self._layers[parameter.layer]
+        return self._final if parameter.name == "final_norm.weight" else self._tied
+
+    # --- what a rank holds ----------------------------------------------------------------------
+
+    def stages(self, pipeline: int) -> list[range]:
+        """Blocks of each pipeline stage, cut so that FLOPs are spread as evenly as blocks allow."""
+        if pipeline not in self._stages:
+            flops = forward_flops_by_layer(self.model, self.config.training.sequence_length)
+            self._stages[pipeline] = _even_cuts(flops, head_flops(self.model), pipeline)
+        return self._stages[pipeline]
+
+    def estimate(self, arrangement: Arrangement) -> Memory:
+        """Bytes on the fullest rank.
+
+        Of the stages the first and last hold the embedding, earlier ones keep more micro-batches,
+        and the first of those with most blocks holds the most weights: one of them is fullest.
+        """
+        sizes = [len(stage) for stage in self.stages(arrangement.degrees.pipeline)]
+        stages = {0, min(1, len(sizes) - 1), sizes.index(max(sizes)), len(sizes) - 1}
+        return max((self._on_stage(arrangement, stage) for stage in sorted(stages)), key=_total)
+
+    def _on_stage(self, arrangement: Arrangement, stage: int) -> Memory:
+        weights, gradients, optimizer = self._states(arrangement, stage)
+        kept = self._activations(arrangement, stage)
+        buffers = self._buffers(arrangement, stage, kept)
+        steps = arrangement.gradient_accumulation_steps
+        if arrangement.zero_stage == 2 and self.precision != "bf16" and steps > 1:
+            # DeepSpeed collects a micro-step's gradients before it adds them to those before
+            buffers["gradients_of_a_micro_step"] = gradients
+        host = 0
+        if arrangement.offloads_optimizer:
+            host, gradients, optimizer = gradients + optimizer, 0, 0
+        return Memory(weights, gradients, optimizer, kept, buffers, host)
+
+    def held(self, degrees: Degrees, stage: int) -> dict[Group, int]:
+        """Elements of each group on a rank of a stage; the tied embedding is on both ends."""
+        groups = self._held.get((degrees.pipeline, stage))
+        if groups is None:
+            here = [self._layers[layer] for layer in self.stages(degrees.pipeline)[stage]]
+            if stage in (0, degrees.pipeline - 1):
+                here.append(self._tied)
+            if stage == degrees.pipeline - 1:
+                here.append(self._final)
+            groups = {g: sum((part[g] for part in here), _Elements()) for g in GROUPS}
+            self._held[degrees.pipeline, stage] = groups
+        held = {group: total.on(_spread(degrees, group)) for group, total in groups.items()}
+        return {group: elements for group, elements in held.items() if elements}
+
+    def _states(self, arrangement: Arrangement, stage: int) -> tuple[int, int, int]:
+        """Bytes of weights, gradients and optimizer."""
+        degrees, size = arrangement.degrees, self.numerics.element_bytes
+        held = self.held(degrees, stage)
+        padded = {g: _padded(n, sharing(degrees, g)) for g, n in held.items()}
+        parts = {g: n // sharing(degrees, g) for g, n in padded.items()}
+        optimizer = 12 * sum(parts.values()) + 4 * len(parts)  # AdamW counts its steps in a tensor
+        if arrangement.zero_stage == 3:
+            live = min(_LIVE_PARAMETERS, sum(padded.values()))
+            return size * (sum(parts.values()) + live), 4 * sum(parts.values()), optimizer
+        weights = size * sum(padded.values())
+        if self.precision == "bf16":
+            if arrangement.zero_stage == 1:
+                return weights, 4 * sum(padded.values()) + size * sum(held.values()), optimizer
+            return weights, 4 * sum(parts.values()), optimizer
+        if arrangement.zero_stage == 1:
+            return weights, size * sum(held.values()), optimizer
+        return weights, size * self._touched(degrees, parts), optimizer
+
+    def _touched(self, degrees: Degrees, parts: dict[Group, int]) -> int:
+        """Elements of all parameters that the fullest rank's partitions overlap.
+
+        DeepSpeed flattens a group in the order of the model, and of a parameter on the border
+        between two ranks both keep the whole gradient.
+        """
+        ends = {group: self._ends(group, degrees) for group in parts}
+        most = 0
+        for rank in range(degrees.data):
+            touched = 0
+            for group, size in parts.items():
+                place = rank * degrees.tensor // degrees.expert if group == "experts" else rank
+                touched += _overlapped(ends[group], place * size, (place + 1) * size)
+            most = max(most, touched)
+        return most
+
+    def _ends(self, group: Group, degrees: Degrees) -> list[int]:
+        """Where each parameter of a group ends in its flat buffer."""
+        spread = _spread(degrees, group)
+        return list(accumulate(e.on(spread) for g, e in self._listed if g == group))
+
+    @cached_property
+    def _listed(self) -> list[tuple[Group, _Elements]]:
+        return [(_group(p), _elements(p)) for p in parameters(self.model)]
+
+    # --- what a micro-step takes ----------------------------------------------------------------
+
+    def tokens(self, arrangement: Arrangement) -> int:
+        """Tokens of a rank's micro-batch."""
+        tokens = arrangement.micro_batch_size * self.config.training.sequence_length
+        return tokens // arrangement.degrees.sequence
+
+    def _activations(self, arrangement: Arrangement, stage: int) -> int:
+        """What autograd keeps of the micro-batches that are in flight at a stage."""
+        degrees, tokens = arrangement.degrees, self.tokens(arrangement)
+        here = self.stages(degrees.pipeline)[stage]
+        # 1F1B: a stage has started as many micro-batches as stages follow it, itself included
+        in_flight = min(degrees.pipeline - stage, arrangement.gradient_accumulation_steps)
+        every, largest = self._kept_by_blocks(degrees, stage)
+        border = activations.border(self.model, self.numerics)
+        v_first = border if "rwkv" in self.model.layer_kinds() else 0
+        if arrangement.activation_checkpointing:
+            # the block that is recomputed reads its border, unless its norm copies it
+            twice = 0 if self.numerics.norm_copies_input else border
+            kept = in_flight * (border * len(here) + v_first) + largest - twice
+        else:
+            # v_first counts with the block that makes it, or is received
+            kept = in_flight * (every + (v_first if stage else 0))
+        total = kept * tokens
+        if stage == degrees.pipeline - 1:
+            # the loss forms the embedding's gradient, float32, in its forward pass
+            total += 4 * self.model.vocab_size * self.model.hidden_size / degrees.tensor
+        if stage in (0, degrees.pipeline - 1):
+            total += self.outside.on(degrees.tensor) * tokens
+        return int(total)
+
+    def _kept_by_blocks(self, degrees: Degrees, stage: int) -> tuple[float, float]:
+        """Bytes per token of all blocks of a stage, and of the one that keeps most."""
+        key = (degrees.tensor, degrees.pipeline, stage)
+        if key not in self._kept:
+            here = self.stages(degrees.pipeline)[stage]
+            blocks = [self.blocks[layer].on(degrees.tensor) for layer in here]
+            self._kept[key] = sum(blocks), max(blocks)
+        return self._kept[key]
+
+    def _buffers(self, arrangement: Arrangement, stage: int, kept: int) -> dict[str, int]:
+        """What comes and goes within a step, by kind."""
+        degrees, size = arrangement.degrees, self.numerics.element_bytes
+        tokens, width = self.tokens(arrangement), self.model.hidden_size
+        buffers = {
+            "gradient_buckets": self._buckets(arrangement, stage, kept),
+            "workspace": self._workspace(arrangement, stage),
+        }
+        if stage == degrees.pipeline - 1:
+            buffers["logits"] = self._logits(degrees, tokens)
+        if degrees.expert > 1:
+            buffers["all_to_all"] = self._all_to_all(degrees, tokens)
+        if degrees.sequence > 1:  # r, w, k, v, a, b in one tensor, sent and received
+            buffers["sequence_exchange"] = 2 * 6 * tokens * width * size // degrees.tensor
+        if degrees.pipeline > 1:  # x and v_first, sent and received
+            buffers["pipeline"] = 4 * tokens * width * size
+        if self.numerics.device == "cuda":
+            moving = kept + sum(buffers.values())
+            buffers["fragmentation"] = int(FRAGMENTED_SHARE * moving)
+            buffers["context"] = CONTEXT_BYTES
+        return buffers
+
+    def _buckets(self, arrangement: Arrangement, stage: int, kept: int) -> int:
+        """DeepSpeed's reduction of gradients, beyond the activations that are free by then."""
+        size, bucket = self.numerics.element_bytes, arrangement.bucket_elements
+        held = self.held(arrangement.degrees, stage)
+        shared = {g: sharing(arrangement.degrees, g) for g in held}
+        if arrangement.zero_stage == 1 and self.precision == "bf16":
+            # each group is cast to bf16 in one piece after the last backward pass
+            return max(0, 2 * max(held.values()) - kept)
+        # allocated at the first gradient of a backward pass, while most activations are there
+        total = size * bucket
+        if arrangement.zero_stage >= 2 and max(shared.values()) > 1:
+            total += size * min(bucket, sum(held.values()))  # slices for one rank, flattened
+        if self.precision != "bf16":  # the step flattens a group's partition in float32
+            largest = max(n // shared[g] for g, n in held.items())
+            total += max(0, 4 * largest - kept)
+        return total
+
+    def _workspace(self, arrangement: Arrangement, stage: int) -> int:
+        """Gradients of one block's activations and of its largest parameters, on their way."""
+        degrees, size = arrangement.degrees, self.numerics.element_bytes
+        tokens, model = self.tokens(arrangement), self.model
+        inner = model.ffn_hidden_size
+        if model.moe is not None:
+            inner = model.moe.top_k * model.moe.expert_hidden_size
+        feed_forward = 2 * inner * size
+        mixer = 12 * model.hidden_size * size  # six mixes, and what enters the mixer
+        if self.numerics.wkv == "fla" and "rwkv" in model.layer_kinds():
+            mixer += _FLA_WORKSPACE * model.hidden_size
+        passing = max(feed_forward, mixer) * tokens // degrees.tensor
+        layer = self._layers[self.stages(degrees.pipeline)[stage][0]]
+        matrices = layer["experts"].on(degrees.expert) or 2 * model.hidden_size * inner
+        return passing + size * matrices
+
+    def _logits(self, degrees: Degrees, tokens: int) -> int:
+        """A chunk of logits and its exponential in float32, and the head's gradient of a chunk."""
+        vocab = self.model.vocab_size // degrees.tensor
+        size = self.numerics.element_bytes
+        head = vocab * self.model.hidden_size * (4 if size == 4 else 4 + size)
+        return 8 * min(LOGIT_POSITIONS, tokens) * vocab + head
+
+    def _all_to_all(self, degrees: Degrees, tokens: int) -> int:
+        """Rows leaving and arriving, and a layer's surplus if a rank's experts are in demand."""
+        moe, size = self.model.moe, self.numerics.element_bytes
+        assert moe is not None, "rules refuse expert parallelism of a dense model"
+        rows = moe.top_k * tokens / degrees.tensor
+        surplus = (moe.capacity_factor - 1) * activations.routed_row(self.model, self.numerics)
+        return int(rows * (3 * self.model.hidden_size * size * moe.capacity_factor + surplus))
+
+
+def _spread(degrees: Degrees, group: Group) -> int:
+    """Ranks over which a group's parameters themselves are spread."""
+    return degrees.expert if group == "experts" else degrees.tensor
+
+
+def sharing(degrees: Degrees, group: Group) -> int:
+    """Ranks that share out a group's gradients and optimizer."""
+    if group == "experts":
+        return degrees.data * degrees.tensor // degrees.expert
+    return degrees.data
+
+
+def _total(memory: Memory) -> int:
+    return memory.total
+
+
+def _no_elements() -> _Groups:
+    return {group: _Elements() for group in GROUPS}
+
+
+def _group(parameter: Parameter) -> Group:
+    """Optimizer group, as `engines/optim.py` makes them."""
+    if parameter.part == "experts":
+        return "experts"
+    return "matrices" if len(parameter.shape) > 1 else "vectors"
+
+
+# Read by every tensor rank whole: what is not of heads, inner features or vocabulary rows.
+_REPLICATED = ("_norm.weight", "mixer.mu_", "_down", "ffn_shift.mu", "router.weight")
+
+
+def _elements(parameter: Parameter) -> _Elements:
+    replicated = any(part in parameter.name for part in _REPLICATED)
+    if replicated and "group_norm" not in parameter.name:
+        return _Elements(whole=parameter.num_elements)
+    return _Elements(split=parameter.num_elements)
+
+
+def _padded(elements: int, ranks: int) -> int:
+    """Length of DeepSpeed's flat buffer: a multiple of two elements for each rank."""
+    return -(-elements // (2 * ranks)) * 2 * ranks
+
+
+def _overlapped(ends: list[int], start: int, stop: int) -> int:
+    """Elements of the parameters that [start, stop) of a flat buffer overlaps."""
+    total = ends[-1]
+    if start >= total:
+        return 0
+    first, last = bisect_right(ends, start), bisect_left(ends, min(stop, total))
+    return ends[last] - (ends[first - 1] if first else 0)
+
+
+def _even_cuts(flops: list[int], head: int, pipeline: int) -> list[range]:
+    """Contiguous blocks for each stage, each stage with one at least; the last has the head too."""
+    reached = list(accumulate(flops))
+    share = (reached[-1] + head) / pipeline
+    cuts = [0]
+    for stage in range(1, pipeline):
+        left = range(cuts[-1] + 1, len(flops) - (pipeline - stage) + 1)
+        cuts.append(min(left, key=lambda cut: abs(reached[cut - 1] - share * stage)))  # noqa: B023
+    cuts.append(len(flops))
+    return [range(*pair) for pair in pairwise(cuts)]
+
+
+def describe(memory: Memory) -> Iterator[tuple[str, int]]:
+    """Each part with its bytes, buffers by kind."""
+    yield "weights", memory.weights
+    yield "gradients", memory.gradients
+    yield "optimizer", memory.optimizer
+    yield "activations", memory.activations
+    for kind, size in memory.buffers.items():
+        yield f"buffers: {kind.replace('_', ' ')}", size

@@ -1,0 +1,219 @@
+"""Cluster + configuration -> plan: layout, memory, time, reasons, and what else was considered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cdrmix.config.schema import Config
+from cdrmix.planning.cluster import GIB, Cluster
+from cdrmix.planning.memory import USABLE_SHARE, MemoryModel, describe
+from cdrmix.planning.profile import carried_out, check_given, memory_reason
+from cdrmix.planning.rules import UNAVAILABLE
+from cdrmix.planning.search import Candidate, candidates
+
+RUNNERS_UP = 4
+# How many times the nodes may be doubled in looking for a cluster that would do.
+_DOUBLINGS = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run is laid out on a cluster.
+
+    Attributes:
+        config: of the run.
+        cluster: where it would run.
+        pick: the layout to run with, or the nearest to one if nothing fits.
+        runners_up: other layouts that this version carries out, best first.
+        later: the best layouts that it cannot carry out yet.
+        layouts: how many legal layouts were compared.
+        reasons: why the pick, one line each.
+        changes: what would have to change, one line each; empty where the plan fits.
+    """
+
+    config: Config
+    cluster: Cluster
+    pick: Candidate
+    runners_up: list[Candidate]
+    later: list[Candidate]
+    layouts: int
+    reasons: list[str]
+    changes: list[str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether this version can run it within 90 % of the memory."""
+        return self.pick.fits and not self.pick.missing
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values."""
+        cluster = self.cluster
+        return {
+            "name": self.config.name,
+            "cluster": {
+                "name": cluster.name,
+                "nodes": cluster.nodes,
+                "gpus_per_node": cluster.gpus_per_node,
+                "memory_gib": cluster.memory_gib,
+            },
+            **self.pick.to_json(),
+            "reasons": [*self.reasons, *self.changes],
+            "runners_up": [candidate.to_json() for candidate in self.runners_up],
+            "not_available_yet": [candidate.to_json() for candidate in self.later],
+            "layouts_compared": self.layouts,
+        }
+
+
+def plan(config: Config, cluster: Cluster) -> Plan:
+    """Lay a run out on a cluster; what the configuration gives is kept.
+
+    Raises:
+        PlanError: if what the configuration gives cannot be laid out on the cluster, naming
+            everything that is wrong with the nearest legal choice.
+    """
+    check_given(config, cluster)
+    found = candidates(config, cluster)
+    pick = found[0]
+    available = [candidate for candidate in found[1:] if not candidate.missing]
+    later = [candidate for candidate in found if candidate.missing and candidate is not pick]
+    later.sort(key=lambda candidate: not candidate.fits)  # stable: the best that fit come first
+    if pick.missing:
+        needed = " and ".join(pick.missing)
+        reasons = [f"{needed}: {UNAVAILABLE}", memory_reason(pick, cluster)]
+    else:
+        reasons = carried_out(pick, config, cluster).reasons
+    made = Plan(
+        config=config,
+        cluster=cluster,
+        pick=pick,
+        runners_up=_unlike(available)[:RUNNERS_UP],
+        later=_unlike(later)[:RUNNERS_UP],
+        layouts=len(found),
+        reasons=reasons,
+        changes=[],
+    )
+    return made if made.fits else replace(made, changes=list(_changes(made)))
+
+
+def _unlike(found: list[Candidate]) -> list[Candidate]:
+    """The first candidate of each profile and set of degrees."""
+    first: dict[Any, Candidate] = {}
+    for candidate in found:
+        first.setdefault((candidate.profile, candidate.arrangement.degrees), candidate)
+    return list(first.values())
+
+
+def _changes(made: Plan) -> Iterator[str]:
+    """What would have to change for this version to run it, and what will fit later."""
+    pick, training, cluster = made.pick, made.config.training, made.cluster
+    if pick.fits:
+        names = ", ".join(f"parallel.{name}" for name in pick.missing)
+        yield f"this version could run it without {names}"
+        return
+    fitting = next((candidate for candidate in made.later if candidate.fits), None)
+    if fitting is not None:
+        needed = " and ".join(fitting.missing)
+        yield (
+            f"fits with {fitting.describe()}: {fitting.memory.total / GIB:.1f} GiB a device, "
+            f"{fitting.cost.tokens_per_second:,.0f} tokens per second; {needed}: {UNAVAILABLE}"
+        )
+    if not pick.arrangement.activation_checkpointing:
+        yield "would take less with training.activation_checkpointing = true"
+    if training.micro_batch_size is not None and training.micro_batch_size > 1:
+        yield "would take less with training.micro_batch_size = 1"
+    nodes = _nodes_needed(made)
+    if nodes is not None:
+        yield f"would fit on {nodes} such nodes, with {nodes // cluster.nodes} times the data ranks"
+    needed_gib = pick.memory.total / USABLE_SHARE / GIB
+    yield f"would fit on {cluster.world_size} devices of {needed_gib:.0f} GiB"
+
+
+def _nodes_needed(made: Plan) -> int | None:
+    """Nodes, by doubling, on which the pick's kind of layout fits; None if more data ranks do not
+    help or the batch does not reach."""
+    model = MemoryModel(made.config, made.cluster.device)
+    arrangement = made.pick.arrangement
+    for times in (2**doubling for doubling in range(1, _DOUBLINGS + 1)):
+        if arrangement.gradient_accumulation_steps % times:
+            return None
+        wider = replace(
+            arrangement,
+            degrees=replace(arrangement.degrees, data=arrangement.degrees.data * times),
+            gradient_accumulation_steps=arrangement.gradient_accumulation_steps // times,
+        )
+        if model.estimate(wider).fits(made.cluster):
+            return made.cluster.nodes * times
+    return None
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def as_text(made: Plan, *, explain: bool = False) -> str:
+    """The plan as a page; `explain` adds every buffer, what is exchanged, and what was assumed."""
+    pick = made.pick
+    verdict = "fits" if made.fits else "does NOT fit" if not pick.fits else UNAVAILABLE
+    lines = [f"{made.config.name} on {made.cluster}: {verdict}", "", f"  {pick.describe()}"]
+    lines += ["", *_memory_lines(made, explain=explain), "", *_time_lines(made, explain=explain)]
+    lines += ["", "why", *(f"  - {reason}" for reason in made.reasons)]
+    if made.changes:
+        lines += ["", "what would have to change", *(f"  - {change}" for change in made.changes)]
+    lines += _others("runners-up", made.runners_up)
+    lines += _others(UNAVAILABLE, made.later)
+    if explain:
+        lines += ["", f"{made.layouts} legal layouts compared. {_ASSUMPTIONS}"]
+    return "\n".join(lines)
+
+
+_ASSUMPTIONS = (
+    "States are DeepSpeed's to the byte and activations within 1 % on CPU; buffers and GPUs are "
+    "not measured yet. Times assume half of the peak in the kernels, 1.5 ms of launches a block, "
+    "and nothing overlapped: good for comparing layouts, no promise."
+)
+
+
+def _memory_lines(made: Plan, *, explain: bool) -> list[str]:
+    memory, there = made.pick.memory, made.cluster.memory_bytes
+    parts = dict(describe(memory)) if explain else memory.to_json()
+    parts["total"] = memory.total
+    lines = ["  per rank                       GiB"]
+    lines += [f"  {part:26} {size / GIB:7.2f}" for part, size in parts.items()]
+    lines.append(f"  {'may be filled':26} {USABLE_SHARE * there / GIB:7.2f}")
+    if memory.host:
+        lines.append(f"  {'on the host':26} {memory.host / GIB:7.2f}")
+    return lines
+
+
+def _time_lines(made: Plan, *, explain: bool) -> list[str]:
+    cost, training = made.pick.cost, made.config.training
+    lines = [
+        f"  a step      {cost.step_seconds:.3g} s, {cost.flops:.3g} FLOPs, "
+        f"{training.tokens_per_step:,} tokens",
+        f"  speed       {cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%}, "
+        f"scaling efficiency {cost.scaling_efficiency:.0%}",
+        f"  the run     {training.num_steps:,} steps, {cost.days:,.1f} days",
+        f"  waiting     {cost.bubble:.1%} pipeline bubble",
+    ]
+    if explain:
+        lines += [
+            f"  exchanged   {traffic.payload / GIB:8.2f} GiB a step, {traffic.seconds:.3g} s: "
+            f"{kind.replace('_', ' ')}"
+            for kind, traffic in cost.traffic.items()
+        ]
+    return lines
+
+
+def _others(title: str, found: list[Candidate]) -> list[str]:
+    if not found:
+        return []
+    width = max(len(title) - 2, *(len(candidate.describe()) for candidate in found))
+    lines = ["", f"{title:{width + 2}}     GiB  tokens/s"]
+    for candidate in found:
+        note = "" if candidate.fits else "  does not fit"
+        lines.append(
+            f"  {candidate.describe():{width}} {candidate.memory.total / GIB:7.1f} "
+            f"{candidate.cost.tokens_per_second:9,.0f}{note}"
+        )
+    return lines

@@ -1,0 +1,69 @@
+"""What a model's size alone asks for: ZeRO stage, expert degree, axes of parallelism.
+
+Rules of the product, so that a layout does not hang on the second digit of an estimate:
+below 1e9 parameters ZeRO-1; up to 5e10 (the 1B and 4B variants) ZeRO-2 with accumulation; beyond
+(40B) tensor and pipeline with ZeRO-1 and activation checkpointing; from 5e11 (200B) sequence and
+expert parallelism as well.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cdrmix.config.schema import Config
+from cdrmix.planning.counts import params_by_part
+from cdrmix.planning.layout import Degrees
+
+# Total parameters from which gradients are worth spreading: 1e9 are 2 GB of them in bf16 on every
+# rank, which costs a reduction in each micro-step.
+LARGE_PARAMS = 1_000_000_000
+# Total parameters from which a model is cut into stages and matrices, and into tokens too.
+STAGED_PARAMS = 50_000_000_000
+SEQUENCED_PARAMS = 500_000_000_000
+# Experts are held whole by every rank up to here; weight and gradient in bf16 are 4 bytes.
+WHOLE_EXPERT_BYTES = 2**30
+EXPERT_BYTES_PER_PARAM = 4
+# Expert groups stay inside a node of 8 devices, where all-to-all is cheap.
+LARGEST_EXPERT_GROUP = 8
+
+
+def zero_stage(total_params: int, *, data: int, pipeline: int) -> tuple[int, str]:
+    """ZeRO stage, 1 or 2, and why."""
+    if pipeline > 1:
+        return 1, "DeepSpeed's pipeline engine partitions no gradients"
+    if data == 1:
+        return 1, "one data rank: there is nobody to share gradients with"
+    if total_params < LARGE_PARAMS:
+        return 1, f"{total_params / 1e6:.3g}M parameters: gradients are small, one exchange a step"
+    return 2, f"{total_params / 1e9:.3g}B parameters: gradients are spread over the data ranks"
+
+
+def expert_degree(config: Config, *, ranks: int, tensor: int, pipeline: int) -> tuple[int, str]:
+    """Expert degree among the `ranks` of a pipeline stage, and why."""
+    model, given = config.model, config.parallel.expert
+    if given is not None:
+        return given, "parallel.expert as given"
+    if model.moe is None:
+        return 1, "a dense model has no experts"
+    held_bytes = params_by_part(model)["experts"] // (tensor * pipeline) * EXPERT_BYTES_PER_PARAM
+    gib = held_bytes / 2**30
+    amount = f"{gib:,.0f}" if gib > 10 else f"{gib:.2g}"
+    size = f"all experts take {amount} GiB of weights and gradients"
+    if held_bytes <= WHOLE_EXPERT_BYTES:
+        return 1, f"{size}, which every rank can hold: no exchange of tokens"
+    common = math.gcd(model.moe.num_experts, ranks)
+    degree = max(n for n in range(1, LARGEST_EXPERT_GROUP + 1) if common % n == 0)
+    if degree == 1:
+        return 1, f"{size}, and {ranks} ranks cannot share {model.moe.num_experts} experts"
+    return degree, f"{size}, spread over groups of {degree} ranks that a node holds"
+
+
+def has_axes_of_its_size(config: Config, degrees: Degrees, total_params: int) -> bool:
+    """Whether a layout is cut along the axes that its size asks for."""
+    staged = degrees.tensor > 1 and degrees.pipeline > 1
+    if total_params < STAGED_PARAMS:
+        return degrees.tensor == degrees.pipeline == degrees.sequence == 1
+    if total_params < SEQUENCED_PARAMS:
+        return staged and degrees.sequence == 1
+    spread = degrees.expert > 1 or config.model.moe is None
+    return staged and degrees.sequence > 1 and spread

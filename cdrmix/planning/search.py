@@ -1,0 +1,230 @@
+"""All layouts of a configuration on a cluster, each with its memory and its time, and the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from cdrmix.config.schema import Config
+from cdrmix.planning import rules, scale
+from cdrmix.planning.cluster import Cluster
+from cdrmix.planning.cost import Cost, CostModel
+from cdrmix.planning.counts import count
+from cdrmix.planning.deepspeed_json import profile_path, read_profile
+from cdrmix.planning.layout import Arrangement, Degrees, Layout
+from cdrmix.planning.memory import Memory, MemoryModel
+
+# Bounds of what is enumerated, so that a plan takes well under two seconds.
+LARGEST_TENSOR = 8
+LARGEST_PIPELINE = 32
+LARGEST_SEQUENCE = 8
+LARGEST_MICRO_BATCH = 16
+# Layouts whose estimated speed differs by less are ordered by simplicity, then by memory.
+SPEED_STEP = 1.03
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with what it takes.
+
+    Attributes:
+        profile: DeepSpeed profile.
+        arrangement: degrees, batch sizes, checkpointing.
+        memory: bytes on the fullest rank.
+        cost: time of a step.
+        fits: whether memory stays within 90 % of the device's, and of the host's.
+        missing: what this version cannot carry out yet; empty if it can.
+        is_usual: whether it is what the model's size asks for (`scale`).
+    """
+
+    profile: str
+    arrangement: Arrangement
+    memory: Memory
+    cost: Cost
+    fits: bool
+    missing: tuple[str, ...]
+    is_usual: bool
+
+    @cached_property
+    def preference(self) -> tuple[int, int, int]:
+        """Sorts better layouts of equal standing first."""
+        degrees = self.arrangement.degrees
+        speed = round(math.log(self.cost.tokens_per_second) / math.log(SPEED_STEP))
+        axes = (degrees.tensor, degrees.pipeline, degrees.sequence, degrees.expert)
+        parts = sum(degree > 1 for degree in axes) + self.arrangement.zero_stage
+        parts += self.arrangement.activation_checkpointing + self.arrangement.offloads_optimizer
+        return -speed, parts, self.memory.total
+
+    def describe(self) -> str:
+        """In one line, with the names of the configuration."""
+        a, d = self.arrangement, self.arrangement.degrees
+        axes = ("data", "tensor", "pipeline", "sequence", "expert")
+        spread = " x ".join(f"{axis} {getattr(d, axis)}" for axis in axes if getattr(d, axis) > 1)
+        recomputed = ", activation checkpointing" if a.activation_checkpointing else ""
+        batch = f"micro batch {a.micro_batch_size}"
+        return f"{self.profile}, {spread or 'one rank'}, {batch}{recomputed}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Layout, memory and time as plain values."""
+        made = self.arrangement
+        return {
+            "profile": self.profile,
+            "degrees": asdict(made.degrees),
+            "micro_batch_size": made.micro_batch_size,
+            "gradient_accumulation_steps": made.gradient_accumulation_steps,
+            "activation_checkpointing": made.activation_checkpointing,
+            "memory_per_rank_bytes": self.memory.to_json(),
+            "buffers_bytes": self.memory.buffers,
+            "host_memory_per_rank_bytes": self.memory.host,
+            "fits": self.fits and not self.missing,
+            "not_available": list(self.missing),
+            **self.cost.to_json(),
+        }
+
+
+def candidates(
+    config: Config, cluster: Cluster, *, settings: dict[str, Any] | None = None
+) -> list[Candidate]:
+    """Every legal layout, in order of preference: those that this version carries out first, of
+    these those that fit, of these the usual ones for the model's size, of these the fastest.
+
+    What the configuration gives is kept.
+
+    Args:
+        config: of the run.
+        cluster: where it runs; its world is the run's.
+        settings: of a profile that is given; all profiles when left out.
+    """
+    memory_model = MemoryModel(config, cluster.device)
+    cost_model = CostModel(memory_model, cluster)
+    total = count(config.model, config.training.sequence_length).total_params
+    usual: dict[tuple[Degrees, int, bool], bool] = {}
+    found = []
+    for arrangement, missing in _arrangements(config, cluster, settings):
+        memory = memory_model.estimate(arrangement)
+        fits = memory.fits(cluster)
+        profile = _profile_name(arrangement)
+        cost = cost_model.estimate(arrangement)
+        key = (arrangement.degrees, arrangement.zero_stage, arrangement.offloads_optimizer)
+        if key not in usual:
+            usual[key] = _is_usual(config, arrangement, total)
+        found.append(Candidate(profile, arrangement, memory, cost, fits, missing, usual[key]))
+    return sorted(found, key=_standing)
+
+
+def _standing(candidate: Candidate) -> tuple[bool, bool, int, bool, tuple[int, int, int]]:
+    # what does not fit is ordered by how little it is too large
+    excess = 0 if candidate.fits else candidate.memory.total
+    lacking, usual = bool(candidate.missing), candidate.is_usual
+    return lacking, not candidate.fits, excess, not usual, candidate.preference
+
+
+def _is_usual(config: Config, arrangement: Arrangement, total_params: int) -> bool:
+    degrees, pipeline = arrangement.degrees, arrangement.degrees.pipeline
+    stage, _ = scale.zero_stage(total_params, data=degrees.data, pipeline=pipeline)
+    if arrangement.zero_stage != stage or arrangement.offloads_optimizer:
+        return False
+    if degrees.tensor * pipeline * degrees.sequence > 1:
+        return scale.has_axes_of_its_size(config, degrees, total_params)
+    # of the layouts that this version carries out
+    expert, _ = scale.expert_degree(config, ranks=degrees.data, tensor=1, pipeline=1)
+    return degrees.expert == expert
+
+
+def _profile_name(arrangement: Arrangement) -> str:
+    if arrangement.degrees.pipeline > 1:
+        return "pipeline"
+    offload = "_offload" if arrangement.offloads_optimizer else ""
+    return f"zero{arrangement.zero_stage}{offload}"
+
+
+def _arrangements(
+    config: Config, cluster: Cluster, settings: dict[str, Any] | None
+) -> Iterator[tuple[Arrangement, tuple[str, ...]]]:
+    """Legal arrangements, and what this version lacks for each."""
+    zero = (settings or read_profile(profile_path("zero2"))).get("zero_optimization", {})
+    bucket = int(zero.get("reduce_bucket_size", Arrangement.bucket_elements))
+    for degrees in _degrees(config, cluster):
+        for stage, offload in _zero_stages(config, degrees, settings):
+            layout = _layout(config, degrees, stage, offload=offload)
+            broken = [rule for rule in rules.RULES if rule.applies(layout)]
+            if any(not rule.is_about_this_version for rule in broken):
+                continue
+            missing = tuple(rule.id.removesuffix("-unavailable") for rule in broken)
+            for micro, steps in _batches(config, degrees):
+                for recompute in _checkpointing(config):
+                    yield (
+                        Arrangement(degrees, stage, micro, steps, recompute, offload, bucket),
+                        missing,
+                    )
+
+
+def _layout(config: Config, degrees: Degrees, stage: int, *, offload: bool) -> Layout:
+    zero: dict[str, Any] = {"stage": stage}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    settings = {"zero_optimization": zero}
+    return Layout(config, degrees, settings, f"zero{stage}", degrees.world_size)
+
+
+def _degrees(config: Config, cluster: Cluster) -> Iterator[Degrees]:
+    given, model, world = config.parallel, config.model, cluster.world_size
+    is_set = given.model_fields_set
+    heads = math.gcd(model.num_heads, model.num_kv_heads)
+    within = math.gcd(heads, model.vocab_size, cluster.gpus_per_node)
+    tensors = [given.tensor] if "tensor" in is_set else _divisors(within, LARGEST_TENSOR)
+    deepest = min(model.num_layers, LARGEST_PIPELINE)
+    experts = _divisors(model.moe.num_experts, world) if model.moe else [1]
+    for tensor in tensors:
+        stages = _divisors(world // tensor, deepest)
+        for pipeline in [given.pipeline] if "pipeline" in is_set else stages:
+            data = world // (tensor * pipeline)
+            if data * tensor * pipeline != world or given.data not in (None, data):
+                continue
+            # sequence ranks exchange the heads that tensor ranks have left them
+            shared = math.gcd(heads // tensor, data, config.training.sequence_length)
+            sequences = _divisors(shared, LARGEST_SEQUENCE)
+            for sequence in [given.sequence] if "sequence" in is_set else sequences:
+                for expert in [given.expert] if given.expert else experts:
+                    if data * tensor % expert == 0:
+                        yield Degrees(data, tensor, pipeline, sequence, expert)
+
+
+def _zero_stages(
+    config: Config, degrees: Degrees, settings: dict[str, Any] | None
+) -> list[tuple[int, bool]]:
+    """ZeRO stage and whether the optimizer is offloaded; those of the profile if one is given."""
+    if settings is not None:
+        zero = settings.get("zero_optimization", {})
+        offload = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+        return [(int(zero.get("stage", 0)), offload)]
+    if degrees.pipeline > 1:
+        return [(1, False)]
+    stages = [(1, False), (2, False), (2, True)]
+    return stages if config.model.moe else [*stages, (3, False)]
+
+
+def _batches(config: Config, degrees: Degrees) -> Iterator[tuple[int, int]]:
+    """Micro batches that divide a rank's share, with the accumulation that follows."""
+    training = config.training
+    share = training.global_batch_size // degrees.sample_ranks
+    given = training.micro_batch_size
+    for micro in [given] if given else _divisors(share, LARGEST_MICRO_BATCH):
+        # tokens of a sample are only split where a rank cannot take fewer samples
+        if degrees.sequence == 1 or micro == 1 or given:
+            yield micro, share // micro
+
+
+def _checkpointing(config: Config) -> tuple[bool, ...]:
+    """As given; where it was not given, both."""
+    training = config.training
+    if "activation_checkpointing" in training.model_fields_set:
+        return (training.activation_checkpointing,)
+    return False, True
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    return [n for n in range(1, min(number, largest) + 1) if number % n == 0]

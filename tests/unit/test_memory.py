@@ -1,0 +1,142 @@
+"""Bytes per rank worked out by hand, and how they follow the layout."""
+
+from dataclasses import replace
+
+import pytest
+
+from cdrmix.config.load import load_config, shipped
+from cdrmix.config.schema import Config
+from cdrmix.planning.cluster import make_cluster
+from cdrmix.planning.counts import count, params_by_part
+from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.memory import Memory, MemoryModel, describe
+
+
+def config(name: str, *overrides: str) -> Config:
+    return load_config(shipped("model_configs") / f"cdrmix-core-{name}.yaml", overrides)
+
+
+def arranged(
+    data: int = 1, tensor: int = 1, pipeline: int = 1, sequence: int = 1, expert: int = 1,
+    *, stage: int = 2, micro: int = 1, steps: int = 8, recompute: bool = False,
+) -> Arrangement:  # fmt: skip
+    degrees = Degrees(data, tensor, pipeline, sequence, expert)
+    return Arrangement(degrees, stage, micro, steps, recompute, bucket_elements=200_000_000)
+
+
+def estimate(name: str, arrangement: Arrangement, *overrides: str) -> Memory:
+    return MemoryModel(config(name, *overrides), "cuda").estimate(arrangement)
+
+
+def test_bf16_states_are_what_the_sizes_say() -> None:
+    model = config("1b").model
+    total, experts = count(model, 1).total_params, params_by_part(model)["experts"]
+    dense = total - experts
+    # eight ranks, one expert of each layer on each: 2 bytes a weight; 4 of gradient, 12 of
+    # optimizer, shared out over 8 ranks where dense, over nobody where experts
+    held = dense + experts // 8
+    zero2 = estimate("1b", arranged(8, expert=8))
+    assert zero2.weights == pytest.approx(2 * held, rel=1e-6)
+    assert zero2.gradients == pytest.approx(4 * (dense / 8 + experts / 8), rel=1e-6)
+    assert zero2.optimizer == pytest.approx(12 * total / 8, rel=1e-6)
+    # ZeRO-1 keeps float32 gradients of all that a rank holds, beside those in bf16
+    zero1 = estimate("1b", arranged(8, expert=8, stage=1))
+    assert zero1.gradients == pytest.approx(6 * held, rel=1e-6)
+    assert (zero1.weights, zero1.optimizer) == (zero2.weights, zero2.optimizer)
+
+
+def test_activations_follow_the_tokens_of_a_micro_batch() -> None:
+    model = MemoryModel(config("1b"), "cuda")
+    head = 4 * 2048 * 50272  # the embedding's gradient, formed in the forward pass
+    one, four = (model.estimate(arranged(8, micro=n)).activations - head for n in (1, 4))
+    assert four == pytest.approx(4 * one, rel=1e-6)
+    half = model.estimate(arranged(8, sequence=2)).activations - head
+    assert half == pytest.approx(one / 2, rel=1e-6)
+
+
+def test_checkpointing_keeps_the_borders_and_one_block() -> None:
+    plain, recomputed = (estimate("1b", arranged(8, recompute=r)).activations for r in (0, 1))
+    tokens, width, layers = 4096, 2048, 24
+    borders = 2 * tokens * width * (layers + 1)  # inputs of blocks, and v_first
+    assert borders < recomputed < plain / 5
+
+
+def test_a_wider_layout_never_takes_more_weights_or_optimizer() -> None:
+    model = MemoryModel(config("40b"), "cuda")
+    base = model.estimate(arranged(8, stage=1, expert=1, recompute=True))
+    for wider in (
+        arranged(8, tensor=2, stage=1, recompute=True),
+        arranged(8, pipeline=2, stage=1, recompute=True),
+        arranged(8, expert=8, stage=1, recompute=True),
+    ):
+        found = model.estimate(wider)
+        assert found.weights < base.weights
+        assert found.optimizer <= base.optimizer
+
+
+def test_stages_cover_all_blocks_in_order_and_share_the_work() -> None:
+    model = MemoryModel(config("200b"), "cuda")
+    for pipeline in (1, 2, 4, 16, 32, 96):
+        stages = model.stages(pipeline)
+        assert [layer for stage in stages for layer in stage] == list(range(96))
+        sizes = [len(stage) for stage in stages]
+        assert min(sizes) >= 1
+        assert max(sizes) <= 96 / pipeline + 1.5
+
+
+def test_the_first_stage_of_a_pipeline_keeps_as_many_micro_batches_as_there_are_stages() -> None:
+    model = MemoryModel(config("40b"), "cuda")
+    few, many = (
+        model.estimate(arranged(8, pipeline=8, stage=1, steps=steps)).activations
+        for steps in (2, 64)
+    )
+    # eight in flight instead of two; the embedding's norm and ids are counted once
+    assert 3.5 < many / few < 4
+
+
+def test_offloading_moves_gradients_and_optimizer_to_the_host() -> None:
+    kept = estimate("1b", arranged(8))
+    moved = estimate("1b", replace(arranged(8), offloads_optimizer=True))
+    assert (moved.gradients, moved.optimizer) == (0, 0)
+    assert moved.host == kept.gradients + kept.optimizer
+    small_host = replace(make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"), host_memory_gib=10)
+    assert not moved.fits(small_host)
+
+
+def test_nine_tenths_of_the_memory_may_be_filled() -> None:
+    cluster = make_cluster(nodes=1, gpus_per_node=8, gpu_memory_gib=100)
+    memory = Memory(80 * 2**30, 0, 0, 5 * 2**30, {"logits": 5 * 2**30})
+    assert memory.fits(cluster)
+    assert not replace(memory, gradients=1).fits(cluster)
+
+
+def test_parts_add_up_to_the_total() -> None:
+    memory = estimate("4b", arranged(16, expert=8))
+    parts = memory.to_json()
+    assert parts["total"] == sum(size for part, size in parts.items() if part != "total")
+    assert parts["total"] == sum(size for _, size in describe(memory))
+
+
+def test_a_gradient_on_the_border_of_two_partitions_is_kept_by_both() -> None:
+    # float32 under ZeRO-2: no separate accumulator, so each rank keeps whole gradients
+    model = MemoryModel(config("tiny"), "cpu")
+    kept = model.estimate(arranged(2)).gradients
+    total = count(config("tiny").model, 1).total_params
+    assert 4 * total / 2 < kept < 4 * total
+
+
+def test_parameters_are_listed_in_the_order_in_which_deepspeed_flattens_them() -> None:
+    from cdrmix.models.backbone import Backbone, logical_name
+    from cdrmix.planning.counts import parameter_shapes
+
+    model = config("tiny").model
+    built = [logical_name(name) for name, _ in Backbone(model).named_parameters()]
+    assert built == list(parameter_shapes(model))
+
+
+@pytest.mark.parametrize("pipeline", [2, 8, 16, 32])
+def test_no_stage_takes_more_than_the_estimate(pipeline: int) -> None:
+    model = MemoryModel(config("200b"), "cuda")
+    wide = arranged(4, 2, pipeline, 2, 8, stage=1, steps=64, recompute=True)
+    every = [model._on_stage(wide, stage).total for stage in range(pipeline)]
+    assert max(every) == model.estimate(wide).total

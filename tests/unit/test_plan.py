@@ -1,0 +1,235 @@
+"""Every shipped variant on the clusters of its specification, and what a plan says when none does.
+
+The figures below are what the plan comes to today. They move when the model of memory or time
+does: then look at the difference before you change them.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from cdrmix.cli import main
+from cdrmix.config.load import load_config, shipped
+from cdrmix.config.schema import Config
+from cdrmix.errors import PlanError
+from cdrmix.planning.cluster import make_cluster
+from cdrmix.planning.plan import Plan, as_text, plan
+from cdrmix.planning.profile import choose
+
+MOST_LAYOUTS = 3_000  # a thousand take a fifth of a second
+
+
+def config(name: str, *overrides: str) -> Config:
+    return load_config(shipped("model_configs") / f"cdrmix-{name}.yaml", overrides)
+
+
+def planned(name: str, nodes: int, gpu: str, *overrides: str) -> Plan:
+    return plan(config(name, *overrides), make_cluster(nodes=nodes, gpus_per_node=8, gpu=gpu))
+
+
+# variant, nodes of 8, GPU; micro batch, accumulation, recomputation, GiB a device of the pick
+@pytest.mark.parametrize(
+    ("scale", "nodes", "gpu", "micro", "steps", "recompute", "gib"),
+    [
+        ("1b", 1, "a100-80", 2, 8, False, 48),
+        ("4b", 2, "a100-80", 8, 2, True, 51),
+        ("4b", 4, "a100-80", 8, 1, True, 43),
+        ("40b", 16, "h100-80", 1, 8, True, 70),
+        ("40b", 8, "h200-141", 4, 4, True, 107),
+    ],
+)
+@pytest.mark.parametrize("family", ["core", "reason"])
+def test_what_fits_is_zero2_with_experts_spread_over_a_node(
+    family: str, scale: str, nodes: int, gpu: str, micro: int, steps: int, recompute: bool, gib: int
+) -> None:
+    made = planned(f"{family}-{scale}", nodes, gpu)
+    pick = made.pick.arrangement
+    assert made.fits
+    assert made.pick.profile == "zero2"
+    assert asdict(pick.degrees) == {
+        "data": 8 * nodes, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 8
+    }  # fmt: skip
+    assert (pick.micro_batch_size, pick.gradient_accumulation_steps) == (micro, steps)
+    assert pick.activation_checkpointing is recompute
+    assert made.pick.memory.total / 2**30 == pytest.approx(gib, abs=1)
+    assert 0.15 < made.pick.cost.mfu < made.pick.cost.scaling_efficiency < 1
+    assert not made.changes
+
+
+# what will fit once it is built: axes by the size of the model
+@pytest.mark.parametrize(
+    ("scale", "nodes", "gpu", "axes"),
+    [
+        ("40b", 8, "h100-80", {"tensor", "pipeline", "expert"}),
+        ("40b", 8, "a100-80", {"tensor", "pipeline", "expert"}),
+        ("200b", 32, "h100-80", {"tensor", "pipeline", "sequence", "expert"}),
+        ("200b", 64, "h100-80", {"tensor", "pipeline", "sequence", "expert"}),
+        ("200b", 32, "mi300x-192", {"tensor", "pipeline", "sequence", "expert"}),
+    ],
+)
+def test_what_does_not_fit_yet_names_the_layout_that_will(
+    scale: str, nodes: int, gpu: str, axes: set[str]
+) -> None:
+    made = planned(f"core-{scale}", nodes, gpu)
+    assert not made.fits
+    assert made.pick.profile == "zero2", "what is picked for a run is available"
+    first = made.later[0]
+    assert first.fits
+    assert first.profile == "pipeline"
+    assert first.arrangement.activation_checkpointing
+    degrees = asdict(first.arrangement.degrees)
+    assert {axis for axis, degree in degrees.items() if degree > 1} - {"data"} == axes
+    assert made.changes[0].startswith(f"fits with {first.describe()}")
+    assert made.changes[0].endswith("not available in this version")
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("path", sorted(shipped("model_configs").glob("*.yaml")),
+                         ids=lambda path: path.stem)  # fmt: skip
+def test_every_shipped_config_plans_on_any_cluster_within_a_bounded_search(path, nodes) -> None:
+    given = load_config(path, ["training.global_batch_size=2048"])
+    made = plan(given, make_cluster(nodes=nodes, gpus_per_node=8, gpu="h100-80"))
+    assert 0 < made.layouts <= MOST_LAYOUTS
+    assert made.fits or made.changes
+    limit = 0.9 * made.cluster.memory_bytes
+    assert all(
+        (candidate.memory.total <= limit) == candidate.fits
+        for candidate in (made.pick, *made.runners_up)
+    )
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("core-tiny", 1), ("core-1b", 1), ("reason-4b", 4)])
+def test_a_run_on_the_same_cluster_is_laid_out_as_planned(name: str, nodes: int) -> None:
+    overrides = ["training.global_batch_size=256"]
+    made = planned(name, nodes, "h100-80", *overrides)
+    cluster = made.cluster
+    choice = choose(config(name, *overrides), world_size=cluster.world_size, cluster=cluster)
+    pick = made.pick.arrangement
+    assert (choice.name, choice.degrees) == (made.pick.profile, pick.degrees)
+    assert choice.micro_batch_size == pick.micro_batch_size
+    assert choice.gradient_accumulation_steps == pick.gradient_accumulation_steps
+    assert choice.activation_checkpointing == pick.activation_checkpointing
+    assert choice.deepspeed["train_micro_batch_size_per_gpu"] == pick.micro_batch_size
+    assert choice.memory == made.pick.memory
+    assert choice.reasons == made.reasons
+
+
+def test_without_a_cluster_profile_and_degrees_are_the_same() -> None:
+    made = planned("core-1b", 1, "a100-80")
+    choice = choose(config("core-1b"), world_size=8)
+    assert (choice.name, choice.degrees) == (made.pick.profile, made.pick.arrangement.degrees)
+
+
+def test_a_run_that_would_not_fit_is_warned() -> None:
+    cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="rtx4090-24")
+    choice = choose(config("core-4b"), world_size=8, cluster=cluster)
+    assert "NOT within the 90 %" in choice.warnings[-1]
+
+
+def test_what_the_configuration_gives_is_kept() -> None:
+    made = planned(
+        "core-1b", 1, "a100-80", "parallel.expert=4", "training.micro_batch_size=1",
+        "training.activation_checkpointing=true",
+    )  # fmt: skip
+    for candidate in (made.pick, *made.runners_up, *made.later):
+        assert candidate.arrangement.degrees.expert == 4
+        assert candidate.arrangement.micro_batch_size == 1
+        assert candidate.arrangement.activation_checkpointing
+
+
+def test_recomputation_that_was_refused_is_not_planned() -> None:
+    made = planned("core-40b", 16, "h100-80", "training.activation_checkpointing=false")
+    assert not made.pick.arrangement.activation_checkpointing
+    assert not made.fits
+    assert "would take less with training.activation_checkpointing = true" in made.changes
+
+
+def test_degrees_that_are_not_available_are_estimated_and_marked() -> None:
+    made = planned("core-1b", 1, "a100-80", "parallel.tensor=2")
+    assert (made.pick.missing, made.fits) == (("tensor",), False)
+    assert made.pick.fits
+    assert made.reasons[0] == "tensor: not available in this version"
+    assert made.changes == ["this version could run it without parallel.tensor"]
+
+
+def test_a_dense_model_is_estimated_with_zero3_too() -> None:
+    made = planned("core-1b", 1, "a100-80", "model.moe=null")
+    profiles = {candidate.profile for candidate in made.later}
+    assert made.fits
+    assert {"zero3", "zero2_offload"} & profiles
+
+
+def test_too_small_a_cluster_says_how_much_more_it_takes() -> None:
+    made = planned("core-40b", 8, "h100-80")
+    assert "would fit on 16 such nodes, with 2 times the data ranks" in made.changes
+    assert planned("core-40b", 16, "h100-80").fits
+
+
+@pytest.mark.parametrize(
+    ("nodes", "override", "told"),
+    [
+        (1, "parallel.tensor=3", "parallel.tensor = 3 does not divide model.num_heads = 16"),
+        (1, "parallel.expert=3", "Try parallel.expert = 2 or 4"),
+        (1, "parallel.pipeline=16", "is not the number of ranks, 8. Try 16 ranks"),
+        (3, "parallel.data=24", "Try training.global_batch_size = 120 or 144, or 16 or 32"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_told_with_the_nearest_legal_choice(
+    nodes: int, override: str, told: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        planned("core-1b", nodes, "a100-80", override)
+    assert told in str(caught.value)
+
+
+def test_a_plan_is_made_without_torch() -> None:
+    path = shipped("model_configs") / "cdrmix-core-200b.yaml"
+    flags = ["--nodes", "32", "--gpus-per-node", "8", "--gpu", "h100-80", "--json"]
+    code = (
+        "import sys\nfrom cdrmix.cli import main\n"
+        f"code = main(['plan', '--config', {str(path)!r}, *{flags}])\n"
+        "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert printed["fits"] is False
+    assert printed["not_available_yet"][0]["degrees"]["pipeline"] > 1
+
+
+def test_the_command_prints_the_contracts_object(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(shipped("model_configs") / "cdrmix-core-1b.yaml")
+    cluster = ["--nodes", "1", "--gpus-per-node", "8", "--gpu-memory-gib", "80"]
+    assert main(["plan", "--config", path, *cluster, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed["degrees"]) == {"data", "tensor", "pipeline", "sequence", "expert"}
+    assert list(printed["memory_per_rank_bytes"]) == [
+        "weights", "gradients", "optimizer", "activations", "buffers", "total"
+    ]  # fmt: skip
+    assert (printed["profile"], printed["fits"]) == ("zero2", True)
+    assert printed["micro_batch_size"] * printed["gradient_accumulation_steps"] * 8 == 128
+    assert printed["reasons"]
+    assert main(["plan", "--config", path, *cluster[:-2], "--gpu", "a100"]) == 2
+    assert "Did you mean 'a100-80'?" in capsys.readouterr().err
+
+
+def test_the_page_shows_memory_speed_and_reasons() -> None:
+    made = planned("core-40b", 8, "h100-80")
+    short, long = as_text(made), as_text(made, explain=True)
+    assert short.startswith("cdrmix-core-40b on 8 x 8 h100-80 (79.1 GiB): does NOT fit")
+    for heading in ("per rank", "MFU", "why", "what would have to change", "runners-up"):
+        assert heading in short
+    assert set(short.splitlines()) - set(long.splitlines()) == {
+        line for line in short.splitlines() if line.startswith("  buffers ")
+    }
+    assert "buffers: logits" in long
+    assert "gradients all reduce" in long
+
+
+def test_equal_input_gives_an_equal_plan() -> None:
+    first, second = (planned("core-4b", 2, "a100-80").to_json() for _ in range(2))
+    assert first == second

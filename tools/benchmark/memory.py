@@ -1,0 +1,322 @@
+"""The plan's bytes per rank against what a run allocates, part by part.
+
+Small models on CPU ranks: weights, gradients and optimizer are the storages that DeepSpeed holds
+between two micro-steps and after a step; activations are the storages that autograd saves, seen by
+torch's saved-tensor hooks. Where there is a GPU, the peak of CUDA's allocator over two steps is
+compared with the plan's total, without its allowances for fragmentation and context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdrmix import runtime
+from cdrmix.config.schema import Config
+from cdrmix.planning.memory import MemoryModel
+from cdrmix.planning.profile import Choice, arrangement, choose
+
+ACCUMULATION = 2  # a micro-step that does not end a step shows what is kept between them
+PARTS = ("weights", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration that is measured; sizes as in `ModelConfig` and `TrainingConfig`."""
+
+    name: str
+    hidden: int = 128
+    length: int = 128
+    micro_batch: int = 1
+    layers: int = 4
+    moe: bool = True
+    kv_heads: int | None = None
+    checkpointing: bool = False
+    precision: str = "fp32"
+    profile: str = "zero1"
+    world: int = 1
+    expert: int = 1
+
+
+CASES = (
+    Case("MoE"),
+    Case("MoE, ZeRO-2", profile="zero2"),
+    Case("MoE, long", length=512),
+    Case("MoE, wide", hidden=256, layers=8),
+    Case("MoE, micro batch 3, checkpointing", micro_batch=3, checkpointing=True),
+    Case("MoE, wide and long, checkpointing", hidden=256, length=384, checkpointing=True),
+    Case("dense", moe=False),
+    Case("dense, grouped queries, long", moe=False, kv_heads=2, length=512),
+    Case("dense, wide, checkpointing", moe=False, hidden=256, checkpointing=True),
+    Case("dense, narrow, ZeRO-2", moe=False, hidden=64, profile="zero2"),
+    Case("MoE, bf16, ZeRO-1", precision="bf16"),
+    Case("MoE, bf16, ZeRO-2, checkpointing", precision="bf16", profile="zero2", checkpointing=True),
+    Case("MoE, 2 ranks, ZeRO-1", world=2),
+    Case("MoE, 2 ranks, ZeRO-2", world=2, profile="zero2"),
+    Case("MoE, 2 ranks, experts spread, ZeRO-2", world=2, profile="zero2", expert=2, length=512),
+    Case("dense, 2 ranks, ZeRO-2", world=2, profile="zero2", moe=False, hidden=256),
+    Case("MoE, bf16, 2 ranks, ZeRO-1", precision="bf16", world=2),
+    Case("MoE, bf16, 2 ranks, experts spread, ZeRO-2", precision="bf16", world=2,
+         profile="zero2", expert=2, length=512),
+)  # fmt: skip
+
+CUDA_CASES = tuple(
+    Case(name, hidden=2048, length=4096, precision="bf16", profile="zero2", **changes)
+    for name, changes in (
+        ("MoE", {}),
+        ("MoE, checkpointing", {"checkpointing": True, "micro_batch": 4}),
+        ("dense", {"moe": False}),
+    )
+)
+
+
+def make_config(case: Case) -> Config:
+    """A whole configuration of a case; nothing of it is read from disk."""
+    experts = {"num_experts": 4, "expert_hidden_size": 3 * case.hidden // 2}
+    return Config.model_validate(
+        {
+            "name": "memory",
+            "model": {
+                "hidden_size": case.hidden,
+                "num_layers": case.layers,
+                "num_heads": case.hidden // 32,
+                "num_kv_heads": case.kv_heads,
+                "vocab_size": 512,
+                "moe": experts if case.moe else None,
+            },
+            "parallel": {"expert": case.expert},
+            "training": {
+                "max_steps": 2,
+                "global_batch_size": case.micro_batch * case.world * ACCUMULATION,
+                "micro_batch_size": case.micro_batch,
+                "sequence_length": case.length,
+                "precision": case.precision,
+                "activation_checkpointing": case.checkpointing,
+                "learning_rate": 1e-3,
+                "min_learning_rate": 1e-4,
+                "warmup_steps": 1,
+            },
+            "data": {"path": "none"},
+        }
+    )
+
+
+def predicted(case: Case) -> dict[str, int]:
+    """The plan's figures for a case on CPU ranks."""
+    from cdrmix.models.wkv7_cpu import load
+
+    config = make_config(case)
+    choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
+    model = MemoryModel(config, "cpu", wkv="chunked" if isinstance(load(), str) else "cpp")
+    return model.estimate(arrangement(choice)).to_json()
+
+
+def measured(fields: dict[str, Any]) -> dict[str, int]:
+    """What this rank holds, given the fields of a case; all its ranks call this."""
+    from cdrmix.engines.loop import start_engine
+    from cdrmix.engines.stage_a import build_model, micro_step
+
+    case = Case(**fields)
+    runtime.initialize_distributed()
+    config = make_config(case)
+    choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
+    choice = _with_small_buckets(choice)
+    engine = start_engine(build_model(config, choice), config, choice)
+    weights = storages(engine.module.parameters())
+    torch.manual_seed(runtime.rank())
+    ids = torch.randint(0, 512, (case.micro_batch, case.length))
+
+    def forward() -> Tensor:
+        return micro_step(engine, config, ids, ids.clone(), nats_scale=1e-3).loss
+
+    kept, loss = saved(forward, known=weights)
+    if case.checkpointing:
+        kept |= largest_block(engine.module, case, known=weights)
+    found = {"weights": total(weights), "activations": total(kept)}
+    del kept
+    for last in (False, True):
+        engine.backward(loss)
+        if not last:
+            found["gradients"] = total(gradient_storages(engine))
+        engine.step()
+        if not last:
+            loss = forward()
+    found["optimizer"] = total(optimizer_storages(engine))
+    runtime.destroy_distributed()
+    return found
+
+
+def _with_small_buckets(choice: Choice) -> Choice:
+    """Buckets of a million elements: the shipped ones take a gigabyte on each rank."""
+    small = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
+    zero = choice.deepspeed["zero_optimization"] | small
+    return replace(choice, deepspeed=choice.deepspeed | {"zero_optimization": zero})
+
+
+Storages = dict[int, torch.UntypedStorage]
+
+
+def storages(tensors: Iterable[Tensor | None]) -> Storages:
+    """Memory behind tensors, each piece once."""
+    pieces = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
+    return {piece.data_ptr(): piece for piece in pieces}
+
+
+def total(pieces: Storages) -> int:
+    """Bytes of storages."""
+    return sum(piece.nbytes() for piece in pieces.values())
+
+
+def saved(run: Callable[[], Tensor], *, known: Storages) -> tuple[Storages, Tensor]:
+    """What autograd saves while `run` computes, but for what is known; and its result."""
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    return {key: piece for key, piece in storages(kept).items() if key not in known}, result
+
+
+def largest_block(module: torch.nn.Module, case: Case, *, known: Storages) -> Storages:
+    """What the block with the most activations saves when it is recomputed, inputs not counted."""
+    most: Storages = {}
+    dtype = next(module.parameters()).dtype
+    for block in module.blocks:  # type: ignore[union-attr]
+        x = torch.randn(case.micro_batch, case.length, case.hidden, dtype=dtype)
+        x.requires_grad_()
+        creates = getattr(block.mixer, "creates_v_first", False)
+        v_first = None if creates else x.detach().clone().requires_grad_()
+        inputs = storages([x, v_first])
+        kept, _ = saved(lambda: block(x, v_first)[0], known=known | inputs)  # noqa: B023
+        most = max(most, kept, key=total)
+    return most
+
+
+def gradient_storages(engine: Any) -> Storages:
+    """Gradients that are kept from one micro-step to the next."""
+    optimizer = engine.optimizer
+    tensors = [parameter.grad for parameter in engine.module.parameters()]
+    tensors += getattr(optimizer, "fp32_groups_gradients_flat", [])
+    for kind in ("averaged_gradients", "all_grad_tensors"):
+        for group in getattr(optimizer, kind, {}).values():
+            tensors += group or []
+    return storages(tensors)
+
+
+def optimizer_storages(engine: Any) -> Storages:
+    """Masters, moments and step counts."""
+    masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    return storages([*masters, *(value for value in states if torch.is_tensor(value))])
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """Predicted and measured bytes of a case: states of the fullest rank, mean activations."""
+    from tests.harness import run_ranks
+    from tools.benchmark import memory  # by a name that ranks can import, as a script too
+
+    ranks = run_ranks(memory.measured, case.world, asdict(case))
+    found = {part: max(rank[part] for rank in ranks) for part in PARTS}
+    # which rank's experts are in demand is chance: the plan's buffers allow for it, not its mean
+    found["activations"] = sum(rank["activations"] for rank in ranks) // case.world
+    return {"case": asdict(case), "predicted": predicted(case), "measured": found}
+
+
+def predicted_peak(case: Case) -> int:
+    """The plan's figure for what CUDA's allocator hands out at most."""
+    config = make_config(case)
+    choice = choose(config, world_size=1, profile=case.profile, device="cuda")
+    assert choice.memory is not None, "the device is known"
+    buffers = choice.memory.buffers
+    return choice.memory.total - buffers["fragmentation"] - buffers["context"]
+
+
+def measured_peak(case: Case) -> int:
+    """What CUDA's allocator hands out at most over two steps of this process, the only rank."""
+    from cdrmix.engines.loop import start_engine
+    from cdrmix.engines.stage_a import build_model, micro_step
+
+    runtime.initialize_distributed()
+    config = make_config(case)
+    choice = choose(config, world_size=1, profile=case.profile, device="cuda")
+    engine = start_engine(build_model(config, choice), config, choice)
+    ids = torch.randint(0, 512, (case.micro_batch, case.length), device=engine.device)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2 * ACCUMULATION):
+        engine.backward(micro_step(engine, config, ids, ids.clone(), nats_scale=1e-3).loss)
+        engine.step()
+    peak = torch.cuda.max_memory_allocated()
+    runtime.destroy_distributed()
+    return peak
+
+
+def compare_on_cuda() -> list[dict[str, Any]] | None:
+    """Predicted and measured peak of each CUDA case, each in a process of its own."""
+    if not torch.cuda.is_available():
+        return None
+    from tests.harness import rank_environment, reserved_port
+
+    rows = []
+    for place, case in enumerate(CUDA_CASES):
+        with reserved_port() as port:
+            variables = [f"{name}={value}" for name, value in rank_environment(0, 1, port).items()]
+            script = [sys.executable, "-m", "tools.benchmark.memory", "--cuda-case", str(place)]
+            done = subprocess.run(
+                ["env", *variables, *script], stdout=subprocess.PIPE, text=True, check=True
+            )
+        peak = int(done.stdout.splitlines()[-1])
+        rows.append({"case": asdict(case), "predicted": predicted_peak(case), "measured": peak})
+    return rows
+
+
+def measure() -> dict[str, Any]:
+    """All cases; `cuda` is None where there is no GPU."""
+    rows = [compare(case) for case in CASES]
+    return {"rounds": 1, "rows": rows, "cuda": compare_on_cuda()}
+
+
+def peak_lines(rows: list[dict[str, Any]] | None) -> list[str]:
+    """The comparison on a GPU, a line for each case."""
+    if rows is None:
+        return ["CUDA allocator's peak: not measured here"]
+    return [
+        f"CUDA allocator's peak, {row['case']['name']}: {row['measured'] / 2**30:.2f} GiB, "
+        f"the plan is off by {row['predicted'] / row['measured'] - 1:+.1%}"
+        for row in rows
+    ]
+
+
+def main() -> None:
+    """Print a line per case and part, or JSON with --json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--cuda-case", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.cuda_case is not None:
+        print(measured_peak(CUDA_CASES[args.cuda_case]))
+        return
+    result = measure()
+    if args.json:
+        print(json.dumps(result))
+        return
+    for row in result["rows"]:
+        print(row["case"]["name"])
+        for part in PARTS:
+            guess, found = row["predicted"][part], row["measured"][part]
+            print(f"  {part:12} {guess:12,} {found:12,} {guess / found - 1:+8.2%}")
+    print("\n".join(peak_lines(result["cuda"])))
+
+
+if __name__ == "__main__":
+    main()
