@@ -286,8 +286,9 @@ def keep_freed_memory() -> None:
     """Let glibc keep what training frees, because each step asks for the same tensors again.
 
     By default it gives large blocks back to the kernel at once and then waits for every page to
-    be zeroed anew. Measured on the tiny model, two cores, one rank: 40 steps took 24.7 s of user
-    and 16.9 s of system time before, 22.0 s and 1.1 s after. Nothing happens with another libc.
+    be zeroed anew. Measured on the tiny model, two cores, one rank, one run each: 40 steps took
+    24.7 s of user and 16.9 s of system time before, 26.0 s and 1.5 s after. Nothing happens with
+    another libc.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):

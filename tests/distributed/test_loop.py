@@ -3,6 +3,9 @@
 import time
 from pathlib import Path
 
+import pytest
+
+from cdrmix.checkpoint import store
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import run_ranks
 from tests.small_run import arguments, start
@@ -31,3 +34,19 @@ def test_throughput_counts_the_time_that_a_step_waits_for_its_data(
     for line in read_metrics(run_dir / "metrics.jsonl"):
         assert line["step_seconds"] > WAIT_SECONDS
         assert line["tokens_per_second"] < 8 * 64 / WAIT_SECONDS
+
+
+def test_a_diverged_run_stops_at_that_step_and_keeps_its_last_good_checkpoint(
+    small_corpus: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wild = ["--set", "training.learning_rate=1e30", "--set", "training.warmup_steps=0"]
+    quiet = ["--set", "monitoring.log_every_steps=8", "--set", "checkpoint.every_steps=1"]
+    argv = arguments(small_corpus, run_dir, *wild, *quiet, "--set", "evaluation.every_steps=null")
+    assert run_ranks(start, 2, argv) == [2, 2]
+    shown = capfd.readouterr().out
+    assert shown.count("error: ") == 1
+    assert "the gradients are not finite: the run has diverged and was stopped" in shown
+    found = store.find(run_dir)
+    assert found is not None
+    assert f"The newest checkpoint is that of step {found.step}" in shown
+    assert found.step < 8, "stopped before the next logged step"

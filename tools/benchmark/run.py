@@ -28,8 +28,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 def wkv7_rows(result: dict[str, Any]) -> list[str]:
     """Speed, error and kept memory of the WKV-7 op."""
     rows = [
-        "The loop is `wkv7_reference`, which indexes its inputs token by token; with the inputs",
-        "unbound first, it took 0.54 and 0.61 of the time at the two head sizes.",
+        "The loop is `wkv7_reference`, which indexes its inputs token by token.",
         "",
         "| head size | form | ms CPU | times the loop | demanded |",
         "|---|---|---|---|---|",
