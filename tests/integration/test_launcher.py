@@ -9,9 +9,15 @@ import pytest
 
 from tests.launcher import Launch, launch
 
+# The launcher ends the other ranks when one fails, so rank 1 waits until rank 0 has spoken.
 RANK_SCRIPT = """
-import os, sys, time
+import os, pathlib, sys, time
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+spoken = pathlib.Path(__file__).with_suffix(".spoken")
+if os.environ["RANK"] == "0":
+    spoken.touch()
+while not spoken.exists():
+    time.sleep(0.01)
 time.sleep(float(sys.argv[2]))
 sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
 """
