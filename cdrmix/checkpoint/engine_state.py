@@ -21,6 +21,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint.fragments import Block, Fragment, Span
 from cdrmix.checkpoint.reader import CheckpointReader, check_names
 from cdrmix.errors import StateError
+from cdrmix.parallel.shard import is_copy, shard_of
 
 LogicalName = Callable[[str], str]
 
@@ -30,11 +31,15 @@ _LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hyste
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where a local parameter lies in its logical tensor, and who else holds the same block."""
+    """Where a local parameter lies in its logical tensor, and who else holds the same block.
+
+    `is_copy` where a rank outside the data group saves the same values.
+    """
 
     shape: tuple[int, ...]
     block: Block
     is_first_replica: bool
+    is_copy: bool
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
     for partition in _partitions(engine, logical_name):
         state = states.get(partition.master, {})
         for piece in partition.pieces:
+            if piece.placement.is_copy:
+                continue
             yield _fragment(piece, "param", partition.master)
             for kind, value in state.items():
                 if _is_spread_like(value, partition.master):
@@ -86,7 +93,7 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
                     number = torch.tensor([float(value)], dtype=torch.float64)
                     yield Fragment(piece.name, kind, (), Span.whole(Block.whole(())), number)
     for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
-        if placement.is_first_replica:
+        if placement.is_first_replica and not placement.is_copy:
             values = tensor.detach().reshape(-1)
             values = values.float() if kind == "param" else values
             yield Fragment(name, kind, placement.shape, Span.whole(placement.block), values)
@@ -188,18 +195,22 @@ def _piece(engine: Any, name: str, param: torch.nn.Parameter) -> _Piece:
 
 
 def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
-    """Expert parameters are a block of experts, in order of expert rank; others are whole."""
-    shape = tuple(tensor.shape)
+    """Expert parameters are a block of experts, in order of expert rank; others are whole, or the
+    box that tensor parallelism left of them."""
+    shape, copied = tuple(tensor.shape), is_copy(tensor)
     if getattr(tensor, "allreduce", True):
-        replica = torch.distributed.get_rank(engine.optimizer.dp_process_group)
-        return _Placement(shape, Block.whole(shape), replica == 0)
+        is_first = torch.distributed.get_rank(engine.optimizer.dp_process_group) == 0
+        shard = shard_of(tensor)
+        if shard is not None:
+            return _Placement(shard.logical_shape, Block(shard.offset, shape), is_first, copied)
+        return _Placement(shape, Block.whole(shape), is_first, copied)
     name: str = tensor.group_name  # type: ignore[attr-defined]
     experts, replicas = engine.expert_parallel_group[name], engine.expert_data_parallel_group[name]
     first = torch.distributed.get_rank(experts) * shape[0]
     total = torch.distributed.get_world_size(experts) * shape[0]
-    replica = torch.distributed.get_rank(replicas)
+    is_first = torch.distributed.get_rank(replicas) == 0
     block = Block((first, *(0 for _ in shape[1:])), shape)
-    return _Placement((total, *shape[1:]), block, replica == 0)
+    return _Placement((total, *shape[1:]), block, is_first, copied)
 
 
 def _unpartitioned(

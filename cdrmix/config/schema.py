@@ -211,6 +211,11 @@ class ModelConfig(Section):
             kinds[layer] = "transformer"
         return tuple(kinds)
 
+    @property
+    def init_std(self) -> float:
+        """Standard deviation of normal initial values."""
+        return 0.02 * self.init_std_scale
+
     def low_rank_sizes(self) -> LowRankSizes:
         """Ranks by RWKV-LM's rule: a multiple of 32 near a factor of sqrt(hidden_size)."""
 

@@ -7,24 +7,24 @@ What is trained on, and with which loss, is the stage's.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cdrmix import runtime
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.observe import diverged, evaluate_now, log_step
 from cdrmix.engines.optim import adamw
 from cdrmix.engines.resume import save
 from cdrmix.engines.run import Run
 from cdrmix.engines.step import StepResult, train_step
-from cdrmix.engines.stopping import Requests
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
-from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import count_valid
+from cdrmix.parallel.topology import own_tokens
 from cdrmix.planning.profile import Choice
 
 logger = get_logger(__name__)
@@ -50,12 +50,18 @@ class Agreement(NamedTuple):
     unread: bool
 
 
-def start_engine(model: Backbone, config: Config, choice: Choice) -> Any:
+def start_engine(
+    model: nn.Module,
+    config: Config,
+    choice: Choice,
+    *,
+    optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] = adamw,
+) -> Any:
     """DeepSpeed's engine around the model, with our optimizer and the planned JSON."""
     deepspeed = runtime.import_deepspeed()
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=adamw(model, config.training),
+        optimizer=optimizer(model, config.training),
         config=choice.deepspeed,
         dist_init_required=False,
     )
@@ -75,7 +81,7 @@ def train(run: Run) -> bool:
         position, began = run.loader.state_dict(), time.perf_counter()
         batch, failure = _next_batch(run)
         # On GPUs this is also where the optimizer step before is waited for.
-        agreed = agree(batch, run.requests, save_is_due=_minutes_are_over(run))
+        agreed = agree(run, batch, save_is_due=_minutes_are_over(run))
         waited = time.perf_counter() - began
         if agreed.stop or agreed.save or agreed.unread:
             save(run, position)
@@ -86,7 +92,9 @@ def train(run: Run) -> bool:
             return True
         assert batch is not None, "agreed.unread otherwise"
         skipped = run.engine.skipped_steps
-        result = train_step(run.engine, run.config, batch, step=run.step, tokens=agreed.tokens)
+        result = train_step(
+            run.engine, run.config, run.topology, batch, step=run.step, tokens=agreed.tokens
+        )
         run.step += 1
         if run.engine.skipped_steps > skipped and run.config.training.precision != "fp16":
             raise diverged(run, "the gradients are not finite")  # fp16 lowers its scale instead
@@ -97,7 +105,7 @@ def train(run: Run) -> bool:
 def _next_batch(run: Run) -> tuple[dict[str, Tensor] | None, DataError | None]:
     """This rank's share of the next batch, or why it could not be read."""
     try:
-        return run.loader.next(), None
+        return own_tokens(run.loader.next(), run.topology), None
     except DataError as error:  # the others wait for this rank in `agree` and are told there
         return None, error
 
@@ -134,16 +142,18 @@ def _minutes_are_over(run: Run) -> bool:
     return time.monotonic() - run.saved_time >= 60 * every
 
 
-def agree(batch: dict[str, Tensor] | None, requests: Requests, *, save_is_due: bool) -> Agreement:
+def agree(run: Run, batch: dict[str, Tensor] | None, *, save_is_due: bool) -> Agreement:
     """Sum the valid tokens of the global batch and every rank's wishes, in one collective.
 
     Args:
+        run: the run, for its signals and this rank's place.
         batch: this rank's share of the coming step, labels [A, B, T]; None: it has none.
-        requests: what signals asked this rank for.
         save_is_due: whether this rank's clock says that a checkpoint is due.
     """
-    stop, save_asked = requests.poll()
-    valid = 0 if batch is None else int(count_valid(batch["labels"]))
+    stop, save_asked = run.requests.poll()
+    valid = 0
+    if batch is not None and run.topology.counts_tokens:
+        valid = int(count_valid(batch["labels"]))
     votes = torch.tensor([valid, int(stop), int(save_asked or save_is_due), int(batch is None)])
     tokens, *asked = runtime.all_reduce_sum(votes.to(runtime.device())).tolist()
     return Agreement(tokens, *(count > 0 for count in asked))

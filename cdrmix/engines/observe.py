@@ -94,6 +94,7 @@ def evaluate_now(run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, fl
         max_tokens=max_tokens,
         batch_size=run.choice.micro_batch_size,
         segment_documents=run.config.data.segment_documents,
+        topology=run.topology,
     )
     run.samples.append(_sample(run))
     return evaluation, {

@@ -12,6 +12,7 @@ from cdrmix.engines.observer import Observer
 from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.engines.stage_a import Corpus
 from cdrmix.engines.stopping import Requests
+from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
 
 
@@ -22,6 +23,7 @@ class Run:
     Attributes:
         config: resolved configuration.
         choice: profile, degrees and batch sizes.
+        topology: this rank's place in the layout.
         directory: where everything is written.
         corpus: token shards and tokenizer.
         loader: batches of this data rank.
@@ -36,6 +38,7 @@ class Run:
 
     config: Config
     choice: Choice
+    topology: Topology
     directory: RunDirectory
     corpus: Corpus
     loader: Loader

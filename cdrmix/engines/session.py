@@ -14,11 +14,13 @@ from cdrmix.engines.observer import Observer
 from cdrmix.engines.resume import find_at, resume_from
 from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import LOG, RunDirectory, open_run_directory
-from cdrmix.engines.stage_a import build_model, make_loader, open_corpus
+from cdrmix.engines.stage_a import make_loader, open_corpus
 from cdrmix.engines.stopping import Requests
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, PlanError, StateError
 from cdrmix.log import get_logger, log_to_file
 from cdrmix.monitoring.sinks import write_json_atomic, write_text_atomic
+from cdrmix.parallel.apply import build_model
+from cdrmix.parallel.topology import make_topology
 from cdrmix.planning.counts import count
 from cdrmix.planning.profile import Choice
 
@@ -71,14 +73,15 @@ def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume
 
 
 def _set_up(config: Config, choice: Choice, directory: RunDirectory, requests: Requests) -> Run:
-    corpus = open_corpus(config)
+    corpus, topology = open_corpus(config), make_topology(choice.degrees)
     return Run(
         config=config,
         choice=choice,
+        topology=topology,
         directory=directory,
         corpus=corpus,
-        loader=make_loader(config, choice, corpus.train),
-        engine=start_engine(build_model(config, choice), config, choice),
+        loader=make_loader(config, choice, topology, corpus.train),
+        engine=start_engine(build_model(config, choice, topology), config, choice),
         observer=Observer(),
         requests=requests,
     )

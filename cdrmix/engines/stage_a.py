@@ -20,10 +20,11 @@ from cdrmix.data.sample import ensure_sample
 from cdrmix.data.shards import Manifest, TokenDataset, check_vocab, read_manifest, verify_shards
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.log import get_logger
-from cdrmix.models.backbone import Backbone, Output
+from cdrmix.models.backbone import Output
 from cdrmix.objectives.language_model import linear_cross_entropy
 from cdrmix.objectives.router import router_losses
 from cdrmix.parallel.statistics import mean_over_ranks
+from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
 
 logger = get_logger(__name__)
@@ -115,37 +116,26 @@ def _training_set(config: Config, path: Path) -> TokenDataset | MixedDataset:
     return MixedDataset(path, "train", sequence_length, mixture)
 
 
-def make_loader(config: Config, choice: Choice, train: TokenDataset | MixedDataset) -> Loader:
-    """This data rank's batches in the run's global order."""
+def make_loader(
+    config: Config, choice: Choice, topology: Topology, train: TokenDataset | MixedDataset
+) -> Loader:
+    """This rank's samples in the run's global order, whole also where it trains on some tokens."""
     return Loader(
         train,
         global_batch_size=config.training.global_batch_size,
         micro_batch_size=choice.micro_batch_size,
-        data_rank=runtime.rank(),
-        data_size=choice.degrees.data,
+        data_rank=topology.sample_rank,
+        data_size=choice.degrees.sample_ranks,
         seed=config.training.seed,
         shuffle=config.data.order == "shuffled",
         segment_documents=config.data.segment_documents,
     )
 
 
-def build_model(config: Config, choice: Choice) -> Backbone:
-    """The backbone of this rank, with the initial values of the run's seed, on its device."""
-    expert_size = choice.degrees.expert
-    with torch.device(runtime.device()):
-        model = Backbone(
-            config.model,
-            expert_parallel_size=expert_size,
-            activation_checkpointing=choice.activation_checkpointing,
-        )
-    # DeepSpeed makes expert groups of consecutive ranks
-    model.initialize(seed=config.training.seed, expert_parallel_rank=runtime.rank() % expert_size)
-    return model
-
-
 def micro_step(
     engine: Any,
     config: Config,
+    topology: Topology,
     input_ids: Tensor,
     labels: Tensor,
     *,
@@ -157,6 +147,7 @@ def micro_step(
     Args:
         engine: DeepSpeed engine around the backbone.
         config: loss weights.
+        topology: of this rank.
         input_ids: [B, T].
         labels: [B, T]; -100 is ignored.
         nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch.
@@ -169,7 +160,7 @@ def micro_step(
     moe, statistics = config.model.moe, output.router_statistics
     if moe is None or statistics is None:
         return MicroStep(loss, nats.detach(), None)
-    per_token = mean_over_ranks(statistics) / labels.numel()
+    per_token = mean_over_ranks(statistics, topology) / labels.numel()
     losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
     loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
     measured = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())

@@ -18,6 +18,7 @@ from cdrmix.data.shards import TokenDataset
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import count_valid, linear_cross_entropy
 from cdrmix.objectives.router import router_monitors
+from cdrmix.parallel.topology import ALONE, Topology
 
 _ROW_ORDER_KEY = (0,)
 
@@ -94,8 +95,9 @@ def evaluate(
     max_tokens: int,
     batch_size: int,
     segment_documents: bool = False,
+    topology: Topology = ALONE,
 ) -> Evaluation:
-    """Loss over held-out samples, spread over the ranks; equal at any world size.
+    """Loss over held-out samples, spread over the data ranks; equal in any layout.
 
     Args:
         model: the backbone of this rank; left in the mode it was in. Evaluation is dropless.
@@ -103,6 +105,7 @@ def evaluate(
         max_tokens: most tokens read, all ranks together.
         batch_size: samples per forward pass.
         segment_documents: keep the documents of a sample apart, as in training.
+        topology: of this rank; sequence ranks read whole samples of their own.
     Returns:
         The same result on every rank.
     Raises:
@@ -113,14 +116,15 @@ def evaluate(
     batches = np.array_split(
         rows := held_out_rows(dataset, max_tokens), -(-len(rows) // batch_size)
     )
-    world, rank = runtime.world_size(), runtime.rank()
+    world, rank = topology.degrees.data, topology.data_rank
     border_id = dataset.manifest.eos_id if segment_documents else None
     totals: Tensor | None = None
     # every rank runs the same number of passes, because experts may live on another one
     for turn in range(-(-len(batches) // world)):
         place = turn * world + rank
-        counted = place < len(batches)
-        read = partial(dataset.rows, batches[place if counted else 0])
+        there = place < len(batches)
+        read = partial(dataset.rows, batches[place if there else 0])
+        counted = there and topology.counts_tokens
         sums = _batch_sums(model, runtime.together(read), border_id=border_id) * float(counted)
         totals = sums if totals is None else totals + sums
     model.train(was_training)

@@ -5,6 +5,7 @@ B batch, T time, D hidden, H query heads, G key/value heads, K head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ class AttentionState:
 
     keys: Tensor
     values: Tensor
+
+
+# the arguments and results of `attend`
+Attend = Callable[..., tuple[Tensor, AttentionState]]
 
 
 def rotary_angles(
@@ -48,6 +53,50 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    state: AttentionState | None,
+    segment_ids: Tensor | None,
+    theta: float,
+) -> tuple[Tensor, AttentionState]:
+    """Rotate by position, then mix the values of this and all earlier tokens of the same document.
+
+    Args:
+        query: not rotated, [B, T, H, K].
+        keys: not rotated, [B, T, G, K].
+        values: [B, T, G, K].
+        state: keys and values before these, or None at the start of a sequence.
+        segment_ids: document of each token, [B, T]; without state only.
+        theta: base of the rotary frequencies.
+    Returns:
+        Mixed values [B, T, H, K], and the state after token T.
+    Raises:
+        ValueError: if both state and segment_ids are given.
+    """
+    if state is not None and segment_ids is not None:
+        raise ValueError("segment_ids cannot be combined with a carried attention state")
+    past = state.keys.shape[2] if state else 0
+    positions = torch.arange(past, past + query.shape[1], device=query.device)
+    cos, sin = rotary_angles(positions, query.shape[-1], theta, query.dtype)
+    query, keys = (rotate(x.transpose(1, 2), cos, sin) for x in (query, keys))
+    values = values.transpose(1, 2)
+    if state is not None:
+        keys = torch.cat([state.keys, keys], dim=2)
+        values = torch.cat([state.values, values], dim=2)
+    mask = _mask(positions, keys.shape[2], segment_ids)
+    mixed = F.scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None and len(positions) > 1,
+        enable_gqa=keys.shape[1] != query.shape[1],
+    )  # [B, H, T, K]
+    return mixed.transpose(1, 2), AttentionState(keys, values)
+
+
 class Attention(nn.Module):
     """Causal self-attention of one Transformer block.
 
@@ -59,6 +108,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
+        self.attend: Attend = attend  # replaced where a sequence is spread over ranks
         kv_size = self.num_kv_heads * self.head_dim
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.key = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -80,32 +130,16 @@ class Attention(nn.Module):
         Returns:
             Output [B, T, D] and the state after token T.
         Raises:
-            ValueError: if both state and segment_ids are given.
+            ValueError: see `attend`.
         """
-        if state is not None and segment_ids is not None:
-            raise ValueError("segment_ids cannot be combined with a carried attention state")
-        past = state.keys.shape[2] if state else 0
-        positions = torch.arange(past, past + x.shape[1], device=x.device)
-        cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta, x.dtype)
-        query = rotate(self._split(self.query(x), self.num_heads), cos, sin)
-        keys = rotate(self._split(self.key(x), self.num_kv_heads), cos, sin)
-        values = self._split(self.value(x), self.num_kv_heads)
-        if state is not None:
-            keys = torch.cat([state.keys, keys], dim=2)
-            values = torch.cat([state.values, values], dim=2)
-        mask = _mask(positions, keys.shape[2], segment_ids)
-        mixed = F.scaled_dot_product_attention(
-            query,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None and x.shape[1] > 1,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )  # [B, H, T, K]
-        return self.output(mixed.transpose(1, 2).flatten(2)), AttentionState(keys, values)
+        query = self._heads(self.query(x), self.num_heads)
+        keys = self._heads(self.key(x), self.num_kv_heads)
+        values = self._heads(self.value(x), self.num_kv_heads)
+        mixed, state = self.attend(query, keys, values, state, segment_ids, self.rope_theta)
+        return self.output(mixed.flatten(2)), state
 
-    def _split(self, x: Tensor, num_heads: int) -> Tensor:
-        return x.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
+    def _heads(self, x: Tensor, num_heads: int) -> Tensor:
+        return x.unflatten(-1, (num_heads, self.head_dim))
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str, std: float) -> None:

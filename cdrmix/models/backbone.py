@@ -9,6 +9,7 @@ DeepSpeed hands to its MoE layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,7 @@ class Block(nn.Module):
         expert_parallel_size: int,
     ) -> None:
         super().__init__()
+        self.layer = layer
         self.mixer_norm = RMSNorm(config.hidden_size)
         self.mixer: TimeMix | Attention
         if kind == "rwkv":
@@ -141,8 +143,9 @@ class Block(nn.Module):
             out = self.ffn(ffn_input)
         return x + out, v_first, statistics, BlockState(mixer_state, channel_last)
 
-    def initialize(self, *, seed: int, name: str, std: float, expert_parallel_rank: int) -> None:
+    def initialize(self, *, seed: int, std: float, expert_parallel_rank: int = 0) -> None:
         """Set the initial values; see the parts."""
+        name = f"blocks.{self.layer}"
         if isinstance(self.mixer, TimeMix):
             self.mixer.initialize(seed=seed, name=f"{name}.mixer")
         else:
@@ -158,39 +161,53 @@ class Block(nn.Module):
         self.ffn.initialize(seed=seed, name=place, std=std)
 
 
+def make_block(config: ModelConfig, layer: int, *, expert_parallel_size: int = 1) -> Block:
+    """The block at `layer` of the schedule, without initial values."""
+    kinds = config.layer_kinds()
+    return Block(
+        config,
+        kind=kinds[layer],
+        layer=layer,
+        creates_v_first=kinds[layer] == "rwkv" and "rwkv" not in kinds[:layer],
+        expert_parallel_size=expert_parallel_size,
+    )
+
+
+class TokenEmbedding(nn.Embedding):
+    """Embedding of the vocabulary, [V, D], which is the head too."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, [..., D] -> [..., V]."""
+        return F.linear(hidden, self.weight)
+
+    @torch.no_grad()
+    def initialize(self, *, seed: int, std: float) -> None:
+        """Normal with deviation `std`."""
+        normal_(self.weight, std, seed=seed, name="embedding")
+
+
 class Backbone(nn.Module):
     """RWKX-V language model: embedding, blocks by the layer schedule, tied head.
 
     Args:
         config: dimensions.
-        expert_parallel_size: ranks over which the experts of a layer are spread.
         activation_checkpointing: recompute each block in the backward pass.
+        block: makes the block of a layer; by default a whole one, without initial values.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        expert_parallel_size: int = 1,
         activation_checkpointing: bool = False,
+        block: Callable[[ModelConfig, int], Block] = make_block,
     ) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
-        kinds = config.layer_kinds()
-        first_rwkv = kinds.index("rwkv") if "rwkv" in kinds else None
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.embedding_norm = RMSNorm(config.hidden_size)
-        self.blocks = nn.ModuleList(
-            Block(
-                config,
-                kind=kind,
-                layer=layer,
-                creates_v_first=layer == first_rwkv,
-                expert_parallel_size=expert_parallel_size,
-            )
-            for layer, kind in enumerate(kinds)
-        )
+        self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.num_layers))
         self.final_norm = RMSNorm(config.hidden_size)
 
     def forward(
@@ -234,26 +251,15 @@ class Backbone(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [..., D] -> [..., V]."""
-        return F.linear(hidden, self.embedding.weight)
+        return self.embedding.logits(hidden)
 
-    @torch.no_grad()
-    def initialize(self, *, seed: int, expert_parallel_rank: int = 0) -> None:
-        """Set the initial values from the seed; equal at any expert-parallel size.
-
-        Args:
-            seed: seed of the run.
-            expert_parallel_rank: place of this rank in its expert group.
-        """
-        std = 0.02 * self.config.init_std_scale
-        normal_(self.embedding.weight, std, seed=seed, name="embedding")
-        for i, block in enumerate(self.blocks):
+    def initialize(self, *, seed: int) -> None:
+        """Set the initial values of a whole backbone from the seed."""
+        std = self.config.init_std
+        self.embedding.initialize(seed=seed, std=std)
+        for block in self.blocks:
             assert isinstance(block, Block), "the list holds blocks only"
-            block.initialize(
-                seed=seed,
-                name=f"blocks.{i}",
-                std=std,
-                expert_parallel_rank=expert_parallel_rank,
-            )
+            block.initialize(seed=seed, std=std)
 
 
 def logical_name(name: str) -> str:

@@ -186,6 +186,20 @@ class GroupedExperts(nn.Module):
         return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
 
 
+class TokenShares:
+    """Which of a rank's tokens it routes: all of them, but where tensor ranks hold the same ones
+    and each routes a share."""
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """The tokens that this rank routes, [N, D] -> [n, D]."""
+        return tokens
+
+    def give_back(self, routed: Tensor, num_tokens: int) -> Tensor:
+        """The experts' outputs of all N tokens from those of this rank's, [n, D] -> [N, D]."""
+        assert len(routed) == num_tokens, "nobody else routes a share"
+        return routed
+
+
 class ExpertLayer(MOELayer):
     """Routes tokens to the experts of the expert group and back.
 
@@ -199,13 +213,15 @@ class ExpertLayer(MOELayer):
         experts = GroupedExperts(config, num_local_experts=num_local, group_name=group_name)
         super().__init__(Router(config), experts, group_name, expert_parallel_size, num_local)
         self.moe = config.moe
+        self.shares = TokenShares()
 
     def _set_ep_group(self, ep_group: Any) -> None:
         self.ep_group = ep_group
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] -> [B, T, D] and statistics [2E + 3]."""
-        tokens = x.reshape(-1, x.shape[-1])  # [N, D]
+        all_tokens = x.reshape(-1, x.shape[-1])
+        tokens = self.shares.take(all_tokens)  # [N, D]
         num_tokens, num_experts = tokens.shape[0], self.moe.num_experts
         experts, weights, probability_sum, z_sum = self.gate(tokens)
         counts = _count(experts, num_experts)  # [E], before anything is dropped
@@ -224,7 +240,7 @@ class ExpertLayer(MOELayer):
         statistics = torch.cat(
             [counts.float(), probability_sum, torch.stack([z_sum, excess.float(), dropped.float()])]
         )
-        return out.view_as(x), statistics
+        return self.shares.give_back(out, len(all_tokens)).view_as(x), statistics
 
     def _apply_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows sorted by global expert -> their experts' outputs, in the same order."""

@@ -14,6 +14,7 @@ Equations and initial values: RWKV-7 paper and RWKV-LM (x070). In the letters of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,11 @@ from torch.nn import functional as F
 from cdrmix.config.schema import ModelConfig
 from cdrmix.models.initialize import orthogonal_, uniform_
 from cdrmix.models.wkv7 import wkv7
+
+# (x, last token before it, segment ids) -> predecessors; see `shift_tokens`
+ShiftTokens = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+# the arguments and results of `wkv7`
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
 _DECAY_BOUND = math.exp(-0.5)
 _MIXES = ("r", "w", "k", "v", "a", "g")
@@ -132,6 +138,9 @@ class TimeMix(nn.Module):
         self.depth = layer / max(1, config.num_layers - 1)  # 0 at the input, 1 at the top
         self.share_above = 1 - layer / config.num_layers  # of the blocks, this one included
         self.creates_v_first = creates_v_first
+        # what meets other tokens; replaced where a sequence is spread over ranks
+        self.shift: ShiftTokens = shift_tokens
+        self.recurrence: Recurrence = wkv7
         for mix in _MIXES:
             self.register_parameter(f"mu_{mix}", nn.Parameter(torch.empty(hidden)))
         self.receptance = nn.Linear(hidden, hidden, bias=False)
@@ -175,7 +184,7 @@ class TimeMix(nn.Module):
         """
         if (v_first is None) != self.creates_v_first:
             raise ValueError("v_first is missing, or there already: the first RWKV layer makes it")
-        previous = shift_tokens(x, state.last if state else None, segment_ids)
+        previous = self.shift(x, state.last if state else None, segment_ids)
         mu = torch.stack([getattr(self, f"mu_{mix}") for mix in _MIXES])
         x_r, x_w, x_k, x_v, x_a, x_g = token_shift_mix(x, previous, mu).unbind(0)
 
@@ -194,7 +203,7 @@ class TimeMix(nn.Module):
         k = torch.addcmul(k, k * self.k_a, iclr - 1)
 
         r, k, v, iclr = (self._heads(t) for t in (r, k, v, iclr))
-        y, wkv = wkv7(
+        y, wkv = self.recurrence(
             r,
             self._heads(lw),
             k,
@@ -273,13 +282,14 @@ class ChannelShift(nn.Module):
     def __init__(self, config: ModelConfig, *, layer: int) -> None:
         super().__init__()
         self.depth = layer / config.num_layers
+        self.shift: ShiftTokens = shift_tokens
         self.mu = nn.Parameter(torch.empty(config.hidden_size))
 
     def forward(
         self, x: Tensor, last: Tensor | None = None, segment_ids: Tensor | None = None
     ) -> Tensor:
         """x shifted by mu, [B, T, D]; `last` is the token before the first, [B, D]."""
-        previous = shift_tokens(x, last, segment_ids)
+        previous = self.shift(x, last, segment_ids)
         return token_shift_mix(x, previous, self.mu.unsqueeze(0))[0]
 
     @torch.no_grad()

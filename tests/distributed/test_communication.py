@@ -50,19 +50,24 @@ def count_calls() -> collections.Counter[str]:
 def exchanged(fields: dict[str, Any]) -> dict[str, int]:
     """Payload of one step on this rank by the plan's names."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import build_model, micro_step
+    from cdrmix.engines.stage_a import micro_step
+    from cdrmix.parallel.apply import build_model
+    from cdrmix.parallel.topology import make_topology
 
     case = Case(**fields)
     counted = count_calls()  # before DeepSpeed looks the functions up
     runtime.initialize_distributed()
     config = make_config(case)
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
-    engine = start_engine(build_model(config, choice), config, choice)
+    topology = make_topology(choice.degrees)
+    engine = start_engine(build_model(config, choice, topology), config, choice)
     torch.manual_seed(runtime.rank())
     counted.clear()
     for _ in range(choice.gradient_accumulation_steps):
         ids = torch.randint(0, 512, (case.micro_batch, case.length))
-        engine.backward(micro_step(engine, config, ids, ids.clone(), nats_scale=1e-3).loss)
+        engine.backward(
+            micro_step(engine, config, topology, ids, ids.clone(), nats_scale=1e-3).loss
+        )
         engine.step()
     runtime.destroy_distributed()
     return {KINDS[name]: size for name, size in counted.items() if size}

@@ -66,15 +66,17 @@ def trajectory(
 ) -> Trajectory:
     """Loss and gradient norm of each step, as every rank sees them."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import build_model
     from cdrmix.engines.step import train_step
+    from cdrmix.parallel.apply import build_model
+    from cdrmix.parallel.topology import make_topology
 
     runtime.initialize_distributed()
     config = make_config(expert=expert, micro_batch=micro_batch, moe=moe)
     choice = choose(config, world_size=runtime.world_size(), profile=profile)
     if broken == "local statistics":
-        statistics._MeanOverRanks.apply = staticmethod(lambda x: x)
-    engine = start_engine(build_model(config, choice), config, choice)
+        statistics._MeanOverRanks.apply = staticmethod(lambda x, _: x)
+    topology = make_topology(choice.degrees)
+    engine = start_engine(build_model(config, choice, topology), config, choice)
     rank, world = runtime.rank(), runtime.world_size()
     found = []
     for step in range(STEPS):
@@ -84,7 +86,7 @@ def trajectory(
         tokens = int((global_batch(step)[1] != -100).sum())
         if broken == "local mean":
             tokens = int((batch["labels"] != -100).sum()) * world
-        result = train_step(engine, config, batch, step=step, tokens=tokens)
+        result = train_step(engine, config, topology, batch, step=step, tokens=tokens)
         loss = float(runtime.all_reduce_sum(result.nats.double()))
         loss /= int((global_batch(step)[1] != -100).sum())
         found.append((loss, float(engine.get_global_grad_norm())))

@@ -24,17 +24,19 @@ ROWS, LENGTH = 5, 64  # three batches of two: on two ranks one pass is not count
 def evaluated(data: str, expert: int) -> tuple[dict[str, Any], float]:
     """What each rank finds, and the loss by its definition where one rank has all experts."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import build_model
+    from cdrmix.parallel.apply import build_model
+    from cdrmix.parallel.topology import make_topology
 
     runtime.initialize_distributed()
     settings = [f"parallel.expert={expert}", "training.max_steps=1", f"data.path={data}"]
     config = load_config(CONFIG, [*SMALL, *settings])
     choice = choose(config, world_size=runtime.world_size())
-    model = build_model(config, choice)
+    topology = make_topology(choice.degrees)
+    model = build_model(config, choice, topology)
     _wake_experts(model, first=runtime.rank() % expert * (8 // expert))
     module = start_engine(model, config, choice).module
     dataset = TokenDataset(Path(data), "validation", LENGTH)
-    found = evaluate(module, dataset, max_tokens=ROWS * LENGTH, batch_size=2)
+    found = evaluate(module, dataset, max_tokens=ROWS * LENGTH, batch_size=2, topology=topology)
     assert module.training, "evaluation leaves the mode as it was"
     plain = _plain_loss(module, dataset) if expert == 1 else found.loss
     runtime.destroy_distributed()

@@ -14,6 +14,7 @@ from cdrmix.data.shards import TokenDataset
 from cdrmix.engines.stage_a import MicroStep, micro_step
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import linear_cross_entropy
+from cdrmix.parallel.topology import ALONE
 from tests.parity.test_backbone import small_model
 from tests.unit.token_folder import write_token_folder
 
@@ -66,7 +67,7 @@ def batch(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 def packed_step(model: Backbone, batch: dict[str, torch.Tensor]) -> MicroStep:
     config: Any = Run(model.config)
-    return micro_step(Engine(model), config, **batch, nats_scale=1.0)
+    return micro_step(Engine(model), config, ALONE, **batch, nats_scale=1.0)
 
 
 def nats_alone(model: Backbone, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -122,20 +122,23 @@ def predicted(case: Case) -> dict[str, int]:
 def measured(fields: dict[str, Any]) -> dict[str, int]:
     """What this rank holds, given the fields of a case; all its ranks call this."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import build_model, micro_step
+    from cdrmix.engines.stage_a import micro_step
+    from cdrmix.parallel.apply import build_model
+    from cdrmix.parallel.topology import make_topology
 
     case = Case(**fields)
     runtime.initialize_distributed()
     config = make_config(case)
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
     choice = _with_small_buckets(choice)
-    engine = start_engine(build_model(config, choice), config, choice)
+    topology = make_topology(choice.degrees)
+    engine = start_engine(build_model(config, choice, topology), config, choice)
     weights = storages(engine.module.parameters())
     torch.manual_seed(runtime.rank())
     ids = torch.randint(0, 512, (case.micro_batch, case.length))
 
     def forward() -> Tensor:
-        return micro_step(engine, config, ids, ids.clone(), nats_scale=1e-3).loss
+        return micro_step(engine, config, topology, ids, ids.clone(), nats_scale=1e-3).loss
 
     kept, loss = saved(forward, known=weights)
     if case.checkpointing:
@@ -245,16 +248,21 @@ def predicted_peak(case: Case) -> int:
 def measured_peak(case: Case) -> int:
     """What CUDA's allocator hands out at most over two steps of this process, the only rank."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_a import build_model, micro_step
+    from cdrmix.engines.stage_a import micro_step
+    from cdrmix.parallel.apply import build_model
+    from cdrmix.parallel.topology import make_topology
 
     runtime.initialize_distributed()
     config = make_config(case)
     choice = choose(config, world_size=1, profile=case.profile, device="cuda")
-    engine = start_engine(build_model(config, choice), config, choice)
+    topology = make_topology(choice.degrees)
+    engine = start_engine(build_model(config, choice, topology), config, choice)
     ids = torch.randint(0, 512, (case.micro_batch, case.length), device=engine.device)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2 * ACCUMULATION):
-        engine.backward(micro_step(engine, config, ids, ids.clone(), nats_scale=1e-3).loss)
+        engine.backward(
+            micro_step(engine, config, topology, ids, ids.clone(), nats_scale=1e-3).loss
+        )
         engine.step()
     peak = torch.cuda.max_memory_allocated()
     runtime.destroy_distributed()

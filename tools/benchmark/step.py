@@ -51,6 +51,7 @@ def ours(config: ModelConfig) -> Callable:
     runtime.import_deepspeed()
     from cdrmix.engines.stage_a import micro_step
     from cdrmix.models.backbone import Backbone
+    from cdrmix.parallel.topology import ALONE
 
     model = Backbone(config)
     model.initialize(seed=0)
@@ -66,7 +67,9 @@ def ours(config: ModelConfig) -> Callable:
 
     return trainer(
         model,
-        lambda ids: micro_step(Plain(), run, ids[:, :-1], ids[:, 1:], nats_scale=1 / TOKENS).loss,
+        lambda ids: (
+            micro_step(Plain(), run, ALONE, ids[:, :-1], ids[:, 1:], nats_scale=1 / TOKENS).loss
+        ),
     )
 
 

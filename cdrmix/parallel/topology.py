@@ -1,0 +1,145 @@
+"""Where a rank stands, and the groups in which it exchanges tensors.
+
+world = pipeline x data x tensor, in DeepSpeed's order: rank = (stage * data + data rank) * tensor +
+tensor rank. Sequence groups lie inside the data axis: data rank = sample rank * sequence +
+sequence rank. Expert groups, which DeepSpeed makes, are consecutive ranks of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from cdrmix import runtime
+from cdrmix.planning.layout import Degrees
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One rank's place in the layout.
+
+    A group is None where this rank is alone in it, so that nothing is exchanged.
+
+    Attributes:
+        degrees: of the layout.
+        rank: global rank.
+        tensor_group: ranks that share out the matrices of the same tokens and layers.
+        sequence_group: ranks that share out the tokens of the same samples.
+        data_group: ranks that hold the same parameters.
+        stage_group: all ranks of this pipeline stage.
+        pipeline_group: ranks that hold the other stages for the same tokens, by stage.
+    """
+
+    degrees: Degrees
+    rank: int
+    tensor_group: ProcessGroup | None = None
+    sequence_group: ProcessGroup | None = None
+    data_group: ProcessGroup | None = None
+    stage_group: ProcessGroup | None = None
+    pipeline_group: ProcessGroup | None = None
+
+    @property
+    def tensor_rank(self) -> int:
+        """Place among the ranks that share out matrices."""
+        return self.rank % self.degrees.tensor
+
+    @property
+    def data_rank(self) -> int:
+        """Place on the data axis, to which sequence ranks belong."""
+        return self.rank // self.degrees.tensor % self.degrees.data
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage, from 0 at the input."""
+        return self.rank // (self.degrees.tensor * self.degrees.data)
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which part of its samples' tokens this rank holds, from 0 at their beginning."""
+        return self.data_rank % self.degrees.sequence
+
+    @property
+    def sample_rank(self) -> int:
+        """Place among the ranks that read samples of their own."""
+        return self.data_rank // self.degrees.sequence
+
+    @property
+    def rank_in_stage(self) -> int:
+        """Place among all ranks of the stage, by which experts are dealt out."""
+        return self.rank % (self.degrees.data * self.degrees.tensor)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stage == self.degrees.pipeline - 1
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether sums over all ranks take this one's tokens: true once for each token."""
+        return self.is_last_stage and self.tensor_rank == 0
+
+
+# One rank with everything, as outside a training run.
+ALONE = Topology(Degrees(data=1, tensor=1, pipeline=1, sequence=1, expert=1), rank=0)
+
+
+def make_topology(degrees: Degrees) -> Topology:
+    """Make the groups of a layout; collective, every rank of the world calls it.
+
+    Args:
+        degrees: their product is the world size.
+    """
+    assert degrees.world_size == runtime.world_size(), "rules refuse another world"
+    groups = {name: _group(axis) for name, axis in _axes(degrees).items()}
+    return Topology(degrees=degrees, rank=runtime.rank(), **groups)
+
+
+def own_tokens(batch: dict[str, Tensor], topology: Topology) -> dict[str, Tensor]:
+    """The part of its samples' tokens that this rank trains on.
+
+    Args:
+        batch: tensors [..., T] of whole samples; labels are shifted already.
+        topology: of this rank.
+    Returns:
+        `input_ids`, `labels` and the like, [..., T / sequence]. `segment_ids` stay whole: what
+        mixes tokens looks beyond a rank's own.
+    """
+    parts, part = topology.degrees.sequence, topology.sequence_rank
+    return {
+        name: values if name == "segment_ids" else values.chunk(parts, dim=-1)[part]
+        for name, values in batch.items()
+    }
+
+
+def _axes(degrees: Degrees) -> dict[str, Iterator[range]]:
+    """The ranks of every group of each kind."""
+    data, tensor, sequence = degrees.data, degrees.tensor, degrees.sequence
+    world, stage = degrees.world_size, data * tensor
+    blocks = range(0, world, tensor * sequence)
+    return {
+        "tensor_group": (range(i, i + tensor) for i in range(0, world, tensor)),
+        "sequence_group": (
+            range(i + t, i + tensor * sequence, tensor) for i in blocks for t in range(tensor)
+        ),
+        "data_group": (
+            range(i + t, i + stage, tensor) for i in range(0, world, stage) for t in range(tensor)
+        ),
+        "stage_group": (range(i, i + stage) for i in range(0, world, stage)),
+        "pipeline_group": (range(i, world, stage) for i in range(stage)),
+    }
+
+
+def _group(axis: Iterator[range]) -> ProcessGroup | None:
+    """The group of this axis that holds this rank; every rank makes all of them, in one order."""
+    own = None
+    for ranks in axis:
+        if len(ranks) == 1:
+            continue
+        made = torch.distributed.new_group(list(ranks))
+        if runtime.rank() in ranks:
+            own = made
+    return own
