@@ -19,6 +19,8 @@ from cdrmix import __version__, log
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, TrainingError
 
 if TYPE_CHECKING:
+    from cdrmix.planning.cluster import Cluster
+
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -111,6 +113,28 @@ def add_plan(verbs: Verbs) -> None:
         "and picks one, with its reasons. Degrees and batch sizes that are given are kept.",
     )
     add_config_flags(parser)
+    _add_cluster_flags(parser)
+    parser.add_argument(
+        "--explain", action="store_true", help="also every buffer, what is exchanged, assumptions"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.config.load import load_config
+        from cdrmix.planning.plan import as_text, plan
+
+        config = load_config(arguments.config, arguments.overrides)
+        made = plan(config, _cluster(arguments))
+        print(
+            json.dumps(made.to_json())
+            if arguments.json
+            else as_text(made, explain=arguments.explain)
+        )
+
+    parser.set_defaults(run=run)
+
+
+def _add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", required=True, help="number of nodes")
     parser.add_argument(
         "--gpus-per-node", type=int, metavar="G", required=True, help="devices, and ranks, of each"
@@ -121,28 +145,41 @@ def add_plan(verbs: Verbs) -> None:
     parser.add_argument(
         "--gpu-memory-gib", type=float, metavar="M", help="memory of a device as torch reports it"
     )
-    parser.add_argument(
-        "--explain", action="store_true", help="also every buffer, what is exchanged, assumptions"
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    from cdrmix.planning.cluster import make_cluster
+
+    return make_cluster(
+        nodes=arguments.nodes,
+        gpus_per_node=arguments.gpus_per_node,
+        gpu=arguments.gpu,
+        gpu_memory_gib=arguments.gpu_memory_gib,
     )
+
+
+def add_rehearse(verbs: Verbs) -> None:
+    """`cdrmix rehearse`: run a plan's layout, shrunk, on this machine's processors."""
+    parser = verbs.add_parser(
+        "rehearse",
+        help="run the layout of a plan, shrunk, on this machine, against one process",
+        description="Plans a run as `cdrmix plan` does, shrinks the plan to at most 8 processes "
+        "with every axis kept, trains, saves, resumes, and compares with one process. Says what "
+        "was exercised and what was not.",
+    )
+    add_config_flags(parser)
+    _add_cluster_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.config.load import load_config
-        from cdrmix.planning.cluster import make_cluster
-        from cdrmix.planning.plan import as_text, plan
+        from cdrmix.engines.rehearse import rehearse
 
-        cluster = make_cluster(
-            nodes=arguments.nodes,
-            gpus_per_node=arguments.gpus_per_node,
-            gpu=arguments.gpu,
-            gpu_memory_gib=arguments.gpu_memory_gib,
-        )
-        made = plan(load_config(arguments.config, arguments.overrides), cluster)
-        print(
-            json.dumps(made.to_json())
-            if arguments.json
-            else as_text(made, explain=arguments.explain)
-        )
+        config = load_config(arguments.config, arguments.overrides)
+        rehearsed = rehearse(config, _cluster(arguments))
+        print(json.dumps(rehearsed.to_json()) if arguments.json else rehearsed.as_text())
+        if not rehearsed.passed:
+            raise SystemExit(1)
 
     parser.set_defaults(run=run)
 
@@ -298,6 +335,7 @@ def add_report(verbs: Verbs) -> None:
 VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_config,
     add_plan,
+    add_rehearse,
     add_data,
     add_generate,
     add_evaluate,

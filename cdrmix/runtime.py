@@ -99,6 +99,25 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def use_cpus_only() -> None:
+    """Have this process and those that it starts compute on CPUs, whatever the machine has."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def take_place(rank: int, world_size: int, port: int) -> None:
+    """Become a rank of a world of processes on this machine, as a launcher would say it."""
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in place.items()})
+
+
 def speaks_for_errors() -> bool:
     """Whether this rank tells a user what went wrong: one voice per run once the ranks have met and
     agree on errors, one per host before that, when hosts can differ."""

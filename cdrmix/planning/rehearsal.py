@@ -1,0 +1,206 @@
+"""A plan made small enough for the processors of a laptop, with every axis of it kept.
+
+Each degree above one stays at two, in the same order of axes, with both kinds of blocks, the same
+DeepSpeed profile, accumulation and recomputation; widths, layers and lengths shrink.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from cdrmix.config.schema import Config, ModelConfig
+from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.search import Candidate
+
+# Processes that a laptop runs at once.
+MOST_RANKS = 8
+# Of the small model: what all degrees of two divide, and a kernel still likes.
+HEAD_DIM, SEQUENCE_LENGTH, VOCAB_SIZE, EXPERT_WIDTH = 32, 64, 512, 64
+STEPS, SAVED_STEP = 6, 3
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One small layout that stands for a plan, or for a part of it.
+
+    Attributes:
+        config: the small run, with its degrees given.
+        profile: DeepSpeed profile, as planned.
+        degrees: of the small run.
+    """
+
+    config: Config
+    profile: str
+    degrees: Degrees
+
+    def describe(self) -> str:
+        """In one line."""
+        axes = ("pipeline", "tensor", "data", "sequence", "expert")
+        spread = [f"{axis} {getattr(self.degrees, axis)}" for axis in axes]
+        kept = [part for part in spread if not part.endswith(" 1")]
+        return f"{self.profile}, {' x '.join(kept) or 'one rank'}"
+
+
+@dataclass(frozen=True)
+class Aspect:
+    """One property of a plan: what it is there, and in each rehearsed layout.
+
+    Attributes:
+        name: of the property.
+        planned: its value in the plan.
+        rehearsed: its value in each small layout.
+        is_exercised: whether any of them shows what the plan relies on; None where the plan does
+            not have the property.
+    """
+
+    name: str
+    planned: str
+    rehearsed: tuple[str, ...]
+    is_exercised: bool | None
+
+
+def rehearsals(config: Config, pick: Candidate) -> list[Rehearsal]:
+    """The small layouts that together have every axis of a plan: one, or two where one would need
+    more processes than a laptop runs."""
+    made = pick.arrangement
+    return [
+        Rehearsal(_small_config(config, made, degrees), pick.profile, degrees)
+        for degrees in _small_degrees(made.degrees)
+    ]
+
+
+def _small_degrees(planned: Degrees) -> list[Degrees]:
+    pipeline, tensor, sequence, samples = (
+        min(2, degree)
+        for degree in (planned.pipeline, planned.tensor, planned.sequence, planned.sample_ranks)
+    )
+    layouts = [(pipeline, tensor, sequence, samples)]
+    if math.prod(layouts[0]) > MOST_RANKS:  # each axis meets each other one in one of the two
+        layouts = [(pipeline, tensor, sequence, 1), (pipeline, 1, sequence, samples)]
+    return [
+        Degrees(
+            data=sequence * samples,
+            tensor=tensor,
+            pipeline=pipeline,
+            sequence=sequence,
+            expert=min(2, planned.expert, sequence * samples * tensor),
+        )
+        for pipeline, tensor, sequence, samples in layouts
+    ]
+
+
+def _small_config(config: Config, made: Arrangement, degrees: Degrees) -> Config:
+    accumulation = min(2, made.gradient_accumulation_steps)
+    micro = min(2, made.micro_batch_size)
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values["name"] = f"{config.name}-rehearsal"
+    values["model"] = _small_model(config.model)
+    values["parallel"] = {
+        axis: getattr(degrees, axis)
+        for axis in ("data", "tensor", "pipeline", "sequence", "expert")
+    }
+    values["training"] |= {
+        "stage": "a",
+        "max_steps": STEPS,
+        "total_tokens": None,
+        "warmup_steps": 2,
+        "learning_rate": 1e-3,
+        "min_learning_rate": 1e-4,
+        "global_batch_size": micro * accumulation * degrees.sample_ranks,
+        "micro_batch_size": micro,
+        "sequence_length": SEQUENCE_LENGTH,
+        "precision": "fp32",  # so that rounding does not hide a wrong sum
+        "activation_checkpointing": made.activation_checkpointing,
+    }
+    values["checkpoint"] = {"every_steps": SAVED_STEP, "keep": STEPS}
+    values["monitoring"] = {"log_every_steps": 1}
+    values["evaluation"] = {
+        "every_steps": None,
+        "final_tokens": 4 * SEQUENCE_LENGTH,
+        "sample_tokens": 2,
+        "baselines": False,
+    }
+    values["data"] = {"path": "rehearsal", "segment_documents": config.data.segment_documents}
+    return Config.model_validate(values)
+
+
+def _small_model(model: ModelConfig) -> dict[str, Any]:
+    shares_keys = model.num_kv_heads < model.num_heads
+    heads = 8 if shares_keys else 4
+    fraction = model.transformer_fraction
+    both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
+    experts = None
+    if model.moe is not None:
+        experts = model.moe.model_dump() | {
+            "expert_hidden_size": EXPERT_WIDTH,
+            "drop_tokens": False,  # what is dropped depends on the layout
+        }
+    return {
+        "hidden_size": heads * HEAD_DIM,
+        "num_heads": heads,
+        "num_kv_heads": 4,
+        "num_layers": max(4, both_kinds),
+        "vocab_size": VOCAB_SIZE,
+        "schedule": model.schedule,
+        "transformer_fraction": fraction,
+        "moe": experts,
+    }
+
+
+def aspects(config: Config, pick: Candidate, small: list[Rehearsal]) -> list[Aspect]:
+    """What of a plan its rehearsals exercise, and what they cannot."""
+    made = pick.arrangement
+    degrees = made.degrees
+    found = [
+        _degree(axis, getattr(degrees, axis), [getattr(each.degrees, axis) for each in small])
+        for axis in ("pipeline", "tensor", "sequence", "expert")
+    ]
+    readers = [each.degrees.sample_ranks for each in small]
+    found.append(_degree("ranks with samples of their own", degrees.sample_ranks, readers))
+    accumulated = min(2, made.gradient_accumulation_steps)
+    found.append(_kept("accumulation", made.gradient_accumulation_steps, accumulated, small))
+    found.append(_same("DeepSpeed profile", pick.profile, small))
+    found.append(_same("activation checkpointing", _on(made.activation_checkpointing), small))
+    found.append(_same("schedule", f"{config.model.schedule}, both kinds of blocks", small))
+    found += _not_exercised(config, made, small)
+    return found
+
+
+def _degree(name: str, planned: int, rehearsed: list[int]) -> Aspect:
+    is_exercised = any(number > 1 for number in rehearsed) if planned > 1 else None
+    return Aspect(name, str(planned), tuple(map(str, rehearsed)), is_exercised)
+
+
+def _kept(name: str, planned: int, rehearsed: int, small: list[Rehearsal]) -> Aspect:
+    return Aspect(name, str(planned), (str(rehearsed),) * len(small), True)
+
+
+def _same(name: str, value: str, small: list[Rehearsal]) -> Aspect:
+    return Aspect(name, value, (value,) * len(small), True)
+
+
+def _not_exercised(config: Config, made: Arrangement, small: list[Rehearsal]) -> list[Aspect]:
+    """What only the cluster itself can show."""
+    rows = [
+        ("precision", config.training.precision, "fp32"),
+        ("hidden size", f"{config.model.hidden_size:,}", f"{small[0].config.model.hidden_size}"),
+        ("layers", str(config.model.num_layers), str(small[0].config.model.num_layers)),
+        ("tokens a sample", f"{config.training.sequence_length:,}", str(SEQUENCE_LENGTH)),
+        ("ranks", f"{made.degrees.world_size:,}", ""),
+        ("devices and links", "as planned", "processors, gloo"),
+    ]
+    if config.model.moe is not None and config.model.moe.drop_tokens:
+        rows.append(("tokens beyond an expert's capacity", "dropped", "kept"))
+    found = []
+    for name, planned, rehearsed in rows:
+        shown = (rehearsed,) * len(small)
+        if name == "ranks":
+            shown = tuple(str(each.degrees.world_size) for each in small)
+        found.append(Aspect(name, planned, shown, planned in shown))
+    return found
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"

@@ -1,0 +1,66 @@
+"""Plans made small: every axis is kept, no more processes than a laptop runs."""
+
+import pytest
+
+from cdrmix.config.load import load_config, shipped
+from cdrmix.planning import rules
+from cdrmix.planning.cluster import make_cluster
+from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.plan import plan
+from cdrmix.planning.rehearsal import MOST_RANKS, _small_degrees, aspects, rehearsals
+
+AXES = ("pipeline", "tensor", "sequence", "sample_ranks", "expert")
+CLUSTERS = {"1b": (1, 8), "4b": (4, 8), "40b": (16, 8), "200b": (32, 8)}
+VARIANTS = [f"cdrmix-{family}-{size}" for family in ("core", "reason") for size in CLUSTERS]
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [
+        Degrees(data=8, tensor=1, pipeline=1, sequence=1, expert=8),
+        Degrees(data=16, tensor=4, pipeline=2, sequence=1, expert=8),
+        Degrees(data=4, tensor=8, pipeline=8, sequence=4, expert=8),
+        Degrees(data=8, tensor=8, pipeline=4, sequence=4, expert=8),
+        Degrees(data=4, tensor=1, pipeline=1, sequence=4, expert=2),
+        Degrees(data=1, tensor=1, pipeline=1, sequence=1, expert=1),
+    ],
+)
+def test_every_axis_is_kept_on_at_most_eight_ranks(planned: Degrees) -> None:
+    small = _small_degrees(planned)
+    assert len(small) <= 2
+    assert all(degrees.world_size <= MOST_RANKS for degrees in small)
+    for axis in AXES:
+        largest = max(getattr(degrees, axis) for degrees in small)
+        assert largest == min(2, getattr(planned, axis)), axis
+
+
+def test_what_does_not_fit_at_once_is_split_so_that_axes_meet() -> None:
+    small = _small_degrees(Degrees(data=8, tensor=8, pipeline=4, sequence=4, expert=8))
+    assert [(d.pipeline, d.tensor, d.sequence, d.sample_ranks) for d in small] == [
+        (2, 2, 2, 1),
+        (2, 1, 2, 2),
+    ]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_small_layouts_of_every_variant_are_sound(variant: str) -> None:
+    nodes, gpus = CLUSTERS[variant.rsplit("-", 1)[1]]
+    config = load_config(shipped("model_configs") / f"{variant}.yaml")
+    made = plan(config, make_cluster(nodes=nodes, gpus_per_node=gpus, gpu="a100-80"))
+    small = rehearsals(config, made.pick)
+    for each in small:
+        zero = {"zero_optimization": {"stage": made.pick.arrangement.zero_stage}}
+        layout = Layout(each.config, each.degrees, zero, "small", each.degrees.world_size, "cpu")
+        rules.check(layout, of_this_version=False)
+        kinds = set(each.config.model.layer_kinds())
+        assert kinds == {"rwkv", "transformer"}
+    unseen = {each.name for each in aspects(config, made.pick, small) if each.is_exercised is False}
+    assert unseen == {
+        "precision",
+        "hidden size",
+        "layers",
+        "tokens a sample",
+        "ranks",
+        "devices and links",
+        "tokens beyond an expert's capacity",
+    }
