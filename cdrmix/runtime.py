@@ -140,6 +140,14 @@ def device() -> torch.device:
     return torch.device("cpu") if use_cpu() else torch.device("cuda", local_rank())
 
 
+def device_memory_gib() -> float:
+    """Memory of this rank's device as torch reports it; on CPUs its share of the host's (GiB)."""
+    if use_cpu():
+        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return host / local_world_size() / 2**30
+    return torch.cuda.get_device_properties(device()).total_memory / 2**30
+
+
 def import_deepspeed() -> Any:
     """DeepSpeed, quiet, with its accelerator agreed and its shared-memory op off.
 

@@ -75,8 +75,10 @@ def main(arguments: list[str]) -> int:
             runtime.keep_freed_memory()
         runtime.set_threads()
         runtime.initialize_distributed()
+        from cdrmix.engines.devices import fitted
         from cdrmix.engines.session import run_training  # imports DeepSpeed, with its ops chosen
 
+        choice = fitted(config, choice, profile=args.profile)
         return run_training(config, choice, run_dir=args.run_dir, resume=args.resume)
     except TrainingError as error:
         if runtime.speaks_for_errors():

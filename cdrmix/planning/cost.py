@@ -19,9 +19,10 @@ from cdrmix.planning.memory import MemoryModel, sharing
 # Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has
 # been measured yet; tools/benchmark/step.py finds about this on a CPU core.
 KERNEL_EFFICIENCY = 0.5
-# Launching about a hundred kernels forward and twice as many backward, for each block: assumed. It
-# is why a larger micro-batch is faster.
-LAUNCH_SECONDS_PER_BLOCK = {"cuda": 1.5e-3, "cpu": 1e-4}
+# What a block costs a micro-step whatever its size, and why a larger micro-batch is faster. CUDA:
+# about a hundred kernels launched forward and twice as many backward, assumed. CPU: one core takes
+# 582 ms for cdrmix-core-tiny's eight samples one by one and 410 ms at once (median of 6).
+LAUNCH_SECONDS_PER_BLOCK = {"cuda": 1.5e-3, "cpu": 6e-3}
 # DeepSpeed's Adam on the host, transfers over PCIe included, for all ranks of a node: assumed.
 HOST_PARAMS_PER_SECOND = 1e9
 
