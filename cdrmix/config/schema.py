@@ -270,6 +270,12 @@ class TrainingConfig(Section):
     activation_checkpointing: bool = Field(
         False, description="Recompute each block in the backward pass instead of keeping it."
     )
+    sequence_checkpoint_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="With activation checkpointing: recompute a block in spans of so many tokens, "
+        "so that the activations of one span are there at a time; null: all tokens together.",
+    )
     learning_rate: float = Field(gt=0, description="Peak learning rate (per step).")
     min_learning_rate: float = Field(ge=0, description="Learning rate at the end (per step).")
     warmup_steps: int = Field(ge=0, description="Linear warm-up (optimizer steps).")
@@ -287,6 +293,11 @@ class TrainingConfig(Section):
     def _length_is_given(self) -> TrainingConfig:
         if self.max_steps is None and self.total_tokens is None:
             raise ValueError("give max_steps or total_tokens: a run needs a length")
+        if self.sequence_checkpoint_tokens is not None and not self.activation_checkpointing:
+            raise ValueError(
+                f"sequence_checkpoint_tokens = {self.sequence_checkpoint_tokens} needs "
+                "activation_checkpointing = true: what is not recomputed is kept"
+            )
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"min_learning_rate = {self.min_learning_rate} is above "

@@ -109,6 +109,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
         self.attend: Attend = attend  # replaced where a sequence is spread over ranks
+        self.carries_state = False  # of a fixed size: it looks at all tokens
         kv_size = self.num_kv_heads * self.head_dim
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.key = nn.Linear(config.hidden_size, kv_size, bias=False)

@@ -25,8 +25,6 @@ from cdrmix.config.schema import ModelConfig
 from cdrmix.models.initialize import orthogonal_, uniform_
 from cdrmix.models.wkv7 import wkv7
 
-# (x, last token before it, segment ids) -> predecessors; see `shift_tokens`
-ShiftTokens = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 # the arguments and results of `wkv7`
 Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
@@ -51,6 +49,30 @@ def shift_tokens(x: Tensor, last: Tensor | None, segment_ids: Tensor | None) -> 
     starts = segment_ids[:, 1:] != segment_ids[:, :-1]  # [B, T-1]
     starts = F.pad(starts, (1, 0), value=False)
     return previous.masked_fill(starts.unsqueeze(-1), 0)
+
+
+class TokenShift(nn.Module):
+    """Each position's predecessor; replaced where a sequence is spread over ranks."""
+
+    def begin(
+        self, last: Tensor, segment_ids: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What precedes the tokens here, where no call before this one has had it.
+
+        Args:
+            last: last token here, [B, D], which precedes those of another rank.
+            segment_ids: document of each token of the sequence, wherever it is, [B, T].
+        Returns:
+            the token before the first one here, [B, D], or None for zero; segment_ids of the
+            tokens here.
+        """
+        return None, segment_ids
+
+    def forward(self, x: Tensor, last: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+        """As `shift_tokens`; `last` is None at the start of a sequence."""
+        if last is None:
+            last, segment_ids = self.begin(x[:, -1], segment_ids)
+        return shift_tokens(x, last, segment_ids)
 
 
 class _TokenShiftMix(torch.autograd.Function):
@@ -139,7 +161,8 @@ class TimeMix(nn.Module):
         self.share_above = 1 - layer / config.num_layers  # of the blocks, this one included
         self.creates_v_first = creates_v_first
         # what meets other tokens; replaced where a sequence is spread over ranks
-        self.shift: ShiftTokens = shift_tokens
+        self.carries_state = True  # so that a sequence can be run piece by piece
+        self.shift = TokenShift()
         self.recurrence: Recurrence = wkv7
         for mix in _MIXES:
             self.register_parameter(f"mu_{mix}", nn.Parameter(torch.empty(hidden)))
@@ -282,7 +305,7 @@ class ChannelShift(nn.Module):
     def __init__(self, config: ModelConfig, *, layer: int) -> None:
         super().__init__()
         self.depth = layer / config.num_layers
-        self.shift: ShiftTokens = shift_tokens
+        self.shift = TokenShift()
         self.mu = nn.Parameter(torch.empty(config.hidden_size))
 
     def forward(

@@ -7,7 +7,8 @@ from torch import nn
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config, ModelConfig
-from cdrmix.models.backbone import Backbone, Block, make_block
+from cdrmix.models.backbone import Backbone
+from cdrmix.models.block import Block, make_block
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
 
@@ -32,6 +33,7 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
         model = Backbone(
             config.model,
             activation_checkpointing=choice.activation_checkpointing,
+            sequence_checkpoint_tokens=config.training.sequence_checkpoint_tokens,
             block=block,
         )
         model.embedding.initialize(seed=config.training.seed, std=config.model.init_std)

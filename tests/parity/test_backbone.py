@@ -78,6 +78,37 @@ def test_recomputation_gives_the_same_gradients_bit_by_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def results(
+    model: Backbone, ids: torch.Tensor, segment_ids: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Hidden states, router statistics and all gradients."""
+    model.zero_grad()
+    output = model(ids, segment_ids=segment_ids)
+    weights = torch.randn(output.hidden.shape, generator=torch.Generator().manual_seed(3))
+    loss = (output.hidden * weights).sum()
+    found = [output.hidden.detach()]
+    if output.router_statistics is not None:
+        sums = output.router_statistics[:, :-2]  # not what is beyond a capacity: spans differ
+        loss = loss + sums.square().sum()
+        found.append(sums.detach())
+    loss.backward()
+    return found + [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("changes", [{}, {"moe": None}, {"num_kv_heads": 1}])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequence_checkpointing_changes_rounding_only(changes: dict, packed: bool) -> None:
+    model, ids, segment_ids = small_model(**changes), tokens(2, 19), None
+    if packed:  # borders of documents inside spans and at their ends
+        segment_ids = torch.tensor([[0] * 8 + [1] * 11, [0] * 5 + [1] * 2 + [2] * 12])
+    whole = results(model, ids, segment_ids)
+    model.activation_checkpointing = True
+    for span in (5, 8, 18):
+        model.sequence_checkpoint_tokens = span
+        for found, expected in zip(results(model, ids, segment_ids), whole, strict=True):
+            assert (found - expected).norm() <= 2e-6 * expected.norm().clamp(min=1e-3)
+
+
 def test_every_parameter_gets_a_gradient() -> None:
     model = small_model()
     model(tokens(2, 9)).hidden.square().sum().backward()

@@ -1,0 +1,152 @@
+"""Runs a block, and recomputes it in the backward pass: whole, or in spans of tokens.
+
+B batch, T time, D hidden, S router statistics.
+
+Recomputed whole, a block keeps its input; while it is recomputed, activations of all T tokens are
+there. In spans (sequence checkpointing) they are there for one span at a time. What a recurrent
+state carries on is kept at each border; what looks at all tokens is recomputed over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from cdrmix.models.block import Block, BlockState
+from cdrmix.models.rwkv7 import TimeMixState
+
+
+def run_block(
+    block: Block,
+    x: Tensor,
+    v_first: Tensor | None,
+    past: BlockState | None,
+    segment_ids: Tensor | None,
+    *,
+    recompute: bool,
+    sequence_checkpoint_tokens: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, BlockState | None]:
+    """One block, on whatever pipeline stage.
+
+    Args:
+        block: the block.
+        x: residual stream, [B, T, D].
+        v_first: value of the first RWKV layer, [B, T, D]; None before it.
+        past: this block's state, or None at the start of a sequence.
+        segment_ids: document of each token, [B, T].
+        recompute: keep its input and recompute the rest in the backward pass.
+        sequence_checkpoint_tokens: tokens that are recomputed together; None: all. Where tokens are
+            dropped, each span has a capacity of its own.
+    Returns:
+        residual stream, v_first, router statistics [S] or None, state after token T; this is None
+        where the block ran in spans, which is for training.
+    """
+    if not (recompute and torch.is_grad_enabled()):
+        return block(x, v_first, past, segment_ids)
+    spans = list(_spans(x.shape[1], sequence_checkpoint_tokens or x.shape[1]))
+    if len(spans) == 1:
+        return _recomputed(block, x, v_first, past, segment_ids)
+    assert past is None, "a sequence is trained on from its beginning"
+    if block.mixer.carries_state:
+        return *_in_spans(block, x, v_first, segment_ids, spans), None
+    x, v_first, _ = _recomputed(block.mix, x, v_first, None, segment_ids)
+    return *_feed_in_spans(block, x, v_first, segment_ids, spans), None
+
+
+def _recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
+    """Keep the inputs, recompute the rest; blocks draw no random numbers."""
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _spans(length: int, tokens: int) -> Iterator[slice]:
+    for start in range(0, length, tokens):
+        yield slice(start, min(start + tokens, length))
+
+
+def _in_spans(
+    block: Block,
+    x: Tensor,
+    v_first: Tensor | None,
+    segment_ids: Tensor | None,
+    spans: list[slice],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """An RWKV block span after span: residual stream, v_first, statistics."""
+    outs, values, statistics = [], [], []
+    state: tuple[Tensor, ...] = ()
+    for span in spans:
+        state, ids = _entering(state, segment_ids, span)
+        value = None if v_first is None else v_first[:, span]
+        out, value, part, state = _recomputed(_run_span, block, x[:, span], value, ids, *state)
+        outs.append(out)
+        values.append(value)
+        statistics.append(part)
+    if v_first is None:
+        v_first = torch.cat(values, 1)
+    return torch.cat(outs, 1), v_first, _sum(statistics)
+
+
+def _run_span(
+    block: Block,
+    x: Tensor,
+    v_first: Tensor | None,
+    segment_ids: Tensor | None,
+    *state: Tensor,  # one by one, so that autograd sees what it keeps
+) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...]]:
+    past = BlockState(TimeMixState(*state[:2]), state[2]) if state else None
+    x, v_first, statistics, after = block(x, v_first, past, segment_ids)
+    assert isinstance(after.mixer, TimeMixState), "other mixers carry no state"
+    assert after.channel_last is not None, "an RWKV block has a shift"
+    # copies: a view would keep the normalised input of the whole span
+    lasts = after.mixer.last.clone(), after.channel_last.clone()
+    return x, v_first, statistics, (lasts[0], after.mixer.wkv, lasts[1])
+
+
+def _feed_in_spans(
+    block: Block,
+    x: Tensor,
+    v_first: Tensor | None,
+    segment_ids: Tensor | None,
+    spans: list[slice],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The second half of a block span after span: residual stream, v_first, statistics."""
+    outs, statistics = [], []
+    state: tuple[Tensor, ...] = ()
+    if block.ffn_shift is None:
+        segment_ids = None  # only a shift looks at other tokens
+    else:
+        last, segment_ids = block.ffn_shift.shift.begin(block.ffn_norm(x[:, -1]), segment_ids)
+        state = () if last is None else (last,)
+    for span in spans:
+        state, ids = _entering(state, segment_ids, span)
+        out, part, state = _recomputed(_feed_span, block, x[:, span], ids, *state)
+        outs.append(out)
+        statistics.append(part)
+    return torch.cat(outs, 1), v_first, _sum(statistics)
+
+
+def _feed_span(
+    block: Block, x: Tensor, segment_ids: Tensor | None, last: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    x, statistics, last = block.feed(x, last, segment_ids)
+    return x, statistics, () if last is None else (last.clone(),)
+
+
+def _entering(
+    state: tuple[Tensor, ...], segment_ids: Tensor | None, span: slice
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """What a span begins with: state that enters it, zero where a document starts, and its ids."""
+    if segment_ids is None:
+        return state, None
+    if span.start > 0:
+        is_new = segment_ids[:, span.start] != segment_ids[:, span.start - 1]  # [B]
+        state = tuple(x.masked_fill(is_new.view(-1, *[1] * (x.dim() - 1)), 0) for x in state)
+    return state, segment_ids[:, span]
+
+
+def _sum(statistics: list[Tensor | None]) -> Tensor | None:
+    parts = [part for part in statistics if part is not None]
+    return torch.stack(parts).sum(0) if parts else None
