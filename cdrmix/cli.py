@@ -194,7 +194,7 @@ def _add_data_inspect(kinds: Verbs) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.data.report import inspect_folder, inspection_table
+        from cdrmix.data.inspection import inspect_folder, inspection_table
 
         inspected = inspect_folder(arguments.folder)
         print(json.dumps(inspected) if arguments.json else inspection_table(inspected))

@@ -1,4 +1,4 @@
-"""What a data build did: written beside the shards, and shown by `cdrmix data inspect`."""
+"""What a data build did: written beside the shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from cdrmix.config.load import config_hash
 from cdrmix.data.recipe import Recipe, recipe_yaml
-from cdrmix.data.shards import ShardInfo, read_manifest, write_file
+from cdrmix.data.shards import ShardInfo, write_file
 from cdrmix.data.source import Found
 from cdrmix.data.stage import DROPPED_FILE, close_synced, read_record
 from cdrmix.data.tasks import Task
@@ -20,8 +20,6 @@ from cdrmix.errors import DataError
 REPORT_FILE, RECIPE_FILE, SET_ASIDE_FILE = "report.json", "recipe.yaml", "set_aside.jsonl"
 
 _SAMPLES_PER_REASON = 3
-_SHOWN_SET_ASIDE = 20
-_SHOWN_CHARACTERS = 160
 
 # A task and its results, stage by stage.
 Results = tuple[Any, ...]
@@ -79,8 +77,8 @@ def write_report(
     """
     write_file(out / RECIPE_FILE, recipe_yaml(recipe).encode())
     with (out / DROPPED_FILE).open("w", encoding="utf-8") as file:
-        dropped = _lines(folder / DROPPED_FILE for _, *folders in results for folder in folders)
-        file.writelines(dropped if recipe.keep_dropped else _first_of_each(dropped))
+        dropped = read_lines(folder / DROPPED_FILE for _, *folders in results for folder in folders)
+        file.writelines(dropped if recipe.keep_dropped else first_of_each(dropped))
         close_synced(file)
     set_aside = list(_set_aside(found, results))
     lines = "".join(json.dumps(entry) + "\n" for entry in set_aside)
@@ -166,13 +164,14 @@ def _set_aside(found: Mapping[str, Found], results: Sequence[Results]) -> Iterat
             yield {"source": task.source.name} | entry
 
 
-def _lines(paths: Iterable[Path]) -> Iterator[str]:
+def read_lines(paths: Iterable[Path]) -> Iterator[str]:
+    """The lines of some files, one after the other."""
     for path in paths:
         with path.open(encoding="utf-8") as file:
             yield from file
 
 
-def _first_of_each(lines: Iterable[str]) -> Iterator[str]:
+def first_of_each(lines: Iterable[str]) -> Iterator[str]:
     """Those of dropped documents that are the first of their step, reason and domain."""
     num_kept: Counter[tuple[int, str, str]] = Counter()
     for line in lines:
@@ -197,81 +196,3 @@ def read_report(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}. Build the folder again.") from error
     return report
-
-
-def inspect_folder(folder: Path) -> dict[str, Any]:
-    """Everything that is known about a built folder, as plain values.
-
-    Raises:
-        DataError: if it is not a built folder.
-    """
-    manifest = read_manifest(folder)
-    tokens: dict[str, dict[str, dict[str, int]]] = {}
-    for shard in manifest.shards:
-        counts = tokens.setdefault(shard.domain, {}).setdefault(
-            shard.split, {"tokens": 0, "documents": 0, "text_bytes": 0}
-        )
-        for name in counts:
-            counts[name] += getattr(shard, name)
-    report = read_report(folder)
-    set_aside = _lines([folder / SET_ASIDE_FILE] if report else [])
-    dropped = _first_of_each(_lines([folder / DROPPED_FILE] if report else []))
-    return {
-        "tokens": tokens,
-        "vocab_size": manifest.vocab_size,
-        "source": manifest.source,
-        "set_aside": [json.loads(line) for line in set_aside],
-        "dropped": [json.loads(line) for line in dropped],
-    } | {name: value for name, value in report.items() if name != "key"}
-
-
-def inspection_table(inspected: Mapping[str, Any]) -> str:
-    """What `inspect_folder` found, for people."""
-    lines = [*_token_lines(inspected["tokens"])]
-    if "steps" in inspected:
-        lines += ["", *_step_lines(inspected)]
-    if inspected["dropped"]:
-        lines += ["", "Dropped, for example:"]
-        for entry in inspected["dropped"]:
-            text = " ".join(entry["text"].split())[:_SHOWN_CHARACTERS]
-            lines += [f"  {entry['name']}: {entry['reason']}: {entry['id']}", f"    {text}"]
-    return "\n".join(lines)
-
-
-def _token_lines(tokens: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{'domain':<16}{'split':<12}{'tokens':>16}{'documents':>14}{'bytes of text':>18}"
-    for domain, splits in sorted(tokens.items()):
-        for split, counts in splits.items():
-            yield (
-                f"{domain:<16}{split:<12}{counts['tokens']:>16,}{counts['documents']:>14,}"
-                f"{counts['text_bytes']:>18,}"
-            )
-
-
-def _step_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
-    read = inspected["read"]
-    yield f"{'step':<28}{'in':>14}{'out':>14}"
-    yield f"{'read':<28}{'':>14}{read['documents']:>14,}"
-    yield from _reason_lines(read["set_aside"])
-    for source, kinds in read["other_kinds"].items():
-        shown = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items())
-        yield f"  {source}: files of other kinds: {shown}"
-    for step in inspected["steps"]:
-        yield f"{step['name']:<28}{step['in']:>14,}{step['out']:>14,}"
-        yield from _reason_lines(step["dropped"])
-    if inspected["set_aside"]:
-        yield ""
-        yield "Set aside:"
-    for entry in inspected["set_aside"][:_SHOWN_SET_ASIDE]:
-        row = "" if entry["row"] is None else f", row {entry['row']}"
-        more = f" (and {entry['count'] - 1:,} more)" if entry["count"] > 1 else ""
-        detail = f" ({entry['detail']})" if entry["detail"] else ""
-        yield f"  {entry['source']}/{entry['file']}{row}: {entry['reason']}{detail}{more}"
-    hidden = len(inspected["set_aside"]) - _SHOWN_SET_ASIDE
-    if hidden > 0:
-        yield f"  and {hidden:,} more; see {SET_ASIDE_FILE}"
-
-
-def _reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:
-    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        yield f"  {reason:<40}{count:>16,}"
