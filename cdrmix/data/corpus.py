@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from cdrmix.data.document import Step
+from cdrmix.data.stage import document_id
 from cdrmix.data.steps.dedup import (
     Deduplicate,
     Method,
@@ -24,7 +25,8 @@ from cdrmix.data.steps.dedup import (
 
 
 class CorpusStep(Protocol):
-    """A step in three phases; `notes` are files, one per task, with names that differ."""
+    """A step in three phases; `notes` are files, one per task, with names that differ, each in the
+    folder of the documents that it is about."""
 
     name: str
 
@@ -97,7 +99,13 @@ class Dedup:
     def decide(self, notes: Sequence[Path], out: Path) -> dict[str, Any]:
         """Find the duplicates; the first of each cluster stays."""
         found = find_duplicates(notes, out, method=self._method, memory_bytes=self._memory_bytes)
-        return asdict(found)
+        values = asdict(found)
+        for kind in ("exact", "near"):
+            values[kind]["largest"] = [
+                {"documents": size, "first": document_id(notes[file].parent, row)}
+                for size, file, row in values[kind]["largest"]
+            ]
+        return values
 
     def decision(self, notes: Path, out: Path) -> Path:
         """The list of a task's duplicates."""

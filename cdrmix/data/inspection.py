@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cdrmix.data.course import SEQUENCE_LENGTH, mixture_course
+from cdrmix.data.recipe import built_mixture
 from cdrmix.data.report import SET_ASIDE_FILE, first_of_each, read_lines, read_report
-from cdrmix.data.shards import read_manifest
+from cdrmix.data.shards import MANIFEST_FILE, read_manifest
 from cdrmix.data.stage import DROPPED_FILE
 
 _SHOWN_SET_ASIDE = 20
+_SHOWN_SHARDS = 20
+_SHOWN_CLUSTERS = 3
 _SHOWN_CHARACTERS = 160
 
 
-def inspect_folder(folder: Path) -> dict[str, Any]:
+def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> dict[str, Any]:
     """Everything that is known about a built folder, as plain values.
 
+    Args:
+        sequence_length: of the samples that a mixture is shown by (tokens).
     Raises:
         DataError: if it is not a built folder.
     """
@@ -30,12 +36,15 @@ def inspect_folder(folder: Path) -> dict[str, Any]:
         for name in counts:
             counts[name] += getattr(shard, name)
     report = read_report(folder)
+    mixture = built_mixture(manifest)
     set_aside = read_lines([folder / SET_ASIDE_FILE] if report else [])
     dropped = first_of_each(read_lines([folder / DROPPED_FILE] if report else []))
     return {
         "tokens": tokens,
         "vocab_size": manifest.vocab_size,
         "source": manifest.source,
+        "shards": [shard.model_dump(exclude={"bin", "idx"}) for shard in manifest.shards],
+        "mixture": mixture and mixture_course(manifest, mixture, sequence_length=sequence_length),
         "set_aside": [json.loads(line) for line in set_aside],
         "dropped": [json.loads(line) for line in dropped],
     } | {name: value for name, value in report.items() if name != "key"}
@@ -46,6 +55,11 @@ def inspection_table(inspected: Mapping[str, Any]) -> str:
     lines = [*_token_lines(inspected["tokens"])]
     if "steps" in inspected:
         lines += ["", *_step_lines(inspected)]
+        lines += _cluster_lines(inspected["steps"])
+    if inspected["mixture"]:
+        lines += ["", *_mixture_lines(inspected["mixture"])]
+    if "shards" in inspected["source"]:
+        lines += ["", *_lineage_lines(inspected)]
     if inspected["dropped"]:
         lines += ["", "Dropped, for example:"]
         for entry in inspected["dropped"]:
@@ -86,6 +100,57 @@ def _step_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
     hidden = len(inspected["set_aside"]) - _SHOWN_SET_ASIDE
     if hidden > 0:
         yield f"  and {hidden:,} more; see {SET_ASIDE_FILE}"
+
+
+def _cluster_lines(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for step in steps:
+        for kind in ("exact", "near"):
+            clusters = step.get("found", {}).get(kind)
+            if clusters and clusters["clusters"]:
+                yield ""
+                yield f"{step['name']}, clusters of {kind} duplicates: {clusters['clusters']:,}"
+                sizes = ", ".join(f"{n:,} of {size}" for size, n in clusters["sizes"].items())
+                yield f"  documents in each: {sizes}"
+                for largest in clusters["largest"][:_SHOWN_CLUSTERS]:
+                    yield f"  {largest['documents']:,} documents, first {largest['first']}"
+
+
+def _mixture_lines(course: Mapping[str, Any]) -> Iterator[str]:
+    if "problem" in course:
+        yield f"Mixture, in sequences of {course['sequence_length']} tokens:"
+        yield f"  cannot be drawn: {course['problem']}"
+        return
+    yield (
+        f"{'mixture':<16}{'asked':>10}{'drawn':>10}{'samples':>16}{'epochs':>10}   "
+        f"in sequences of {course['sequence_length']} tokens"
+    )
+    for number, phase in enumerate(course["phases"]):
+        yield f"phase {number + 1}, {phase['stop'] - phase['start']:,} samples, {phase['change']}"
+        yield from _share_lines(phase["domains"], course["available"])
+    if len(course["phases"]) > 1:
+        yield f"together, {course['samples']:,} samples"
+        yield from _share_lines(course["whole"]["domains"], course["available"])
+
+
+def _share_lines(
+    domains: Mapping[str, Mapping[str, float]], available: Mapping[str, int]
+) -> Iterator[str]:
+    for name, share in domains.items():
+        epochs = f"{share['samples'] / available[name]:.2f}" if available[name] else "-"
+        yield (
+            f"  {name:<14}{share['asked']:>10.4f}{share['drawn']:>10.4f}"
+            f"{share['samples']:>16,}{epochs:>10}"
+        )
+
+
+def _lineage_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
+    source = inspected["source"]
+    yield f"Shards, all of recipe {source['recipe_hash']}, and their documents by source:"
+    for stem, documents in [*source["shards"].items()][:_SHOWN_SHARDS]:
+        yield f"  {stem}: {', '.join(f'{name} {n:,}' for name, n in documents.items())}"
+    hidden = len(source["shards"]) - _SHOWN_SHARDS
+    if hidden > 0:
+        yield f"  and {hidden:,} more; see {MANIFEST_FILE}"
 
 
 def _reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:

@@ -66,6 +66,7 @@ def write_report(
     found: Mapping[str, Found],
     results: Sequence[Results],
     decisions: Mapping[int, Any],
+    ngrams: Mapping[str, Any],
 ) -> None:
     """Write report.json, recipe.yaml, and what was dropped and set aside.
 
@@ -74,6 +75,7 @@ def write_report(
         found: what was met where files were looked for, by source.
         results: (task, folder of its first stage, of its second, ...) each.
         decisions: what steps over the corpus found, by number of the step.
+        ngrams: what `cdrmix.data.ngrams` found in the training tokens, by domain.
     """
     write_file(out / RECIPE_FILE, recipe_yaml(recipe).encode())
     with (out / DROPPED_FILE).open("w", encoding="utf-8") as file:
@@ -90,6 +92,7 @@ def write_report(
         "steps": _step_counts(recipe, results, decisions),
         "lengths": _summed(results, "lengths"),
         "languages": _summed(results, "languages"),
+        "ngrams": {domain: found for domain, found in ngrams.items() if found},
     }
     write_file(out / REPORT_FILE, (json.dumps(report, indent=2) + "\n").encode())
 

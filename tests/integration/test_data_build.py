@@ -315,6 +315,25 @@ def test_nothing_left_of_a_corpus_says_why(tmp_path: Path) -> None:
         build_dataset(recipe, tmp_path / "out", workers=1)
 
 
+def test_a_domain_of_which_nothing_is_left_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, text in (("a", TEXT_ROWS[0]), ("b", "short")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    entry = {"type": "local", "domain": "prose"}
+    sources = [
+        entry | {"name": "a", "path": str(tmp_path / "a.txt")},
+        entry | {"name": "b", "path": str(tmp_path / "b.txt"), "domain": "code"},
+    ]
+    recipe = tmp_path / "recipe.yaml"
+    steps = [{"filter": {"domains": ["code"]}}]
+    tokenizer = {"vocab_size": 300}
+    recipe.write_text(json.dumps({"sources": sources, "steps": steps, "tokenizer": tokenizer}))
+    build_dataset(recipe, tmp_path / "out", workers=1)
+    assert "no document of domain code is left" in caplog.text
+    assert "domain prose" not in caplog.text
+
+
 def test_dropped_documents_are_kept_whole_when_asked(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(6):
