@@ -22,6 +22,7 @@ from cdrmix.data.steps.dedup import (
     drops_path,
     find_duplicates,
 )
+from cdrmix.data.steps.url_dedup import SignUrls, find_same_urls
 
 
 class CorpusStep(Protocol):
@@ -109,6 +110,43 @@ class Dedup:
 
     def decision(self, notes: Path, out: Path) -> Path:
         """The list of a task's duplicates."""
+        return drops_path(out, notes)
+
+    def after(self, decision: Path) -> Step:
+        """Drop what is listed."""
+        return Deduplicate(decision)
+
+
+class UrlDedup:
+    """Keeps one document per web address, and at most so many pages per host.
+
+    Documents without an address pass. Pages are told apart as `cdrmix.data.steps.url.url_key`
+    does, whether the step `url` came before or not.
+
+    Args:
+        max_per_host: most pages of a host, chosen by hash; None: all.
+        memory_bytes: most memory of the search.
+    """
+
+    name = "url_dedup"
+
+    def __init__(self, *, max_per_host: int | None = None, memory_bytes: int = 2**28) -> None:
+        if max_per_host is not None and max_per_host < 1:
+            raise ValueError(f"max_per_host = {max_per_host} keeps no page; give 1 or more")
+        self.max_per_host, self._memory_bytes = max_per_host, memory_bytes
+
+    def before(self, notes: Path) -> Step:
+        """Note each document's address."""
+        return SignUrls(notes)
+
+    def decide(self, notes: Sequence[Path], out: Path) -> dict[str, Any]:
+        """Find the documents of one page, and the hosts with too many."""
+        return find_same_urls(
+            notes, out, max_per_host=self.max_per_host, memory_bytes=self._memory_bytes
+        )
+
+    def decision(self, notes: Path, out: Path) -> Path:
+        """The list of what a task drops."""
         return drops_path(out, notes)
 
     def after(self, decision: Path) -> Step:

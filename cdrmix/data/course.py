@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -38,16 +39,17 @@ def mixture_course(
     except DataError as error:
         return {"sequence_length": sequence_length, "problem": str(error)}
     ends = _phase_ends(mixture, sum(available.values()))
+    phases = [
+        {"change": phase.change} | _drawn(mixture, start, stop)
+        for phase, start, stop in zip(mixture.phases, [0, *ends[:-1]], ends, strict=True)
+    ]
     parts = [ends[-1] * part // _NUM_PARTS for part in range(_NUM_PARTS + 1)]
     return {
         "sequence_length": sequence_length,
         "samples": ends[-1],
         "available": available,
-        "whole": _drawn(mixture, 0, ends[-1]),
-        "phases": [
-            {"change": phase.change} | _drawn(mixture, start, stop)
-            for phase, start, stop in zip(mixture.phases, [0, *ends[:-1]], ends, strict=True)
-        ],
+        "whole": _together(phases, ends[-1]),
+        "phases": phases,
         "parts": [
             _drawn(mixture, start, stop)
             for start, stop in zip(parts, parts[1:], strict=False)
@@ -58,6 +60,19 @@ def mixture_course(
 
 def _drawn(mixture: Mixture, start: int, stop: int) -> dict[str, Any]:
     return {"start": start, "stop": stop, "domains": draw(mixture, start, stop)}
+
+
+def _together(phases: Sequence[dict[str, Any]], num_samples: int) -> dict[str, Any]:
+    """Phase by phase, since no phase's share may be missed between the points of a long range."""
+    domains: dict[str, dict[str, float]] = {}
+    for phase in phases:
+        part = (phase["stop"] - phase["start"]) / num_samples
+        for name, share in phase["domains"].items():
+            total = domains.setdefault(name, {"asked": 0.0, "drawn": 0.0, "samples": 0})
+            total["asked"] += part * share["asked"]
+            total["drawn"] += part * share["drawn"]
+            total["samples"] += share["samples"]
+    return {"start": 0, "stop": num_samples, "domains": domains}
 
 
 def _phase_ends(mixture: Mixture, num_samples: int) -> list[int]:

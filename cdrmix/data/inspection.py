@@ -104,6 +104,9 @@ def _step_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
 
 def _cluster_lines(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for step in steps:
+        if "pages" in step.get("found", {}):
+            yield ""
+            yield f"{step['name']}: {_address_counts(step['found'])}"
         for kind in ("exact", "near"):
             clusters = step.get("found", {}).get(kind)
             if clusters and clusters["clusters"]:
@@ -113,6 +116,11 @@ def _cluster_lines(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
                 yield f"  documents in each: {sizes}"
                 for largest in clusters["largest"][:_SHOWN_CLUSTERS]:
                     yield f"  {largest['documents']:,} documents, first {largest['first']}"
+
+
+def _address_counts(found: Mapping[str, int]) -> str:
+    counts = f"{found['pages']:,} pages of {found['hosts']:,} hosts"
+    return f"{found['documents']:,} documents with an address, {counts}"
 
 
 def _mixture_lines(course: Mapping[str, Any]) -> Iterator[str]:

@@ -291,6 +291,11 @@ def _bars(counts: Mapping[str, int]) -> str:
 def _duplicates(steps: Sequence[Values]) -> str:
     parts = []
     for step in steps:
+        found = step.get("found", {})
+        if "pages" in found:
+            unit = f"of {_plural(found['documents'], 'document')} with an address"
+            counts = {name: found[name] for name in ("pages", "hosts")}
+            parts.append(page.figure(step["name"], unit, _bars(counts)))
         for kind in ("exact", "near"):
             clusters = step.get("found", {}).get(kind)
             if clusters:

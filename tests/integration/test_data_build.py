@@ -334,6 +334,37 @@ def test_a_domain_of_which_nothing_is_left_is_warned_about(
     assert "domain prose" not in caplog.text
 
 
+def test_one_document_per_address_is_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        rows = [
+            {"text": f"{name} {number}", "url": f"http://x.org/{number}/?utm_source={name}"}
+            for number in range(5)
+        ]
+        (tmp_path / name / "rows.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+    recipe = tmp_path / "recipe.yaml"
+    sources = [
+        {"name": name, "type": "local", "path": str(tmp_path / name), "domain": "web"}
+        for name in ("a", "b")
+    ]
+    steps = ["url", {"url_dedup": {"max_per_host": 4}}]
+    values = {"sources": sources, "steps": steps, "tokenizer": {"vocab_size": 300}}
+    recipe.write_text(json.dumps(values))
+    out = tmp_path / "out"
+    assert cli.main(["data", "build", "--config", str(recipe), "--out", str(out)]) == 0
+    assert cli.main(["data", "inspect", str(out)]) == 0
+    table = capsys.readouterr().out
+    assert "url_dedup: 10 documents with an address, 5 pages of 1 hosts" in table
+    assert json.loads((out / "report.json").read_text())["steps"][1]["dropped"] == {
+        "host has enough": 2,
+        "same url": 4,
+    }
+    assert read_manifest(out).source["sources"]["a"]["documents"] == 4
+    assert "with an address" in (out / "report.html").read_text()
+
+
 def test_dropped_documents_are_kept_whole_when_asked(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(6):
