@@ -45,6 +45,7 @@ from cdrmix.data.shards import (
     write_manifest,
 )
 from cdrmix.data.stage import StageJob, notes_path, read_documents, read_record, run_stage
+from cdrmix.data.steps.filter import Filter
 from cdrmix.data.tasks import content_key, make_tasks
 from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
@@ -77,6 +78,7 @@ def build_dataset(
         raise DataError(f"--workers {workers}: at least 1 is needed")
     if out.exists() and not _can_hold_build(out):
         raise DataError(f"{out}: exists and is not the folder of a data build. Give another --out.")
+    _check_early(recipe)
     try:
         with locked(out / ".lock", blocking=False) as held:
             if not held:
@@ -90,6 +92,21 @@ def build_dataset(
             f"{error.filename or out}: {error.strerror}. What is done stays in {out}: mend this "
             "and start again, to go on from there."
         ) from error
+
+
+def _check_early(recipe: Recipe) -> None:
+    """Tell now what would otherwise be told hours later.
+
+    Raises:
+        DataError: if the tokenizer that is named cannot be used, or a step has no way with a
+            domain.
+    """
+    if recipe.tokenizer.path is not None:
+        load_tokenizer(Path(recipe.tokenizer.path))
+    domains = {source.domain for source in recipe.sources}
+    for config in recipe.steps:
+        if config.name == Filter.name:
+            make_step(config).check_domains(sorted(filter(config.takes, domains)))
 
 
 def _can_hold_build(out: Path) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 
 from cdrmix.data.course import SEQUENCE_LENGTH, mixture_course
 from cdrmix.data.recipe import built_mixture
-from cdrmix.data.report import SET_ASIDE_FILE, first_of_each, read_lines, read_report
+from cdrmix.data.report import SET_ASIDE_FILE, first_of_each, read_report
 from cdrmix.data.shards import MANIFEST_FILE, read_manifest
 from cdrmix.data.stage import DROPPED_FILE
+from cdrmix.errors import DataError
 
 _SHOWN_SET_ASIDE = 20
 _SHOWN_SHARDS = 20
@@ -37,17 +38,31 @@ def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> d
             counts[name] += getattr(shard, name)
     report = read_report(folder)
     mixture = built_mixture(manifest)
-    set_aside = read_lines([folder / SET_ASIDE_FILE] if report else [])
-    dropped = first_of_each(read_lines([folder / DROPPED_FILE] if report else []))
+    set_aside = _entries(folder / SET_ASIDE_FILE) if report else iter(())
+    dropped = first_of_each(_entries(folder / DROPPED_FILE)) if report else iter(())
     return {
         "tokens": tokens,
         "vocab_size": manifest.vocab_size,
         "source": manifest.source,
         "shards": [shard.model_dump(exclude={"bin", "idx"}) for shard in manifest.shards],
         "mixture": mixture and mixture_course(manifest, mixture, sequence_length=sequence_length),
-        "set_aside": [json.loads(line) for line in set_aside],
-        "dropped": [json.loads(line) for line in dropped],
+        "set_aside": list(set_aside),
+        "dropped": list(dropped),
     } | {name: value for name, value in report.items() if name != "key"}
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines beside the shards.
+
+    Raises:
+        DataError: if it is missing or damaged.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}. Build the folder again.") from error
 
 
 def inspection_table(inspected: Mapping[str, Any]) -> str:

@@ -79,12 +79,15 @@ def write_report(
     """
     write_file(out / RECIPE_FILE, recipe_yaml(recipe).encode())
     with (out / DROPPED_FILE).open("w", encoding="utf-8") as file:
-        dropped = read_lines(folder / DROPPED_FILE for _, *folders in results for folder in folders)
-        file.writelines(dropped if recipe.keep_dropped else first_of_each(dropped))
+        lines = _lines(folder / DROPPED_FILE for _, *folders in results for folder in folders)
+        if not recipe.keep_dropped:
+            first = first_of_each(map(json.loads, lines))
+            lines = (f"{json.dumps(entry)}\n" for entry in first)
+        file.writelines(lines)
         close_synced(file)
     set_aside = list(_set_aside(found, results))
-    lines = "".join(json.dumps(entry) + "\n" for entry in set_aside)
-    write_file(out / SET_ASIDE_FILE, lines.encode())
+    content = "".join(json.dumps(entry) + "\n" for entry in set_aside)
+    write_file(out / SET_ASIDE_FILE, content.encode())
     report = {
         "key": key,
         "recipe_hash": config_hash(recipe),
@@ -167,22 +170,20 @@ def _set_aside(found: Mapping[str, Found], results: Sequence[Results]) -> Iterat
             yield {"source": task.source.name} | entry
 
 
-def read_lines(paths: Iterable[Path]) -> Iterator[str]:
-    """The lines of some files, one after the other."""
+def _lines(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         with path.open(encoding="utf-8") as file:
             yield from file
 
 
-def first_of_each(lines: Iterable[str]) -> Iterator[str]:
+def first_of_each(entries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Those of dropped documents that are the first of their step, reason and domain."""
     num_kept: Counter[tuple[int, str, str]] = Counter()
-    for line in lines:
-        entry = json.loads(line)
+    for entry in entries:
         kind = (entry["step"], entry["reason"], entry["domain"])
         num_kept[kind] += 1
         if num_kept[kind] <= _SAMPLES_PER_REASON:
-            yield line
+            yield entry
 
 
 def read_report(folder: Path) -> dict[str, Any]:

@@ -305,6 +305,52 @@ def test_users_errors_end_with_code_2_and_a_message(
     assert cli.main(["data", "verify", str(built)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tokenizer": {"path": "nowhere"}}, "nowhere"),
+        ({"steps": ["normalise", "filter"]}, "domain 'zebra' has no profile"),
+    ],
+)
+def test_what_would_fail_late_is_refused_before_any_work(
+    tmp_path: Path, options: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(TEXT_ROWS[0])
+    recipe = tmp_path / "recipe.yaml"
+    entry = {"name": "a", "type": "local", "path": str(tmp_path / "a.txt"), "domain": "zebra"}
+    recipe.write_text(json.dumps({"sources": [entry], "steps": []} | options))
+    out = tmp_path / "out"
+    assert cli.main(["data", "build", "--config", str(recipe), "--out", str(out)]) == 2
+    assert told in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("dropped.jsonl", None),
+        ("dropped.jsonl", b'{"x"'),
+        ("set_aside.jsonl", None),
+        ("set_aside.jsonl", b"\xff"),
+        ("report.json", b"{"),
+    ],
+)
+def test_a_damaged_file_of_the_report_is_named(
+    built: Path,
+    tmp_path: Path,
+    name: str,
+    content: bytes | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(built, folder)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    assert cli.main(["data", "inspect", str(folder)]) == 2
+    assert f"{name}: cannot be read" in capsys.readouterr().err
+
+
 def test_nothing_left_of_a_corpus_says_why(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("short")

@@ -178,7 +178,8 @@ def _csv_rows(
             header = next(reader, [])
             if source.text_field not in header:
                 columns = ", ".join(header[:20])[:500]
-                raise Unreadable(f"no column '{source.text_field}'", f"its columns: {columns}")
+                detail = f"its columns: {columns}" if header else "the file is empty"
+                raise Unreadable(f"no column '{source.text_field}'", detail)
             for row, values in enumerate(reader):
                 if len(values) == len(header):
                     yield row, dict(zip(header, values, strict=True))
