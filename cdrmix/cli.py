@@ -207,7 +207,9 @@ def _add_data_build(kinds: Verbs) -> None:
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.data.build import build_dataset
+        from cdrmix.data.inspection import inspect_folder
         from cdrmix.data.pool import available_cores
+        from cdrmix.monitoring.data_page import write_data_page
 
         out = arguments.out or Path("data") / arguments.config.stem
         workers = available_cores() if arguments.workers is None else arguments.workers
@@ -220,6 +222,7 @@ def _add_data_build(kinds: Verbs) -> None:
             raise SystemExit(EXIT_STOPPED_BY_SIGNAL) from None
         finally:
             signal.signal(signal.SIGTERM, before)
+        write_data_page(out, inspect_folder(out))
         print(out)
 
     parser.set_defaults(run=run)
@@ -229,12 +232,27 @@ def _add_data_inspect(kinds: Verbs) -> None:
     parser = kinds.add_parser("inspect", help="what a folder holds, and what was dropped and why")
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of token shards")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--sequence-length",
+        type=_from(1),
+        default=256,
+        metavar="T",
+        help="tokens per sample that a mixture is counted in; default 256",
+    )
 
     def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.data.report import inspect_folder, inspection_table
+        from cdrmix.data.inspection import inspect_folder, inspection_table
+        from cdrmix.monitoring.data_page import DATA_PAGE
 
-        inspected = inspect_folder(arguments.folder)
-        print(json.dumps(inspected) if arguments.json else inspection_table(inspected))
+        folder = arguments.folder
+        inspected = inspect_folder(folder, sequence_length=arguments.sequence_length)
+        page = str(folder / DATA_PAGE) if (folder / DATA_PAGE).is_file() else None
+        if arguments.json:
+            print(json.dumps(inspected | {"page": page}))
+            return
+        print(inspection_table(inspected))
+        if page:
+            print(f"\nAs a page: {page}")
 
     parser.set_defaults(run=run)
 

@@ -23,6 +23,7 @@ from cdrmix.data.encode import (
     EncodeJob,
     StreamJob,
     draw,
+    read_ngrams,
     read_stream,
     run_encode,
     split_of,
@@ -36,7 +37,6 @@ from cdrmix.data.shards import (
     MANIFEST_FILE,
     Dtype,
     Manifest,
-    ShardInfo,
     TokenizerInfo,
     new_manifest,
     read_manifest,
@@ -45,6 +45,7 @@ from cdrmix.data.shards import (
     write_manifest,
 )
 from cdrmix.data.stage import StageJob, notes_path, read_documents, read_record, run_stage
+from cdrmix.data.steps.filter import Filter
 from cdrmix.data.tasks import content_key, make_tasks
 from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
@@ -77,6 +78,7 @@ def build_dataset(
         raise DataError(f"--workers {workers}: at least 1 is needed")
     if out.exists() and not _can_hold_build(out):
         raise DataError(f"{out}: exists and is not the folder of a data build. Give another --out.")
+    _check_early(recipe)
     try:
         with locked(out / ".lock", blocking=False) as held:
             if not held:
@@ -90,6 +92,21 @@ def build_dataset(
             f"{error.filename or out}: {error.strerror}. What is done stays in {out}: mend this "
             "and start again, to go on from there."
         ) from error
+
+
+def _check_early(recipe: Recipe) -> None:
+    """Tell now what would otherwise be told hours later.
+
+    Raises:
+        DataError: if the tokenizer that is named cannot be used, or a step has no way with a
+            domain.
+    """
+    if recipe.tokenizer.path is not None:
+        load_tokenizer(Path(recipe.tokenizer.path))
+    domains = {source.domain for source in recipe.sources}
+    for config in recipe.steps:
+        if config.name == Filter.name:
+            make_step(config).check_domains(sorted(filter(config.takes, domains)))
 
 
 def _can_hold_build(out: Path) -> bool:
@@ -230,7 +247,7 @@ class _Build:
             _logger.info("data build: %s over %d tasks", config.name, len(notes))
             with new_folder(out) as folder:
                 found = step.decide(list(notes.values()), folder)
-                write_file(folder / "found.json", json.dumps(found, sort_keys=True).encode())
+                write_file(folder / "found.json", json.dumps(found).encode())
         self._decisions[number] = json.loads((out / "found.json").read_bytes())
         return [step.decision(notes[i], out) if i in notes else None for i in range(len(jobs))]
 
@@ -271,10 +288,8 @@ class _Build:
                 if in_training and draw(document.id, "tokenizer") < share:
                     yield document.text
 
-    def _write_shards(
-        self, parts: list[Path], tokenizer: _Tokenizer
-    ) -> list[tuple[ShardInfo, dict[str, int]]]:
-        """Every shard, and its documents by source."""
+    def _write_shards(self, parts: list[Path], tokenizer: _Tokenizer) -> list[StreamJob]:
+        """The finished jobs, one for each split and domain."""
         digest = hashlib.sha256((tokenizer.folder / TOKENIZER_FILE).read_bytes()).hexdigest()
         jobs = [
             EncodeJob(
@@ -291,14 +306,16 @@ class _Build:
         for leftover in (*self._out.glob("*.bin"), *self._out.glob("*.idx")):
             leftover.unlink()
         streams = [
-            self._stream_job(split, domain, jobs)
+            self._stream_job(split, domain, jobs, tokenizer.eos_id)
             for split in SPLITS
             for domain in sorted({task.source.domain for task in self._tasks})
         ]
         self._pool.run_all(write_stream, streams, what="shards")
-        return [shard for stream in streams for shard in read_stream(stream)]
+        return streams
 
-    def _stream_job(self, split: str, domain: str, jobs: Sequence[EncodeJob]) -> StreamJob:
+    def _stream_job(
+        self, split: str, domain: str, jobs: Sequence[EncodeJob], eos_id: int
+    ) -> StreamJob:
         return StreamJob(
             parts=tuple(
                 (job.task.source.name, job.out) for job in jobs if job.task.source.domain == domain
@@ -306,29 +323,28 @@ class _Build:
             split=split,
             domain=domain,
             dtype=jobs[0].dtype,
+            eos_id=eos_id,
             max_tokens=self._recipe.shards.max_tokens,
             out=self._out,
             result=self._work / f"{split}-{domain}.json",
         )
 
     def _finish(
-        self,
-        parts: list[list[Path]],
-        tokenizer: _Tokenizer,
-        streams: list[tuple[ShardInfo, dict[str, int]]],
+        self, parts: list[list[Path]], tokenizer: _Tokenizer, streams: list[StreamJob]
     ) -> Manifest:
         """Write tokenizer, report and, last, the manifest; the work folder is of no more use."""
         content = (tokenizer.folder / TOKENIZER_FILE).read_bytes()
         file = write_file(self._out / TOKENIZER_FILE, content)
         records = [read_record(part) for part in parts[-1]]
+        shards = [shard for stream in streams for shard in read_stream(stream)]
         manifest = new_manifest(
-            [shard for shard, _ in streams],
+            [shard for shard, _ in shards],
             vocab_size=tokenizer.vocab_size,
             tokenizer=TokenizerInfo(
                 file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=tokenizer.num_tokens
             ),
             eos_id=tokenizer.eos_id,
-            source=lineage(self._recipe, self._tasks, records, streams),
+            source=lineage(self._recipe, self._tasks, records, shards),
         )
         write_report(
             self._out,
@@ -337,6 +353,7 @@ class _Build:
             found=self._found,
             results=list(zip(self._tasks, *parts, strict=True)),
             decisions=self._decisions,
+            ngrams={s.domain: read_ngrams(s) for s in streams if s.split == SPLITS[0]},
         )
         write_manifest(self._out, manifest)
         shutil.rmtree(self._work)
@@ -346,6 +363,9 @@ class _Build:
     def _log_result(self, manifest: Manifest) -> None:
         tokens = ", ".join(f"{info.tokens:,} {split}" for split, info in manifest.splits.items())
         _logger.info("data build: %s; tokens: %s", self._out, tokens)
+        left = {shard.domain for shard in manifest.shards if shard.split == SPLITS[0]}
+        for domain in sorted({source.domain for source in self._recipe.sources} - left):
+            _logger.warning("data build: no document of domain %s is left to train on", domain)
         if "validation" not in manifest.splits:
             _logger.warning(
                 "data build: no document was held out, so training on this cannot evaluate; "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from cdrmix.data.document import Step
+from cdrmix.data.stage import document_id
 from cdrmix.data.steps.dedup import (
     Deduplicate,
     Method,
@@ -21,10 +22,12 @@ from cdrmix.data.steps.dedup import (
     drops_path,
     find_duplicates,
 )
+from cdrmix.data.steps.url_dedup import SignUrls, find_same_urls
 
 
 class CorpusStep(Protocol):
-    """A step in three phases; `notes` are files, one per task, with names that differ."""
+    """A step in three phases; `notes` are files, one per task, with names that differ, each in the
+    folder of the documents that it is about."""
 
     name: str
 
@@ -97,10 +100,53 @@ class Dedup:
     def decide(self, notes: Sequence[Path], out: Path) -> dict[str, Any]:
         """Find the duplicates; the first of each cluster stays."""
         found = find_duplicates(notes, out, method=self._method, memory_bytes=self._memory_bytes)
-        return asdict(found)
+        values = asdict(found)
+        for kind in ("exact", "near"):
+            values[kind]["largest"] = [
+                {"documents": size, "first": document_id(notes[file].parent, row)}
+                for size, file, row in values[kind]["largest"]
+            ]
+        return values
 
     def decision(self, notes: Path, out: Path) -> Path:
         """The list of a task's duplicates."""
+        return drops_path(out, notes)
+
+    def after(self, decision: Path) -> Step:
+        """Drop what is listed."""
+        return Deduplicate(decision)
+
+
+class UrlDedup:
+    """Keeps one document per web address, and at most so many pages per host.
+
+    Documents without an address pass. Pages are told apart as `cdrmix.data.steps.url.url_key`
+    does, whether the step `url` came before or not.
+
+    Args:
+        max_per_host: most pages of a host, chosen by hash; None: all.
+        memory_bytes: most memory of the search.
+    """
+
+    name = "url_dedup"
+
+    def __init__(self, *, max_per_host: int | None = None, memory_bytes: int = 2**28) -> None:
+        if max_per_host is not None and max_per_host < 1:
+            raise ValueError(f"max_per_host = {max_per_host} keeps no page; give 1 or more")
+        self.max_per_host, self._memory_bytes = max_per_host, memory_bytes
+
+    def before(self, notes: Path) -> Step:
+        """Note each document's address."""
+        return SignUrls(notes)
+
+    def decide(self, notes: Sequence[Path], out: Path) -> dict[str, Any]:
+        """Find the documents of one page, and the hosts with too many."""
+        return find_same_urls(
+            notes, out, max_per_host=self.max_per_host, memory_bytes=self._memory_bytes
+        )
+
+    def decision(self, notes: Path, out: Path) -> Path:
+        """The list of what a task drops."""
         return drops_path(out, notes)
 
     def after(self, decision: Path) -> Step:

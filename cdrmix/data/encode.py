@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdrmix.data.folders import new_folder
-from cdrmix.data.shards import Dtype, ShardInfo, write_file, write_shards
+from cdrmix.data.ngrams import ngram_entropy
+from cdrmix.data.shards import Dtype, ShardInfo, TokenStream, write_file, write_shards
 from cdrmix.data.stage import close_synced, read_documents
 from cdrmix.data.tasks import Task
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
@@ -87,6 +88,7 @@ class StreamJob:
 
     Attributes:
         parts: (name of the source, result of `run_encode`) of each task, in corpus order.
+        eos_id: token that ends each document.
         out: folder of the shards.
         result: file that says what was written.
     """
@@ -95,13 +97,15 @@ class StreamJob:
     split: str
     domain: str
     dtype: Dtype
+    eos_id: int
     max_tokens: int
     out: Path
     result: Path
 
 
 def write_stream(job: StreamJob) -> None:
-    """Write the shards of a stream, and which sources each has documents from."""
+    """Write the shards of a stream, which sources each has documents from, and the entropy of its
+    n-grams."""
     pieces: list[tuple[str, int]] = []  # (source, pieces that its documents were cut into)
 
     def documents() -> Iterator[tuple[NDArray[Any], int]]:
@@ -120,10 +124,15 @@ def write_stream(job: StreamJob) -> None:
         dtype=job.dtype,
         max_tokens=job.max_tokens,
     )
-    result = {
+    result: dict[str, Any] = {
         "shards": [shard.model_dump() for shard in shards],
         "sources": [dict(counts) for counts in _shared_out(pieces, shards)],
+        "ngrams": None,
     }
+    if shards:
+        stream = TokenStream(job.out, shards, job.dtype)
+        num_tokens = sum(shard.tokens for shard in shards)
+        result["ngrams"] = ngram_entropy(stream, num_tokens, job.eos_id)
     write_file(job.result, json.dumps(result).encode())
 
 
@@ -132,6 +141,12 @@ def read_stream(job: StreamJob) -> list[tuple[ShardInfo, dict[str, int]]]:
     result = json.loads(job.result.read_bytes())
     shards = [ShardInfo.model_validate(shard) for shard in result["shards"]]
     return list(zip(shards, result["sources"], strict=True))
+
+
+def read_ngrams(job: StreamJob) -> dict[str, Any] | None:
+    """What `ngram_entropy` found in the shards of a finished job; None where there are none."""
+    found: dict[str, Any] | None = json.loads(job.result.read_bytes())["ngrams"]
+    return found
 
 
 def _encoded(folder: Path, split: str, dtype: Dtype) -> Iterator[tuple[NDArray[Any], int]]:

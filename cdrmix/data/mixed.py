@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cdrmix.config.schema import MixtureConfig
 from cdrmix.data.mixture import Mixture, Phase, draw
 from cdrmix.data.permutation import permute_epochs
-from cdrmix.data.shards import TokenStream, manifest_digest, read_manifest
+from cdrmix.data.shards import Manifest, TokenStream, manifest_digest, read_manifest
 from cdrmix.errors import DataError
 
 
@@ -49,11 +49,8 @@ class MixedDataset:
             )
         self.bytes_per_token = totals.text_bytes / totals.tokens
         shards = [shard for shard in self.manifest.shards if shard.split == split]
-        tokens: dict[str, int] = {}
-        for shard in shards:
-            tokens[shard.domain] = tokens.get(shard.domain, 0) + shard.tokens
-        # A domain with too few tokens for one sample has none.
-        sizes = {name: max(0, count - 1) // sequence_length for name, count in tokens.items()}
+        tokens = _domain_tokens(self.manifest, split)
+        sizes = domain_samples(self.manifest, split, sequence_length)
         plan = plan_mixture(mixture, sizes, sequence_length)
         self._plan, self.mixture = plan, plan.describe()
         self._begins = np.cumsum([0, *(sizes[name] for name in plan.domains)])
@@ -97,6 +94,20 @@ class MixedDataset:
         domains = np.searchsorted(self._begins, indices, side="right") - 1
         positions = indices * self.sequence_length + self._shifts[domains]
         return self._stream.rows(positions.tolist(), self.sequence_length + 1)
+
+
+def domain_samples(manifest: Manifest, split: str, sequence_length: int) -> dict[str, int]:
+    """Samples in each domain of a split (count); one with too few tokens for a sample has none."""
+    tokens = _domain_tokens(manifest, split)
+    return {name: max(0, count - 1) // sequence_length for name, count in tokens.items()}
+
+
+def _domain_tokens(manifest: Manifest, split: str) -> dict[str, int]:
+    tokens: dict[str, int] = {}
+    for shard in manifest.shards:
+        if shard.split == split:
+            tokens[shard.domain] = tokens.get(shard.domain, 0) + shard.tokens
+    return tokens
 
 
 def plan_mixture(

@@ -76,6 +76,7 @@ class Mixture:
             domains are seen more often.
     Attributes:
         domains: names, sorted; a source number is a place in them.
+        phases: as given.
         digest: 12 hex digits that name the order; equal for equal shares and lengths.
     Raises:
         DataError: if a domain is unknown, or the weights or lengths are not usable.
@@ -91,7 +92,7 @@ class Mixture:
         self.domains = tuple(sorted(num_samples))
         _check(self.domains, phases)
         self._shares = [self._normalised(phase.weights, temperature) for phase in phases]
-        self._phases = tuple(phases)
+        self.phases = tuple(phases)
         self._check_shares(num_samples)
         self._stages = self._lay_out()
         self._starts = np.array([stage.start for stage in self._stages], dtype=np.int64)
@@ -127,7 +128,7 @@ class Mixture:
     def asked(self, number: int) -> NDArray[np.float64]:
         """Share that each domain was asked for at global sample `number`, [domains]."""
         start = 0
-        for place, phase in enumerate(self._phases):
+        for place, phase in enumerate(self.phases):
             length = phase.num_samples
             if length is None or number < start + length:
                 done = 1.0 if length is None else (number + 0.5 - start) / length
@@ -138,7 +139,7 @@ class Mixture:
     def describe(self) -> str:
         """The mixture in one line, for messages."""
         names = ", ".join(self.domains)
-        return f"{self.digest} ({len(self._phases)} phases over {names})"
+        return f"{self.digest} ({len(self.phases)} phases over {names})"
 
     def _normalised(self, weights: Mapping[str, float], temperature: float) -> list[float]:
         """Shares of the domains, summing to one. Scaled first, so that no power overflows."""
@@ -170,7 +171,7 @@ class Mixture:
 
     def _shares_within(self, place: int, done: float) -> NDArray[np.float64]:
         """Shares in a phase of which the part `done` is over, 0 to 1."""
-        phase, target = self._phases[place], np.array(self._shares[place])
+        phase, target = self.phases[place], np.array(self._shares[place])
         if phase.change == "step":
             return target
         reached = done if phase.change == "linear" else (1 - math.cos(math.pi * done)) / 2
@@ -179,13 +180,13 @@ class Mixture:
     def _lay_out(self) -> list[_Stage]:
         stages: list[_Stage] = []
         start, base = 0, (0,) * len(self.domains)
-        for place, phase in enumerate(self._phases):
+        for place, phase in enumerate(self.phases):
             for slots, length in self._parts(place, phase.num_samples):
                 stages.append(_Stage(start, base, slots))
                 if length is not None:
                     base = _counts_after(stages[-1], length)
                     start += length
-        last = self._phases[-1]
+        last = self.phases[-1]
         if last.num_samples is not None:
             shares = np.array(self._shares[-1])
             stages.append(_Stage(start, base, _whole_slots(shares * _BLOCK_SLOTS)))
@@ -193,7 +194,7 @@ class Mixture:
 
     def _parts(self, place: int, length: int | None) -> list[tuple[tuple[int, ...], int | None]]:
         """Slots of a block and number of samples of each stage of a phase."""
-        if self._phases[place].change == "step" or length is None:
+        if self.phases[place].change == "step" or length is None:
             return [(_whole_slots(np.array(self._shares[place]) * _BLOCK_SLOTS), length)]
         sizes = [size for size in _CHANGE_BLOCK_SLOTS if length >= _CHANGE_STEPS * size]
         size = sizes[0] if sizes else _CHANGE_BLOCK_SLOTS[-1]

@@ -29,10 +29,12 @@ STEPS = {
     "boilerplate": "cdrmix.data.steps.boilerplate:Boilerplate",
     "dedup": "cdrmix.data.corpus:Dedup",
     "filter": "cdrmix.data.steps.filter:Filter",
+    "length": "cdrmix.data.steps.length:Length",
     "language": "cdrmix.data.steps.language:Language",
     "normalise": "cdrmix.data.steps.normalise:Normalise",
     "scrub": "cdrmix.data.steps.scrub:Scrub",
     "url": "cdrmix.data.steps.url:Url",
+    "url_dedup": "cdrmix.data.corpus:UrlDedup",
 }
 DEFAULT_STEPS = ("normalise", "url", "boilerplate", "filter", "scrub", "dedup")
 

@@ -1,4 +1,4 @@
-"""What a data build did: written beside the shards, and shown by `cdrmix data inspect`."""
+"""What a data build did: written beside the shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from cdrmix.config.load import config_hash
 from cdrmix.data.recipe import Recipe, recipe_yaml
-from cdrmix.data.shards import ShardInfo, read_manifest, write_file
+from cdrmix.data.shards import ShardInfo, write_file
 from cdrmix.data.source import Found
 from cdrmix.data.stage import DROPPED_FILE, close_synced, read_record
 from cdrmix.data.tasks import Task
@@ -20,8 +20,6 @@ from cdrmix.errors import DataError
 REPORT_FILE, RECIPE_FILE, SET_ASIDE_FILE = "report.json", "recipe.yaml", "set_aside.jsonl"
 
 _SAMPLES_PER_REASON = 3
-_SHOWN_SET_ASIDE = 20
-_SHOWN_CHARACTERS = 160
 
 # A task and its results, stage by stage.
 Results = tuple[Any, ...]
@@ -68,6 +66,7 @@ def write_report(
     found: Mapping[str, Found],
     results: Sequence[Results],
     decisions: Mapping[int, Any],
+    ngrams: Mapping[str, Any],
 ) -> None:
     """Write report.json, recipe.yaml, and what was dropped and set aside.
 
@@ -76,15 +75,19 @@ def write_report(
         found: what was met where files were looked for, by source.
         results: (task, folder of its first stage, of its second, ...) each.
         decisions: what steps over the corpus found, by number of the step.
+        ngrams: what `cdrmix.data.ngrams` found in the training tokens, by domain.
     """
     write_file(out / RECIPE_FILE, recipe_yaml(recipe).encode())
     with (out / DROPPED_FILE).open("w", encoding="utf-8") as file:
-        dropped = _lines(folder / DROPPED_FILE for _, *folders in results for folder in folders)
-        file.writelines(dropped if recipe.keep_dropped else _first_of_each(dropped))
+        lines = _lines(folder / DROPPED_FILE for _, *folders in results for folder in folders)
+        if not recipe.keep_dropped:
+            first = first_of_each(map(json.loads, lines))
+            lines = (f"{json.dumps(entry)}\n" for entry in first)
+        file.writelines(lines)
         close_synced(file)
     set_aside = list(_set_aside(found, results))
-    lines = "".join(json.dumps(entry) + "\n" for entry in set_aside)
-    write_file(out / SET_ASIDE_FILE, lines.encode())
+    content = "".join(json.dumps(entry) + "\n" for entry in set_aside)
+    write_file(out / SET_ASIDE_FILE, content.encode())
     report = {
         "key": key,
         "recipe_hash": config_hash(recipe),
@@ -92,6 +95,7 @@ def write_report(
         "steps": _step_counts(recipe, results, decisions),
         "lengths": _summed(results, "lengths"),
         "languages": _summed(results, "languages"),
+        "ngrams": {domain: found for domain, found in ngrams.items() if found},
     }
     write_file(out / REPORT_FILE, (json.dumps(report, indent=2) + "\n").encode())
 
@@ -172,15 +176,14 @@ def _lines(paths: Iterable[Path]) -> Iterator[str]:
             yield from file
 
 
-def _first_of_each(lines: Iterable[str]) -> Iterator[str]:
+def first_of_each(entries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Those of dropped documents that are the first of their step, reason and domain."""
     num_kept: Counter[tuple[int, str, str]] = Counter()
-    for line in lines:
-        entry = json.loads(line)
+    for entry in entries:
         kind = (entry["step"], entry["reason"], entry["domain"])
         num_kept[kind] += 1
         if num_kept[kind] <= _SAMPLES_PER_REASON:
-            yield line
+            yield entry
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -197,81 +200,3 @@ def read_report(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}. Build the folder again.") from error
     return report
-
-
-def inspect_folder(folder: Path) -> dict[str, Any]:
-    """Everything that is known about a built folder, as plain values.
-
-    Raises:
-        DataError: if it is not a built folder.
-    """
-    manifest = read_manifest(folder)
-    tokens: dict[str, dict[str, dict[str, int]]] = {}
-    for shard in manifest.shards:
-        counts = tokens.setdefault(shard.domain, {}).setdefault(
-            shard.split, {"tokens": 0, "documents": 0, "text_bytes": 0}
-        )
-        for name in counts:
-            counts[name] += getattr(shard, name)
-    report = read_report(folder)
-    set_aside = _lines([folder / SET_ASIDE_FILE] if report else [])
-    dropped = _first_of_each(_lines([folder / DROPPED_FILE] if report else []))
-    return {
-        "tokens": tokens,
-        "vocab_size": manifest.vocab_size,
-        "source": manifest.source,
-        "set_aside": [json.loads(line) for line in set_aside],
-        "dropped": [json.loads(line) for line in dropped],
-    } | {name: value for name, value in report.items() if name != "key"}
-
-
-def inspection_table(inspected: Mapping[str, Any]) -> str:
-    """What `inspect_folder` found, for people."""
-    lines = [*_token_lines(inspected["tokens"])]
-    if "steps" in inspected:
-        lines += ["", *_step_lines(inspected)]
-    if inspected["dropped"]:
-        lines += ["", "Dropped, for example:"]
-        for entry in inspected["dropped"]:
-            text = " ".join(entry["text"].split())[:_SHOWN_CHARACTERS]
-            lines += [f"  {entry['name']}: {entry['reason']}: {entry['id']}", f"    {text}"]
-    return "\n".join(lines)
-
-
-def _token_lines(tokens: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{'domain':<16}{'split':<12}{'tokens':>16}{'documents':>14}{'bytes of text':>18}"
-    for domain, splits in sorted(tokens.items()):
-        for split, counts in splits.items():
-            yield (
-                f"{domain:<16}{split:<12}{counts['tokens']:>16,}{counts['documents']:>14,}"
-                f"{counts['text_bytes']:>18,}"
-            )
-
-
-def _step_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
-    read = inspected["read"]
-    yield f"{'step':<28}{'in':>14}{'out':>14}"
-    yield f"{'read':<28}{'':>14}{read['documents']:>14,}"
-    yield from _reason_lines(read["set_aside"])
-    for source, kinds in read["other_kinds"].items():
-        shown = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items())
-        yield f"  {source}: files of other kinds: {shown}"
-    for step in inspected["steps"]:
-        yield f"{step['name']:<28}{step['in']:>14,}{step['out']:>14,}"
-        yield from _reason_lines(step["dropped"])
-    if inspected["set_aside"]:
-        yield ""
-        yield "Set aside:"
-    for entry in inspected["set_aside"][:_SHOWN_SET_ASIDE]:
-        row = "" if entry["row"] is None else f", row {entry['row']}"
-        more = f" (and {entry['count'] - 1:,} more)" if entry["count"] > 1 else ""
-        detail = f" ({entry['detail']})" if entry["detail"] else ""
-        yield f"  {entry['source']}/{entry['file']}{row}: {entry['reason']}{detail}{more}"
-    hidden = len(inspected["set_aside"]) - _SHOWN_SET_ASIDE
-    if hidden > 0:
-        yield f"  and {hidden:,} more; see {SET_ASIDE_FILE}"
-
-
-def _reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:
-    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        yield f"  {reason:<40}{count:>16,}"

@@ -66,7 +66,8 @@ class SourceConfig(Section):
     )
     metadata_fields: tuple[str, ...] = Field(
         ("url", "title", "language", "license"),
-        description="Keys or columns kept beside the text, where a row has them.",
+        description="Keys or columns kept beside the text, where a row has them; dots lead into "
+        "nested objects, and the last part is the name.",
     )
     encoding: str = Field("utf-8", description="Encoding of text files.")
     encoding_errors: Literal["set_aside", "replace"] = Field(

@@ -7,6 +7,7 @@ completion. It follows from the task and the steps alone, not from who made it o
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -229,6 +230,13 @@ def read_documents(folder: Path, task: Task) -> Iterator[Document]:
                 domain=task.source.domain,
                 metadata=entry["metadata"],
             )
+
+
+def document_id(folder: Path, row: int) -> str:
+    """Id of one document of a result, by its place among them."""
+    with (folder / DOCUMENTS_FILE).open("rb") as file:
+        line = next(itertools.islice(file, row, None))
+    return str(json.loads(line)["id"])
 
 
 def read_record(folder: Path) -> dict[str, Any]:

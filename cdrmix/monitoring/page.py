@@ -55,6 +55,18 @@ tr:last-child > * { border-bottom: 0; }
 .wide { width: 100%; } .wide td:last-child { width: 50%; padding-right: 0; }
 .bar { height: 14px; border-radius: 3px; margin-top: 4px; background: var(--grid); }
 .bar.own { background: var(--c1); }
+.counts { width: 100%; } .counts td, .counts th { white-space: nowrap; }
+.counts td + td:not(:last-child), .counts th + th { text-align: right; }
+.counts td:last-child { width: 36%; padding-right: 0; }
+.counts i { font-style: normal; color: var(--muted); }
+.counts td:first-child i { padding-left: 16px; }
+.bars td { border: 0; padding-top: 2px; padding-bottom: 2px; } .bars td:last-child { width: 60%; }
+.plain td:last-child, .plain th:last-child { width: auto; text-align: right; }
+table + .panels, .scroll + .panels { margin-top: 16px; }
+@media (max-width: 620px) { main { padding: 20px 12px 40px; } section { padding: 14px 14px 16px; }
+  .counts:not(.bars):not(.plain) td:last-child, .counts:not(.bars):not(.plain) th:last-child {
+  display: none; } .counts td, .counts th { padding-right: 11px; } }
+.texts { width: 100%; } .texts td { overflow-wrap: anywhere; }
 .heat td, .heat th { text-align: center; padding: 4px 10px; border: 2px solid var(--card); }
 .heat td { border-radius: 5px; min-width: 58px; }
 pre { margin: 6px 0 0; padding: 12px 14px; background: var(--ground); border-radius: 8px;
@@ -142,10 +154,29 @@ def key_values(values: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[str], kind: str) -> str:
-    """A table with a heading row; rows are `<tr>` elements already."""
+    """A table with a heading row, unless `head` is empty; rows are `<tr>` elements already."""
     cells = "".join(f"<th>{text(name)}</th>" for name in head)
+    top = f"<tr>{cells}</tr>\n" if head else ""
     body = "\n".join(rows)
-    return f'<div class="scroll"><table class="{kind}"><tr>{cells}</tr>\n{body}</table></div>'
+    return f'<div class="scroll"><table class="{kind}">{top}{body}</table></div>'
+
+
+def row(*cells: str) -> str:
+    """A row of a table; the cells are HTML already."""
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def bar(share: float, *, own: bool) -> str:
+    """A bar over a share of its cell's width, 0 to 1; in colour where it is what is looked at."""
+    return f'<div class="bar{" own" if own else ""}" style="width:{100 * share:.1f}%"></div>'
+
+
+def compact(count: float) -> str:
+    """A count in three or four digits: 819,200 · 12.3M · 4.17B."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:.3g}{suffix}"
+    return f"{count:,.0f}"
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -85,13 +85,13 @@ def _tiles(run: Run) -> str:
         ("Validation loss", _shown(judged("loss"), "{:.4f}"), f"nats per token, {when}"),
         ("Perplexity", _shown(judged("perplexity"), "{:.2f}"), "per token"),
         ("Bits per byte", _shown(judged("bits_per_byte"), "{:.3f}"), "of held-out text"),
-        ("Trained on", "–" if tokens is None else _compact(tokens), "tokens"),
+        ("Trained on", "–" if tokens is None else page.compact(tokens), "tokens"),
         ("Time", "–" if seconds is None else duration(seconds), "from start to end"),
         ("Throughput", _shown(speed, "{:,.0f}"), "tokens per second, median"),
     ]
     if total is not None:
-        unit = "parameters" if active is None else f"parameters, {_compact(active)} active"
-        items.append(("Size", _compact(total), unit))
+        unit = "parameters" if active is None else f"parameters, {page.compact(active)} active"
+        items.append(("Size", page.compact(total), unit))
     return page.tiles(items)
 
 
@@ -124,8 +124,12 @@ def _baselines(run: Run, baselines: Mapping[str, Any]) -> str:
     if model is None or len(known) < 2:
         return page.missing("No baselines: no final evaluation, or evaluation.baselines is off.")
     rows = [
-        f"<tr><td>{page.text(name)}</td><td>{loss:.4f}</td>"
-        f"<td>{math.exp(min(loss, 700.0)):,.1f}</td><td>{_bar(loss, known, name)}</td></tr>"
+        page.row(
+            page.text(name),
+            f"{loss:.4f}",
+            f"{math.exp(min(loss, 700.0)):,.1f}",
+            page.bar(loss / max(known.values()), own=name == "this model"),
+        )
         for name, loss in known.items()
     ]
     best = min(loss for name, loss in known.items() if name != "this model")
@@ -134,12 +138,6 @@ def _baselines(run: Run, baselines: Mapping[str, Any]) -> str:
     head = ("predictor", "nats per token", "perplexity", "")
     counted = "Baselines are counted on the tokens that were trained on. "
     return page.table(head, rows, "wide") + page.note(counted + said, tone)
-
-
-def _bar(loss: float, known: Mapping[str, float], name: str) -> str:
-    share = 100 * loss / max(known.values())
-    own = " own" if name == "this model" else ""
-    return f'<div class="bar{own}" style="width:{share:.1f}%"></div>'
 
 
 def _optimizer(run: Run) -> str:
@@ -360,11 +358,3 @@ def _number(value: Any) -> float | None:
 
 def _shown(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
-
-
-def _compact(count: float) -> str:
-    """A count in three or four digits: 819,200 · 12.3M · 4.17B."""
-    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if count >= size:
-            return f"{count / size:.3g}{suffix}"
-    return f"{count:,.0f}"

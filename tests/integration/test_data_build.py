@@ -305,6 +305,52 @@ def test_users_errors_end_with_code_2_and_a_message(
     assert cli.main(["data", "verify", str(built)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tokenizer": {"path": "nowhere"}}, "nowhere"),
+        ({"steps": ["normalise", "filter"]}, "domain 'zebra' has no profile"),
+    ],
+)
+def test_what_would_fail_late_is_refused_before_any_work(
+    tmp_path: Path, options: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(TEXT_ROWS[0])
+    recipe = tmp_path / "recipe.yaml"
+    entry = {"name": "a", "type": "local", "path": str(tmp_path / "a.txt"), "domain": "zebra"}
+    recipe.write_text(json.dumps({"sources": [entry], "steps": []} | options))
+    out = tmp_path / "out"
+    assert cli.main(["data", "build", "--config", str(recipe), "--out", str(out)]) == 2
+    assert told in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("dropped.jsonl", None),
+        ("dropped.jsonl", b'{"x"'),
+        ("set_aside.jsonl", None),
+        ("set_aside.jsonl", b"\xff"),
+        ("report.json", b"{"),
+    ],
+)
+def test_a_damaged_file_of_the_report_is_named(
+    built: Path,
+    tmp_path: Path,
+    name: str,
+    content: bytes | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(built, folder)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    assert cli.main(["data", "inspect", str(folder)]) == 2
+    assert f"{name}: cannot be read" in capsys.readouterr().err
+
+
 def test_nothing_left_of_a_corpus_says_why(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("short")
@@ -313,6 +359,56 @@ def test_nothing_left_of_a_corpus_says_why(tmp_path: Path) -> None:
     recipe.write_text(json.dumps({"sources": [entry], "steps": ["filter"]}))
     with pytest.raises(DataError, match=r"no document is left.*filter: too short"):
         build_dataset(recipe, tmp_path / "out", workers=1)
+
+
+def test_a_domain_of_which_nothing_is_left_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, text in (("a", TEXT_ROWS[0]), ("b", "short")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    entry = {"type": "local", "domain": "prose"}
+    sources = [
+        entry | {"name": "a", "path": str(tmp_path / "a.txt")},
+        entry | {"name": "b", "path": str(tmp_path / "b.txt"), "domain": "code"},
+    ]
+    recipe = tmp_path / "recipe.yaml"
+    steps = [{"filter": {"domains": ["code"]}}]
+    tokenizer = {"vocab_size": 300}
+    recipe.write_text(json.dumps({"sources": sources, "steps": steps, "tokenizer": tokenizer}))
+    build_dataset(recipe, tmp_path / "out", workers=1)
+    assert "no document of domain code is left" in caplog.text
+    assert "domain prose" not in caplog.text
+
+
+def test_one_document_per_address_is_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        rows = [
+            {"text": f"{name} {number}", "url": f"http://x.org/{number}/?utm_source={name}"}
+            for number in range(5)
+        ]
+        (tmp_path / name / "rows.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+    recipe = tmp_path / "recipe.yaml"
+    sources = [
+        {"name": name, "type": "local", "path": str(tmp_path / name), "domain": "web"}
+        for name in ("a", "b")
+    ]
+    steps = ["url", {"url_dedup": {"max_per_host": 4}}]
+    values = {"sources": sources, "steps": steps, "tokenizer": {"vocab_size": 300}}
+    recipe.write_text(json.dumps(values))
+    out = tmp_path / "out"
+    assert cli.main(["data", "build", "--config", str(recipe), "--out", str(out)]) == 0
+    assert cli.main(["data", "inspect", str(out)]) == 0
+    table = capsys.readouterr().out
+    assert "url_dedup: 10 documents with an address, 5 pages of 1 hosts" in table
+    assert json.loads((out / "report.json").read_text())["steps"][1]["dropped"] == {
+        "host has enough": 2,
+        "same url": 4,
+    }
+    assert read_manifest(out).source["sources"]["a"]["documents"] == 4
+    assert "with an address" in (out / "report.html").read_text()
 
 
 def test_dropped_documents_are_kept_whole_when_asked(tmp_path: Path) -> None:

@@ -71,6 +71,22 @@ def test_a_document_is_named_by_source_file_and_row(tmp_path: Path) -> None:
     assert (documents[0].source, documents[0].domain) == ("s", "prose")
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_metadata_inside_objects_is_kept_under_its_last_name(tmp_path: Path, kind: str) -> None:
+    rows = [{"text": "x", "metadata": {"url": "http://u", "n": 1}}, {"text": "y", "metadata": None}]
+    if kind == "jsonl":
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        arrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    documents, _ = read(tmp_path, metadata_fields=("metadata.url", "metadata.none"))
+    assert [document.metadata for document in documents] == [
+        {"path": f"a.{kind}", "url": "http://u"},
+        {"path": f"a.{kind}"},
+    ]
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.rst", "a.py", "a.rs", "Makefile", "A.TXT"])
 def test_text_and_code_are_handed_on_as_they_are(tmp_path: Path, name: str) -> None:
     text = "first\r\n\tsecond  \nécrit\n"

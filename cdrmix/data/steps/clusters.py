@@ -32,7 +32,7 @@ from cdrmix.data.steps.external_sort import ExternalSort
 from cdrmix.data.steps.minhash import NO_KEY, Method
 from cdrmix.data.steps.signatures import SignatureFiles, place, split_places
 
-EXACT, NEAR = 1, 2
+EXACT, NEAR, URL, HOST = 1, 2, 3, 4  # why a document is dropped
 DROPS = np.dtype([("id", "<u8"), ("cluster", "<u8"), ("kind", "u1")])
 
 _NUM_LARGEST = 10

@@ -16,7 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from cdrmix.data.document import Document, Drop
-from cdrmix.data.steps.clusters import DROPS, EXACT, NEAR, Duplicates, drops_path, find_duplicates
+from cdrmix.data.steps.clusters import (
+    DROPS,
+    EXACT,
+    HOST,
+    NEAR,
+    URL,
+    Duplicates,
+    drops_path,
+    find_duplicates,
+)
 from cdrmix.data.steps.minhash import Method, MinHash, SimHash
 from cdrmix.data.steps.signatures import Sign, hash_id
 from cdrmix.errors import DataError
@@ -32,11 +41,17 @@ __all__ = [
     "find_duplicates",
 ]
 
-_REASONS = {EXACT: "exact duplicate", NEAR: "near duplicate"}
+_REASONS = {
+    EXACT: "exact duplicate",
+    NEAR: "near duplicate",
+    URL: "same url",
+    HOST: "host has enough",
+}
 
 
 class Deduplicate:
-    """Drops the documents that a list of `find_duplicates` names; keeps that list, 17 bytes each.
+    """Drops the documents that a list names, of `find_duplicates` or `find_same_urls`; keeps that
+    list, 17 bytes each.
 
     Args:
         drops: the list of this task, `drops_path` of its signature file.
@@ -48,7 +63,7 @@ class Deduplicate:
         self.drops = Path(drops)
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Pass on the first document of each cluster and all that are in none.
+        """Pass on all documents that are not listed.
 
         Raises:
             DataError: if the list is missing, or is not one of these documents.

@@ -56,9 +56,18 @@ class Filter:
             else:
                 drop(document, reason)
 
+    def check_domains(self, domains: Iterable[str]) -> None:
+        """Check that documents of some domains can be judged.
+
+        Raises:
+            DataError: naming the first domain without a profile.
+        """
+        for domain in domains:
+            self._profile_of(domain)
+
     def reason_to_drop(self, document: Document) -> str | None:
         """Reason of the first rule that the document fails, or None."""
-        profile = self.profile or self.profiles.get(document.domain) or profile_of(document.domain)
+        profile = self._profile_of(document.domain)
         statistics = Statistics(document.text, self.stop_words)
         for rule, limit in self._limits_of(profile):
             figure = getattr(statistics, rule.figure)
@@ -66,6 +75,9 @@ class Filter:
             if value < limit if rule.bound == "least" else value > limit:
                 return rule.reason
         return None
+
+    def _profile_of(self, domain: str) -> Profile:
+        return self.profile or self.profiles.get(domain) or profile_of(domain)
 
     def _limits_of(self, profile: Profile) -> list[tuple[Rule, float]]:
         """The rules that apply to a profile, with their limits."""

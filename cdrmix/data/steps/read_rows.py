@@ -51,24 +51,35 @@ def texts(
     objects: Iterable[tuple[int, Any]], source: SourceConfig, refuse: Refuse
 ) -> Iterator[Row]:
     """Rows of numbered objects: those with a text in the field that the source names."""
-    keys = source.text_field.split(".")
     for row, value in objects:
         if not isinstance(value, dict):
             refuse(row, "not an object", f"a JSON {type(value).__name__}")
             continue
-        text = value.get(source.text_field)  # a column of a table may have a dot in its name
-        inner: Any = value
-        for key in keys if text is None else ():
-            inner = inner.get(key) if isinstance(inner, dict) else None
-        text = inner if text is None else text
+        text = _field(value, source.text_field)
         if isinstance(text, str):
-            yield row, text, {key: value[key] for key in source.metadata_fields if key in value}
+            yield row, text, _metadata(value, source)
         elif text is None:
             known = ", ".join(map(str, list(value)[:20]))
             refuse(row, f"no text in field '{source.text_field}'", f"its fields: {known}")
         else:
             kind = type(text).__name__
             refuse(row, f"field '{source.text_field}' holds no text", f"it holds a {kind}")
+
+
+def _field(value: dict[str, Any], name: str) -> Any:
+    """What a field holds, None where it is not there; dots lead into objects."""
+    inner: Any = value.get(name)  # a column of a table may have a dot in its name
+    if inner is None:
+        inner = value
+        for key in name.split("."):
+            inner = inner.get(key) if isinstance(inner, dict) else None
+    return inner
+
+
+def _metadata(value: dict[str, Any], source: SourceConfig) -> dict[str, Any]:
+    """The fields kept beside the text, under the last part of their names."""
+    kept = {name: _field(value, name) for name in source.metadata_fields}
+    return {name.rpartition(".")[2]: held for name, held in kept.items() if held is not None}
 
 
 def _json_lines(path: Path, source: SourceConfig, refuse: Refuse) -> Iterator[tuple[int, Any]]:
@@ -167,7 +178,8 @@ def _csv_rows(
             header = next(reader, [])
             if source.text_field not in header:
                 columns = ", ".join(header[:20])[:500]
-                raise Unreadable(f"no column '{source.text_field}'", f"its columns: {columns}")
+                detail = f"its columns: {columns}" if header else "the file is empty"
+                raise Unreadable(f"no column '{source.text_field}'", detail)
             for row, values in enumerate(reader):
                 if len(values) == len(header):
                     yield row, dict(zip(header, values, strict=True))
@@ -232,11 +244,15 @@ def _columns(names: list[str], source: SourceConfig) -> list[str]:
     Raises:
         Unreadable: if the one with the text is missing.
     """
-    top = source.text_field if source.text_field in names else source.text_field.split(".")[0]
-    if top not in names:
+
+    def column(field: str) -> str:
+        return field if field in names else field.partition(".")[0]
+
+    if column(source.text_field) not in names:
         columns = ", ".join(names[:20])
         raise Unreadable(f"no column '{source.text_field}'", f"its columns: {columns}")
-    return [top, *(name for name in source.metadata_fields if name in names and name != top)]
+    wanted = map(column, (source.text_field, *source.metadata_fields))
+    return [name for name in dict.fromkeys(wanted) if name in names]
 
 
 def _numbered(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:

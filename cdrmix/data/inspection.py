@@ -1,0 +1,181 @@
+"""What `cdrmix data inspect` tells of a built folder: plain values, and a table for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cdrmix.data.course import SEQUENCE_LENGTH, mixture_course
+from cdrmix.data.recipe import built_mixture
+from cdrmix.data.report import SET_ASIDE_FILE, first_of_each, read_report
+from cdrmix.data.shards import MANIFEST_FILE, read_manifest
+from cdrmix.data.stage import DROPPED_FILE
+from cdrmix.errors import DataError
+
+_SHOWN_SET_ASIDE = 20
+_SHOWN_SHARDS = 20
+_SHOWN_CLUSTERS = 3
+_SHOWN_CHARACTERS = 160
+
+
+def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> dict[str, Any]:
+    """Everything that is known about a built folder, as plain values.
+
+    Args:
+        sequence_length: of the samples that a mixture is shown by (tokens).
+    Raises:
+        DataError: if it is not a built folder.
+    """
+    manifest = read_manifest(folder)
+    tokens: dict[str, dict[str, dict[str, int]]] = {}
+    for shard in manifest.shards:
+        counts = tokens.setdefault(shard.domain, {}).setdefault(
+            shard.split, {"tokens": 0, "documents": 0, "text_bytes": 0}
+        )
+        for name in counts:
+            counts[name] += getattr(shard, name)
+    report = read_report(folder)
+    mixture = built_mixture(manifest)
+    set_aside = _entries(folder / SET_ASIDE_FILE) if report else iter(())
+    dropped = first_of_each(_entries(folder / DROPPED_FILE)) if report else iter(())
+    return {
+        "tokens": tokens,
+        "vocab_size": manifest.vocab_size,
+        "source": manifest.source,
+        "shards": [shard.model_dump(exclude={"bin", "idx"}) for shard in manifest.shards],
+        "mixture": mixture and mixture_course(manifest, mixture, sequence_length=sequence_length),
+        "set_aside": list(set_aside),
+        "dropped": list(dropped),
+    } | {name: value for name, value in report.items() if name != "key"}
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines beside the shards.
+
+    Raises:
+        DataError: if it is missing or damaged.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}. Build the folder again.") from error
+
+
+def inspection_table(inspected: Mapping[str, Any]) -> str:
+    """What `inspect_folder` found, for people."""
+    lines = [*_token_lines(inspected["tokens"])]
+    if "steps" in inspected:
+        lines += ["", *_step_lines(inspected)]
+        lines += _cluster_lines(inspected["steps"])
+    if inspected["mixture"]:
+        lines += ["", *_mixture_lines(inspected["mixture"])]
+    if "shards" in inspected["source"]:
+        lines += ["", *_lineage_lines(inspected)]
+    if inspected["dropped"]:
+        lines += ["", "Dropped, for example:"]
+        for entry in inspected["dropped"]:
+            text = " ".join(entry["text"].split())[:_SHOWN_CHARACTERS]
+            lines += [f"  {entry['name']}: {entry['reason']}: {entry['id']}", f"    {text}"]
+    return "\n".join(lines)
+
+
+def _token_lines(tokens: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{'domain':<16}{'split':<12}{'tokens':>16}{'documents':>14}{'bytes of text':>18}"
+    for domain, splits in sorted(tokens.items()):
+        for split, counts in splits.items():
+            yield (
+                f"{domain:<16}{split:<12}{counts['tokens']:>16,}{counts['documents']:>14,}"
+                f"{counts['text_bytes']:>18,}"
+            )
+
+
+def _step_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
+    read = inspected["read"]
+    yield f"{'step':<28}{'in':>14}{'out':>14}"
+    yield f"{'read':<28}{'':>14}{read['documents']:>14,}"
+    yield from _reason_lines(read["set_aside"])
+    for source, kinds in read["other_kinds"].items():
+        shown = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items())
+        yield f"  {source}: files of other kinds: {shown}"
+    for step in inspected["steps"]:
+        yield f"{step['name']:<28}{step['in']:>14,}{step['out']:>14,}"
+        yield from _reason_lines(step["dropped"])
+    if inspected["set_aside"]:
+        yield ""
+        yield "Set aside:"
+    for entry in inspected["set_aside"][:_SHOWN_SET_ASIDE]:
+        row = "" if entry["row"] is None else f", row {entry['row']}"
+        more = f" (and {entry['count'] - 1:,} more)" if entry["count"] > 1 else ""
+        detail = f" ({entry['detail']})" if entry["detail"] else ""
+        yield f"  {entry['source']}/{entry['file']}{row}: {entry['reason']}{detail}{more}"
+    hidden = len(inspected["set_aside"]) - _SHOWN_SET_ASIDE
+    if hidden > 0:
+        yield f"  and {hidden:,} more; see {SET_ASIDE_FILE}"
+
+
+def _cluster_lines(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for step in steps:
+        if "pages" in step.get("found", {}):
+            yield ""
+            yield f"{step['name']}: {_address_counts(step['found'])}"
+        for kind in ("exact", "near"):
+            clusters = step.get("found", {}).get(kind)
+            if clusters and clusters["clusters"]:
+                yield ""
+                yield f"{step['name']}, clusters of {kind} duplicates: {clusters['clusters']:,}"
+                sizes = ", ".join(f"{n:,} of {size}" for size, n in clusters["sizes"].items())
+                yield f"  documents in each: {sizes}"
+                for largest in clusters["largest"][:_SHOWN_CLUSTERS]:
+                    yield f"  {largest['documents']:,} documents, first {largest['first']}"
+
+
+def _address_counts(found: Mapping[str, int]) -> str:
+    counts = f"{found['pages']:,} pages of {found['hosts']:,} hosts"
+    return f"{found['documents']:,} documents with an address, {counts}"
+
+
+def _mixture_lines(course: Mapping[str, Any]) -> Iterator[str]:
+    if "problem" in course:
+        yield f"Mixture, in sequences of {course['sequence_length']} tokens:"
+        yield f"  cannot be drawn: {course['problem']}"
+        return
+    yield (
+        f"{'mixture':<16}{'asked':>10}{'drawn':>10}{'samples':>16}{'epochs':>10}   "
+        f"in sequences of {course['sequence_length']} tokens"
+    )
+    for number, phase in enumerate(course["phases"]):
+        yield f"phase {number + 1}, {phase['stop'] - phase['start']:,} samples, {phase['change']}"
+        yield from _share_lines(phase["domains"], course["available"])
+    if len(course["phases"]) > 1:
+        yield f"together, {course['samples']:,} samples"
+        yield from _share_lines(course["whole"]["domains"], course["available"])
+
+
+def _share_lines(
+    domains: Mapping[str, Mapping[str, float]], available: Mapping[str, int]
+) -> Iterator[str]:
+    for name, share in domains.items():
+        epochs = f"{share['samples'] / available[name]:.2f}" if available[name] else "-"
+        yield (
+            f"  {name:<14}{share['asked']:>10.4f}{share['drawn']:>10.4f}"
+            f"{share['samples']:>16,}{epochs:>10}"
+        )
+
+
+def _lineage_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
+    source = inspected["source"]
+    yield f"Shards, all of recipe {source['recipe_hash']}, and their documents by source:"
+    for stem, documents in [*source["shards"].items()][:_SHOWN_SHARDS]:
+        yield f"  {stem}: {', '.join(f'{name} {n:,}' for name, n in documents.items())}"
+    hidden = len(source["shards"]) - _SHOWN_SHARDS
+    if hidden > 0:
+        yield f"  and {hidden:,} more; see {MANIFEST_FILE}"
+
+
+def _reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:
+    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+        yield f"  {reason:<40}{count:>16,}"
