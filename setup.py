@@ -74,6 +74,9 @@ setup(
             "types-tqdm",
         ],
         "gpu": ["fla-core[cuda]>=0.6"],
+        # Engines of `cdrmix data build` beside processes of one machine.
+        "ray": ["ray[data]>=2.50"],
+        "slurm": ["datatrove>=0.10"],
     },
     entry_points={"console_scripts": ["cdrmix = cdrmix.cli:main"]},
     zip_safe=False,

@@ -203,7 +203,26 @@ def _add_data_build(kinds: Verbs) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to make; default data/<name of FILE>"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes; default all cores")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes, or most jobs at a time of another engine; default all cores",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("local", "slurm", "ray"),
+        default="local",
+        help="what runs the jobs: processes of this machine (default), arrays of SLURM tasks by "
+        "datatrove, or a Ray cluster; nodes share the folders of sources and result",
+    )
+    parser.add_argument(
+        "--sbatch",
+        metavar="OPTION=VALUE",
+        action="append",
+        default=[],
+        help="option of sbatch, such as partition=cpu or time=02:00:00; may be repeated",
+    )
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.data.build import build_dataset
@@ -211,10 +230,15 @@ def _add_data_build(kinds: Verbs) -> None:
 
         out = arguments.out or Path("data") / arguments.config.stem
         workers = available_cores() if arguments.workers is None else arguments.workers
+        if wrong := [option for option in arguments.sbatch if "=" not in option]:
+            parser.error(f"--sbatch {wrong[0]}: give OPTION=VALUE")
+        sbatch = dict(option.lstrip("-").split("=", 1) for option in arguments.sbatch)
         # TERM stops a build as Ctrl-C does: at once, with its workers.
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            build_dataset(arguments.config, out, workers=workers)
+            build_dataset(
+                arguments.config, out, workers=workers, engine=arguments.engine, sbatch=sbatch
+            )
         except KeyboardInterrupt:
             print(f"stopped; start again to go on from what is in {out}", file=sys.stderr)
             raise SystemExit(EXIT_STOPPED_BY_SIGNAL) from None

@@ -39,6 +39,10 @@ class EncodeJob:
     validation_share: float
     out: Path
 
+    def is_done(self) -> bool:
+        """Whether the result is there."""
+        return self.out.is_dir()
+
 
 def run_encode(job: EncodeJob) -> None:
     """Encode a task's documents, unless that is done.
@@ -46,7 +50,7 @@ def run_encode(job: EncodeJob) -> None:
     The result has for each split `<split>.bin` (tokens, EOS after each document) and `<split>.npy`
     (tokens and bytes of text of each document, [n, 2] int64).
     """
-    if job.out.is_dir():
+    if job.is_done():
         return
     tokenizer = _tokenizer(job.tokenizer)
     dtype = np.dtype(job.dtype).newbyteorder("<")
@@ -99,6 +103,10 @@ class StreamJob:
     out: Path
     result: Path
 
+    def is_done(self) -> bool:
+        """Whether the result is there, and with it the shards."""
+        return self.result.exists()
+
 
 def write_stream(job: StreamJob) -> None:
     """Write the shards of a stream, and which sources each has documents from."""
@@ -124,7 +132,9 @@ def write_stream(job: StreamJob) -> None:
         "shards": [shard.model_dump() for shard in shards],
         "sources": [dict(counts) for counts in _shared_out(pieces, shards)],
     }
-    write_file(job.result, json.dumps(result).encode())
+    partial = job.result.with_suffix(".partial")
+    write_file(partial, json.dumps(result).encode())
+    partial.replace(job.result)
 
 
 def read_stream(job: StreamJob) -> list[tuple[ShardInfo, dict[str, int]]]:
