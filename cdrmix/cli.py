@@ -185,10 +185,13 @@ def add_rehearse(verbs: Verbs) -> None:
 
 
 def add_data(verbs: Verbs) -> None:
-    """`cdrmix data build|inspect|verify|sample`: token shards, from sources to a checked folder."""
-    parser = verbs.add_parser("data", help="build, inspect and verify token shards")
+    """`cdrmix data build|inspect|verify|export|sample`: token shards, from sources onwards."""
+    parser = verbs.add_parser("data", help="build, inspect, verify and export token shards")
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
-    for add_kind in (_add_data_build, _add_data_inspect, _add_data_verify, _add_data_sample):
+    for add_kind in (
+        *(_add_data_build, _add_data_inspect, _add_data_verify, _add_data_export),
+        _add_data_sample,
+    ):
         add_kind(kinds)
 
 
@@ -274,6 +277,22 @@ def _add_data_verify(kinds: Verbs) -> None:
         verify_shards(arguments.folder, manifest)
         tokens = sum(split.tokens for split in manifest.splits.values())
         print(f"{arguments.folder}: {len(manifest.shards)} shards, {tokens:,} tokens: as written")
+
+    parser.set_defaults(run=run)
+
+
+def _add_data_export(kinds: Verbs) -> None:
+    parser = kinds.add_parser("export", help="write the texts behind token shards as tar files")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of token shards")
+    parser.add_argument(
+        "--out", type=Path, metavar="TARS", required=True, help="folder to make, of WebDataset tars"
+    )
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.data.export_tar import export_tars
+
+        num_documents = export_tars(arguments.folder, arguments.out)
+        print(f"{arguments.out}: {num_documents:,} documents")
 
     parser.set_defaults(run=run)
 

@@ -29,6 +29,7 @@ MAX_SHARD_TOKENS = 2**27
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_VERSION = 1
+_IDX_HEADER = "<9sQBQQ"  # magic, version, code of the dtype, number of documents, of bounds
 _DTYPE_CODES = {"uint16": 6, "uint32": 7}
 # An open map holds a file descriptor, of which a process often has 1,024.
 _MAX_OPEN_SHARDS = 256
@@ -177,9 +178,17 @@ def _index(lengths: list[int], dtype: Dtype) -> bytes:
     offsets = np.concatenate([[0], ends[:-1]]).astype("<i8")
     bounds = np.arange(len(sizes) + 1, dtype="<i8")
     header = struct.pack(
-        "<9sQBQQ", _IDX_MAGIC, _IDX_VERSION, _DTYPE_CODES[dtype], len(sizes), len(bounds)
+        _IDX_HEADER, _IDX_MAGIC, _IDX_VERSION, _DTYPE_CODES[dtype], len(sizes), len(bounds)
     )
     return header + sizes.tobytes() + offsets.tobytes() + bounds.tobytes()
+
+
+def read_lengths(path: Path) -> NDArray[np.int32]:
+    """Tokens of each document, from an .idx file that was verified, [n]."""
+    header = struct.Struct(_IDX_HEADER)
+    with path.open("rb") as file:
+        *_, num_documents, _ = header.unpack(file.read(header.size))
+        return np.fromfile(file, "<i4", num_documents)
 
 
 def write_file(path: Path, content: bytes) -> FileInfo:
