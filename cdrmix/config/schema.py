@@ -352,8 +352,13 @@ class DataConfig(Section):
         description="Folder of token shards, or 'sample': built on first use from the text that "
         "ships with Python."
     )
-    order: Literal["shuffled", "sequential"] = Field(
-        "shuffled", description="shuffled: a keyed permutation of each epoch's samples."
+    order: Literal["shuffled", "windowed", "sequential"] = Field(
+        "shuffled",
+        description="shuffled: a keyed permutation of each epoch's samples. windowed: windows of "
+        "them are permuted, and the samples in each, so that few shards are read at a time.",
+    )
+    window_samples: int = Field(
+        65_536, ge=1, description="Samples that are shuffled together where order = windowed."
     )
     verify: Literal["digest", "size"] = Field(
         "digest",

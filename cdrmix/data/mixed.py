@@ -65,11 +65,14 @@ class MixedDataset:
         ordered = sorted(shards, key=lambda shard: shard.domain)
         self._stream = TokenStream(self.folder, ordered, self.manifest.dtype)
 
-    def order(self, numbers: NDArray[np.int64], seed: int | None) -> NDArray[np.int64]:
+    def order(
+        self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
+    ) -> NDArray[np.int64]:
         """Sample at each global sample number, any shape.
 
         Args:
             seed: key of a permutation per domain and epoch of it; None: stored order.
+            window: permute windows of that many samples, and samples within each; None: all.
         """
         sources, cursors = self._plan.locate(numbers)
         indices = np.empty_like(numbers)
@@ -77,7 +80,8 @@ class MixedDataset:
             chosen = sources == source
             key = None if seed is None else (seed, source)
             begin, end = self._begins[source : source + 2]
-            indices[chosen] = begin + permute_epochs(cursors[chosen], int(end - begin), key)
+            size = int(end - begin)
+            indices[chosen] = begin + permute_epochs(cursors[chosen], size, key, window=window)
         return indices
 
     def draw(self, start: int, stop: int) -> dict[str, dict[str, float]]:

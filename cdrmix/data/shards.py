@@ -430,13 +430,17 @@ class TokenDataset:
         shards = [shard for shard in self.manifest.shards if shard.split == split]
         self._stream = TokenStream(self.folder, shards, self.manifest.dtype)
 
-    def order(self, numbers: NDArray[np.int64], seed: int | None) -> NDArray[np.int64]:
+    def order(
+        self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
+    ) -> NDArray[np.int64]:
         """Sample at each global sample number, any shape.
 
         Args:
             seed: key of a permutation per epoch; None: stored order.
+            window: permute windows of that many samples, and samples within each; None: all.
         """
-        return permute_epochs(numbers, self.num_samples, None if seed is None else (seed,))
+        key = None if seed is None else (seed,)
+        return permute_epochs(numbers, self.num_samples, key, window=window)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Samples `indices` [n] as an array [n, T + 1], int64.

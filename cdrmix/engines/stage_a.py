@@ -127,7 +127,8 @@ def make_loader(
         data_rank=topology.sample_rank,
         data_size=choice.degrees.sample_ranks,
         seed=config.training.seed,
-        shuffle=config.data.order == "shuffled",
+        shuffle=config.data.order != "sequential",
+        window_samples=config.data.window_samples if config.data.order == "windowed" else None,
         segment_documents=config.data.segment_documents,
     )
 
