@@ -39,6 +39,7 @@ setup(
     },
     install_requires=[
         "deepspeed>=0.19.8",
+        "fsspec>=2024.6",
         "matplotlib>=3.9",
         "mpi4py>=4.1",  # for ranks that mpirun starts; needs an MPI library only when used
         "numpy>=2.0",

@@ -155,6 +155,16 @@ class Loader:
 
     def _batches_from(self, start: int) -> Generator[Batch]:
         """Batch of step after step, beginning at global sample `start`."""
+        blocks = self._blocks(start)
+        coming = next(blocks)
+        while True:
+            block, coming = coming, next(blocks)
+            self._dataset.expect(np.concatenate([block, coming]))
+            for indices in block:
+                yield self._batch(self._dataset.rows(indices))
+
+    def _blocks(self, start: int) -> Iterator[NDArray[np.int64]]:
+        """Samples of this rank in some steps at a time, [steps, A * B], from `start` on."""
         step = self._global_batch_size
         num_steps = max(
             1, min(_ORDER_BLOCK // len(self._offsets), self._dataset.num_samples // step)
@@ -162,8 +172,7 @@ class Loader:
         while True:
             starts = start + step * np.arange(num_steps)
             numbers = starts[:, None] + self._offsets
-            for indices in self._dataset.order(numbers, self._seed, self._window):
-                yield self._batch(self._dataset.rows(indices))
+            yield self._dataset.order(numbers, self._seed, self._window)
             start += step * num_steps
 
     def _batch(self, rows: NDArray[np.int64]) -> Batch:

@@ -98,9 +98,16 @@ class MixedDataset:
         """
         if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_samples:
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
+        return self._stream.rows(self._positions(indices).tolist(), self.sequence_length + 1)
+
+    def expect(self, indices: NDArray[np.int64]) -> None:
+        """Have the shards of samples that are read soon, any shape, at hand; see `TokenStream`."""
+        self._stream.expect(self._positions(indices))
+
+    def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where in the stream of all domains each sample begins."""
         domains = np.searchsorted(self._begins, indices, side="right") - 1
-        positions = indices * self.sequence_length + self._shifts[domains]
-        return self._stream.rows(positions.tolist(), self.sequence_length + 1)
+        return indices * self.sequence_length + self._shifts[domains]
 
 
 def plan_mixture(

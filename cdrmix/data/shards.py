@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cdrmix.data.permutation import permute_epochs
+from cdrmix.data.remote import RemoteFile, remote_files
 from cdrmix.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
@@ -301,6 +302,8 @@ def verify_shards(
 ) -> None:
     """Compare files with the manifest: sizes, and in mode 'digest' the sha256 as well.
 
+    The shards of a remote folder are digested when they come, and not here.
+
     Args:
         part: which of `parts` shares of the shards to check, so that ranks can divide the work;
             the tokenizer belongs to share 0, and is small enough to be digested in any mode.
@@ -309,7 +312,7 @@ def verify_shards(
     """
     problems = [
         _file_problem(folder / f"{shard.stem}{suffix}", info.bytes, info.sha256, mode=mode)
-        for shard in manifest.shards[part::parts]
+        for shard in (() if remote_files(folder) else manifest.shards[part::parts])
         for suffix, info in ((".bin", shard.bin), (".idx", shard.idx))
     ]
     if part == 0:
@@ -354,7 +357,8 @@ class TokenStream:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._ends = list(accumulate(shard.tokens for shard in shards))
         self._begins = [0, *self._ends]
-        self._tokens = lru_cache(maxsize=_MAX_OPEN_SHARDS)(self._map)
+        self._remote = remote_files(folder)
+        self._tokens = lru_cache(maxsize=self._max_open_shards())(self._map)
 
     def rows(self, positions: list[int], length: int) -> NDArray[np.int64]:
         """The `length` tokens from each of n positions on, [n, length], int64.
@@ -381,14 +385,36 @@ class TokenStream:
             missing -= len(pieces[-1])
         return np.concatenate(pieces)
 
+    def expect(self, positions: NDArray[np.int64]) -> None:
+        """Have the shards of these positions, which are read soon and in this order, at hand."""
+        if self._remote is not None:
+            shards = np.searchsorted(self._ends, positions.ravel(), side="right")
+            first_uses = np.sort(np.unique(shards, return_index=True)[1])
+            self._remote.expect([_remote_file(self._shards[i]) for i in shards[first_uses]])
+
+    def _max_open_shards(self) -> int:
+        """As many as there is room for: a file that was thrown out of a cache keeps its room on
+        the disk while it is mapped."""
+        if self._remote is None:
+            return _MAX_OPEN_SHARDS
+        largest = max((shard.bin.bytes for shard in self._shards), default=1)
+        return min(_MAX_OPEN_SHARDS, max(1, self._remote.max_bytes // largest))
+
     def _map(self, shard: int) -> NDArray[Any]:
         """Token ids of one shard, memory-mapped. A file shorter than mapped would be a SIGBUS."""
         info = self._shards[shard]
+        if self._remote is not None:
+            with self._remote.held(_remote_file(info)) as path:
+                return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
         path = self._folder / f"{info.stem}.bin"
         problem = _file_problem(path, info.bin.bytes, info.bin.sha256, mode="size")
         if problem:
             raise DataError(f"{problem}\n{_REBUILD}")
         return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
+
+
+def _remote_file(shard: ShardInfo) -> RemoteFile:
+    return RemoteFile(f"{shard.stem}.bin", shard.bin.bytes, shard.bin.sha256)
 
 
 class TokenDataset:
@@ -441,6 +467,10 @@ class TokenDataset:
         """
         key = None if seed is None else (seed,)
         return permute_epochs(numbers, self.num_samples, key, window=window)
+
+    def expect(self, indices: NDArray[np.int64]) -> None:
+        """Have the shards of samples that are read soon, any shape, at hand; see `TokenStream`."""
+        self._stream.expect(indices * self.sequence_length)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Samples `indices` [n] as an array [n, T + 1], int64.
