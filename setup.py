@@ -39,6 +39,7 @@ setup(
     },
     install_requires=[
         "deepspeed>=0.19.8",
+        "fsspec>=2024.6",
         "matplotlib>=3.9",
         "mpi4py>=4.1",  # for ranks that mpirun starts; needs an MPI library only when used
         "numpy>=2.0",
@@ -74,6 +75,9 @@ setup(
             "types-tqdm",
         ],
         "gpu": ["fla-core[cuda]>=0.6"],
+        # Engines of `cdrmix data build` beside processes of one machine.
+        "ray": ["ray[data]>=2.50"],
+        "slurm": ["datatrove>=0.10"],
     },
     entry_points={"console_scripts": ["cdrmix = cdrmix.cli:main"]},
     zip_safe=False,

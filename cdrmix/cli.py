@@ -185,10 +185,13 @@ def add_rehearse(verbs: Verbs) -> None:
 
 
 def add_data(verbs: Verbs) -> None:
-    """`cdrmix data build|inspect|verify|sample`: token shards, from sources to a checked folder."""
-    parser = verbs.add_parser("data", help="build, inspect and verify token shards")
+    """`cdrmix data build|inspect|verify|export|sample`: token shards, from sources onwards."""
+    parser = verbs.add_parser("data", help="build, inspect, verify and export token shards")
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
-    for add_kind in (_add_data_build, _add_data_inspect, _add_data_verify, _add_data_sample):
+    for add_kind in (
+        *(_add_data_build, _add_data_inspect, _add_data_verify, _add_data_export),
+        _add_data_sample,
+    ):
         add_kind(kinds)
 
 
@@ -203,7 +206,26 @@ def _add_data_build(kinds: Verbs) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to make; default data/<name of FILE>"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes; default all cores")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes, or most jobs at a time of another engine; default all cores",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("local", "slurm", "ray"),
+        default="local",
+        help="what runs the jobs: processes of this machine (default), arrays of SLURM tasks by "
+        "datatrove, or a Ray cluster; nodes share the folders of sources and result",
+    )
+    parser.add_argument(
+        "--sbatch",
+        metavar="OPTION=VALUE",
+        action="append",
+        default=[],
+        help="option of sbatch, such as partition=cpu or time=02:00:00; may be repeated",
+    )
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.data.build import build_dataset
@@ -213,10 +235,15 @@ def _add_data_build(kinds: Verbs) -> None:
 
         out = arguments.out or Path("data") / arguments.config.stem
         workers = available_cores() if arguments.workers is None else arguments.workers
+        if wrong := [option for option in arguments.sbatch if "=" not in option]:
+            parser.error(f"--sbatch {wrong[0]}: give OPTION=VALUE")
+        sbatch = dict(option.lstrip("-").split("=", 1) for option in arguments.sbatch)
         # TERM stops a build as Ctrl-C does: at once, with its workers.
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            build_dataset(arguments.config, out, workers=workers)
+            build_dataset(
+                arguments.config, out, workers=workers, engine=arguments.engine, sbatch=sbatch
+            )
         except KeyboardInterrupt:
             print(f"stopped; start again to go on from what is in {out}", file=sys.stderr)
             raise SystemExit(EXIT_STOPPED_BY_SIGNAL) from None
@@ -268,6 +295,22 @@ def _add_data_verify(kinds: Verbs) -> None:
         verify_shards(arguments.folder, manifest)
         tokens = sum(split.tokens for split in manifest.splits.values())
         print(f"{arguments.folder}: {len(manifest.shards)} shards, {tokens:,} tokens: as written")
+
+    parser.set_defaults(run=run)
+
+
+def _add_data_export(kinds: Verbs) -> None:
+    parser = kinds.add_parser("export", help="write the texts behind token shards as tar files")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of token shards")
+    parser.add_argument(
+        "--out", type=Path, metavar="TARS", required=True, help="folder to make, of WebDataset tars"
+    )
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.data.export_tar import export_tars
+
+        num_documents = export_tars(arguments.folder, arguments.out)
+        print(f"{arguments.out}: {num_documents:,} documents")
 
     parser.set_defaults(run=run)
 

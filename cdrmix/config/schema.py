@@ -360,11 +360,22 @@ class DataConfig(Section):
     """Where the token shards come from and in which order samples are taken."""
 
     path: str = Field(
-        description="Folder of token shards, or 'sample': built on first use from the text that "
-        "ships with Python."
+        description="Folder of token shards, the URL of one (file, http, https, or what fsspec "
+        "knows), or 'sample': built on first use from the text that ships with Python."
     )
-    order: Literal["shuffled", "sequential"] = Field(
-        "shuffled", description="shuffled: a keyed permutation of each epoch's samples."
+    cache_folder: str = Field(
+        "data/cache", description="Where shards of a URL are copied to; a disk of each machine."
+    )
+    cache_bytes: int = Field(
+        2**37, ge=1, description="Most that these copies take up, per data set (bytes)."
+    )
+    order: Literal["shuffled", "windowed", "sequential"] = Field(
+        "shuffled",
+        description="shuffled: a keyed permutation of each epoch's samples. windowed: windows of "
+        "them are permuted, and the samples in each, so that few shards are read at a time.",
+    )
+    window_samples: int = Field(
+        65_536, ge=1, description="Samples that are shuffled together where order = windowed."
     )
     verify: Literal["digest", "size"] = Field(
         "digest",

@@ -1,9 +1,9 @@
-"""From a recipe to a folder of token shards, by processes of this machine.
+"""From a recipe to a folder of token shards, by processes of this machine or of many.
 
 Work in progress lies in `<out>/work`: a folder per task and stage, named by what it follows from.
 What is there is done and is not done again, after a kill as after a change of later steps. The
 manifest, written last, makes the result whole and ends the work folder. The result depends on the
-sources and the recipe, not on the number of workers.
+sources and the recipe, not on what runs the jobs, or how many at a time.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cdrmix import log
 from cdrmix.config.load import config_hash
@@ -32,6 +32,7 @@ from cdrmix.data.encode import (
 from cdrmix.data.folders import locked, new_folder
 from cdrmix.data.pool import Pool
 from cdrmix.data.recipe import Recipe, StepConfig, identity, is_corpus_step, load_recipe, make_step
+from cdrmix.data.remote_jobs import Engine
 from cdrmix.data.report import lineage, read_report, write_report
 from cdrmix.data.shards import (
     MANIFEST_FILE,
@@ -52,6 +53,8 @@ from cdrmix.errors import DataError
 
 DEFAULT_VOCAB_SIZE = 50_272
 
+EngineName = Literal["local", "slurm", "ray"]
+
 _logger = log.get_logger(__name__)
 
 # A step and its place in the recipe.
@@ -59,13 +62,21 @@ Numbered = tuple[int, StepConfig]
 
 
 def build_dataset(
-    recipe_file: Path, out: Path, *, workers: int, task_bytes: int | None = None
+    recipe_file: Path,
+    out: Path,
+    *,
+    workers: int,
+    engine: EngineName | Engine = "local",
+    sbatch: Mapping[str, str] | None = None,
+    task_bytes: int | None = None,
 ) -> Manifest:
     """Build a recipe's token shards into `out`, or go on with a build that was interrupted.
 
     Args:
         recipe_file: YAML of the recipe.
-        workers: processes; 1 works in this one.
+        workers: processes; 1 works in this one. With another engine, most jobs at a time.
+        engine: what runs the jobs: processes of this machine, SLURM, Ray, or one of your own.
+        sbatch: options of sbatch, for SLURM.
         task_bytes: files are put together into tasks up to this size; None: by the size of the
             corpus.
     Raises:
@@ -85,7 +96,9 @@ def build_dataset(
                 raise DataError(
                     f"{out}: another build is writing there. Wait for it, or give another --out."
                 )
-            with Pool(workers) as pool:
+            if isinstance(engine, str):
+                engine = _engine(engine, workers, out / "work", sbatch or {})
+            with engine as pool:
                 return _Build(recipe, out, pool, task_bytes).run()
     except OSError as error:
         raise DataError(
@@ -107,6 +120,31 @@ def _check_early(recipe: Recipe) -> None:
     for config in recipe.steps:
         if config.name == Filter.name:
             make_step(config).check_domains(sorted(filter(config.takes, domains)))
+
+
+def _engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str, str]) -> Engine:
+    """What runs the jobs of a build.
+
+    Raises:
+        DataError: if it is not installed here.
+    """
+    if sbatch and name != "slurm":
+        raise DataError(f"--sbatch {', '.join(sbatch)}: is for --engine slurm")
+    try:
+        if name == "slurm":
+            from cdrmix.data.slurm import SlurmEngine
+
+            return SlurmEngine(work / "slurm", max_tasks=workers, sbatch=sbatch)
+        if name == "ray":
+            from cdrmix.data.ray_data import RayEngine
+
+            return RayEngine(max_tasks=workers)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        raise DataError(
+            f"--engine {name} needs the package '{package}': pip install 'cdrmix[{name}]'"
+        ) from None
+    return Pool(workers)
 
 
 def _can_hold_build(out: Path) -> bool:
@@ -153,7 +191,7 @@ def _stages(recipe: Recipe) -> Iterator[_Stage]:
 class _Build:
     """One build, under its lock."""
 
-    def __init__(self, recipe: Recipe, out: Path, pool: Pool, task_bytes: int | None) -> None:
+    def __init__(self, recipe: Recipe, out: Path, pool: Engine, task_bytes: int | None) -> None:
         self._recipe, self._out, self._pool = recipe, out, pool
         self._work = out / "work"
         self._tasks, self._found = make_tasks(recipe, out=out, task_bytes=task_bytes)
@@ -303,7 +341,9 @@ class _Build:
             for task, part in zip(self._tasks, parts, strict=True)
         ]
         self._pool.run_all(run_encode, jobs, what="encode")
-        for leftover in (*self._out.glob("*.bin"), *self._out.glob("*.idx")):
+        # Shards are written in place: their results go first, lest one speak for a shard half made.
+        leftovers = [(self._work, "*.json"), (self._out, "*.bin"), (self._out, "*.idx")]
+        for leftover in (path for folder, names in leftovers for path in folder.glob(names)):
             leftover.unlink()
         streams = [
             self._stream_job(split, domain, jobs, tokenizer.eos_id)

@@ -40,6 +40,10 @@ class EncodeJob:
     validation_share: float
     out: Path
 
+    def is_done(self) -> bool:
+        """Whether the result is there."""
+        return self.out.is_dir()
+
 
 def run_encode(job: EncodeJob) -> None:
     """Encode a task's documents, unless that is done.
@@ -47,7 +51,7 @@ def run_encode(job: EncodeJob) -> None:
     The result has for each split `<split>.bin` (tokens, EOS after each document) and `<split>.npy`
     (tokens and bytes of text of each document, [n, 2] int64).
     """
-    if job.out.is_dir():
+    if job.is_done():
         return
     tokenizer = _tokenizer(job.tokenizer)
     dtype = np.dtype(job.dtype).newbyteorder("<")
@@ -102,6 +106,10 @@ class StreamJob:
     out: Path
     result: Path
 
+    def is_done(self) -> bool:
+        """Whether the result is there, and with it the shards."""
+        return self.result.exists()
+
 
 def write_stream(job: StreamJob) -> None:
     """Write the shards of a stream, which sources each has documents from, and the entropy of its
@@ -133,7 +141,9 @@ def write_stream(job: StreamJob) -> None:
         stream = TokenStream(job.out, shards, job.dtype)
         num_tokens = sum(shard.tokens for shard in shards)
         result["ngrams"] = ngram_entropy(stream, num_tokens, job.eos_id)
-    write_file(job.result, json.dumps(result).encode())
+    partial = job.result.with_suffix(".partial")
+    write_file(partial, json.dumps(result).encode())
+    partial.replace(job.result)
 
 
 def read_stream(job: StreamJob) -> list[tuple[ShardInfo, dict[str, int]]]:

@@ -16,7 +16,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 
     Where another process has made `out` meanwhile, that one stays.
     """
-    folder = out.parent / f".{out.name}.building-{os.getpid()}"
+    # Processes of several machines may be at the same task, where a queue starts one again.
+    folder = out.parent / f".{out.name}.building-{os.uname().nodename}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)  # of a killed process that had the same number
     folder.mkdir(parents=True)
     try:

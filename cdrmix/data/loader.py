@@ -37,6 +37,8 @@ class Loader:
         data_rank: this rank's place among `data_size` data ranks, W.
         seed: key of the order; used when `shuffle` is set.
         shuffle: True: a permutation per epoch. False: stored order.
+        window_samples: shuffle windows of that many samples, and the samples in each, so that
+            few shards are read at a time; None: all samples of the epoch together.
         segment_documents: also say which document each token is of.
         prefetch: steps read ahead by a thread; 0 reads in `next`.
     Attributes:
@@ -56,6 +58,7 @@ class Loader:
         data_size: int,
         seed: int,
         shuffle: bool,
+        window_samples: int | None = None,
         segment_documents: bool = False,
         prefetch: int = 2,
     ) -> None:
@@ -70,6 +73,7 @@ class Loader:
         self._dataset, self._global_batch_size = dataset, global_batch_size
         self._micro_batch_size, self._prefetch = micro_batch_size, prefetch
         self._seed = seed if shuffle else None
+        self._window = window_samples if shuffle else None
         self._segment_documents = segment_documents
         # Micro-step m covers B * W consecutive samples, of which rank r takes B from r * B on.
         micro_starts = np.arange(0, global_batch_size, micro_batch_size * data_size)
@@ -123,7 +127,7 @@ class Loader:
         The position stays where it is.
         """
         numbers = np.arange(start, stop, dtype=np.int64)
-        return self._dataset.rows(self._dataset.order(numbers, self._seed))
+        return self._dataset.rows(self._dataset.order(numbers, self._seed, self._window))
 
     def close(self) -> None:
         """End the thread that reads ahead; `next` must not be called after it."""
@@ -135,10 +139,15 @@ class Loader:
             "split": self._dataset.split,
             "num_samples": self._dataset.num_samples,
             "sequence_length": self._dataset.sequence_length,
-            "order": "sequential" if self._seed is None else "shuffled",
+            "order": self._order_name(),
             "seed": self._seed,
             "mixture": self._dataset.mixture,
         }
+
+    def _order_name(self) -> str:
+        if self._seed is None:
+            return "sequential"
+        return "shuffled" if self._window is None else f"shuffled by {self._window} samples"
 
     def _start(self) -> Generator[Batch]:
         batches = self._batches_from(self.samples_consumed)
@@ -146,6 +155,16 @@ class Loader:
 
     def _batches_from(self, start: int) -> Generator[Batch]:
         """Batch of step after step, beginning at global sample `start`."""
+        blocks = self._blocks(start)
+        coming = next(blocks)
+        while True:
+            block, coming = coming, next(blocks)
+            self._dataset.expect(np.concatenate([block, coming]))
+            for indices in block:
+                yield self._batch(self._dataset.rows(indices))
+
+    def _blocks(self, start: int) -> Iterator[NDArray[np.int64]]:
+        """Samples of this rank in some steps at a time, [steps, A * B], from `start` on."""
         step = self._global_batch_size
         num_steps = max(
             1, min(_ORDER_BLOCK // len(self._offsets), self._dataset.num_samples // step)
@@ -153,8 +172,7 @@ class Loader:
         while True:
             starts = start + step * np.arange(num_steps)
             numbers = starts[:, None] + self._offsets
-            for indices in self._dataset.order(numbers, self._seed):
-                yield self._batch(self._dataset.rows(indices))
+            yield self._dataset.order(numbers, self._seed, self._window)
             start += step * num_steps
 
     def _batch(self, rows: NDArray[np.int64]) -> Batch:

@@ -62,11 +62,14 @@ class MixedDataset:
         ordered = sorted(shards, key=lambda shard: shard.domain)
         self._stream = TokenStream(self.folder, ordered, self.manifest.dtype)
 
-    def order(self, numbers: NDArray[np.int64], seed: int | None) -> NDArray[np.int64]:
+    def order(
+        self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
+    ) -> NDArray[np.int64]:
         """Sample at each global sample number, any shape.
 
         Args:
             seed: key of a permutation per domain and epoch of it; None: stored order.
+            window: permute windows of that many samples, and samples within each; None: all.
         """
         sources, cursors = self._plan.locate(numbers)
         indices = np.empty_like(numbers)
@@ -74,7 +77,8 @@ class MixedDataset:
             chosen = sources == source
             key = None if seed is None else (seed, source)
             begin, end = self._begins[source : source + 2]
-            indices[chosen] = begin + permute_epochs(cursors[chosen], int(end - begin), key)
+            size = int(end - begin)
+            indices[chosen] = begin + permute_epochs(cursors[chosen], size, key, window=window)
         return indices
 
     def draw(self, start: int, stop: int) -> dict[str, dict[str, float]]:
@@ -91,9 +95,16 @@ class MixedDataset:
         """
         if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_samples:
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
+        return self._stream.rows(self._positions(indices).tolist(), self.sequence_length + 1)
+
+    def expect(self, indices: NDArray[np.int64]) -> None:
+        """Have the shards of samples that are read soon, any shape, at hand; see `TokenStream`."""
+        self._stream.expect(self._positions(indices))
+
+    def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where in the stream of all domains each sample begins."""
         domains = np.searchsorted(self._begins, indices, side="right") - 1
-        positions = indices * self.sequence_length + self._shifts[domains]
-        return self._stream.rows(positions.tolist(), self.sequence_length + 1)
+        return indices * self.sequence_length + self._shifts[domains]
 
 
 def domain_samples(manifest: Manifest, split: str, sequence_length: int) -> dict[str, int]:

@@ -65,20 +65,46 @@ class Permutation:
 
 
 def permute_epochs(
-    numbers: NDArray[np.int64], size: int, key: tuple[int, ...] | None
+    numbers: NDArray[np.int64],
+    size: int,
+    key: tuple[int, ...] | None,
+    *,
+    window: int | None = None,
 ) -> NDArray[np.int64]:
     """Position within its epoch of each number that counts on over epochs of `size`.
 
     Args:
         numbers: any shape, 0 or more.
         key: each epoch is permuted under (*key, epoch). None: none is.
+        window: permute windows of that many positions, and positions within each; None: all.
     """
     epochs, indices = np.divmod(numbers, size)
     if key is not None:
         for epoch in np.unique(epochs).tolist():
             chosen = epochs == epoch
-            indices[chosen] = Permutation(size, (*key, epoch))(indices[chosen])
+            of_epoch = (*key, epoch)
+            indices[chosen] = (
+                Permutation(size, of_epoch)(indices[chosen])
+                if window is None
+                else _permute_windows(indices[chosen], size, of_epoch, window)
+            )
     return indices
+
+
+def _permute_windows(
+    indices: NDArray[np.int64], size: int, key: tuple[int, ...], window: int
+) -> NDArray[np.int64]:
+    """What is left over behind the last whole window, [..], stays there, in an order of its own."""
+    num_whole = size // window
+    places, offsets = np.divmod(indices, window)
+    whole = places < num_whole
+    if num_whole:
+        places[whole] = Permutation(num_whole, (*key, 0))(places[whole])
+    for place in np.unique(places).tolist():
+        within = places == place
+        length = window if place < num_whole else size - num_whole * window
+        offsets[within] = Permutation(length, (*key, 1 + place))(offsets[within])
+    return places * window + offsets
 
 
 def _mix(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cdrmix.data.permutation import permute_epochs
+from cdrmix.data.remote import RemoteFile, remote_files
 from cdrmix.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
@@ -29,6 +30,7 @@ MAX_SHARD_TOKENS = 2**27
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_VERSION = 1
+_IDX_HEADER = "<9sQBQQ"  # magic, version, code of the dtype, number of documents, of bounds
 _DTYPE_CODES = {"uint16": 6, "uint32": 7}
 # An open map holds a file descriptor, of which a process often has 1,024.
 _MAX_OPEN_SHARDS = 256
@@ -177,9 +179,17 @@ def _index(lengths: list[int], dtype: Dtype) -> bytes:
     offsets = np.concatenate([[0], ends[:-1]]).astype("<i8")
     bounds = np.arange(len(sizes) + 1, dtype="<i8")
     header = struct.pack(
-        "<9sQBQQ", _IDX_MAGIC, _IDX_VERSION, _DTYPE_CODES[dtype], len(sizes), len(bounds)
+        _IDX_HEADER, _IDX_MAGIC, _IDX_VERSION, _DTYPE_CODES[dtype], len(sizes), len(bounds)
     )
     return header + sizes.tobytes() + offsets.tobytes() + bounds.tobytes()
+
+
+def read_lengths(path: Path) -> NDArray[np.int32]:
+    """Tokens of each document, from an .idx file that was verified, [n]."""
+    header = struct.Struct(_IDX_HEADER)
+    with path.open("rb") as file:
+        *_, num_documents, _ = header.unpack(file.read(header.size))
+        return np.fromfile(file, "<i4", num_documents)
 
 
 def write_file(path: Path, content: bytes) -> FileInfo:
@@ -292,6 +302,8 @@ def verify_shards(
 ) -> None:
     """Compare files with the manifest: sizes, and in mode 'digest' the sha256 as well.
 
+    The shards of a remote folder are digested when they come, and not here.
+
     Args:
         part: which of `parts` shares of the shards to check, so that ranks can divide the work;
             the tokenizer belongs to share 0, and is small enough to be digested in any mode.
@@ -300,7 +312,7 @@ def verify_shards(
     """
     problems = [
         _file_problem(folder / f"{shard.stem}{suffix}", info.bytes, info.sha256, mode=mode)
-        for shard in manifest.shards[part::parts]
+        for shard in (() if remote_files(folder) else manifest.shards[part::parts])
         for suffix, info in ((".bin", shard.bin), (".idx", shard.idx))
     ]
     if part == 0:
@@ -345,7 +357,8 @@ class TokenStream:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._ends = list(accumulate(shard.tokens for shard in shards))
         self._begins = [0, *self._ends]
-        self._tokens = lru_cache(maxsize=_MAX_OPEN_SHARDS)(self._map)
+        self._remote = remote_files(folder)
+        self._tokens = lru_cache(maxsize=self._max_open_shards())(self._map)
 
     def rows(self, positions: list[int], length: int) -> NDArray[np.int64]:
         """The `length` tokens from each of n positions on, [n, length], int64.
@@ -372,14 +385,36 @@ class TokenStream:
             missing -= len(pieces[-1])
         return np.concatenate(pieces)
 
+    def expect(self, positions: NDArray[np.int64]) -> None:
+        """Have the shards of these positions, which are read soon and in this order, at hand."""
+        if self._remote is not None:
+            shards = np.searchsorted(self._ends, positions.ravel(), side="right")
+            first_uses = np.sort(np.unique(shards, return_index=True)[1])
+            self._remote.expect([_remote_file(self._shards[i]) for i in shards[first_uses]])
+
+    def _max_open_shards(self) -> int:
+        """As many as there is room for: a file that was thrown out of a cache keeps its room on
+        the disk while it is mapped."""
+        if self._remote is None:
+            return _MAX_OPEN_SHARDS
+        largest = max((shard.bin.bytes for shard in self._shards), default=1)
+        return min(_MAX_OPEN_SHARDS, max(1, self._remote.max_bytes // largest))
+
     def _map(self, shard: int) -> NDArray[Any]:
         """Token ids of one shard, memory-mapped. A file shorter than mapped would be a SIGBUS."""
         info = self._shards[shard]
+        if self._remote is not None:
+            with self._remote.held(_remote_file(info)) as path:
+                return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
         path = self._folder / f"{info.stem}.bin"
         problem = _file_problem(path, info.bin.bytes, info.bin.sha256, mode="size")
         if problem:
             raise DataError(f"{problem}\n{_REBUILD}")
         return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
+
+
+def _remote_file(shard: ShardInfo) -> RemoteFile:
+    return RemoteFile(f"{shard.stem}.bin", shard.bin.bytes, shard.bin.sha256)
 
 
 class TokenDataset:
@@ -421,13 +456,21 @@ class TokenDataset:
         shards = [shard for shard in self.manifest.shards if shard.split == split]
         self._stream = TokenStream(self.folder, shards, self.manifest.dtype)
 
-    def order(self, numbers: NDArray[np.int64], seed: int | None) -> NDArray[np.int64]:
+    def order(
+        self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
+    ) -> NDArray[np.int64]:
         """Sample at each global sample number, any shape.
 
         Args:
             seed: key of a permutation per epoch; None: stored order.
+            window: permute windows of that many samples, and samples within each; None: all.
         """
-        return permute_epochs(numbers, self.num_samples, None if seed is None else (seed,))
+        key = None if seed is None else (seed,)
+        return permute_epochs(numbers, self.num_samples, key, window=window)
+
+    def expect(self, indices: NDArray[np.int64]) -> None:
+        """Have the shards of samples that are read soon, any shape, at hand; see `TokenStream`."""
+        self._stream.expect(indices * self.sequence_length)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Samples `indices` [n] as an array [n, T + 1], int64.

@@ -28,6 +28,7 @@ _SUFFIXES = {
     "jsonl": ".jsonl .ndjson",
     "csv": ".csv",
     "tsv": ".tsv",
+    "tar": ".tar",
     "parquet": ".parquet",
     "arrow": ".arrow",
     "code": ".py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .rs .go .java .kt .scala .js .jsx "

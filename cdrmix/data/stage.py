@@ -50,6 +50,10 @@ class StageJob:
     out: Path
     keep_dropped: bool
 
+    def is_done(self) -> bool:
+        """Whether the result is there."""
+        return self.out.is_dir()
+
     @property
     def notes(self) -> Path:
         """Where the step over the corpus puts its notes."""
@@ -116,7 +120,7 @@ def run_stage(job: StageJob) -> None:
         DataError: what the user can mend: a missing package, a connection that stays broken.
         OSError: if the result cannot be written.
     """
-    if job.out.is_dir():
+    if job.is_done():
         return
     with new_folder(job.out) as folder:
         set_aside = _SetAsideCounts()

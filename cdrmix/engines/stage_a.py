@@ -16,6 +16,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
 from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.recipe import built_mixture
+from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
 from cdrmix.data.shards import Manifest, TokenDataset, check_vocab, read_manifest, verify_shards
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
@@ -82,12 +83,12 @@ def open_corpus(config: Config) -> Corpus:
             does not fit the model.
     """
     model, sequence_length = config.model, config.training.sequence_length
+    sample: Path | None = None
     if config.data.path == "sample":
-        path = Path(runtime.first_rank_does(lambda: str(ensure_sample(model.vocab_size))))
-    else:
-        path = Path(config.data.path)
+        sample = Path(runtime.first_rank_does(lambda: str(ensure_sample(model.vocab_size))))
 
     def open_folder() -> Corpus:
+        path = sample or local_folder(config.data, sequence_length)
         manifest = read_manifest(path)
         check_vocab(manifest, model.vocab_size)
         verify_shards(
@@ -127,7 +128,8 @@ def make_loader(
         data_rank=topology.sample_rank,
         data_size=choice.degrees.sample_ranks,
         seed=config.training.seed,
-        shuffle=config.data.order == "shuffled",
+        shuffle=config.data.order != "sequential",
+        window_samples=config.data.window_samples if config.data.order == "windowed" else None,
         segment_documents=config.data.segment_documents,
     )
 

@@ -11,6 +11,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.schema import Config
+from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
 from cdrmix.data.shards import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
@@ -64,8 +65,10 @@ def load_trained(source: Path) -> Trained:
         with torch.device(runtime.device()):
             model = Backbone(config.model)
         engine_state.load_module(model, reader, logical_name)
-    path = config.data.path
-    data = ensure_sample(config.model.vocab_size) if path == "sample" else Path(path)
+    if config.data.path == "sample":
+        data = ensure_sample(config.model.vocab_size)
+    else:
+        data = local_folder(config.data, config.training.sequence_length)
     return Trained(config, model.eval(), load_tokenizer(data), data, found.step)
 
 

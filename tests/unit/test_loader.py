@@ -96,6 +96,17 @@ def test_an_epoch_has_every_sample_once_and_rolls_into_the_next(
     assert (epochs[0] == sorted(epochs[0])) is not shuffle
 
 
+def test_an_order_in_windows_reads_few_shards_at_a_time(dataset: TokenDataset) -> None:
+    loader = make_loader(dataset, window_samples=100)
+    drawn = list(
+        itertools.chain(*(global_batch([loader]) for _ in range(dataset.num_samples // 16)))
+    )
+    assert len(set(drawn)) == len(drawn)
+    for start in range(0, 900, 100):
+        assert max(drawn[start : start + 100]) - min(drawn[start : start + 100]) == 99
+    assert drawn != sorted(drawn)
+
+
 def test_a_batch_larger_than_the_data_set_spans_epochs(tmp_path: Path) -> None:
     small = TokenDataset(write_counting_folder(tmp_path, 3 * LENGTH + 1), "train", LENGTH)
     drawn = global_batch([make_loader(small, global_batch_size=8)])
@@ -186,6 +197,7 @@ def test_a_batch_that_cannot_be_shared_out_is_refused(dataset: TokenDataset) -> 
     [
         ({"seed": 6}, "seed: the checkpoint has 5, this run has 6"),
         ({"shuffle": False}, "order: the checkpoint has 'shuffled', this run has 'sequential'"),
+        ({"window_samples": 64}, "order: .* this run has 'shuffled by 64 samples'"),
     ],
 )
 def test_a_position_in_another_order_is_refused(

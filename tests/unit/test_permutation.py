@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cdrmix.data.permutation import MAX_SIZE, Permutation
+from cdrmix.data.permutation import MAX_SIZE, Permutation, permute_epochs
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 97, 1023, 1024, 1025, 4093, 65_535, 65_537, 100_003]
 
@@ -93,3 +93,26 @@ def test_small_permutations_have_no_favourite_place_or_neighbour() -> None:
     # 49 and 55 degrees of freedom. Four Feistel rounds give 97 for the pairs, three give 351.
     assert chi_squared(places) < 90
     assert chi_squared(pairs[~np.eye(size, dtype=bool)]) < 97
+
+
+@pytest.mark.parametrize(("size", "window"), [(1000, 64), (1024, 64), (50, 64), (7, 1)])
+def test_windows_keep_together_what_is_shuffled_together(size: int, window: int) -> None:
+    numbers = np.arange(3 * size)
+    images = permute_epochs(numbers, size, (5,), window=window)
+    for epoch in images.reshape(3, size):
+        assert np.array_equal(np.sort(epoch), np.arange(size))
+        for start in range(0, size, window):  # each window is a stretch of stored samples
+            part = epoch[start : start + window] // window
+            assert len(np.unique(part)) == 1
+    alone = [int(permute_epochs(numbers[n : n + 1], size, (5,), window=window)[0]) for n in (0, 6)]
+    assert alone == [images[0], images[6]]
+    if size == 1000:
+        first, second = images[:size], images[size : 2 * size]
+        assert not np.array_equal(first, second)
+        assert not np.array_equal(first[:window] % window, first[window : 2 * window] % window)
+        assert not np.array_equal(first, np.arange(size))
+
+
+def test_the_order_in_windows_never_changes_between_versions() -> None:
+    images = permute_epochs(np.arange(1_000, 1_005), 1_000_000, (1234,), window=4096)
+    assert images.tolist() == [719020, 717014, 716946, 717486, 717761]

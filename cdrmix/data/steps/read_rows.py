@@ -1,4 +1,4 @@
-"""Files of many texts: JSON, JSON lines, CSV, Parquet and Arrow, a row at a time."""
+"""Files of many texts: JSON, JSON lines, CSV, tar, Parquet and Arrow, a row at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from cdrmix.data.source import SourceConfig, SourceFile
 from cdrmix.data.steps.read_bytes import Unreadable, bounded_lines, missing_extra, open_bytes
+from cdrmix.data.steps.read_tar import tar_samples
 from cdrmix.data.steps.read_text import decoded
 
 # number, text, metadata
@@ -42,6 +43,8 @@ def read_rows(file: SourceFile, source: SourceConfig, refuse: Refuse) -> Iterato
             return texts(_csv_rows(file.path, source, delimiter, refuse), source, refuse)
         case "parquet":
             return texts(_parquet_rows(file.path, source), source, refuse)
+        case "tar":
+            return texts(tar_samples(file.path, source, refuse), source, refuse)
         case "arrow":
             return texts(_arrow_rows(file.path, source), source, refuse)
     raise AssertionError(f"no reader of rows for {file.kind}")

@@ -1,0 +1,85 @@
+"""A folder of token shards behind a URL, as a folder of this machine whose shards come by need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from cdrmix.config.schema import DataConfig
+from cdrmix.data.folders import locked
+from cdrmix.data.remote import copy, remember
+from cdrmix.data.shards import (
+    MANIFEST_FILE,
+    Manifest,
+    manifest_digest,
+    read_manifest,
+)
+from cdrmix.errors import DataError
+
+
+def local_folder(data: DataConfig, sequence_length: int) -> Path:
+    """The folder of `data.path`; of a URL, one in the cache with its manifest and tokenizer.
+
+    Any number of processes of a machine may ask for it at once.
+
+    Args:
+        sequence_length: tokens per sample.
+    Raises:
+        DataError: if the URL cannot be read, or the cache is too small for the order of samples.
+    """
+    if "://" not in data.path:
+        return Path(data.path)
+    url, cache = data.path.rstrip("/"), Path(data.cache_folder)
+    try:
+        with locked(cache / ".lock", blocking=True):
+            new = cache / f".new-{os.uname().nodename}-{os.getpid()}"
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+            try:
+                return _open(new, url, data, sequence_length)
+            finally:
+                shutil.rmtree(new, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_folder = {cache}: {error.strerror} ({error.filename})"
+        ) from error
+
+
+def _open(new: Path, url: str, data: DataConfig, sequence_length: int) -> Path:
+    """The folder of the data set that the URL has now, which is named by its content."""
+    copy(f"{url}/{MANIFEST_FILE}", new / MANIFEST_FILE, None)
+    manifest = read_manifest(new)
+    _check_room(manifest, data, sequence_length)
+    tokenizer = manifest.tokenizer
+    copy(f"{url}/{tokenizer.file}", new / tokenizer.file, tokenizer.sha256)
+    folder = Path(data.cache_folder) / manifest_digest(manifest)[:16]
+    folder.mkdir(exist_ok=True)
+    remember(folder, url, data.cache_bytes)
+    for name in (tokenizer.file, MANIFEST_FILE):
+        (new / name).replace(folder / name)
+    return folder
+
+
+def _check_room(manifest: Manifest, data: DataConfig, sequence_length: int) -> None:
+    """Refuse a cache whose shards would be thrown out before they are read."""
+    train = [shard for shard in manifest.shards if shard.split == "train"]
+    total = sum(shard.bin.bytes for shard in train)
+    shard_bytes = max((shard.bin.bytes for shard in train), default=0)
+    window_bytes = data.window_samples * sequence_length * np.dtype(manifest.dtype).itemsize
+    # Of each domain, what is read now and what comes next; both may begin and end within a shard.
+    domains = len({shard.domain for shard in train})
+    needed = {
+        "shuffled": total,
+        "windowed": domains * 2 * (window_bytes + shard_bytes),
+        "sequential": domains * 2 * shard_bytes,
+    }[data.order]
+    if data.cache_bytes < min(needed, total):
+        advice = ", or set data.order = windowed" if data.order == "shuffled" else ""
+        raise DataError(
+            f"data.cache_bytes = {data.cache_bytes}: data.order = {data.order} needs "
+            f"{min(needed, total)} here, where the training split has {total} bytes. Raise it"
+            f"{advice}."
+        )

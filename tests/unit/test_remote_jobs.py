@@ -1,0 +1,101 @@
+"""Jobs that an engine of others runs: rounds until each has its result, and what users are told."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cdrmix.data.build import build_dataset
+from cdrmix.data.remote_jobs import errors_in, pack, run_call, run_in_rounds, unpack, write_calls
+from cdrmix.errors import DataError
+
+
+@dataclass(frozen=True)
+class Toy:
+    out: Path
+
+    def is_done(self) -> bool:
+        return self.out.exists()
+
+
+def make_file(toy: Toy) -> None:
+    toy.out.touch(exist_ok=False)
+
+
+def refuse(toy: Toy) -> None:
+    raise DataError(f"{toy.out}: is not mine")
+
+
+def no_show() -> None:
+    pass
+
+
+def test_what_a_round_leaves_undone_is_run_again_and_nothing_else(tmp_path: Path) -> None:
+    jobs = [Toy(tmp_path / str(n)) for n in range(6)]
+    make_file(jobs[0])
+    rounds = []
+
+    def run_every_other(remaining, show):
+        rounds.append([int(job.out.name) for job in remaining])
+        for job in remaining[::2]:
+            make_file(job)
+        show()
+
+    run_in_rounds(run_every_other, jobs, what="toys", logs="nowhere")
+    assert rounds == [[1, 2, 3, 4, 5], [2, 4], [4]]
+    assert all(job.is_done() for job in jobs)
+
+
+def test_three_rounds_without_a_result_end_a_build(tmp_path: Path) -> None:
+    rounds = []
+    with pytest.raises(DataError, match=r"toys: 1 jobs ended 3 times .* See the logs"):
+        run_in_rounds(
+            lambda remaining, show: rounds.append(len(remaining)),
+            [Toy(tmp_path / "never")],
+            what="toys",
+            logs="the logs",
+        )
+    assert rounds == [1, 1, 1]
+
+
+def test_a_job_runs_where_the_build_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    packed = pack(make_file, Toy(Path("relative")))
+    monkeypatch.chdir("/")
+    assert unpack(packed).run() is None
+    assert (tmp_path / "relative").exists()
+    assert Path.cwd() == Path("/")
+
+
+def test_an_error_of_the_users_is_kept_for_the_build(tmp_path: Path) -> None:
+    write_calls(tmp_path / "jobs", refuse, [Toy(tmp_path / "a"), Toy(tmp_path / "b")])
+    with pytest.raises(DataError, match="is not mine"):
+        run_call(tmp_path / "jobs", 1)
+    (error,) = errors_in(tmp_path / "jobs")
+    assert str(error) == f"{tmp_path / 'b'}: is not mine"
+
+
+@pytest.mark.parametrize(("engine", "package"), [("slurm", "datatrove"), ("ray", "ray")])
+def test_an_engine_that_is_not_installed_names_its_extra(
+    engine: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("cdrmix.data.slurm", "cdrmix.data.ray_data"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package] or [package]:
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("sources: [{name: a, type: local, path: ., domain: code}]\nsteps: []\n")
+    with pytest.raises(DataError, match=rf"needs the package '{package}': .*'cdrmix\[{engine}\]'"):
+        build_dataset(recipe, tmp_path / "out", workers=1, engine=engine)
+
+
+def test_options_of_sbatch_without_slurm_are_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("sources: [{name: a, type: local, path: ., domain: code}]\nsteps: []\n")
+    with pytest.raises(DataError, match="--sbatch time: is for --engine slurm"):
+        build_dataset(recipe, tmp_path / "out", workers=1, sbatch={"time": "5"})
