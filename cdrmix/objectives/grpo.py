@@ -1,0 +1,154 @@
+"""GRPO: policy gradients from groups of rollouts of one prompt, and what goes with it.
+
+P prompts, G rollouts of a prompt, N = P G rollouts, T steps of a rollout.
+
+Returns are centred by their group and not divided by its standard deviation. Rewards hold small
+costs beside a large outcome; in a group whose rollouts all fail, or all succeed, the costs are all
+that differs, and the division makes them as large as an outcome. Measured: with the division the
+policy learns to do nothing (tests/unit/test_policy.py keeps that run).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PolicyMetrics(NamedTuple):
+    """Sums over the steps taken, scalars; divide by `steps` of the whole global batch.
+
+    Attributes:
+        steps: steps taken.
+        kl: KL divergence of the rollout policy from the present one, estimated (nats).
+        reference_kl: KL divergence of the present policy from the reference, estimated (nats).
+        clipped: steps whose probability ratio lies outside the clip.
+        entropy: of the policy (nats).
+        value_loss: half the squared error of the value head.
+    """
+
+    steps: Tensor
+    kl: Tensor
+    reference_kl: Tensor
+    clipped: Tensor
+    entropy: Tensor
+    value_loss: Tensor
+
+
+def group_advantages(returns: Tensor) -> Tensor:
+    """Return of each rollout above the mean of its group, [P, G] -> [P, G]."""
+    return returns - returns.mean(dim=1, keepdim=True)
+
+
+def zero_variance_groups(returns: Tensor) -> Tensor:
+    """Groups from which nothing can be learned, because all returns [P, G] are equal; scalar."""
+    return (returns == returns[:, :1]).all(dim=1).sum()
+
+
+def low_variance_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Estimate of KL(policy || reference) from actions of the policy: never negative, unbiased.
+
+    Args:
+        logprobs: log-probability of each action under the policy that took it (nats).
+        reference: under the other one, same shape.
+    Source: Schulman's k3 estimator, exp(d) - d - 1 with d = reference - logprobs.
+    """
+    difference = reference - logprobs
+    return torch.expm1(difference) - difference
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    entropy: Tensor,
+    values: Tensor,
+    value_targets: Tensor,
+    taken: Tensor,
+    *,
+    reference_logprobs: Tensor | None,
+    clip_ratio: float,
+    kl_weight: float,
+    value_weight: float,
+    entropy_weight: float,
+) -> tuple[Tensor, PolicyMetrics]:
+    """Clipped policy loss with KL to a reference, value loss and entropy, summed over steps.
+
+    Args:
+        logprobs: of the actions taken, under the present policy, [N, T] (nats).
+        old_logprobs: the same under the policy that took them, [N, T].
+        advantages: one per rollout, shared by its steps, [N].
+        entropy: of the present policy at each step, [N, T] (nats).
+        values: of the value head, [N, T].
+        value_targets: what the value head should say, [N, T].
+        taken: whether a step was taken, [N, T]; others count nothing.
+        reference_logprobs: of the actions under the reference policy, [N, T]; None without one.
+        clip_ratio: how far the probability ratio may move from 1 and still be rewarded.
+        kl_weight: weight of the KL divergence from the reference.
+        value_weight: weight of half the squared error of the value head.
+        entropy_weight: weight of the entropy, which is added to what is maximised.
+    Returns:
+        Scalar loss and metrics. Divide both by the steps taken in the whole global batch.
+    """
+    ratio = torch.exp(logprobs - old_logprobs)  # [N, T]
+    gain = advantages.unsqueeze(1)
+    clipped_ratio = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
+    loss = -torch.minimum(ratio * gain, clipped_ratio * gain) - entropy_weight * entropy
+    value_loss = 0.5 * (values - value_targets).square()
+    loss = loss + value_weight * value_loss
+    reference_kl = torch.zeros_like(logprobs)
+    if reference_logprobs is not None:
+        reference_kl = low_variance_kl(logprobs, reference_logprobs)
+        loss = loss + kl_weight * reference_kl
+    with torch.no_grad():
+        metrics = PolicyMetrics(
+            steps=taken.sum(),
+            kl=_total(low_variance_kl(old_logprobs, logprobs), taken),
+            reference_kl=_total(reference_kl, taken),
+            clipped=_total((ratio != clipped_ratio).to(loss.dtype), taken),
+            entropy=_total(entropy, taken),
+            value_loss=_total(value_loss, taken),
+        )
+    return _total(loss, taken), metrics
+
+
+def _total(per_step: Tensor, taken: Tensor) -> Tensor:
+    # where, not times: what stands in steps not taken need not be finite
+    return torch.where(taken, per_step, torch.zeros_like(per_step)).sum()
+
+
+@torch.no_grad()
+def lambda_returns(
+    rewards: Tensor, values: Tensor, taken: Tensor, *, gamma: float, gae_lambda: float
+) -> Tensor:
+    """Targets of the value head: TD(lambda) returns of each step.
+
+    Args:
+        rewards: of each step, [N, T].
+        values: of the state before each step, and after the last, [N, T + 1]: what a rollout cut
+            at its horizon would still have earned; zero where an episode has ended.
+        taken: whether a step was taken, [N, T]; a rollout's steps come first, then none.
+        gamma: discount per step.
+        gae_lambda: 0 looks one step ahead, 1 to the end.
+    Returns:
+        [N, T]; zero in steps not taken.
+    Source: Schulman et al., 1506.02438: advantage estimate plus value.
+    """
+    targets = torch.zeros_like(rewards)
+    ahead = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        error = rewards[:, t] + gamma * values[:, t + 1] - values[:, t]
+        ahead = torch.where(taken[:, t], error + gamma * gae_lambda * ahead, 0)
+        targets[:, t] = torch.where(taken[:, t], ahead + values[:, t], 0)
+    return targets
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, targets: Tensor, taken: Tensor) -> Tensor:
+    """Share of the targets' variance that the value head explains: 1 at best, below 0 if harmful.
+
+    Not a number where the targets do not vary.
+    """
+    chosen, guessed = targets[taken], values[taken]
+    return 1 - (chosen - guessed).var(correction=0) / chosen.var(correction=0)

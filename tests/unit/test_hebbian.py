@@ -1,0 +1,226 @@
+"""Plastic adapters on real backbones: exactness when off, state, guards, proposals."""
+
+import pytest
+import torch
+
+from cdrmix.config.schema import AdapterConfig, ModelConfig
+from cdrmix.models.backbone import Backbone
+from cdrmix.reasoning.adapter import LARGEST_RELATIVE_CHANGE
+from cdrmix.reasoning.fast_weights import RULES, FastWeights
+from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone, PlasticState
+from cdrmix.reasoning.speculation import (
+    Speculation,
+    branch,
+    commit,
+    detach,
+    map_tensors,
+    propose,
+    rollback,
+    select,
+)
+
+MOE = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 32}
+ADAPTERS = AdapterConfig(rank=8, alpha=0.2, decay=0.98)
+LENGTH = 40
+
+
+def make(*, rule: str = "hebb", moe: dict[str, int] | None = None, **changed: object):
+    """A hybrid of two blocks whose output projections are not zero, with adapters."""
+    settings = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 256}
+    settings |= {"transformer_fraction": 0.5, "moe": moe, **changed}
+    backbone = Backbone(ModelConfig.model_validate(settings))
+    backbone.initialize(seed=0)
+    with torch.no_grad():
+        for name, parameter in backbone.named_parameters():
+            if not parameter.any():
+                torch.nn.init.normal_(parameter, std=0.1)
+            assert parameter.isfinite().all(), name
+    model = PlasticBackbone(backbone, ADAPTERS, rule=rule)
+    model.initialize(seed=0)
+    return model
+
+
+def tokens(batch_size: int = 3, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(256, (batch_size, length))
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two states hold equal bits."""
+    ours, theirs = tensors_of(a), tensors_of(b)
+    assert len(ours) == len(theirs) > 0
+    return all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def tensors_of(state: object) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(state, note)
+    return found
+
+
+@pytest.mark.parametrize("moe", [None, MOE], ids=["dense", "experts"])
+def test_without_plasticity_logits_are_the_backbone_s_bit_by_bit(moe: dict[str, int]) -> None:
+    model, ids = make(moe=moe), tokens()
+    alone = model.backbone(ids).hidden
+    unwritten = model(ids, state=model.start(3), writes=False)
+    assert torch.equal(unwritten.output.hidden, alone)
+    model(ids, state=model.start(3))  # leaves nothing behind in the backbone
+    assert torch.equal(model.backbone(ids).hidden, alone)
+
+
+def test_the_first_token_of_an_episode_is_read_as_the_backbone_reads_it() -> None:
+    model, ids = make(), tokens()
+    plastic = model(ids, state=model.start(3)).output.hidden
+    alone = model.backbone(ids).hidden
+    assert torch.equal(plastic[:, 0], alone[:, 0])
+    assert not torch.allclose(plastic[:, -1], alone[:, -1])
+
+
+def test_every_layer_of_the_table_is_adapted_and_no_expert() -> None:
+    dense = {"blocks.0.mixer": ("receptance", "key", "value"), "blocks.0.ffn": ("up", "down")}
+    dense |= {"blocks.1.mixer": ("query", "key", "value", "output"), "blocks.1.ffn": ("up", "down")}
+    wanted = {f"{place}.{part}" for place, parts in dense.items() for part in parts}
+    assert set(make().start(1).plastic.layers) == wanted
+    with_experts = {name for name in wanted if "mixer" in name}
+    assert set(make(moe=MOE).start(1).plastic.layers) == with_experts
+
+
+def test_the_backbone_keeps_its_parameter_names() -> None:
+    model = make()
+    names = {name for name, _ in model.backbone.named_parameters()}
+    assert names == {name for name, _ in Backbone(model.backbone.config).named_parameters()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_reading_in_pieces_equals_reading_at_once(rule: str) -> None:
+    model, ids = make(rule=rule), tokens()
+    with torch.no_grad():
+        whole = model(ids, state=model.start(3), return_blocks=True)
+        state, hidden, begin = model.start(3), [], 0
+        for length in (7, 16, 1, 16):
+            part = ids[:, begin : begin + length]
+            out = model(part, state=state, return_blocks=True)
+            state, begin = out.state, begin + length
+            hidden.append(out.output.hidden)
+    # float32 sums in another order, through two layers of feedback
+    torch.testing.assert_close(torch.cat(hidden, 1), whole.output.hidden, rtol=1e-3, atol=1e-4)
+    assert state.plastic.num_tokens == whole.state.plastic.num_tokens == LENGTH
+
+
+def test_fast_weights_outlive_the_window_and_rows_do_not_mix() -> None:
+    model, first, second = make(), tokens(), tokens(length=2)
+    written = model(first, state=model.start(3)).state
+    assert written.blocks is None  # the window begins anew
+    recalled = model(second, state=written).output.hidden
+    assert not torch.allclose(recalled, model.backbone(second).hidden)
+    alone = model(second[1:2], state=select(written, torch.tensor([1]))).output.hidden
+    torch.testing.assert_close(recalled[1:2], alone)
+
+
+def test_every_slow_parameter_gets_a_gradient() -> None:
+    model = make()
+    out = model(tokens(), state=model.start(3), with_correlation=True)
+    out.output.hidden.square().sum().backward()
+    for name, parameter in model.adapters.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def test_the_correlation_objective_alone_reaches_the_adapters() -> None:
+    model = make()
+    out = model(tokens(), state=model.start(3), with_correlation=True)
+    out.correlation.backward()
+    assert all(adapter.down.grad.any() for adapter in model.adapters.values())
+    assert model(tokens(), state=model.start(3)).correlation is None
+
+
+def test_gradients_end_where_the_state_is_detached() -> None:
+    model = make()
+    state = model(tokens(), state=model.start(3)).state
+    assert all(layer.weights.requires_grad for layer in state.plastic.layers.values())
+    assert not any(layer.weights.requires_grad for layer in detach(state).plastic.layers.values())
+
+
+def test_fast_weights_are_within_the_clamp_at_every_border() -> None:
+    model = make()
+    repeated = tokens(3, 1).expand(3, 48)  # one pattern over and over: they grow between borders
+    guards = model(repeated, state=model.start(3)).guards
+    assert 1 < guards.largest_weight <= ADAPTERS.clamp
+    assert guards.skipped_writes == 0
+
+
+def test_a_change_is_never_larger_than_its_share_of_the_layer_s_output() -> None:
+    model = make()
+    strong = FastWeights(torch.full((3, 8, 8), 2.0), torch.zeros(3, 8))
+    layers = dict.fromkeys(model.start(3).plastic.layers, strong)
+    state = EpisodeState(None, PlasticState(layers, 0))
+    layer = model.backbone.blocks[1].mixer.query
+    x = torch.randn(3, 5, 64)
+    adapted = model.adapter("blocks.1.mixer.query")(
+        x, layer(x), strong, start=0, writes=True, with_correlation=False
+    )
+    share = (adapted.y - layer(x)).norm(dim=-1) / layer(x).norm(dim=-1)
+    torch.testing.assert_close(share[:, 0], torch.full((3,), LARGEST_RELATIVE_CHANGE))
+    assert share.max() <= LARGEST_RELATIVE_CHANGE + 1e-5
+    assert adapted.guards.limited_changes >= 3
+    assert model(tokens(), state=state).output.hidden.isfinite().all()
+
+
+def test_a_token_that_is_not_finite_is_counted_and_not_stored() -> None:
+    model = make()
+    adapter, layer = model.adapter("blocks.1.mixer.query"), model.backbone.blocks[1].mixer.query
+    x = torch.randn(1, 12, 64)
+    x[0, 4, 7] = torch.inf
+    before = model.start(1).plastic.layers["blocks.1.mixer.query"]
+    adapted = adapter(x, layer(x), before, start=0, writes=True, with_correlation=False)
+    assert adapted.guards.skipped_writes == 1
+    assert adapted.after.weights.isfinite().all() and adapted.after.trace.isfinite().all()
+    assert adapted.y[0, torch.arange(12) != 4].isfinite().all()
+
+
+def test_to_commit_twice_is_to_commit_once() -> None:
+    model = make()
+    start = Speculation(model.start(3))
+    proposed = propose(start, model(tokens(), state=start.accepted).state)
+    once = commit(proposed)
+    assert same(commit(once).accepted, once.accepted)
+    assert same(once.accepted, proposed.proposed) and once.proposed is None
+    assert not same(once.accepted, start.accepted)
+
+
+def test_rolling_back_leaves_what_was_accepted_as_it_was() -> None:
+    model = make()
+    accepted = model(tokens(), state=model.start(3)).state
+    copy = branch(accepted, 1)
+    proposed = propose(Speculation(accepted), model(tokens(), state=accepted).state)
+    after = rollback(proposed)
+    assert same(after.accepted, copy) and after.proposed is None
+    assert same(commit(after).accepted, copy)  # nothing is left to commit
+
+
+def test_branches_in_one_batch_do_not_see_each_other() -> None:
+    model = make()
+    state = model(tokens(2), state=model.start(2)).state
+    futures = tokens(6, 5)
+    together = model(futures, state=branch(state, 3)).state
+    for row in range(6):
+        alone = model(futures[row : row + 1], state=select(state, torch.tensor([row // 3]))).state
+        mine = select(together, torch.tensor([row]))
+        for name, layer in mine.plastic.layers.items():
+            torch.testing.assert_close(layer.weights, alone.plastic.layers[name].weights)
+
+
+def test_a_backbone_that_recomputes_is_refused() -> None:
+    config = make().backbone.config
+    with pytest.raises(ValueError, match="without activation checkpointing"):
+        PlasticBackbone(Backbone(config, activation_checkpointing=True), ADAPTERS)
+
+
+def test_half_precision_layers_keep_float32_fast_weights() -> None:
+    model = make().to(torch.bfloat16)
+    out = model(tokens(), state=model.start(3))
+    assert out.output.hidden.dtype == torch.bfloat16
+    assert {layer.weights.dtype for layer in out.state.plastic.layers.values()} == {torch.float32}
