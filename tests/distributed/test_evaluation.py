@@ -1,5 +1,6 @@
 """Held-out loss and routing on several ranks against one, and against their definition."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch.nn import functional as F
 from cdrmix import runtime
 from cdrmix.config.load import load_config
 from cdrmix.data.shards import TokenDataset
+from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.evaluation.perplexity import evaluate, held_out_rows
+from cdrmix.models import generate
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.initialize import normal_
 from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
-from tests.small_run import CONFIG, SMALL
+from tests.small_run import CONFIG, SMALL, arguments, start
 
 ROWS, LENGTH = 5, 64  # three batches of two: on two ranks one pass is not counted
 
@@ -78,3 +81,19 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(
     assert all(evaluation == found[0] for evaluation in found), "every rank has the same result"
     assert found[0]["tokens"] == one["tokens"]
     np.testing.assert_allclose(flat(found[0]), flat(one), rtol=1e-4, atol=1e-6)
+
+
+def start_with_an_early_end(argv: list[str], eos_id: int) -> int:
+    """A small run in which rank 1 alone finds its sample of text at an end at once."""
+    if int(os.environ["RANK"]) == 1:
+        generate._choose = lambda logits, *_: torch.full((len(logits),), eos_id)
+    return start(argv)
+
+
+def test_ranks_that_draw_different_tokens_finish_a_sample_together(
+    small_corpus: Path, run_dir: Path
+) -> None:
+    more = ("--set", "parallel.expert=2", "--max-steps", "1")
+    argv = arguments(small_corpus, run_dir, *more)
+    eos_id = load_tokenizer(small_corpus).eos_id
+    assert run_ranks(start_with_an_early_end, 2, argv, eos_id, timeout=60) == [0, 0]
