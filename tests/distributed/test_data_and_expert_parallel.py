@@ -76,7 +76,7 @@ def trajectory(
     if broken == "local statistics":
         statistics._MeanOverRanks.apply = staticmethod(lambda x, _: x)
     topology = make_topology(choice.degrees)
-    engine = start_engine(build_model(config, choice, topology), config, choice)
+    engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     rank, world = runtime.rank(), runtime.world_size()
     found = []
     for step in range(STEPS):
