@@ -64,7 +64,9 @@ class Case:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
         spread = [f"{axis}{getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
         kind = [] if self.moe else ["dense"]
-        return " ".join([*spread, *kind, self.profile, self.optimizer, f"x{self.accumulation}"])
+        changed = [f"{name}={value}" for name, value in (self.model | self.training).items()]
+        settings = [self.profile, self.optimizer, f"x{self.accumulation}"]
+        return " ".join([*spread, *kind, *changed, *settings])
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def train(case: Case) -> tuple[list[float], list[float], list[Any]]:
     from cdrmix.planning.profile import choose
 
     runtime.initialize_distributed()
+    wake_blocks()
     plant(case.broken)
     config = make_config(case)
     choice = choose(config, world_size=case.world_size, profile=case.profile)
@@ -150,7 +153,7 @@ def train(case: Case) -> tuple[list[float], list[float], list[Any]]:
         allowed = {"zero_allow_untested_optimizer": True}
         choice = replace(choice, deepspeed=choice.deepspeed | allowed)
     model = build_model(config, choice, topology)
-    engine = start_engine(model, config, choice, optimizer=made)
+    engine = start_engine(model, config, choice, topology, optimizer=made)
     losses, norms = [], []
     for step in range(STEPS):
         rows, batch = global_batch(step), {}
@@ -170,9 +173,43 @@ def train(case: Case) -> tuple[list[float], list[float], list[Any]]:
     return losses, norms, held
 
 
+def wake_blocks() -> None:
+    """Let blocks of this process start with numbers where they have zeros.
+
+    Behind output projections of zero, gradients are so small for ten steps that the norm of all
+    would hardly show what is wrong with them.
+    """
+    from cdrmix.models.backbone import Block
+    from cdrmix.models.initialize import normal_
+
+    asleep = Block.initialize
+
+    def initialize(block: Block, *, expert_parallel_rank: int = 0, **settings: Any) -> None:
+        asleep(block, expert_parallel_rank=expert_parallel_rank, **settings)
+        for name, parameter in block.named_parameters():
+            if parameter.any():
+                continue
+            first, parts = 0, [parameter]
+            if name.endswith("experts.down"):  # each by its expert's global number
+                first, parts = expert_parallel_rank * len(parameter), list(parameter)
+            for number, part in enumerate(parts, first):
+                normal_(part, 0.1, seed=1, name=f"{block.layer}.{name}.{number}")
+
+    Block.initialize = initialize  # type: ignore[method-assign]
+
+
 def plant(broken: str) -> None:
     """Put a fault into this process that the comparison must notice."""
-    from cdrmix.parallel import statistics
+    from cdrmix.models.moe import Router
+    from cdrmix.models.rwkv7 import TimeMix
+    from cdrmix.parallel import statistics, tensor
+
+    def leave_partial(kind: type[nn.Module]) -> None:
+        """Whole parameters of such modules keep the gradients of this tensor rank's part."""
+        summed = tensor._sum_gradients_of
+        tensor._sum_gradients_of = lambda module, *rest: (
+            None if isinstance(module, kind) else summed(module, *rest)
+        )
 
     faults: dict[str, Callable[[], None]] = {
         "": lambda: None,
@@ -180,6 +217,10 @@ def plant(broken: str) -> None:
         "local statistics": lambda: setattr(
             statistics._MeanOverRanks, "apply", staticmethod(lambda x, _: x)
         ),
+        "partial mixes": lambda: leave_partial(TimeMix),
+        "partial router": lambda: leave_partial(Router),
+        "partial tokens": lambda: setattr(tensor, "enter_region", lambda x, _: x),
+        "uncounted experts": lambda: setattr(tensor, "_count_in_norm", lambda _: None),
     }
     faults[broken]()
 

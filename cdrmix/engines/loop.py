@@ -24,7 +24,8 @@ from cdrmix.engines.step import StepResult, train_step
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 from cdrmix.objectives.language_model import count_valid
-from cdrmix.parallel.topology import own_tokens
+from cdrmix.parallel.mpu import ModelParallelUnit
+from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.planning.profile import Choice
 
 logger = get_logger(__name__)
@@ -54,6 +55,7 @@ def start_engine(
     model: nn.Module,
     config: Config,
     choice: Choice,
+    topology: Topology,
     *,
     optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] = adamw,
 ) -> Any:
@@ -63,6 +65,7 @@ def start_engine(
         model=model,
         optimizer=optimizer(model, config.training),
         config=choice.deepspeed,
+        mpu=ModelParallelUnit(topology) if topology.degrees.tensor > 1 else None,
         dist_init_required=False,
     )
     return engine

@@ -81,7 +81,7 @@ def _set_up(config: Config, choice: Choice, directory: RunDirectory, requests: R
         directory=directory,
         corpus=corpus,
         loader=make_loader(config, choice, topology, corpus.train),
-        engine=start_engine(build_model(config, choice, topology), config, choice),
+        engine=start_engine(build_model(config, choice, topology), config, choice, topology),
         observer=Observer(),
         requests=requests,
     )

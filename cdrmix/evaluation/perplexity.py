@@ -16,11 +16,13 @@ from cdrmix.data.loader import split_documents
 from cdrmix.data.permutation import Permutation
 from cdrmix.data.shards import TokenDataset
 from cdrmix.models.backbone import Backbone
-from cdrmix.objectives.language_model import count_valid, linear_cross_entropy
+from cdrmix.objectives.language_model import count_valid
 from cdrmix.objectives.router import router_monitors
 from cdrmix.parallel.topology import ALONE, Topology
+from cdrmix.parallel.vocabulary import next_token_nats
 
 _ROW_ORDER_KEY = (0,)
+_NUM_TOKEN_SUMS = 3  # before the router statistics in the sums of a batch
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,10 @@ def evaluate(
         place = turn * world + rank
         there = place < len(batches)
         read = partial(dataset.rows, batches[place if there else 0])
-        counted = there and topology.counts_tokens
-        sums = _batch_sums(model, runtime.together(read), border_id=border_id) * float(counted)
+        sums = _batch_sums(model, runtime.together(read), border_id=border_id)
+        # tensor ranks hold the same tokens, and each its share of what the router counted
+        sums[:_NUM_TOKEN_SUMS] *= float(there and topology.counts_tokens)
+        sums[_NUM_TOKEN_SUMS:] *= float(there and topology.is_last_stage)
         totals = sums if totals is None else totals + sums
     model.train(was_training)
     assert totals is not None, "held_out_rows gives at least one row"
@@ -145,7 +149,7 @@ def _batch_sums(model: Backbone, rows: np.ndarray, *, border_id: int | None) -> 
         segment_ids = torch.from_numpy(documents).to(device)
     labels = torch.from_numpy(targets).to(device)
     output = model(torch.from_numpy(rows[:, :-1]).to(device), segment_ids=segment_ids)
-    nats = linear_cross_entropy(output.hidden, model.embedding.weight, labels)
+    nats = next_token_nats(model.embedding, output.hidden, labels)
     sums = [nats.reshape(1), nats.new_tensor([int(count_valid(labels)), labels.numel()])]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
@@ -158,7 +162,7 @@ def _summarise(model: Backbone, dataset: TokenDataset, totals: Tensor) -> Evalua
     layers = []
     moe = model.config.moe
     if moe is not None:
-        per_token = (totals[3:] / totals[2]).view(model.config.num_layers, -1).cpu()
+        per_token = (totals[_NUM_TOKEN_SUMS:] / totals[2]).view(model.config.num_layers, -1).cpu()
         monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
         layers = [
             LayerRouting(

@@ -5,6 +5,9 @@ N positions, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,15 +16,33 @@ IGNORED_LABEL = -100
 _CHUNK_POSITIONS = 1024
 
 
+class VocabularyPart(NamedTuple):
+    """The rows of the head that a weight holds, where ranks share out the vocabulary.
+
+    Attributes:
+        first_id: token id of the weight's first row.
+        of_all_parts: a tensor that each part has -> all of them, [...] -> [parts, ...].
+    """
+
+    first_id: int
+    of_all_parts: Callable[[Tensor], Tensor]
+
+
+WHOLE_VOCABULARY = VocabularyPart(0, lambda x: x.unsqueeze(0))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of hidden @ weight.T, chunk by chunk over the positions.
 
     The gradient of a chunk is formed while its logits are at hand, so that one chunk of logits
-    exists at a time instead of all N x V twice, at no extra matmul.
+    exists at a time instead of all N x V twice, at no extra matmul. Of a part of the vocabulary it
+    is that part's share of the gradient of `hidden`, and all of the gradient of its rows.
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart
+    ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         weight_grad = None
@@ -33,13 +54,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows, targets = hidden[start:stop], labels[start:stop]
             logits = F.linear(rows, weight).float()  # [n, V]
             valid = targets != IGNORED_LABEL
-            picked = targets.clamp(min=0).unsqueeze(1)
-            log_total = torch.logsumexp(logits, dim=-1, keepdim=True)  # [n, 1]
-            nats += ((log_total - logits.gather(1, picked)).squeeze(1) * valid).sum()
+            local = targets.clamp(min=0).unsqueeze(1) - part.first_id  # [n, 1]
+            is_here = (local >= 0) & (local < weight.shape[0])
+            local = local.clamp(0, weight.shape[0] - 1)
+            score = logits.gather(1, local) * is_here
+            log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
+            log_totals, scores = part.of_all_parts(torch.stack([log_total, score])).unbind(1)
+            log_total = torch.logsumexp(log_totals, dim=0)  # [n, 1]
+            nats += ((log_total - scores.sum(0)).squeeze(1) * valid).sum()
             if not (needs_hidden or needs_weight):
                 continue
             error = torch.exp_(logits.sub_(log_total))  # softmax
-            error.scatter_add_(1, picked, error.new_full(picked.shape, -1.0))
+            error.scatter_add_(1, local, -is_here.to(error.dtype))
             error = error.to(hidden.dtype)
             counted = valid.unsqueeze(1).to(hidden.dtype)
             if hidden_grad is not None:
@@ -57,23 +83,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_grad = hidden_grad * grad.to(hidden_grad.dtype)
         if weight_grad is not None:
             weight_grad = (weight_grad * grad).to(ctx.weight_dtype)
-        return hidden_grad, weight_grad, None
+        return hidden_grad, weight_grad, None, None
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart = WHOLE_VOCABULARY
+) -> Tensor:
     """Nats of the labels under softmax(hidden @ weight.T), summed over valid positions.
 
     Args:
         hidden: [..., D], any float type.
-        weight: the head, [V, D], same type.
+        weight: the head, [V, D], same type; of a part of the vocabulary its rows.
         labels: next token of each position, [...], int64; -100 is ignored.
+        part: of the vocabulary, which `weight` holds.
     Returns:
-        Scalar, float32. Divide by the valid positions of the whole global batch.
+        Scalar, float32, the same for every part. Divide by the valid positions of the whole global
+        batch. The gradient of `hidden` is to be summed over the parts.
     """
     if not torch.is_grad_enabled():  # which a Function's needs_input_grad does not look at
         hidden, weight = hidden.detach(), weight.detach()
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1))
+    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), part)
 
 
 def count_valid(labels: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ from cdrmix import runtime
 from cdrmix.config.schema import Config, ModelConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block, make_block
+from cdrmix.parallel.tensor import mark_copies, split_block
 from cdrmix.parallel.topology import Topology
+from cdrmix.parallel.vocabulary import split_embedding
 from cdrmix.planning.profile import Choice
 
 
@@ -27,6 +29,7 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
             std=model.init_std,
             expert_parallel_rank=topology.rank_in_stage % topology.degrees.expert,
         )
+        split_block(made, topology)
         return made
 
     with torch.device(runtime.device()):
@@ -37,4 +40,6 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
             block=block,
         )
         model.embedding.initialize(seed=config.training.seed, std=config.model.init_std)
+        model.embedding = split_embedding(model.embedding, topology)
+        mark_copies(model, topology)
     return model

@@ -17,7 +17,9 @@ from cdrmix.planning.layout import Layout
 UNAVAILABLE = "not available in this version"
 THIS_VERSION = "this version"  # as the source of a rule: nothing but our own state speaks for it
 # Degrees that this version does not carry out; a name goes when its layout is built.
-UNAVAILABLE_DEGREES = ("tensor", "pipeline", "sequence")
+UNAVAILABLE_DEGREES = ("pipeline", "sequence")
+# Degrees that are carried out each by itself, and have not been proven together.
+UNPROVEN_PAIRS = (("tensor", "pipeline"), ("tensor", "sequence"))
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
         ("model.num_heads", lambda x: x.model.num_heads, "heads are split"),
         ("model.num_kv_heads", lambda x: x.model.num_kv_heads, "heads are split"),
         ("model.vocab_size", lambda x: x.model.vocab_size, "embedding rows are split"),
+        (
+            "model.ffn_hidden_size",
+            lambda x: x.degrees.tensor if x.model.moe else x.model.ffn_hidden_size,
+            "inner features of a dense feed-forward are split",
+        ),
     ),
     "sequence": (
         ("model.num_heads", lambda x: x.model.num_heads, "heads are exchanged for tokens"),
@@ -143,6 +150,22 @@ def _unavailable_degree(degree: str) -> Rule:
         lambda layout: (
             f"parallel.{degree} = {getattr(layout.degrees, degree)}: {degree} parallelism is "
             f"{UNAVAILABLE}. Try parallel.{degree} = 1"
+        ),
+        THIS_VERSION,
+    )
+
+
+def _unproven_pair(one: str, other: str) -> Rule:
+    def degree(layout: Layout, axis: str) -> int:
+        return int(getattr(layout.degrees, axis))
+
+    return Rule(
+        f"{one}-with-{other}-unavailable",
+        lambda layout: degree(layout, one) > 1 and degree(layout, other) > 1,
+        lambda layout: (
+            f"parallel.{one} = {degree(layout, one)} with parallel.{other} = "
+            f"{degree(layout, other)} is {UNAVAILABLE}. Try parallel.{one} = 1, or "
+            f"parallel.{other} = 1"
         ),
         THIS_VERSION,
     )
@@ -296,6 +319,27 @@ RULES: tuple[Rule, ...] = (
         about="profile",
     ),
     *(_unavailable_degree(degree) for degree in UNAVAILABLE_DEGREES),
+    *(_unproven_pair(one, other) for one, other in UNPROVEN_PAIRS),
+    Rule(
+        "tensor-with-stage-3-unavailable",
+        lambda x: x.degrees.tensor > 1 and x.zero_stage == 3,
+        lambda x: (
+            f"zero_optimization.stage = 3 with parallel.tensor = {x.degrees.tensor} is "
+            f"{UNAVAILABLE}: both cut every matrix. Try profile 'zero2', or parallel.tensor = 1"
+        ),
+        THIS_VERSION,
+        about="profile",
+    ),
+    Rule(
+        "tensor-with-offload-unavailable",
+        lambda x: x.degrees.tensor > 1 and x.offloads("offload_optimizer"),
+        lambda x: (
+            f"zero_optimization.offload_optimizer with parallel.tensor = {x.degrees.tensor} is "
+            f"{UNAVAILABLE}. Try profile 'zero2', or parallel.tensor = 1"
+        ),
+        THIS_VERSION,
+        about="profile",
+    ),
     _unavailable_offload("offload_optimizer"),
     _unavailable_offload("offload_param"),
     Rule(

@@ -60,7 +60,7 @@ def exchanged(fields: dict[str, Any]) -> dict[str, int]:
     config = make_config(case)
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
     topology = make_topology(choice.degrees)
-    engine = start_engine(build_model(config, choice, topology), config, choice)
+    engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     torch.manual_seed(runtime.rank())
     counted.clear()
     for _ in range(choice.gradient_accumulation_steps):

@@ -37,7 +37,7 @@ def evaluated(data: str, expert: int) -> tuple[dict[str, Any], float]:
     topology = make_topology(choice.degrees)
     model = build_model(config, choice, topology)
     _wake_experts(model, first=runtime.rank() % expert * (8 // expert))
-    module = start_engine(model, config, choice).module
+    module = start_engine(model, config, choice, topology).module
     dataset = TokenDataset(Path(data), "validation", LENGTH)
     found = evaluate(module, dataset, max_tokens=ROWS * LENGTH, batch_size=2, topology=topology)
     assert module.training, "evaluation leaves the mode as it was"

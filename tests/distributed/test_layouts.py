@@ -24,6 +24,17 @@ LAYOUTS = [
     Case(data=4, profile="zero2"),
     Case(data=2, moe=False),
     Case(data=2, moe=False, profile="zero2"),
+    # tensor parallelism, beside them too
+    Case(tensor=2),
+    Case(tensor=2, moe=False, accumulation=2, optimizer="sgd"),
+    Case(tensor=2, expert=2, accumulation=2, optimizer="sgd"),
+    Case(tensor=2, moe=False, model={"num_kv_heads": 2}, profile="zero2"),
+    Case(tensor=2, training={"activation_checkpointing": True}),
+    Case(tensor=4, expert=4),
+    Case(data=2, tensor=2, optimizer="sgd"),
+    Case(data=2, tensor=2, accumulation=2, profile="zero2"),
+    Case(data=2, tensor=2, expert=2, profile="zero2", optimizer="sgd"),
+    Case(data=2, tensor=2, expert=4),
 ]
 
 # Final weights: AdamW divides by the root of the second moment, which enlarges rounding.
@@ -43,6 +54,12 @@ def test_equals_one_process(case: Case) -> None:
 FAULTS = [
     Case(data=2, expert=2, profile="zero2", broken="local statistics"),
     Case(data=2, profile="zero2", broken="local mean"),
+    Case(tensor=2, broken="local statistics"),
+    Case(tensor=2, broken="partial mixes"),
+    Case(tensor=2, broken="partial router"),
+    Case(tensor=2, broken="partial tokens"),
+    Case(tensor=2, broken="uncounted experts"),
+    Case(tensor=2, expert=2, broken="uncounted experts"),
 ]
 
 

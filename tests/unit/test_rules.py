@@ -34,7 +34,7 @@ def broken(given: Layout) -> set[str]:
 
 
 NOT_YET = {
-    *("tensor-unavailable", "pipeline-unavailable", "sequence-unavailable", "stage-3-unavailable"),
+    *("pipeline-unavailable", "sequence-unavailable", "stage-3-unavailable"),
     *("offload-optimizer-unavailable", "offload-param-unavailable"),
 }
 
@@ -48,6 +48,11 @@ CASES: list[tuple[str, Layout, Layout]] = [
     ),
     ("tensor-divides-num-kv-heads", layout("model.num_kv_heads=1", tensor=2), layout(tensor=2)),
     ("tensor-divides-vocab-size", layout("model.vocab_size=4097", tensor=2), layout(tensor=2)),
+    (
+        "tensor-divides-ffn-hidden-size",
+        layout("model.moe=null", "model.ffn_hidden_size=513", tensor=2),
+        layout("model.ffn_hidden_size=513", tensor=2),
+    ),
     (
         "sequence-divides-num-heads",
         layout("model.hidden_size=96", "model.num_heads=3", data=2, sequence=2),
@@ -106,7 +111,22 @@ CASES: list[tuple[str, Layout, Layout]] = [
         layout(zero={"stage": 2, "round_robin_gradients": True}),
         layout(zero={"stage": 2, "round_robin_gradients": False}),
     ),
-    ("tensor-unavailable", layout(tensor=2), layout()),
+    ("tensor-with-pipeline-unavailable", layout(tensor=2, pipeline=2), layout(pipeline=2)),
+    (
+        "tensor-with-sequence-unavailable",
+        layout(data=2, tensor=2, sequence=2),
+        layout(data=2, tensor=2),
+    ),
+    (
+        "tensor-with-stage-3-unavailable",
+        layout("model.moe=null", zero={"stage": 3}, tensor=2),
+        layout("model.moe=null", zero={"stage": 2}, tensor=2),
+    ),
+    (
+        "tensor-with-offload-unavailable",
+        layout(zero={"stage": 2, "offload_optimizer": OFFLOAD}, tensor=2),
+        layout(zero={"stage": 2}, tensor=2),
+    ),
     ("pipeline-unavailable", layout(pipeline=2), layout()),
     ("sequence-unavailable", layout(data=2, sequence=2), layout(data=2)),
     (

@@ -132,7 +132,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
     choice = _with_small_buckets(choice)
     topology = make_topology(choice.degrees)
-    engine = start_engine(build_model(config, choice, topology), config, choice)
+    engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     weights = storages(engine.module.parameters())
     torch.manual_seed(runtime.rank())
     ids = torch.randint(0, 512, (case.micro_batch, case.length))
@@ -256,7 +256,7 @@ def measured_peak(case: Case) -> int:
     config = make_config(case)
     choice = choose(config, world_size=1, profile=case.profile, device="cuda")
     topology = make_topology(choice.degrees)
-    engine = start_engine(build_model(config, choice, topology), config, choice)
+    engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     ids = torch.randint(0, 512, (case.micro_batch, case.length), device=engine.device)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2 * ACCUMULATION):

@@ -1,0 +1,67 @@
+"""What tensor ranks exchange on the way forward and back.
+
+P tensor ranks. Whatever enters or leaves a region that is cut over them is whole and equal on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from cdrmix.parallel.topology import Topology
+
+
+class _SumGradients(torch.autograd.Function):
+    """Identity; the gradients are summed over a group, those of several tensors in one message."""
+
+    @staticmethod
+    def forward(ctx, group: Any, *tensors: Tensor):
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        torch.distributed.all_reduce(flat, group=ctx.group)
+        parts = flat.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True))
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over a group, in place; each rank's part gets the whole gradient of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Any) -> Tensor:
+        ctx.mark_dirty(x)
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+def enter_region(x: Tensor, topology: Topology) -> Tensor:
+    """`x`, which all tensor ranks hold alike, for each to compute a part of what follows."""
+    return sum_gradients([x], topology)[0]
+
+
+def leave_region(part: Tensor, topology: Topology) -> Tensor:
+    """Sum of the tensor ranks' parts, in the memory of this rank's, which nobody else may need."""
+    return _SumOverRanks.apply(part, topology.tensor_group)
+
+
+def sum_gradients(tensors: Sequence[Tensor], topology: Topology) -> Sequence[Tensor]:
+    """Aliases of tensors that all tensor ranks hold alike, whose partial gradients are summed."""
+    return _SumGradients.apply(topology.tensor_group, *tensors)
+
+
+def gather_rows(own: Tensor, topology: Topology) -> Tensor:
+    """Every tensor rank's rows in order, [n, ...] -> [P n, ...]. Not differentiable."""
+    rows = own.new_empty(topology.degrees.tensor * len(own), *own.shape[1:])
+    torch.distributed.all_gather_into_tensor(rows, own.contiguous(), group=topology.tensor_group)
+    return rows

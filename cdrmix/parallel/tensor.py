@@ -1,0 +1,181 @@
+"""Blocks cut over the tensor ranks: heads, and the inner features of a dense feed-forward.
+
+B batch, T time, D hidden, R low-rank size, P tensor ranks.
+
+A region is what lies between a column part, which gives a rank its heads of [B, T, D / P], and a
+row part, which takes them to [B, T, D] again. Into it tokens are read whole, so that their gradient
+is summed over the ranks on the way back; out of it the row parts' products are summed. Parameters
+that stay whole and act inside a region (token-shift mixes, low-rank downs, the router) get partial
+gradients, which are summed too; those outside see whole activations, and so whole gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cdrmix.models.attention import Attention
+from cdrmix.models.block import Block
+from cdrmix.models.feed_forward import FeedForward
+from cdrmix.models.moe import MoEFeedForward
+from cdrmix.models.rwkv7 import TimeMix
+from cdrmix.parallel.exchange import enter_region, leave_region, sum_gradients
+from cdrmix.parallel.shard import mark_copy, mark_shard, shard_of
+from cdrmix.parallel.token_shares import TensorShares
+from cdrmix.parallel.topology import Topology
+
+# Parameters of a time mix by what becomes of them; all others are vectors over heads.
+_TIME_MIX_MATRICES = ("receptance", "key", "value")
+_LOW_RANK_UPS = ("decay_up", "iclr_up", "value_up", "gate_up")  # [R, D]
+_READ_WHOLE = ("mu_", "decay_down", "iclr_down", "value_down", "gate_down")
+
+
+class RowLinear(nn.Linear):
+    """A linear map of which this rank holds the columns that its part of the input meets.
+
+    Args:
+        weight: this rank's columns, [D_out, D_in / P].
+        topology: of this rank.
+    """
+
+    def __init__(self, weight: nn.Parameter, topology: Topology) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = weight
+        self.topology = topology
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D_in / P] -> [..., D_out], the sum over the tensor ranks."""
+        return leave_region(F.linear(x, self.weight), self.topology)
+
+
+def split_block(block: Block, topology: Topology) -> None:
+    """Cut an initialised whole block to this rank's part, in place; nothing happens to one rank's.
+
+    Args:
+        block: as `make_block` makes it.
+        topology: its tensor degree divides heads, key/value heads and `ffn_hidden_size`.
+    """
+    if topology.tensor_group is None:
+        return
+    if isinstance(block.mixer, TimeMix):
+        _split_time_mix(block.mixer, topology)
+    else:
+        _split_attention(block.mixer, topology)
+    if isinstance(block.ffn, MoEFeedForward):
+        _share_tokens(block.ffn, topology)
+    else:
+        assert isinstance(block.ffn, FeedForward), "a block has one or the other"
+        _split_feed_forward(block.ffn, topology)
+    mark_copies(block, topology)
+
+
+def mark_copies(module: nn.Module, topology: Topology) -> None:
+    """Mark parameters that every tensor rank holds alike as the first one's to save."""
+    if topology.tensor_rank == 0:
+        return
+    for parameter in module.parameters():
+        is_expert = not getattr(parameter, "allreduce", True)
+        if shard_of(parameter) is None and not is_expert:
+            mark_copy(parameter)
+
+
+def cut(parameter: Tensor, topology: Topology, *, dim: int) -> nn.Parameter:
+    """This rank's equal part of a whole parameter along `dim`, in memory of its own."""
+    assert parameter.shape[dim] % topology.degrees.tensor == 0, "rules refuse it"
+    own = parameter.detach().chunk(topology.degrees.tensor, dim)[topology.tensor_rank]
+    part = nn.Parameter(own.clone(memory_format=torch.contiguous_format))
+    mark_shard(part, dim=dim, part=topology.tensor_rank, parts=topology.degrees.tensor)
+    return part
+
+
+def _split_attention(mixer: Attention, topology: Topology) -> None:
+    mixer.num_heads //= topology.degrees.tensor
+    mixer.num_kv_heads //= topology.degrees.tensor
+    for name in ("query", "key", "value"):
+        _cut_columns(getattr(mixer, name), topology)
+    mixer.output = RowLinear(cut(mixer.output.weight, topology, dim=1), topology)
+    _read_whole_tokens(mixer, topology)
+
+
+def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
+    mixer.num_heads //= topology.degrees.tensor
+    whole = []
+    for name, parameter in list(mixer.named_parameters(recurse=False)):
+        if name.startswith(_READ_WHOLE):
+            whole.append(name)
+        else:
+            dim = 1 if name in _LOW_RANK_UPS else 0
+            setattr(mixer, name, cut(parameter, topology, dim=dim))
+    for name in _TIME_MIX_MATRICES:
+        _cut_columns(getattr(mixer, name), topology)
+    mixer.output = RowLinear(cut(mixer.output.weight, topology, dim=1), topology)
+    norm = mixer.group_norm
+    norm.weight, norm.bias = (cut(x, topology, dim=0) for x in (norm.weight, norm.bias))
+    norm.num_groups, norm.num_channels = mixer.num_heads, norm.weight.numel()
+    _read_whole_tokens(mixer, topology)
+    _sum_gradients_of(mixer, whole, topology)
+
+
+def _split_feed_forward(ffn: FeedForward, topology: Topology) -> None:
+    _cut_columns(ffn.up, topology)
+    ffn.down = RowLinear(cut(ffn.down.weight, topology, dim=1), topology)
+    _read_whole_tokens(ffn, topology)
+
+
+def _cut_columns(linear: nn.Linear, topology: Topology) -> None:
+    """Leave the outputs of this rank's heads or features."""
+    linear.weight = cut(linear.weight, topology, dim=0)
+    linear.out_features = linear.weight.shape[0]
+
+
+def _read_whole_tokens(region: nn.Module, topology: Topology) -> None:
+    """Let a module that is cut read its first argument as what enters a region."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return enter_region(args[0], topology), *args[1:]
+
+    region.register_forward_pre_hook(enter)
+
+
+def _sum_gradients_of(module: nn.Module, names: Iterable[str], topology: Topology) -> None:
+    """Sum the partial gradients of a module's whole parameters, all in one message.
+
+    While the module computes, it finds aliases by the parameters' names, whose gradients meet in
+    one node before they reach the parameters, and with them DeepSpeed.
+    """
+    names = list(names)
+
+    def alias(module: nn.Module, _: Any) -> None:
+        aliases = sum_gradients([getattr(module, name) for name in names], topology)
+        vars(module).update(zip(names, aliases, strict=True))
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        for name in names:
+            vars(module).pop(name, None)
+
+    module.register_forward_pre_hook(alias)
+    # always: recomputation for the backward pass ends a forward pass halfway
+    module.register_forward_hook(restore, always_call=True)
+
+
+def _share_tokens(ffn: MoEFeedForward, topology: Topology) -> None:
+    """Let each tensor rank route its share of the tokens that all of them hold."""
+    layer = ffn.deepspeed_moe
+    layer.shares = TensorShares(topology)
+    _sum_gradients_of(layer.gate, ["weight"], topology)
+    _count_in_norm(layer.experts.parameters())
+
+
+def _count_in_norm(experts: Iterable[nn.Parameter]) -> None:
+    """Let DeepSpeed count experts in the gradient norm on every tensor rank.
+
+    Without the mark it takes them for copies of the first tensor rank's (0.19.8,
+    runtime/zero/stage_1_and_2.py: get_grad_norm_direct). But each of these ranks holds other
+    experts, or another part of the optimizer's share of the same ones.
+    """
+    for parameter in experts:
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
