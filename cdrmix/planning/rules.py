@@ -17,7 +17,7 @@ from cdrmix.planning.layout import Layout
 UNAVAILABLE = "not available in this version"
 THIS_VERSION = "this version"  # as the source of a rule: nothing but our own state speaks for it
 # Degrees that this version does not carry out; a name goes when its layout is built.
-UNAVAILABLE_DEGREES = ("tensor", "pipeline", "sequence")
+UNAVAILABLE_DEGREES = ("tensor", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,16 @@ _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
         ("model.vocab_size", lambda x: x.model.vocab_size, "embedding rows are split"),
     ),
     "sequence": (
-        ("model.num_heads", lambda x: x.model.num_heads, "heads are exchanged for tokens"),
-        ("model.num_kv_heads", lambda x: x.model.num_kv_heads, "heads are exchanged for tokens"),
+        (
+            "model.num_heads / parallel.tensor",
+            lambda x: x.model.num_heads // x.degrees.tensor,
+            "heads are exchanged for tokens",
+        ),
+        (
+            "model.num_kv_heads / parallel.tensor",
+            lambda x: x.model.num_kv_heads // x.degrees.tensor,
+            "heads are exchanged for tokens",
+        ),
         ("training.sequence_length", lambda x: x.training.sequence_length, "tokens are split"),
         ("parallel.data", lambda x: x.degrees.data, "sequence ranks are data ranks"),
     ),
@@ -127,7 +135,7 @@ def _must_divide(degree: str, divided: _Divided) -> Rule:
             f"({why}). Try parallel.{degree} = {'1' if degree in UNAVAILABLE_DEGREES else legal}"
         )
 
-    name = target.rsplit(".", 1)[-1].replace("_", "-")
+    name = target.split(" / ")[0].rsplit(".", 1)[-1].replace("_", "-")
     return Rule(
         f"{degree}-divides-{name}",
         lambda layout: number(layout) % given(layout) != 0,
@@ -146,6 +154,21 @@ def _unavailable_degree(degree: str) -> Rule:
         ),
         THIS_VERSION,
     )
+
+
+# What has not been shown to be exact with sequence parallelism: name, whether it is there.
+_NOT_WITH_SEQUENCE: tuple[tuple[str, Callable[[Layout], bool]], ...] = (
+    ("parallel.tensor > 1", lambda layout: layout.degrees.tensor > 1),
+    ("parallel.pipeline > 1", lambda layout: layout.degrees.pipeline > 1),
+    ("zero_optimization.stage = 3", lambda layout: layout.zero_stage == 3),
+)
+
+
+def _sequence_with(layout: Layout) -> str:
+    """What a layout combines with sequence parallelism that this version does not; or nothing."""
+    if layout.degrees.sequence == 1:
+        return ""
+    return ", ".join(name for name, is_there in _NOT_WITH_SEQUENCE if is_there(layout))
 
 
 def _unavailable_offload(what: str) -> Rule:
@@ -296,6 +319,15 @@ RULES: tuple[Rule, ...] = (
         about="profile",
     ),
     *(_unavailable_degree(degree) for degree in UNAVAILABLE_DEGREES),
+    Rule(
+        "sequence-unavailable",
+        lambda x: bool(_sequence_with(x)),
+        lambda x: (
+            f"parallel.sequence = {x.degrees.sequence} with {_sequence_with(x)}: {UNAVAILABLE}. "
+            "Try parallel.sequence = 1"
+        ),
+        THIS_VERSION,
+    ),
     _unavailable_offload("offload_optimizer"),
     _unavailable_offload("offload_param"),
     Rule(

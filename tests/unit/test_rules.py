@@ -54,6 +54,11 @@ CASES: list[tuple[str, Layout, Layout]] = [
         layout(data=2, sequence=2),
     ),
     (
+        "sequence-divides-num-heads",
+        layout("model.num_kv_heads=2", data=4, sequence=4, tensor=2),
+        layout("model.num_kv_heads=4", data=4, sequence=2, tensor=2),
+    ),
+    (
         "sequence-divides-num-kv-heads",
         layout("model.num_kv_heads=1", data=2, sequence=2),
         layout("model.num_kv_heads=2", data=2, sequence=2),
@@ -108,7 +113,11 @@ CASES: list[tuple[str, Layout, Layout]] = [
     ),
     ("tensor-unavailable", layout(tensor=2), layout()),
     ("pipeline-unavailable", layout(pipeline=2), layout()),
-    ("sequence-unavailable", layout(data=2, sequence=2), layout(data=2)),
+    (
+        "sequence-unavailable",
+        layout(data=2, sequence=2, pipeline=2),
+        layout(data=2, sequence=2),
+    ),
     (
         "offload-optimizer-unavailable",
         layout(zero={"stage": 2, "offload_optimizer": OFFLOAD}),
