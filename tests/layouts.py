@@ -29,6 +29,8 @@ class Case:
         optimizer: adamw or sgd, which shows a wrong scale of gradients.
         profile: DeepSpeed profile.
         moe: whether feed-forwards are experts.
+        length: tokens of a sample; sequence ranks pass the state of a recurrence where it is long.
+        packed: whether samples hold several documents that are kept apart.
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
         training: changes of the training section.
@@ -43,6 +45,8 @@ class Case:
     optimizer: str = "adamw"
     profile: str = "zero1"
     moe: bool = True
+    length: int = LENGTH
+    packed: bool = False
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
     training: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -56,17 +60,19 @@ class Case:
         return GLOBAL_BATCH * self.sequence // (self.data * self.accumulation)
 
     def in_one_process(self) -> Case:
-        """The same micro-steps on one rank."""
+        """The same micro-steps on one rank, which keeps all activations."""
         alone = dict.fromkeys(("data", "tensor", "pipeline", "sequence", "expert"), 1)
-        return replace(self, **alone, profile="zero1", broken="")
+        kept = {name: value for name, value in self.training.items() if "checkpoint" not in name}
+        return replace(self, **alone, training=kept, profile="zero1", broken="")
 
     def __str__(self) -> str:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
         spread = [f"{axis}{getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
         kind = [] if self.moe else ["dense"]
-        changed = [f"{name}={value}" for name, value in (self.model | self.training).items()]
-        settings = [self.profile, self.optimizer, f"x{self.accumulation}"]
-        return " ".join([*spread, *kind, *changed, *settings])
+        kind += [f"length{self.length}"] if self.length != LENGTH else []
+        kind += ["packed"] if self.packed else []
+        kind += [f"{name}={value}" for name, value in (self.model | self.training).items()]
+        return " ".join([*spread, *kind, self.profile, self.optimizer, f"x{self.accumulation}"])
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def make_config(case: Case) -> Config:
         "max_steps": STEPS,
         "global_batch_size": GLOBAL_BATCH,
         "micro_batch_size": case.micro_batch,
-        "sequence_length": LENGTH,
+        "sequence_length": case.length,
         "precision": "fp32",
         "learning_rate": 3e-3 if case.optimizer == "adamw" else 0.3,
         "min_learning_rate": 1e-3,
@@ -117,14 +123,19 @@ def make_config(case: Case) -> Config:
     )
 
 
-def global_batch(step: int) -> dict[str, torch.Tensor]:
+def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
     """Rows of one step, the same on every rank; the later a row, the more of it is masked."""
     source = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=source)
+    ids = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, case.length + 1), generator=source)
     labels = ids[:, 1:].clone()
     for row in range(GLOBAL_BATCH):
         labels[row, : 2 * row] = -100
-    return {"input_ids": ids[:, :-1], "labels": labels}
+    batch = {"input_ids": ids[:, :-1], "labels": labels}
+    if case.packed:  # borders everywhere, in some rows where a sequence rank begins
+        starts = torch.rand(labels.shape, generator=source) < 4 / case.length
+        starts[::2, case.length // 2] = True
+        batch["segment_ids"] = starts.cumsum(1)
+    return batch
 
 
 def sgd(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
@@ -156,11 +167,11 @@ def train(case: Case) -> tuple[list[float], list[float], list[Any]]:
     engine = start_engine(model, config, choice, topology, optimizer=made)
     losses, norms = [], []
     for step in range(STEPS):
-        rows, batch = global_batch(step), {}
+        rows, batch = global_batch(case, step), {}
         valid = int((rows["labels"] != -100).sum())
         for name, values in rows.items():
             # micro-step m covers rows [m * B * W, (m + 1) * B * W), reader r the r-th part of them
-            by_reader = values.view(-1, choice.degrees.sample_ranks, case.micro_batch, LENGTH)
+            by_reader = values.view(-1, choice.degrees.sample_ranks, case.micro_batch, case.length)
             batch[name] = by_reader[:, topology.sample_rank]
         batch = own_tokens(batch, topology)
         counted = int((batch["labels"] != -100).sum()) * topology.degrees.data
@@ -179,7 +190,7 @@ def wake_blocks() -> None:
     Behind output projections of zero, gradients are so small for ten steps that the norm of all
     would hardly show what is wrong with them.
     """
-    from cdrmix.models.backbone import Block
+    from cdrmix.models.block import Block
     from cdrmix.models.initialize import normal_
 
     asleep = Block.initialize
@@ -200,9 +211,10 @@ def wake_blocks() -> None:
 
 def plant(broken: str) -> None:
     """Put a fault into this process that the comparison must notice."""
+    from cdrmix.models import attention
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
-    from cdrmix.parallel import statistics, tensor
+    from cdrmix.parallel import sequence, statistics, tensor
 
     def leave_partial(kind: type[nn.Module]) -> None:
         """Whole parameters of such modules keep the gradients of this tensor rank's part."""
@@ -211,6 +223,10 @@ def plant(broken: str) -> None:
             None if isinstance(module, kind) else summed(module, *rest)
         )
 
+    def restart_positions(positions: torch.Tensor, *args: Any) -> Any:
+        return angles(positions % (len(positions) // 2), *args)
+
+    angles, next_rank = attention.rotary_angles, sequence._NextRank.apply
     faults: dict[str, Callable[[], None]] = {
         "": lambda: None,
         "local mean": lambda: None,  # planted in `train`
@@ -221,6 +237,13 @@ def plant(broken: str) -> None:
         "partial router": lambda: leave_partial(Router),
         "partial tokens": lambda: setattr(tensor, "enter_region", lambda x, _: x),
         "uncounted experts": lambda: setattr(tensor, "_count_in_norm", lambda _: None),
+        "no halo": lambda: setattr(
+            sequence._NextRank, "apply", staticmethod(lambda x, _: torch.zeros_like(x))
+        ),
+        "halo without gradient": lambda: setattr(
+            sequence._NextRank, "apply", staticmethod(lambda x, part: next_rank(x.detach(), part))
+        ),
+        "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
     }
     faults[broken]()
 

@@ -9,10 +9,13 @@ from cdrmix import runtime
 from cdrmix.config.schema import Config, ModelConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block, make_block
+from cdrmix.parallel.sequence import spread_tokens
 from cdrmix.parallel.tensor import mark_copies, split_block
 from cdrmix.parallel.topology import Topology
 from cdrmix.parallel.vocabulary import split_embedding
+from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.profile import Choice
+from cdrmix.planning.sequence import passes_state
 
 
 def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module:
@@ -30,7 +33,15 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
             expert_parallel_rank=topology.rank_in_stage % topology.degrees.expert,
         )
         split_block(made, topology)
+        spread_tokens(made, topology, passes_state=by_state)
         return made
+
+    by_state = passes_state(
+        config.model,
+        sequence_length=config.training.sequence_length,
+        sequence=topology.degrees.sequence,
+        element_bytes=ELEMENT_BYTES[config.training.precision],
+    )
 
     with torch.device(runtime.device()):
         model = Backbone(

@@ -17,9 +17,7 @@ from cdrmix.planning.layout import Layout
 UNAVAILABLE = "not available in this version"
 THIS_VERSION = "this version"  # as the source of a rule: nothing but our own state speaks for it
 # Degrees that this version does not carry out; a name goes when its layout is built.
-UNAVAILABLE_DEGREES = ("pipeline", "sequence")
-# Degrees that are carried out each by itself, and have not been proven together.
-UNPROVEN_PAIRS = (("tensor", "pipeline"), ("tensor", "sequence"))
+UNAVAILABLE_DEGREES = ("pipeline",)
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,16 @@ _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
         ),
     ),
     "sequence": (
-        ("model.num_heads", lambda x: x.model.num_heads, "heads are exchanged for tokens"),
-        ("model.num_kv_heads", lambda x: x.model.num_kv_heads, "heads are exchanged for tokens"),
+        (
+            "model.num_heads / parallel.tensor",
+            lambda x: x.model.num_heads // x.degrees.tensor,
+            "heads are exchanged for tokens",
+        ),
+        (
+            "model.num_kv_heads / parallel.tensor",
+            lambda x: x.model.num_kv_heads // x.degrees.tensor,
+            "heads are exchanged for tokens",
+        ),
         ("training.sequence_length", lambda x: x.training.sequence_length, "tokens are split"),
         ("parallel.data", lambda x: x.degrees.data, "sequence ranks are data ranks"),
     ),
@@ -134,7 +140,7 @@ def _must_divide(degree: str, divided: _Divided) -> Rule:
             f"({why}). Try parallel.{degree} = {'1' if degree in UNAVAILABLE_DEGREES else legal}"
         )
 
-    name = target.rsplit(".", 1)[-1].replace("_", "-")
+    name = target.split(" / ")[0].rsplit(".", 1)[-1].replace("_", "-")
     return Rule(
         f"{degree}-divides-{name}",
         lambda layout: number(layout) % given(layout) != 0,
@@ -150,22 +156,6 @@ def _unavailable_degree(degree: str) -> Rule:
         lambda layout: (
             f"parallel.{degree} = {getattr(layout.degrees, degree)}: {degree} parallelism is "
             f"{UNAVAILABLE}. Try parallel.{degree} = 1"
-        ),
-        THIS_VERSION,
-    )
-
-
-def _unproven_pair(one: str, other: str) -> Rule:
-    def degree(layout: Layout, axis: str) -> int:
-        return int(getattr(layout.degrees, axis))
-
-    return Rule(
-        f"{one}-with-{other}-unavailable",
-        lambda layout: degree(layout, one) > 1 and degree(layout, other) > 1,
-        lambda layout: (
-            f"parallel.{one} = {degree(layout, one)} with parallel.{other} = "
-            f"{degree(layout, other)} is {UNAVAILABLE}. Try parallel.{one} = 1, or "
-            f"parallel.{other} = 1"
         ),
         THIS_VERSION,
     )
@@ -319,13 +309,13 @@ RULES: tuple[Rule, ...] = (
         about="profile",
     ),
     *(_unavailable_degree(degree) for degree in UNAVAILABLE_DEGREES),
-    *(_unproven_pair(one, other) for one, other in UNPROVEN_PAIRS),
     Rule(
-        "tensor-with-stage-3-unavailable",
-        lambda x: x.degrees.tensor > 1 and x.zero_stage == 3,
+        "stage-3-with-cut-tensors-unavailable",
+        lambda x: x.zero_stage == 3 and x.degrees.tensor * x.degrees.sequence > 1,
         lambda x: (
-            f"zero_optimization.stage = 3 with parallel.tensor = {x.degrees.tensor} is "
-            f"{UNAVAILABLE}: both cut every matrix. Try profile 'zero2', or parallel.tensor = 1"
+            f"zero_optimization.stage = 3 with parallel.tensor = {x.degrees.tensor} and "
+            f"parallel.sequence = {x.degrees.sequence} is {UNAVAILABLE}. Try profile 'zero2', or "
+            "parallel.tensor = parallel.sequence = 1"
         ),
         THIS_VERSION,
         about="profile",

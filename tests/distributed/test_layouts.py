@@ -11,6 +11,7 @@ import pytest
 
 from tests.layouts import TOLERANCE, Case, deviation, distance, reference, trained
 
+SPANS = {"activation_checkpointing": True, "sequence_checkpoint_tokens": 5}
 # The layouts that are supported, each with both optimizers somewhere and accumulation 1 and 2.
 LAYOUTS = [
     # data and expert parallelism, ZeRO-1 and 2
@@ -35,6 +36,26 @@ LAYOUTS = [
     Case(data=2, tensor=2, accumulation=2, profile="zero2"),
     Case(data=2, tensor=2, expert=2, profile="zero2", optimizer="sgd"),
     Case(data=2, tensor=2, expert=4),
+    # sequence parallelism: heads are exchanged at the usual length, states passed at longer ones
+    Case(data=2, sequence=2),
+    Case(data=2, sequence=2, accumulation=2, optimizer="sgd"),
+    Case(data=2, sequence=2, expert=2, profile="zero2"),
+    Case(data=2, sequence=2, moe=False, optimizer="sgd", model={"num_kv_heads": 2}),
+    Case(data=2, sequence=2, packed=True),
+    Case(data=2, sequence=2, length=64),
+    Case(data=2, sequence=2, length=64, packed=True, optimizer="sgd", profile="zero2"),
+    Case(data=4, sequence=2, profile="zero2", accumulation=2),
+    Case(data=4, sequence=4, expert=2, optimizer="sgd"),
+    Case(data=4, sequence=4, length=160, packed=True),
+    # both, with experts over the ranks of both axes
+    Case(data=2, tensor=2, sequence=2, expert=2, packed=True),
+    Case(data=2, tensor=2, sequence=2, expert=4, length=64, optimizer="sgd", profile="zero2"),
+    Case(data=4, tensor=2, sequence=2, expert=2, accumulation=2, training=SPANS),
+    # sequence checkpointing; documents also begin where a span does
+    Case(packed=True, training=SPANS),
+    Case(data=2, expert=2, profile="zero2", optimizer="sgd", training=SPANS),
+    Case(data=2, sequence=2, packed=True, optimizer="sgd", accumulation=2, training=SPANS),
+    Case(data=2, sequence=2, length=64, training=SPANS),
 ]
 
 # Final weights: AdamW divides by the root of the second moment, which enlarges rounding.
@@ -50,6 +71,8 @@ def test_equals_one_process(case: Case) -> None:
     assert distance(found.parameters, expected.parameters) < WEIGHTS_TOLERANCE[case.optimizer]
 
 
+# At the usual scale of initial values, attention hardly looks at positions.
+SHARP = {"init_std_scale": 8.0}
 # What must be noticed: the comparison above fails by an order of magnitude and more.
 FAULTS = [
     Case(data=2, expert=2, profile="zero2", broken="local statistics"),
@@ -60,6 +83,11 @@ FAULTS = [
     Case(tensor=2, broken="partial tokens"),
     Case(tensor=2, broken="uncounted experts"),
     Case(tensor=2, expert=2, broken="uncounted experts"),
+    Case(data=2, sequence=2, broken="local statistics"),
+    Case(data=2, sequence=2, broken="local mean"),
+    Case(data=2, sequence=2, broken="no halo"),
+    Case(data=2, sequence=2, broken="halo without gradient", model=SHARP),
+    Case(data=2, sequence=2, broken="local positions", model=SHARP),
 ]
 
 

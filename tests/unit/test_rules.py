@@ -34,7 +34,7 @@ def broken(given: Layout) -> set[str]:
 
 
 NOT_YET = {
-    *("pipeline-unavailable", "sequence-unavailable", "stage-3-unavailable"),
+    *("pipeline-unavailable", "stage-3-unavailable"),
     *("offload-optimizer-unavailable", "offload-param-unavailable"),
 }
 
@@ -57,6 +57,11 @@ CASES: list[tuple[str, Layout, Layout]] = [
         "sequence-divides-num-heads",
         layout("model.hidden_size=96", "model.num_heads=3", data=2, sequence=2),
         layout(data=2, sequence=2),
+    ),
+    (
+        "sequence-divides-num-heads",
+        layout("model.num_kv_heads=2", data=4, sequence=4, tensor=2),
+        layout("model.num_kv_heads=4", data=4, sequence=2, tensor=2),
     ),
     (
         "sequence-divides-num-kv-heads",
@@ -111,16 +116,10 @@ CASES: list[tuple[str, Layout, Layout]] = [
         layout(zero={"stage": 2, "round_robin_gradients": True}),
         layout(zero={"stage": 2, "round_robin_gradients": False}),
     ),
-    ("tensor-with-pipeline-unavailable", layout(tensor=2, pipeline=2), layout(pipeline=2)),
     (
-        "tensor-with-sequence-unavailable",
-        layout(data=2, tensor=2, sequence=2),
-        layout(data=2, tensor=2),
-    ),
-    (
-        "tensor-with-stage-3-unavailable",
-        layout("model.moe=null", zero={"stage": 3}, tensor=2),
-        layout("model.moe=null", zero={"stage": 2}, tensor=2),
+        "stage-3-with-cut-tensors-unavailable",
+        layout("model.moe=null", zero={"stage": 3}, data=2, sequence=2),
+        layout("model.moe=null", zero={"stage": 2}, data=2, sequence=2),
     ),
     (
         "tensor-with-offload-unavailable",
@@ -128,7 +127,6 @@ CASES: list[tuple[str, Layout, Layout]] = [
         layout(zero={"stage": 2}, tensor=2),
     ),
     ("pipeline-unavailable", layout(pipeline=2), layout()),
-    ("sequence-unavailable", layout(data=2, sequence=2), layout(data=2)),
     (
         "offload-optimizer-unavailable",
         layout(zero={"stage": 2, "offload_optimizer": OFFLOAD}),

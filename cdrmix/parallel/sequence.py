@@ -1,0 +1,276 @@
+"""Sequence parallelism: ranks of a sequence group share samples and split their tokens.
+
+B batch, T time of a whole sample, P sequence ranks, t = T / P tokens of one, H heads of this tensor
+rank, C features of a head, K key dim, V value dim.
+
+What meets other tokens is replaced in a block that is otherwise as on one rank. A token shift takes
+one token from the rank before. Attention exchanges tokens for heads: H / P heads see all T tokens.
+The recurrence does the same, or passes its state from rank to rank, whichever moves fewer bytes
+(planning/sequence.py). Every rank runs the same operations, so that none skips a collective of
+another in the backward pass.
+
+In training only: in evaluation each rank reads whole samples of its own. `segment_ids` are those of
+whole samples in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from cdrmix.models.attention import Attention, AttentionState, attend
+from cdrmix.models.block import Block
+from cdrmix.models.rwkv7 import TokenShift
+from cdrmix.models.wkv7 import wkv7
+from cdrmix.parallel.topology import Topology
+
+
+def spread_tokens(block: Block, topology: Topology, *, passes_state: bool) -> None:
+    """Let a block run on this rank's tokens of each sample.
+
+    Args:
+        block: of whole sequences; changed in place.
+        topology: of this rank.
+        passes_state: whether the recurrence passes its state instead of exchanging heads.
+    """
+    if topology.sequence_group is None:
+        return
+    part = _Part(topology.sequence_group, topology.degrees.sequence, topology.sequence_rank)
+    mixer = block.mixer
+    mixer.carries_state = False  # all tokens here at once: the ranks meet in each call
+    if isinstance(mixer, Attention):
+        mixer.attend = SpreadAttention(part)
+    else:
+        mixer.shift = SpreadShift(part)
+        mixer.recurrence = PassedState(part) if passes_state else SpreadHeads(part)
+    if block.ffn_shift is not None:
+        block.ffn_shift.shift = SpreadShift(part)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """This rank's part of a sequence.
+
+    Attributes:
+        group: ranks that hold the others.
+        parts: how many there are, P.
+        index: which one it is, from 0 at the beginning.
+    """
+
+    group: ProcessGroup
+    parts: int
+    index: int
+
+    def own(self, segment_ids: Tensor | None) -> Tensor | None:
+        """Document of each token here, [B, T] -> [B, t]."""
+        return None if segment_ids is None else segment_ids.chunk(self.parts, dim=1)[self.index]
+
+    def goes_on(self, like: Tensor, segment_ids: Tensor | None) -> Tensor:
+        """Whether the first token here goes on with the document of the one before it, [B]."""
+        if self.index == 0 or segment_ids is None:
+            return torch.full(like.shape[:1], self.index > 0, device=like.device)
+        first = self.index * (segment_ids.shape[1] // self.parts)
+        return segment_ids[:, first] == segment_ids[:, first - 1]
+
+
+class SpreadShift(TokenShift):
+    """Token shift whose first predecessor comes from the rank before."""
+
+    def __init__(self, part: _Part) -> None:
+        super().__init__()
+        self.part = part
+
+    def begin(
+        self, last: Tensor, segment_ids: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As of `TokenShift`."""
+        if not self.training:
+            return super().begin(last, segment_ids)
+        before = _NextRank.apply(last, self.part)  # [B, D]
+        goes_on = self.part.goes_on(last, segment_ids)
+        return before.masked_fill(~goes_on[:, None], 0), self.part.own(segment_ids)
+
+
+class SpreadHeads(nn.Module):
+    """The recurrence over all tokens for some heads: one exchange there, one back."""
+
+    def __init__(self, part: _Part) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(
+        self, *inputs: Tensor | None, segment_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `wkv7` on this rank's tokens; the state given is that of other heads, after all T."""
+        if not self.training:
+            return wkv7(*inputs, segment_ids=segment_ids)  # type: ignore[arg-type]
+        *tensors, s0 = inputs
+        assert s0 is None, "a sequence is trained on from its beginning"
+        y, s = wkv7(*_Exchange.apply(self.part, True, *tensors), segment_ids=segment_ids)
+        (y,) = _Exchange.apply(self.part, False, y)
+        return y, s
+
+
+class PassedState(nn.Module):
+    """The recurrence over this rank's tokens, its state passed on by one gathering.
+
+    The tokens here take a state S, [V, K], to S M + Y. Both come from one run of the op over values
+    [v, 0] that starts from [0; I]: its state is then [Y; M], and its output [y; p], of which p is
+    what the entering state meets: y + S p.
+    """
+
+    def __init__(self, part: _Part) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(
+        self,
+        r: Tensor,
+        lw: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        s0: Tensor | None = None,
+        *,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `wkv7` on this rank's tokens; the state given is [Y; M]."""
+        if not self.training:
+            return wkv7(r, lw, k, v, a, b, s0, segment_ids=segment_ids)
+        assert s0 is None, "a sequence is trained on from its beginning"
+        batch, _, heads, key = r.shape
+        sizes = (v.shape[-1], key)
+        # a document that starts here sees nothing of the ranks before, nor do those behind it
+        goes_on = self.part.goes_on(r, segment_ids).float()[:, None, None, None]
+        identity = torch.eye(key, device=r.device) * goes_on.expand(-1, heads, -1, -1)
+        start = F.pad(identity, (0, 0, sizes[0], 0))  # [B, H, V + K, K]
+        own = self.part.own(segment_ids)
+        y, s = wkv7(r, lw, k, F.pad(v, (0, key)), a, b, start, segment_ids=own)
+        entering = self._entering(s, sizes)  # [B, H, V, K]
+        y, passing = y.split(sizes, dim=-1)
+        passing = passing.transpose(1, 2).contiguous()  # [B, H, t, K]; y is then kept by nobody
+        return y + (passing @ entering.mT.to(y.dtype)).transpose(1, 2), s
+
+    def _entering(self, s: Tensor, sizes: tuple[int, int]) -> Tensor:
+        """State that enters this rank's tokens, from [Y; M] of each, in float32."""
+        states = [torch.zeros_like(s[:, :, : sizes[0]])]
+        for gathered in _Gather.apply(s, self.part)[:-1]:
+            added, map_ = gathered.split(sizes, dim=2)
+            states.append(states[-1] @ map_ + added)
+        return torch.stack(states)[self.part.index]
+
+
+class SpreadAttention(nn.Module):
+    """Attention to all tokens by some heads: one exchange there, one back."""
+
+    def __init__(self, part: _Part) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        state: AttentionState | None,
+        segment_ids: Tensor | None,
+        theta: float,
+    ) -> tuple[Tensor, AttentionState]:
+        """As `attend` on this rank's tokens; keys and values given are of other heads, all T."""
+        if not self.training:
+            return attend(query, keys, values, state, segment_ids, theta)
+        assert state is None, "a sequence is trained on from its beginning"
+        query, keys, values = _Exchange.apply(self.part, True, query, keys, values)
+        mixed, after = attend(query, keys, values, None, segment_ids, theta)
+        (mixed,) = _Exchange.apply(self.part, False, mixed)
+        return mixed, after
+
+
+class _Exchange(torch.autograd.Function):
+    """Tokens for heads in one all-to-all: [B, t, H, C] -> [B, T, H / P, C] each, or back."""
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.part, ctx.to_heads = part, to_heads
+        return _exchanged(part, tensors, to_heads=to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_exchanged(ctx.part, gradients, to_heads=not ctx.to_heads)
+
+
+def _exchanged(part: _Part, tensors: Sequence[Tensor], *, to_heads: bool) -> tuple[Tensor, ...]:
+    if to_heads:
+        split = [x.unflatten(2, (part.parts, -1)).movedim(2, 0) for x in tensors]
+        return tuple(x.transpose(0, 1).flatten(1, 2) for x in _all_to_all(split, part.group))
+    split = [x.unflatten(1, (part.parts, -1)).movedim(1, 0) for x in tensors]
+    return tuple(x.movedim(0, 2).flatten(2, 3) for x in _all_to_all(split, part.group))
+
+
+def _all_to_all(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Entry p of each tensor [P, ...] to rank p; the same shapes, entry p from rank p.
+
+    All in one message, of the narrowest type: a wider one crosses as several, bit by bit.
+    """
+    dtype = min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize)
+    sizes = [x[0].numel() * x.element_size() // dtype.itemsize for x in tensors]
+    sent = tensors[0].new_empty(len(tensors[0]), sum(sizes), dtype=dtype)
+    for x, place in zip(tensors, sent.split(sizes, dim=1), strict=True):
+        place.view(x.dtype).view(x.shape).copy_(x)
+    received = torch.empty_like(sent)
+    torch.distributed.all_to_all_single(received, sent, group=group)
+    pieces = zip(tensors, received.split(sizes, dim=1), strict=True)
+    return [piece.view(x.dtype).view(x.shape) for x, piece in pieces]
+
+
+class _NextRank(torch.autograd.Function):
+    """x to the next rank, the last one's to the first: all send and receive, in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: _Part) -> Tensor:
+        ctx.part = part
+        return _around(x, part, step=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _around(gradient, ctx.part, step=-1), None
+
+
+def _around(x: Tensor, part: _Part, *, step: int) -> Tensor:
+    """x of the rank `step` places before, in a ring."""
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    to, source = ((part.index + way * step) % part.parts for way in (1, -1))
+    torch.distributed.all_to_all_single(
+        received,
+        x.contiguous(),
+        [len(x) * (rank == source) for rank in range(part.parts)],
+        [len(x) * (rank == to) for rank in range(part.parts)],
+        group=part.group,
+    )
+    return received
+
+
+class _Gather(torch.autograd.Function):
+    """x of every rank, [P, *x]; the gradient of each is summed over the ranks that used it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: _Part) -> Tensor:
+        ctx.part = part
+        gathered = x.new_empty(part.parts * len(x), *x.shape[1:])
+        torch.distributed.all_gather_into_tensor(gathered, x.contiguous(), group=part.group)
+        return gathered.unflatten(0, (part.parts, -1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        summed = torch.empty_like(gradient[0])
+        parts = gradient.contiguous().flatten(0, 1)
+        torch.distributed.reduce_scatter_tensor(summed, parts, group=ctx.part.group)
+        return summed, None
