@@ -88,6 +88,7 @@ def train(run: Run) -> bool:
         skipped = run.engine.skipped_steps
         result = train_step(run.engine, run.config, batch, step=run.step, tokens=agreed.tokens)
         run.step += 1
+        run.heartbeat.step_done(run.step)
         if run.engine.skipped_steps > skipped and run.config.training.precision != "fp16":
             raise diverged(run, "the gradients are not finite")  # fp16 lowers its scale instead
         _observe(run, result._replace(seconds=waited + result.seconds))
