@@ -25,13 +25,18 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    # Both folders of settings ship inside the package, so that a wheel finds them beside its code.
+    # These folders ship inside the package, so that a wheel finds them beside its code.
     packages=[
         *find_packages(include=["cdrmix", "cdrmix.*"]),
         "cdrmix.model_configs",
         "cdrmix.ds_configs",
+        "cdrmix.launch",
     ],
-    package_dir={"cdrmix.model_configs": "model_configs", "cdrmix.ds_configs": "ds_configs"},
+    package_dir={
+        "cdrmix.model_configs": "model_configs",
+        "cdrmix.ds_configs": "ds_configs",
+        "cdrmix.launch": "launch",
+    },
     package_data={
         "cdrmix.models": ["*.cpp"],
         "cdrmix.model_configs": ["**/*.yaml", "*.json"],
@@ -43,6 +48,7 @@ setup(
         "matplotlib>=3.9",
         "mpi4py>=4.1",  # for ranks that mpirun starts; needs an MPI library only when used
         "numpy>=2.0",
+        "psutil>=6.0",
         "pydantic>=2.10",
         "pyyaml>=6.0",
         "safetensors>=0.8",
@@ -66,7 +72,6 @@ setup(
             "coverage>=7.6",
             "mypy>=2.0",
             "packaging>=24.0",
-            "psutil>=6.0",
             "pytest>=9.0",
             "ruff>=0.17",
             "setuptools>=77.0.3",

@@ -184,6 +184,55 @@ def add_rehearse(verbs: Verbs) -> None:
     parser.set_defaults(run=run)
 
 
+def add_launch(verbs: Verbs) -> None:
+    """`cdrmix launch`: train, and start again what is lost."""
+    parser = verbs.add_parser(
+        "launch",
+        help="train under the deepspeed launcher, restarted where it is lost",
+        description="Starts the deepspeed launcher on this machine or on the hosts of a hostfile, "
+        "watches it, and starts a lost run again from its newest checkpoint. TERM, INT and USR1 "
+        "save and stop.",
+    )
+    add_config_flags(parser)
+    parser.add_argument(
+        "--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine"
+    )
+    parser.add_argument(
+        "--nproc", type=_from(1), metavar="N", help="ranks on each host; default one per device"
+    )
+    parser.add_argument(
+        "--max-restarts", type=_from(0), default=3, metavar="R", help="restarts; default 3"
+    )
+    parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
+    parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
+    parser.add_argument(
+        "--resume", default="never", metavar="auto|never|PATH", help="of the first start"
+    )
+    parser.add_argument("--max-steps", type=_from(1), help="short for training.max_steps=N")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.cluster.launch import launch, make_job
+
+        overrides = list(arguments.overrides)
+        if arguments.max_steps is not None:
+            overrides.append(f"training.max_steps={arguments.max_steps}")
+        job = make_job(
+            config=Path(arguments.config),
+            overrides=overrides,
+            hostfile=arguments.hostfile,
+            ranks_per_host=arguments.nproc,
+            max_restarts=arguments.max_restarts,
+            profile=arguments.profile,
+            run_dir=arguments.run_dir,
+            resume=arguments.resume,
+        )
+        code = launch(job)
+        if code != EXIT_DONE:
+            raise SystemExit(code)
+
+    parser.set_defaults(run=run)
+
+
 def add_data(verbs: Verbs) -> None:
     """`cdrmix data build|inspect|verify|export|sample`: token shards, from sources onwards."""
     parser = verbs.add_parser("data", help="build, inspect, verify and export token shards")
@@ -397,6 +446,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_config,
     add_plan,
     add_rehearse,
+    add_launch,
     add_data,
     add_generate,
     add_evaluate,

@@ -26,6 +26,7 @@ import torch.distributed
 
 from cdrmix.errors import ConfigError, TrainingError
 from cdrmix.log import get_logger
+from cdrmix.network import address_of_this_host, first_host, free_port, interface_towards
 
 T = TypeVar("T")
 logger = get_logger(__name__)
@@ -48,11 +49,13 @@ _LAUNCHERS = (
 def map_environment() -> None:
     """Fill RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from what the launcher set.
 
-    torchrun and deepspeed set them; mpirun and srun set names of their own. A process that no
-    launcher started becomes rank 0 of 1 on a port of its own.
+    torchrun and deepspeed set them; mpirun and srun set names of their own. Where these give no
+    address, ranks of mpirun agree on one by MPI, those of srun take the first host of their step
+    and a port by its number. A process that no launcher started becomes rank 0 of 1 on a port of
+    its own.
 
     Raises:
-        ConfigError: if several ranks were started without an address to meet at.
+        ConfigError: if several ranks were started without a way to find an address to meet at.
     """
     env = os.environ
     for names in _LAUNCHERS:
@@ -72,11 +75,54 @@ def map_environment() -> None:
     if env["WORLD_SIZE"] == "1":
         env.setdefault("MASTER_ADDR", "127.0.0.1")
         env.setdefault("MASTER_PORT", "0")
-    elif "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+    elif "MASTER_ADDR" in env and "MASTER_PORT" in env:
+        return
+    elif "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env:
+        _meet_by_mpi()
+    elif "SLURM_STEP_NODELIST" in env:
+        _meet_by_slurm()
+    else:
         raise ConfigError(
             f"{env['WORLD_SIZE']} ranks were started without MASTER_ADDR and MASTER_PORT: export "
             "both before mpirun or srun, or start with the deepspeed launcher"
         )
+
+
+def _meet_by_mpi() -> None:
+    """Rank 0's address and a port that is free there, told to all ranks of an mpirun."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    hosts = world.allgather(platform.node())
+    meeting = None
+    if world.Get_rank() == 0:
+        address = "127.0.0.1" if len({*hosts}) == 1 else address_of_this_host()
+        meeting = (address, str(free_port()))
+    address, port = world.bcast(meeting)
+    os.environ.setdefault("MASTER_ADDR", address)
+    os.environ.setdefault("MASTER_PORT", port)
+
+
+def _meet_by_slurm() -> None:
+    """First host of the step, and a port that another step there is unlikely to take."""
+    env = os.environ
+    step = int(env.get("SLURM_STEP_ID", "0"))
+    restart = int(env.get("SLURM_RESTART_COUNT", "0"))
+    port = 20_000 + (int(env.get("SLURM_JOB_ID", "0")) * 61 + step * 7 + restart) % 12_000
+    env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
+    env.setdefault("MASTER_PORT", str(port))
+
+
+def _choose_interface() -> None:
+    """Let gloo and NCCL talk over the interface that leads to rank 0's host, unless told.
+
+    Left alone, gloo takes the one that the host's name stands for, which is loopback on Debian, and
+    NCCL the first by name.
+    """
+    interface = interface_towards(os.environ["MASTER_ADDR"])
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one
 
 
 def environment_rank() -> int:
@@ -118,10 +164,26 @@ def take_place(rank: int, world_size: int, port: int) -> None:
     os.environ.update({name: str(value) for name, value in place.items()})
 
 
+def master_address() -> str:
+    """Address of rank 0's host, as all hosts know it."""
+    return os.environ["MASTER_ADDR"]
+
+
+def launch_folder() -> Path | None:
+    """Folder in which `cdrmix launch` waits for the outcome of this start; None without it."""
+    folder = os.environ.get("CDRMIX_LAUNCH_FOLDER")
+    return Path(folder) if folder else None
+
+
+def have_met() -> bool:
+    """Whether the ranks have made their process group."""
+    return torch.distributed.is_initialized()
+
+
 def speaks_for_errors() -> bool:
     """Whether this rank tells a user what went wrong: one voice per run once the ranks have met and
     agree on errors, one per host before that, when hosts can differ."""
-    return rank() == 0 if torch.distributed.is_initialized() else local_rank() == 0
+    return rank() == 0 if have_met() else local_rank() == 0
 
 
 def cache_dir() -> Path:
@@ -185,6 +247,7 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
         torch.cuda.set_device(local_rank())
     if os.environ["MASTER_PORT"] == "0":
         os.environ["MASTER_PORT"] = str(free_port())
+    _choose_interface()
     try:
         deepspeed.init_distributed(
             dist_backend="gloo" if use_cpu() else "nccl",
@@ -204,15 +267,6 @@ def destroy_distributed() -> None:
     """End the process group, if there is one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago on this host."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rank() -> int:

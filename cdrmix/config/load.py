@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import hashlib
 import json
@@ -141,6 +142,12 @@ def config_hash(config: Section) -> str:
     """First 12 hex digits of the sha256 of the config as canonical JSON."""
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def new_run_dir(config: Section) -> Path:
+    """experiments/<UTC timestamp>-<hash>, the run directory where none is given; not made here."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    return Path("experiments") / f"{now}-{config_hash(config)}"
 
 
 def changed_keys(

@@ -8,6 +8,7 @@ schedule and the low-rank sizes of RWKV-7.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal, TypeGuard
 
 from pydantic import (
@@ -428,6 +429,41 @@ class MonitoringConfig(Section):
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
 
 
+class LaunchConfig(Section):
+    """What `cdrmix launch` and `cdrmix slurm` prepare for the ranks."""
+
+    environment: dict[str, str] = Field(
+        {}, description="Variables of every rank on every host, such as NCCL_DEBUG: INFO."
+    )
+
+    @field_validator("environment")
+    @classmethod
+    def _names_and_lines(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, text in value.items():
+            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise ValueError(f"{name!r} is no name of a variable: letters, digits and _")
+            if "\n" in text:
+                raise ValueError(f"{name}: a value cannot have several lines")
+        return value
+
+
+class SupervisionConfig(Section):
+    """When a run that stands still is ended, on all hosts, so that it can be started again."""
+
+    deadline_seconds: float = Field(
+        60.0,
+        ge=1,
+        description="A rank that is silent for so long is lost, and one that gets no further is "
+        "stuck, unless the step before took more than a quarter of it (seconds).",
+    )
+    phase_seconds: float = Field(
+        1_800.0,
+        ge=1,
+        description="Longest time to start (up to the end of the first step), to save, to evaluate "
+        "or to finish (seconds).",
+    )
+
+
 class AdapterConfig(Section):
     """Hebbian plasticity adapters."""
 
@@ -496,6 +532,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    launch: LaunchConfig = LaunchConfig()
     stage_b: StageBConfig | None = Field(
         None, description="Reasoning enablement; present in reasoning variants only."
     )

@@ -99,6 +99,7 @@ def train(run: Run) -> bool:
             run.engine, run.config, run.topology, batch, step=run.step, tokens=agreed.tokens
         )
         run.step += 1
+        run.heartbeat.step_done(run.step)
         if run.engine.skipped_steps > skipped and run.config.training.precision != "fp16":
             raise diverged(run, "the gradients are not finite")  # fp16 lowers its scale instead
         _observe(run, result._replace(seconds=waited + result.seconds))

@@ -88,15 +88,16 @@ def _router_metrics(config: Config, result: StepResult) -> dict[str, float]:
 def evaluate_now(run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, float]]:
     """Held-out loss and a sample of text at the current step; the eval/* metrics of both."""
     began = time.monotonic()
-    evaluation = evaluate(
-        run.engine.module,
-        run.corpus.validation,
-        max_tokens=max_tokens,
-        batch_size=run.choice.micro_batch_size,
-        segment_documents=run.config.data.segment_documents,
-        topology=run.topology,
-    )
-    run.samples.append(_sample(run))
+    with run.heartbeat.phase("evaluating"):
+        evaluation = evaluate(
+            run.engine.module,
+            run.corpus.validation,
+            max_tokens=max_tokens,
+            batch_size=run.choice.micro_batch_size,
+            segment_documents=run.config.data.segment_documents,
+            topology=run.topology,
+        )
+        run.samples.append(_sample(run))
     return evaluation, {
         "eval/loss": evaluation.loss,
         "eval/perplexity": evaluation.perplexity,

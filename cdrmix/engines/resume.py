@@ -29,6 +29,12 @@ def save(run: Run, position: dict[str, Any]) -> None:
     """
     if run.saved_step == run.step:
         return
+    with run.heartbeat.phase("saving"):
+        _save(run, position)
+    run.saved_step, run.saved_time = run.step, time.monotonic()
+
+
+def _save(run: Run, position: dict[str, Any]) -> None:
     runtime.together(run.observer.sync)
     store.save(
         run.directory.checkpoints,
@@ -44,7 +50,6 @@ def save(run: Run, position: dict[str, Any]) -> None:
         rank_state={"random": random_state.random_state()},
         keep=run.config.checkpoint.keep,
     )
-    run.saved_step, run.saved_time = run.step, time.monotonic()
 
 
 def find_at(source: Path) -> store.Found:

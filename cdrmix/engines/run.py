@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
 from cdrmix.engines.observer import Observer
@@ -30,6 +31,7 @@ class Run:
         engine: DeepSpeed engine around the backbone.
         observer: metrics file and progress.
         requests: what signals ask for.
+        heartbeat: tells the watchdogs how far this rank is.
         step: optimizer steps completed.
         samples: generated texts, one per evaluation.
         saved_step: step of the newest checkpoint in the run directory, or None.
@@ -45,6 +47,7 @@ class Run:
     engine: Any
     observer: Observer
     requests: Requests
+    heartbeat: Heartbeat
     step: int = 0
     samples: list[dict[str, Any]] = field(default_factory=list)
     saved_step: int | None = None

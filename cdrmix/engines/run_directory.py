@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import fcntl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +9,15 @@ from typing import IO, Self
 
 from cdrmix import runtime
 from cdrmix.checkpoint.manifest import is_checkpoint
-from cdrmix.config.load import config_hash
+from cdrmix.cluster.outcome import LAUNCH_FOLDER
+from cdrmix.config.load import new_run_dir
 from cdrmix.config.schema import Config
 from cdrmix.errors import StateError
 
 _LOCK = ".lock"
 LOG = "train.log"
 # What a start leaves that was refused before it became a run.
-_LEFT_BY_REFUSED = {_LOCK, LOG}
+_LEFT_BY_REFUSED = {_LOCK, LOG, LAUNCH_FOLDER}
 
 
 @dataclass
@@ -69,7 +69,7 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
     if requested is None and resume == "auto":
         raise StateError("--resume auto: needs --run-dir, the directory to go on in")
     resumed = _run_of(resume)
-    path = requested or resumed or _timestamped(config)
+    path = requested or resumed or new_run_dir(config)
     goes_on = resume == "auto" or (resumed is not None and resumed.resolve() == path.resolve())
     try:
         taken = path.is_dir() and any(e.name not in _LEFT_BY_REFUSED for e in path.iterdir())
@@ -114,8 +114,3 @@ def _run_of(resume: str) -> Path | None:
     if is_checkpoint(path):
         return None
     return path.parent if path.name == "checkpoints" else path
-
-
-def _timestamped(config: Config) -> Path:
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    return Path("experiments") / f"{now}-{config_hash(config)}"

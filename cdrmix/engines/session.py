@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
+from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.config.load import resolved_yaml
 from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
@@ -16,6 +18,7 @@ from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import LOG, RunDirectory, open_run_directory
 from cdrmix.engines.stage_a import make_loader, open_corpus
 from cdrmix.engines.stopping import Requests
+from cdrmix.engines.supervision import supervised
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, PlanError, StateError
 from cdrmix.log import get_logger, log_to_file
 from cdrmix.monitoring.sinks import write_json_atomic, write_text_atomic
@@ -45,15 +48,26 @@ def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume
             "training.stage = b: Stage B is not available in this version. "
             "Try training.stage = a, or all, which ends after Stage A"
         )
+    return supervised(
+        config.supervision,
+        partial(_train, config, choice, run_dir=run_dir, resume=resume),
+    )
+
+
+def _train(
+    config: Config, choice: Choice, heartbeat: Heartbeat, *, run_dir: Path | None, resume: str
+) -> int:
     requests = Requests()
     requests.listen()
     runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
     found = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:
         runtime.together(lambda: _announce(directory, choice))
+        if runtime.rank() == 0:
+            heartbeat.log_to(directory.path / LOG)
         if resume == "auto":
             found = store.find(directory.path)
-        with _set_up(config, choice, directory, requests) as run:
+        with _set_up(config, choice, directory, requests, heartbeat) as run:
             if found is not None:
                 resume_from(run, found)
             elif resume == "auto":
@@ -68,11 +82,18 @@ def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume
                 stopped = train(run)
             if stopped:
                 return EXIT_STOPPED_BY_SIGNAL
-            finish(run)
+            with heartbeat.phase("finishing"):
+                finish(run)
             return EXIT_DONE
 
 
-def _set_up(config: Config, choice: Choice, directory: RunDirectory, requests: Requests) -> Run:
+def _set_up(
+    config: Config,
+    choice: Choice,
+    directory: RunDirectory,
+    requests: Requests,
+    heartbeat: Heartbeat,
+) -> Run:
     corpus, topology = open_corpus(config), make_topology(choice.degrees)
     return Run(
         config=config,
@@ -84,6 +105,7 @@ def _set_up(config: Config, choice: Choice, directory: RunDirectory, requests: R
         engine=start_engine(build_model(config, choice, topology), config, choice, topology),
         observer=Observer(),
         requests=requests,
+        heartbeat=heartbeat,
     )
 
 

@@ -162,14 +162,14 @@ def test_ranks_that_lose_their_launcher_save_and_the_resumed_run_is_the_uninterr
     assert ends[0]["samples"] == ends[1]["samples"]
 
 
-def started_by(*command: str | Path, port: int, argv: list[str]) -> None:
-    """Run a command to its end, with CPU ranks and an address for them to meet at."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def started_by(*command: str | Path, argv: list[str]) -> None:
+    """Run a command to its end, with CPU ranks that find each other by themselves."""
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    on_one_core = {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
     done = subprocess.run(
         [*command, "launch/train.py", *argv],
         cwd=ROOT,
-        env={**os.environ, **RANK_ENVIRONMENT, **address, **as_root},
+        env={**os.environ, **RANK_ENVIRONMENT, **as_root, **on_one_core},
         capture_output=True,
         text=True,
         timeout=120,
@@ -191,7 +191,7 @@ def test_torchrun_and_plain_python_start_it_too(
     argv = arguments(small_corpus, run_dir, "--max-steps", "2")
     with reserved_port() as port:
         words = [str(port) if word == "PORT" else word for word in command]
-        started_by(sys.executable, *words, port=port, argv=argv)
+        started_by(sys.executable, *words, argv=argv)
     assert read_json(run_dir / "metrics.json")["steps"] == 2
     assert read_json(run_dir / "environment.json")["world_size"] == world_size
 
@@ -201,8 +201,7 @@ def test_mpirun_starts_it_too(small_corpus: Path, run_dir: Path) -> None:
     if mpirun is None:
         pytest.skip("no program mpirun")
     argv = arguments(small_corpus, run_dir, "--max-steps", "2")
-    with reserved_port() as port:
-        started_by(mpirun, "-n", "2", sys.executable, port=port, argv=argv)
+    started_by(mpirun, "-n", "2", sys.executable, argv=argv)
     assert read_json(run_dir / "environment.json")["world_size"] == 2
 
 

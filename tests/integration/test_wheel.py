@@ -19,6 +19,7 @@ variants = sorted(shipped("model_configs").glob("*.yaml"))
 for path in variants:
     load_config(path)
 profiles = sorted(shipped("ds_configs").glob("*.json"))
+assert (shipped("launch") / "train.py").is_file()
 print(cdrmix.__file__, len(variants), len(profiles), sep="\\n")
 """
 
@@ -41,7 +42,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # In a copy: setuptools writes build/ and *.egg-info beside setup.py.
     copy = folder / "checkout"
-    for name in ("cdrmix", "model_configs", "ds_configs"):
+    for name in ("cdrmix", "model_configs", "ds_configs", "launch"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)

@@ -18,20 +18,20 @@ ROWS = (
     ("checkpoint", "reasoning"),
     ("parallel",),
     ("models", "objectives"),
-    ("data", "monitoring"),
+    ("data", "monitoring", "cluster"),
     ("planning",),
     ("runtime",),
     ("config",),
-    ("log", "errors"),
+    ("log", "errors", "network"),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-WITHOUT_TORCH = ("planning", "config", "log", "errors")
+WITHOUT_TORCH = ("planning", "cluster", "config", "log", "errors")
 SLOW_PACKAGES = ("torch", "deepspeed", "transformers")
 USERS_OF_DEEPSPEED = (
     *("runtime", "models/moe", "parallel", "engines/loop", "checkpoint"),
     "tools/benchmark",  # to compare with what DeepSpeed brings
 )
-READERS_OF_ENVIRONMENT = ("runtime", "launch")
+READERS_OF_ENVIRONMENT = ("runtime", "launch", "cluster")
 
 SOURCES = sorted(
     path.relative_to(ROOT)

@@ -76,6 +76,24 @@ def test_ranks_without_a_place_to_meet_are_refused(
         mapped(monkeypatch, {"PMI_RANK": "5", "PMI_SIZE": "8"} | address)
 
 
+def test_ranks_of_srun_meet_on_the_first_host_at_a_port_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = SLURM | {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "5"}
+    ports = set()
+    for attempt in (
+        {},
+        {"SLURM_STEP_ID": "1"},
+        {"SLURM_JOB_ID": "6"},
+        {"SLURM_RESTART_COUNT": "1"},
+    ):
+        environment = mapped(monkeypatch, step | attempt)
+        assert environment["MASTER_ADDR"] == "gpu07"
+        ports.add(environment["MASTER_PORT"])
+    assert len(ports) == 4
+    assert all(20_000 <= int(port) < 32_768 for port in ports)
+
+
 def test_together_gives_the_result_and_raises_the_error() -> None:
     def fail() -> None:
         raise DataError("shard 3 is gone")

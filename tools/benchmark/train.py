@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cdrmix import runtime
 from cdrmix.data.sample import ensure_sample
+from cdrmix.network import free_port
 
 CONFIG = Path("model_configs/cdrmix-core-tiny.yaml")
 
@@ -28,7 +28,7 @@ def measure() -> dict[str, Any]:
         run_dir = Path(name) / "run"
         command = [
             str(Path(sys.executable).with_name("deepspeed")),
-            *("--num_gpus", "2", "--master_port", str(runtime.free_port())),
+            *("--num_gpus", "2", "--master_port", str(free_port())),
             *("--log_level", "error", "launch/train.py"),
             *("--config", str(CONFIG), "--run-dir", str(run_dir)),
         ]

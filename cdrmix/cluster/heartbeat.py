@@ -1,0 +1,202 @@
+"""The rank's side of supervision: it beats, and says how far it is and how long that may take.
+
+A thread beats as long as Python runs; the loop tells of every step. A rank that beats without
+getting further is stuck, one that does not beat is silent, one whose process ends is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, cast
+
+from cdrmix.cluster import head, watchdog
+from cdrmix.cluster.wire import Clock, encode
+from cdrmix.log import get_logger
+
+logger = get_logger(__name__)
+
+# Steps differ: one that is four times as long as the one before is still no reason to end a run.
+_SLOWER_STEP = 4.0
+_LONGEST_INTERVAL_SECONDS = 1.0
+# TERM, INT, USR1 and USR2 have meanings of their own (engines/stopping.py).
+_STACK_SIGNAL = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGQUIT
+# -I and -S: a start in 30 ms, whatever the site's packages do; our own package is all it needs.
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the watchdogs meet: address and port of the head, and the token it asks for."""
+
+    address: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank may be silent or a step take, and how long any other phase (seconds)."""
+
+    deadline_seconds: float
+    phase_seconds: float
+
+    @property
+    def interval_seconds(self) -> float:
+        """Time between two beats: ten fit into the deadline."""
+        return min(_LONGEST_INTERVAL_SECONDS, self.deadline_seconds / 10)
+
+
+def start_head(address: str, limits: Limits, *, world_size: int, folder: Path | None) -> Meeting:
+    """Start the head of this run beside rank 0.
+
+    Args:
+        address: of this host, as the other hosts know it.
+        limits: of the run.
+        world_size: number of ranks that will call.
+        folder: where `cdrmix launch` looks for the outcome, or None.
+    """
+    try:
+        listener = socket.create_server((address, 0), backlog=world_size)
+    except OSError:  # the address is translated on its way here
+        listener = socket.create_server(("", 0), backlog=world_size)
+    meeting = Meeting(address, listener.getsockname()[1], secrets.token_hex(16))
+    settings = head.Settings(
+        listener=listener.fileno(),
+        token=meeting.token,
+        world_size=world_size,
+        interval_seconds=limits.interval_seconds,
+        deadline_seconds=limits.deadline_seconds,
+        folder=str(folder.resolve()) if folder else None,
+    )
+    _start(head.__name__, settings, listener.fileno()).close()
+    listener.close()
+    return meeting
+
+
+class Heartbeat:
+    """Beats of this rank, from here to `leave`."""
+
+    def __init__(self, meeting: Meeting, limits: Limits, *, rank: int) -> None:
+        """Start this rank's watchdog and beat to it.
+
+        Args:
+            meeting: as `start_head` on rank 0 gave it.
+            limits: of the run.
+            rank: global rank.
+        """
+        self._limits = limits
+        self._changed = threading.Lock()
+        self._beat: dict[str, Any] = {}
+        self._stuck_seconds = 0.0
+        self._step_began: float | None = None
+        read_end, self._stacks = os.pipe()
+        os.set_blocking(self._stacks, False)  # a full pipe must not hold up who fills it
+        faulthandler.register(_STACK_SIGNAL, file=self._stacks, all_threads=True)
+        settings = watchdog.Settings(
+            rank=rank,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            **asdict(meeting),
+            interval_seconds=limits.interval_seconds,
+            deadline_seconds=limits.deadline_seconds,
+            stacks=read_end,
+            stack_signal=_STACK_SIGNAL,
+        )
+        self._pipe = _start(watchdog.__name__, settings, read_end)
+        os.close(read_end)
+        self._enter("starting", limits.phase_seconds, step=0)
+        self._has_left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def step_done(self, step: int) -> None:
+        """Tell that optimizer step `step` is done; the next may take about as long."""
+        now = time.monotonic()
+        seconds = 0.0 if self._step_began is None else now - self._step_began
+        self._step_began = now
+        allowed = max(self._limits.deadline_seconds, _SLOWER_STEP * seconds)
+        self._enter("training", allowed, step=step)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """While this lasts the rank does `name`, which has no steps to tell of."""
+        before = self._beat
+        self._enter(name, self._limits.phase_seconds)
+        try:
+            yield
+        finally:
+            self._step_began = None  # the step around it is no measure of the next
+            self._enter(before["phase"], before["allowed_seconds"])
+
+    def log_to(self, path: Path) -> None:
+        """Name the run's log, for the head to write into when the ranks no longer can."""
+        self._beat = {**self._beat, "log": str(path.resolve())}
+
+    def leave(self, code: int) -> None:
+        """Announce the exit code of this rank; it ends soon."""
+        self._has_left.set()
+        self._thread.join()
+        self._send({**self._beat, "left": code})
+        with contextlib.suppress(OSError):
+            self._pipe.close()
+        faulthandler.unregister(_STACK_SIGNAL)
+        os.close(self._stacks)
+
+    def _enter(self, phase: str, allowed_seconds: float, **more: Any) -> None:
+        with self._changed:
+            news = {"phase": phase, "allowed_seconds": allowed_seconds}
+            self._beat = {**self._beat, **more, **news}
+            self._stuck_seconds = 0.0
+            beat = self._beat
+        self._send(beat)
+
+    def _run(self) -> None:
+        clock = Clock(self._limits.interval_seconds, time.monotonic())
+        while True:
+            with self._changed:
+                self._stuck_seconds += clock.advance(time.monotonic())
+                beat = {**self._beat, "stuck_seconds": self._stuck_seconds}
+            self._send(beat)
+            if self._has_left.wait(self._limits.interval_seconds):
+                return
+
+    def _send(self, beat: dict[str, Any]) -> None:
+        try:
+            self._pipe.write(encode(beat))
+        except OSError:
+            # The head ends the others for the same reason; we would wait for them unwatched.
+            logger.error("error: the watchdog of this rank is gone: the rank ends")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _start(module: str, settings: head.Settings | watchdog.Settings, descriptor: int) -> FileIO:
+    """Start one of our small programs; returns the pipe to it, its settings written.
+
+    They go that way because a command line, with the token in it, is there for all to read.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _PROGRAM.format(module=module), root],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[descriptor],
+    )
+    process.returncode = 0  # it outlives us, so that nobody shall warn that it still runs
+    pipe = cast(FileIO, process.stdin)
+    pipe.write(encode(asdict(settings)))
+    os.set_blocking(pipe.fileno(), False)  # where nobody reads any more, beats are dropped
+    return pipe

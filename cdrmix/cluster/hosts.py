@@ -1,0 +1,155 @@
+"""The hosts of a run: their file, their addresses, and commands on them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from cdrmix import network
+from cdrmix.errors import ConfigError
+from cdrmix.network import address_towards, is_loopback
+
+_SECONDS_TO_CONNECT = 5
+_PRINT_FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of a hostfile: a name as ssh knows it, and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a file with lines `NAME slots=N`, blank lines and comments aside.
+
+    Raises:
+        ConfigError: naming each line that is wrong.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    hosts: dict[str, Host] = {}
+    problems = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", text)
+        if match is None:
+            problems.append(
+                f"{path}:{number}: {text!r} is not NAME slots=N, such as node-1 slots=8"
+            )
+        elif match[1] in hosts:
+            problems.append(
+                f"{path}:{number}: {match[1]} is there twice; give it all its slots once"
+            )
+        else:
+            hosts[match[1]] = Host(match[1], int(match[2]))
+    if not hosts and not problems:
+        problems.append(f"{path}: names no host. Give lines NAME slots=N")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return list(hosts.values())
+
+
+def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
+    """Write hosts as DeepSpeed's launcher reads them."""
+    path.write_text("".join(f"{host.name} slots={host.slots}\n" for host in hosts))
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether a host's name means the machine we are on."""
+    if name in ("localhost", socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        address = socket.gethostbyname(name)
+        with socket.socket() as probe:
+            probe.bind((address, 0))  # only an address of our own can be bound
+    except OSError:
+        return False
+    return True
+
+
+def run_on(
+    name: str, command: Sequence[str], *, timeout_seconds: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run a command on a host, by ssh unless it is this machine; never asks for a password.
+
+    A host that cannot be reached, or does not answer in time, gives exit code 255 as ssh does.
+    """
+    if is_this_machine(name):
+        words = list(command)
+    else:
+        options = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SECONDS_TO_CONNECT}")
+        words = ["ssh", *options, name, shlex.join(command)]
+    try:
+        return subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(words, 255, "", f"no answer in {timeout_seconds:.0f} s")
+    except FileNotFoundError as error:
+        return subprocess.CompletedProcess(words, 255, "", f"{error.filename}: no such program")
+
+
+def reachable(hosts: Sequence[Host]) -> list[Host]:
+    """Those of the hosts that run a command, in their order."""
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        found = pool.map(lambda host: run_on(host.name, ["true"], timeout_seconds=20), hosts)
+    return [host for host, done in zip(hosts, found, strict=True) if done.returncode == 0]
+
+
+def free_port(name: str = "localhost") -> int:
+    """A TCP port that was free on that host a moment ago.
+
+    Raises:
+        ConfigError: if the host cannot be reached, or has no interpreter where this one lies.
+    """
+    if is_this_machine(name):
+        return network.free_port()
+    done = run_on(name, [sys.executable, "-c", _PRINT_FREE_PORT])
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise ConfigError(
+            f"{name}: cannot run {sys.executable} there: {said[-1] if said else 'no message'}. The "
+            "hosts need passwordless ssh and the same environment at the same path; "
+            "`cdrmix doctor` tells more"
+        )
+    return int(done.stdout)
+
+
+def address_for_others(name: str, others: Sequence[str]) -> str:
+    """The address of host `name` at which the other hosts reach it.
+
+    A name that means a loopback address here (Debian's 127.0.1.1) is no use to others: then the
+    address of the interface that leads to the first of them.
+
+    Raises:
+        ConfigError: if a name has no address.
+    """
+    address = _resolved(name)
+    if not is_loopback(address) or not others:
+        return address
+    return address_towards(_resolved(others[0]))
+
+
+def _resolved(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise ConfigError(f"{name}: has no address here ({error}). Is the name right?") from None

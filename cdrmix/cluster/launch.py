@@ -1,0 +1,221 @@
+"""`cdrmix launch`: starts a run, watches it, and starts it again where it was lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+from cdrmix.cluster.hosts import reachable, read_hostfile
+from cdrmix.cluster.outcome import LAUNCH_FOLDER, Outcome, ask_to_stop
+from cdrmix.cluster.starter import EXIT_FAULT, Place, Start
+from cdrmix.config.load import load_config, new_run_dir
+from cdrmix.config.schema import Config
+from cdrmix.errors import (
+    EXIT_DONE,
+    EXIT_NO_USABLE_STATE,
+    EXIT_STOPPED_BY_SIGNAL,
+    EXIT_USER_ERROR,
+    ConfigError,
+    PlanError,
+)
+from cdrmix.log import get_logger
+from cdrmix.planning.profile import choose
+
+logger = get_logger(__name__)
+
+# What starting again does not mend, or must not.
+_FINAL = (EXIT_DONE, EXIT_USER_ERROR, EXIT_NO_USABLE_STATE, EXIT_STOPPED_BY_SIGNAL)
+_FIRST_WAIT_SECONDS = 2.0
+_LONGEST_WAIT_SECONDS = 60.0
+_STARTS = "starts.jsonl"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and where.
+
+    Attributes:
+        config: resolved configuration, with the overrides in it.
+        arguments: command line of launch/train.py without --run-dir and --resume.
+        run_dir: run directory, the same for all starts.
+        resume: --resume of the first start.
+        profile: --profile, or None.
+        place: hosts and ranks.
+        max_restarts: how often a lost run is started again.
+    """
+
+    config: Config
+    arguments: Sequence[str]
+    run_dir: Path
+    resume: str
+    profile: str | None
+    place: Place
+    max_restarts: int
+
+
+class _Signals:
+    """TERM, INT and USR1 ask the ranks to save and stop; a second one ends them at once."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.name: str | None = None
+
+    def listen(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_stop)
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.name is not None:
+            raise SystemExit(EXIT_FAULT)  # leaves the context of the start, which ends it
+        self.name = signal.Signals(number).name
+        if self.folder is None:
+            raise SystemExit(EXIT_STOPPED_BY_SIGNAL)
+        logger.info("%s: asking the ranks to save and stop; once more ends them", self.name)
+        ask_to_stop(self.folder)
+
+
+def make_job(
+    *,
+    config: Path,
+    overrides: Sequence[str],
+    hostfile: Path | None,
+    ranks_per_host: int | None,
+    max_restarts: int,
+    profile: str | None,
+    run_dir: Path | None,
+    resume: str,
+) -> Job:
+    """A job from what a command line gives.
+
+    Raises:
+        TrainingError: if the configuration or the hostfile is wrong.
+    """
+    loaded = load_config(config, overrides)
+    arguments = ["--config", str(config)]
+    for override in overrides:
+        arguments += ["--set", override]
+    if profile is not None:
+        arguments += ["--profile", profile]
+    hosts = tuple(read_hostfile(hostfile)) if hostfile else ()
+    return Job(
+        config=loaded,
+        arguments=arguments,
+        run_dir=run_dir or new_run_dir(loaded),
+        resume=resume,
+        profile=profile,
+        place=Place(hosts, ranks_per_host),
+        max_restarts=max_restarts,
+    )
+
+
+def launch(job: Job) -> int:
+    """Train to the end, over as many starts as are allowed; returns the exit code of the command.
+
+    Raises:
+        ConfigError: if a host cannot be reached before the first start.
+    """
+    signals = _Signals()
+    signals.listen()
+    _check_hosts(job.place)
+    place, resume = job.place, job.resume
+    for restarts in range(job.max_restarts + 1):
+        began = datetime.now(UTC)
+        outcome = _start_once(job, place, resume, signals)
+        if outcome.exit_code != EXIT_USER_ERROR:
+            _record(job.run_dir, began, place, outcome)
+        if outcome.exit_code in _FINAL:
+            return outcome.exit_code
+        if signals.name is not None:
+            logger.error("error: %s; not started again after %s", outcome.reason, signals.name)
+            return outcome.exit_code
+        if restarts == job.max_restarts:
+            break
+        if resume not in ("auto", "never") and not _has_checkpoint(job.run_dir):
+            logger.error(
+                "error: %s, before the first checkpoint in %s. Start again with --resume %s and "
+                "another --run-dir",
+                *(outcome.reason, job.run_dir, resume),
+            )
+            return outcome.exit_code
+        resume = "auto"
+        wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**restarts)
+        logger.warning(
+            "start %d was lost at step %d (%s); start %d follows in %.0f s",
+            *(restarts + 1, outcome.step, outcome.reason, restarts + 2, wait),
+        )
+        time.sleep(wait)
+        place = _without_lost_hosts(job)
+    logger.error("error: %s. Given up after %d restarts", outcome.reason, job.max_restarts)
+    return outcome.exit_code
+
+
+def _check_hosts(place: Place) -> None:
+    alive = reachable(place.hosts)
+    lost = [host.name for host in place.hosts if host not in alive]
+    if lost:
+        raise ConfigError(
+            f"cannot reach {', '.join(lost)} by ssh without a password. `cdrmix doctor` tells more"
+        )
+
+
+def _start_once(job: Job, place: Place, resume: str, signals: _Signals) -> Outcome:
+    folder = _new_folder(job.run_dir / LAUNCH_FOLDER)
+    signals.folder = folder
+    arguments = [*job.arguments, "--run-dir", str(job.run_dir), "--resume", resume]
+    environment = job.config.launch.environment
+    try:
+        with Start(place, arguments, folder=folder, variables=environment) as start:
+            return start.wait(start_seconds=job.config.supervision.phase_seconds)
+    finally:
+        signals.folder = None
+        shutil.rmtree(job.run_dir / LAUNCH_FOLDER, ignore_errors=True)
+        if not any(job.run_dir.iterdir()):
+            job.run_dir.rmdir()  # refused before it became a run
+
+
+def _new_folder(parent: Path) -> Path:
+    folder = parent / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _record(run_dir: Path, began: datetime, place: Place, outcome: Outcome) -> None:
+    """One line for each start, beside the run's other files."""
+    if not run_dir.is_dir():
+        return
+    line = {
+        "began": began.isoformat(timespec="seconds"),
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hosts": [host.name for host in place.hosts],
+        **asdict(outcome),
+    }
+    with (run_dir / _STARTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _has_checkpoint(run_dir: Path) -> bool:
+    return (run_dir / "checkpoints" / "latest").is_file()
+
+
+def _without_lost_hosts(job: Job) -> Place:
+    """The hosts that can be reached now, where the configuration can be laid out on them."""
+    place = job.place
+    alive = reachable(place.hosts)
+    lost = ", ".join(host.name for host in place.hosts if host not in alive)
+    if not lost or not alive:
+        return place
+    num_ranks = sum(place.ranks_per_host or host.slots for host in alive)
+    try:
+        choose(job.config, world_size=num_ranks, profile=job.profile)
+    except PlanError as error:
+        logger.warning("%s cannot be reached, and the rest will not do: %s", lost, error)
+        return place
+    logger.warning("%s cannot be reached: going on with %d ranks", lost, num_ranks)
+    return replace(place, hosts=tuple(alive))

@@ -1,0 +1,184 @@
+"""One start of the deepspeed launcher: prepared, watched, and ended whole."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cdrmix.cluster.environment import write_environment_file
+from cdrmix.cluster.hosts import (
+    Host,
+    address_for_others,
+    free_port,
+    is_this_machine,
+    write_hostfile,
+)
+from cdrmix.cluster.outcome import Outcome, have_met, read_outcome
+from cdrmix.config.load import shipped
+from cdrmix.errors import EXIT_DONE, EXIT_USER_ERROR
+
+FOLDER_VARIABLE = "CDRMIX_LAUNCH_FOLDER"
+EXIT_FAULT = 1
+_POLL_SECONDS = 0.2
+# DeepSpeed's launcher looks at its ranks once a second and gives them 30 s after a SIGTERM.
+_SECONDS_TO_FOLLOW = 20.0
+_SECONDS_AFTER_TERM = 35.0
+_SECONDS_FOR_OUTCOME = 3.0
+# pdsh waits for the ssh of each host, and ssh for a host that is cut off unless told otherwise.
+_SSH_KEEPALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run starts: hosts of a hostfile, or this machine (no hosts) with so many ranks."""
+
+    hosts: tuple[Host, ...] = ()
+    ranks_per_host: int | None = None
+
+    @property
+    def first(self) -> str:
+        """Name of the host of rank 0."""
+        return self.hosts[0].name if self.hosts else "localhost"
+
+
+class Start:
+    """A start of the launcher under way; leaving the context ends what is left of it."""
+
+    def __init__(
+        self,
+        place: Place,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        variables: Mapping[str, str],
+    ) -> None:
+        """Start `deepspeed ... launch/train.py arguments`.
+
+        Args:
+            place: hosts and ranks.
+            arguments: command line of launch/train.py.
+            folder: existing folder of this start alone, seen by all hosts.
+            variables: environment of the ranks on all hosts.
+        Raises:
+            ConfigError: if the first host cannot be reached.
+        """
+        self._folder = folder.resolve()
+        self._began = time.monotonic()
+        ours = {**variables, FOLDER_VARIABLE: str(self._folder)}
+        self.port = free_port(place.first)
+        self._process = subprocess.Popen(
+            [*_launcher(place, self.port, self._folder), *arguments],
+            env=_environment(ours, self._folder),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_us,  # noqa: PLW1509 - no thread of ours runs here
+        )
+
+    def __enter__(self) -> Start:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def wait(self, *, start_seconds: float) -> Outcome:
+        """Wait for the end of this start.
+
+        Args:
+            start_seconds: time in which the ranks of all hosts have to meet.
+        """
+        while self._process.poll() is None:
+            if read_outcome(self._folder) is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_SECONDS_TO_FOLLOW)
+                break
+            late = time.monotonic() - self._began > start_seconds
+            if late and not have_met(self._folder):
+                return Outcome(EXIT_FAULT, f"the ranks did not meet in {start_seconds:.0f} s", 0)
+            time.sleep(_POLL_SECONDS)
+        deadline = time.monotonic() + _SECONDS_FOR_OUTCOME
+        while (found := read_outcome(self._folder)) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return found or _outcome_without_word(self._process.poll())
+
+    def end(self) -> None:
+        """End every process of this start on this machine, and the launchers on the others."""
+        if self._process.poll() is None:
+            self._process.terminate()  # over ssh, DeepSpeed's own handler ends the other hosts'
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_SECONDS_TO_FOLLOW)
+        for number, seconds in ((signal.SIGTERM, _SECONDS_AFTER_TERM), (signal.SIGKILL, 5.0)):
+            deadline = time.monotonic() + seconds
+            if not self._signal_all(number):
+                return
+            while self._signal_all(0) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+
+    def _signal_all(self, number: int) -> bool:
+        """Signal the processes of this start; whether there were any."""
+        self._process.poll()  # a launcher that ended and was not waited for would count
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def _launcher(place: Place, port: int, folder: Path) -> list[str]:
+    """Command line up to the script."""
+    words = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
+    words += ["--master_port", str(port)]
+    if not place.hosts:
+        words += ["--hostfile", os.devnull]  # else it takes /job/hostfile where there is one
+    else:
+        hostfile = folder / "hostfile"
+        write_hostfile(hostfile, place.hosts)
+        others = [host.name for host in place.hosts[1:]]
+        words += ["--hostfile", str(hostfile)]
+        words += ["--master_addr", address_for_others(place.first, others)]
+        if len(place.hosts) == 1 and not is_this_machine(place.first):
+            words.append("--force_multi")  # else one host is taken to be this one
+    if place.ranks_per_host is not None:
+        words += ["--num_gpus", str(place.ranks_per_host)]
+    return [*words, str(shipped("launch") / "train.py")]
+
+
+def _environment(ours: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Environment of the launcher; what the ranks of other hosts get of it is in a file."""
+    environment = {**os.environ, **ours}
+    # the interpreter's programs (ninja, for one) are found without an activated environment
+    programs = str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
+    ssh = environment.get("PDSH_SSH_ARGS_APPEND", "")
+    environment["PDSH_SSH_ARGS_APPEND"] = f"{ssh} {_SSH_KEEPALIVE}".strip()
+    file = folder / "deepspeed_env"
+    accelerator = {k: v for k, v in environment.items() if k in ("DS_ACCELERATOR",)}
+    users_own = [Path.home() / ".deepspeed_env", Path(".deepspeed_env")]
+    write_environment_file(file, inherited=users_own, variables={**accelerator, **ours})
+    environment["DS_ENV_FILE"] = str(file)
+    return environment
+
+
+def _outcome_without_word(code: int | None) -> Outcome:
+    """What an exit code of the launcher says when no rank left a word.
+
+    0 is no proof of a good end: the launcher gives it too when a signal ends what it started.
+    """
+    if code == EXIT_USER_ERROR:
+        return Outcome(EXIT_USER_ERROR, "the launcher refused to start", 0)
+    told = "did not end" if code is None else f"ended with code {code or EXIT_DONE}"
+    return Outcome(EXIT_FAULT, f"the deepspeed launcher {told} and no rank said why", 0)
+
+
+def _end_with_us() -> None:
+    """In the child: ask the kernel for SIGTERM when `cdrmix launch` dies (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -1,0 +1,197 @@
+"""The watchdog of one rank: a small process of its own, so that it outlives what befalls the rank.
+
+It hears the rank's beats through a pipe and passes them on to the head (head.py), which watches all
+ranks. It kills its rank when the head says so, or when the head cannot be heard any more: a host
+that is cut off ends its own ranks. Standard library only; started by heartbeat.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cdrmix.cluster.wire import Clock, Inbox, encode, read_line
+
+# A rank that has said how it ends is out of the run; what is left is Python shutting down.
+_SECONDS_TO_LEAVE = 60.0
+_SECONDS_FOR_STACK = 1.0
+# Between the end of a process's pipes and its own end.
+_SECONDS_TO_END = 0.05
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a watchdog is told when it starts.
+
+    Attributes:
+        rank: global rank, and `host` its host's name, for messages.
+        process: id of the rank's process, our parent.
+        address, port, token: where the head listens, and what it asks a caller for.
+        interval_seconds: time between two beats.
+        deadline_seconds: silence of rank or head after which it counts as lost.
+        stacks: file descriptor on which the rank's stacks arrive.
+        stack_signal: signal by which the rank is asked for them.
+    """
+
+    rank: int
+    host: str
+    process: int
+    address: str
+    port: int
+    token: str
+    interval_seconds: float
+    deadline_seconds: float
+    stacks: int
+    stack_signal: int
+
+
+class Watchdog:
+    """Beats in, status out; kills the rank where nobody else can."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._clock = Clock(settings.interval_seconds, time.monotonic())
+        self._beat: dict[str, Any] = {}
+        self._quiet_seconds = self._unheard_seconds = 0.0
+        self._leaving_seconds: float | None = None
+        self._stack, self._stack_due = b"", 0.0
+        self._is_over = False
+        self._due = 0.0
+        self._inboxes = {"rank": Inbox(), "head": Inbox()}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "rank")
+        self._selector.register(settings.stacks, selectors.EVENT_READ, "stacks")
+        self._head = socket.create_connection(
+            (settings.address, settings.port), timeout=settings.deadline_seconds
+        )
+        self._head.settimeout(2)  # of a send; what is read is there
+        self._selector.register(self._head, selectors.EVENT_READ, "head")
+        self._send({name: getattr(settings, name) for name in ("token", "rank", "host", "process")})
+
+    def run(self) -> None:
+        """Watch until the rank is gone."""
+        while not self._is_over:
+            for key, _ in self._selector.select(max(0.0, self._due - time.monotonic())):
+                self._hear(key.data, key.fd)
+            if time.monotonic() >= self._due:
+                self._due = time.monotonic() + self._settings.interval_seconds
+                self._look()
+            if self._stack_due and time.monotonic() >= self._stack_due:
+                self._send_stack()
+
+    def _hear(self, sender: str, descriptor: int) -> None:
+        try:
+            data = os.read(descriptor, 65536)
+        except OSError:  # a broken connection is an ended one
+            data = b""
+        if not data:
+            self._selector.unregister(descriptor)
+            self._due = time.monotonic() + _SECONDS_TO_END
+            if sender == "head" and self._leaving_seconds is None:
+                self._end_rank("the connection to the host of rank 0 broke")
+        elif sender == "stacks":
+            self._stack += data
+        else:
+            for message in self._inboxes[sender].take(data):
+                self._obey(message) if sender == "head" else self._note(message)
+
+    def _note(self, beat: dict[str, Any]) -> None:
+        self._quiet_seconds = 0.0
+        if "left" in beat:
+            self._leaving_seconds = 0.0
+            self._send(beat)
+        self._beat = beat
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        self._unheard_seconds = 0.0
+        if "stack" in order:
+            self._signal(self._settings.stack_signal)
+            self._stack_due = time.monotonic() + _SECONDS_FOR_STACK
+        if "stop" in order:
+            self._signal(signal.SIGUSR1)
+        if "end" in order and self._leaving_seconds is None:
+            self._signal(signal.SIGKILL)
+            self._is_over = True
+
+    def _look(self) -> None:
+        """Once an interval: is the rank there, is the head, and tell it."""
+        elapsed = self._clock.advance(time.monotonic())
+        if os.getppid() != self._settings.process:
+            self._is_over = True
+            if self._leaving_seconds is None:
+                self._send({**self._beat, "died": True})
+            return
+        if self._leaving_seconds is not None:
+            self._leaving_seconds += elapsed
+            if self._leaving_seconds > _SECONDS_TO_LEAVE:
+                self._end_rank(f"it did not end {_SECONDS_TO_LEAVE:.0f} s after its last word")
+            return
+        self._quiet_seconds += elapsed
+        self._unheard_seconds += elapsed
+        self._send({**self._beat, "quiet_seconds": self._quiet_seconds})
+        if self._unheard_seconds > self._settings.deadline_seconds:
+            self._end_rank(
+                f"nothing heard from the host of rank 0 for {self._unheard_seconds:.0f} s"
+            )
+
+    def _send_stack(self) -> None:
+        state = _process_state(self._settings.process)
+        self._send({"stack": self._stack.decode(errors="replace"), "state": state})
+        self._stack, self._stack_due = b"", 0.0
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._head.sendall(encode(message))
+        except OSError:  # a head that is gone is noticed where it is read
+            return
+
+    def _end_rank(self, why: str) -> None:
+        settings = self._settings
+        step = self._beat.get("step", 0)
+        print(
+            f"error: rank {settings.rank} on {settings.host}, step {step}: {why}; the rank ends",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._signal(signal.SIGKILL)
+        self._is_over = True
+
+    def _signal(self, number: int) -> None:
+        if os.getppid() == self._settings.process:  # else its number may be another's by now
+            os.kill(self._settings.process, number)
+
+
+def _process_state(process: int) -> str:
+    """State letter of a process in /proc, such as T for stopped; empty where there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def main() -> None:
+    """Watch the rank that the first line of stdin, Settings as JSON, tells of."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # meant for the rank, which decides what follows
+    settings = Settings(**json.loads(read_line(sys.stdin.fileno())))
+    try:
+        watchdog = Watchdog(settings)
+    except OSError as error:
+        print(
+            f"error: rank {settings.rank} on {settings.host}: the watchdog cannot reach "
+            f"{settings.address}:{settings.port} ({error}); the rank ends. Is there a firewall "
+            "between the hosts?",
+            file=sys.stderr,
+            flush=True,
+        )
+        os.kill(settings.process, signal.SIGKILL)
+        return
+    watchdog.run()

@@ -1,0 +1,55 @@
+"""Supervision of a run, from the meeting of its ranks to the exit code of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from cdrmix import runtime
+from cdrmix.cluster.heartbeat import Heartbeat, Limits, start_head
+from cdrmix.config.schema import SupervisionConfig
+from cdrmix.errors import TrainingError
+
+_EXIT_FAULT = 1
+_INTERVALS_FOR_THE_HEAD = 3
+
+
+def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) -> int:
+    """Run `action` while every rank beats; collective.
+
+    Args:
+        config: deadlines.
+        action: does the work of this rank, and gives its exit code.
+    Returns:
+        The exit code, which the head then knows too.
+    """
+    limits = Limits(config.deadline_seconds, config.phase_seconds)
+    meeting = runtime.broadcast_object(
+        start_head(
+            runtime.master_address(),
+            limits,
+            world_size=runtime.world_size(),
+            folder=runtime.launch_folder(),
+        )
+        if runtime.rank() == 0
+        else None
+    )
+    assert meeting is not None, "rank 0 made it"
+    heartbeat = Heartbeat(meeting, limits, rank=runtime.rank())
+    code = _EXIT_FAULT
+    try:
+        code = action(heartbeat)
+    except TrainingError as error:
+        code = error.exit_code
+        raise
+    except RuntimeError:
+        # Where a collective broke because another rank ended, the head says so and ends this one
+        # before a traceback here, and in all other ranks, hides it.
+        time.sleep(_INTERVALS_FOR_THE_HEAD * limits.interval_seconds)
+        raise
+    except SystemExit as end:  # of a signal, outside the loop
+        code = end.code if isinstance(end.code, int) else _EXIT_FAULT
+        raise
+    finally:
+        heartbeat.leave(code)
+    return code

@@ -1,0 +1,64 @@
+"""Addresses, interfaces and ports of this host, and the names in a list of SLURM's."""
+
+from __future__ import annotations
+
+import platform
+import re
+import socket
+
+# For documentation only (RFC 5737), so that the way there is the way to the outside.
+_OUTSIDE = "192.0.2.1"
+_DISCARD_PORT = 9
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago on this host."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def address_towards(address: str = _OUTSIDE) -> str:
+    """Our own address on the way to another; nothing is sent.
+
+    Raises:
+        OSError: if there is no way there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, _DISCARD_PORT))
+        return str(probe.getsockname()[0])
+
+
+def address_of_this_host() -> str:
+    """The address at which other hosts reach this one.
+
+    Debian lets a host's own name mean a loopback address: then that of the way to the outside.
+    """
+    address = socket.gethostbyname(platform.node())
+    return address_towards() if is_loopback(address) else address
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can reach it."""
+    return address.startswith("127.")
+
+
+def interface_towards(address: str) -> str | None:
+    """Name of the interface on the way to a host; None on loopback, or where there is no way."""
+    import psutil
+
+    try:
+        own = address_towards(address)
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if not is_loopback(own) and own in (each.address for each in addresses):
+            return name
+    return None
+
+
+def first_host(hosts: str) -> str:
+    """First name of a list of SLURM's, such as gpu[007-009,12]-ib,login."""
+    match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", hosts)
+    assert match is not None, "the pattern also fits nothing"
+    return "".join(part or "" for part in match.groups())

@@ -1,0 +1,166 @@
+"""A rank that dies, stops or stands still ends the run within its deadline, with one message."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.harness import rank_environment, run_ranks
+from tests.small_run import arguments, before_step, overrides, start
+
+DEADLINE_SECONDS = 8  # a crowded machine makes a step of 0.1 s last
+STEP_OF_FAULT = 5
+SECONDS_TO_WRITE = 5
+FAULTY_RANK = 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a run left: its log, its outcome, the ranks' exit codes, the seconds it took to end."""
+
+    log: str
+    outcome: dict[str, Any]
+    ends: list[int]
+    seconds: float
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stand_still() -> None:
+    time.sleep(600)
+
+
+def raise_a_fault_of_ours() -> None:
+    raise ZeroDivisionError("of this test")
+
+
+def nothing() -> None:
+    pass
+
+
+def lose_the_watchdog() -> None:
+    for child in psutil.Process().children():
+        child.kill()
+
+
+def start_with_fault(argv: list[str], folder: str, rank: int, fault: Callable[[], Any]) -> int:
+    """What a rank does; rank 1 notes the time and has a fault before step 5."""
+    os.environ.update(rank_environment(rank, 2, int(os.environ["MASTER_PORT"])))
+    os.environ["CDRMIX_LAUNCH_FOLDER"] = folder
+
+    def note_and_fail() -> None:
+        Path(folder, "began").write_text(str(time.time()))
+        fault()
+
+    if rank == FAULTY_RANK:
+        before_step(STEP_OF_FAULT, note_and_fail)
+    return start(argv)
+
+
+def two_ranks(argv: list[str], folder: str, fault: Callable[[], Any]) -> list[int]:
+    """Exit codes of two ranks, or minus the signals that ended them, in rank order.
+
+    The ranks are children of the harness's, which would end all of them when the first one ends.
+    """
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(start_with_fault(argv, folder, rank, fault))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    deadline = time.monotonic() + SECONDS_TO_WRITE
+    while not Path(folder, "outcome.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)  # the head ends after its rank, and the harness ends all that is left
+    return ends
+
+
+def run_with_fault(data: Path, run_dir: Path, fault: Callable[[], Any], folder: Path) -> Fault:
+    """What became of a run on two ranks of which one has a fault before step 5."""
+    settings = [f"supervision.deadline_seconds={DEADLINE_SECONDS}"]
+    argv = arguments(data, run_dir, *overrides(settings))
+    (ends,) = run_ranks(two_ranks, 1, argv, str(folder), fault, timeout=60)
+    written = folder / "outcome.json"
+    return Fault(
+        log=(run_dir / "train.log").read_text(),
+        outcome=json.loads(written.read_text()),
+        ends=ends,
+        seconds=written.stat().st_mtime - float((folder / "began").read_text()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "deadline_seconds"),
+    [
+        (die, r"rank 1 on HOST died at step 5 \(training\)", 0),
+        (
+            stop,
+            r"rank 1 on HOST is silent for \d+ s at step 5 \(training\): .* is stopped",
+            DEADLINE_SECONDS,
+        ),
+        (
+            stand_still,
+            r"rank 1 on HOST is stuck for \d+ s at step 5 \(training\), in",
+            DEADLINE_SECONDS,
+        ),
+        (lose_the_watchdog, r"rank 1 on HOST is gone with its watchdog, last seen at step \d", 0),
+    ],
+)
+def test_all_ranks_end_within_the_deadline_and_the_log_says_whose_fault_it_was(
+    fault: Callable[[], Any],
+    message: str,
+    deadline_seconds: float,
+    small_corpus: Path,
+    run_dir: Path,
+    tmp_path: Path,
+) -> None:
+    found = run_with_fault(small_corpus, run_dir, fault, tmp_path)
+    assert found.log.count("ERROR") == 1
+    assert re.search(f"ERROR error: {message.replace('HOST', socket.gethostname())}", found.log)
+    assert found.outcome["exit_code"] == 1
+    assert found.seconds < deadline_seconds + 5
+    assert found.ends == [-signal.SIGKILL] * 2
+    if fault is stand_still:
+        assert "in stand_still" in found.log
+        assert "heartbeat.py" not in found.log
+
+
+def test_a_rank_that_fails_alone_ends_the_others_by_its_exit_code(
+    small_corpus: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    found = run_with_fault(small_corpus, run_dir, raise_a_fault_of_ours, tmp_path)
+    assert found.outcome["exit_code"] == 1
+    assert found.ends[FAULTY_RANK] == 1
+    assert found.ends[0] != 0
+    assert found.seconds < DEADLINE_SECONDS + 5
+
+
+def test_a_healthy_run_leaves_its_exit_code_and_no_process(
+    small_corpus: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    found = run_with_fault(small_corpus, run_dir, nothing, tmp_path)
+    assert found.outcome == {"exit_code": 0, "reason": "", "step": 8}
+    assert found.ends == [0, 0]
+    assert "ERROR" not in found.log

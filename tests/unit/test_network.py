@@ -1,0 +1,43 @@
+"""Addresses and interfaces of this host, and names in lists of SLURM's."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+import pytest
+
+from cdrmix.network import address_towards, first_host, free_port, interface_towards
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("a,b[1-2]", "a"),
+        ("gpu[007-009,12]-ib,login", "gpu007-ib"),
+        ("n[3,5]", "n3"),
+        ("rack1-[12-13]", "rack1-12"),
+    ],
+)
+def test_the_first_host_of_a_list_is_found(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_a_free_port_can_be_bound() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", free_port()))
+
+
+def test_ranks_that_meet_on_loopback_need_no_interface() -> None:
+    assert interface_towards("127.0.0.1") is None
+
+
+def test_the_interface_is_the_one_that_has_our_address_on_the_way_there() -> None:
+    try:
+        own = address_towards()
+    except OSError:
+        pytest.skip("this machine has no way to the outside")
+    interface = interface_towards("192.0.2.1")
+    assert interface is not None
+    assert own in [address.address for address in psutil.net_if_addrs()[interface]]
