@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 from cdrmix import log
 from cdrmix.config.load import config_hash
+from cdrmix.data.document import draw
 from cdrmix.data.encode import (
     SPLITS,
     EncodeJob,
     StreamJob,
-    draw,
     read_ngrams,
     read_stream,
     run_encode,
@@ -329,6 +329,7 @@ class _Build:
     def _write_shards(self, parts: list[Path], tokenizer: _Tokenizer) -> list[StreamJob]:
         """The finished jobs, one for each split and domain."""
         digest = hashlib.sha256((tokenizer.folder / TOKENIZER_FILE).read_bytes()).hexdigest()
+        fim = self._recipe.fim and self._recipe.fim.model_dump()
         jobs = [
             EncodeJob(
                 task=task,
@@ -336,7 +337,8 @@ class _Build:
                 tokenizer=tokenizer.folder,
                 dtype=tokenizer.dtype,
                 validation_share=self._share,
-                out=self._work / "tokens" / content_key(part.name, digest, self._share),
+                fim=self._recipe.fim,
+                out=self._work / "tokens" / content_key(part.name, digest, self._share, fim),
             )
             for task, part in zip(self._tasks, parts, strict=True)
         ]

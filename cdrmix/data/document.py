@@ -7,6 +7,7 @@ from one document to the next unless its docstring says what and how much.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,6 +30,12 @@ class Document:
     source: str
     domain: str
     metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def draw(document_id: str, purpose: str) -> float:
+    """A number from 0 to 1 that follows from an id, another one for each purpose."""
+    digest = hashlib.blake2b(f"{purpose}:{document_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 Drop = Callable[[Document, str], None]

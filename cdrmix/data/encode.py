@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdrmix.data.document import Document, draw
+from cdrmix.data.fim import FimConfig, rearranged
 from cdrmix.data.folders import new_folder
 from cdrmix.data.ngrams import ngram_entropy
 from cdrmix.data.shards import Dtype, ShardInfo, TokenStream, write_file, write_shards
@@ -30,6 +31,7 @@ class EncodeJob:
     Attributes:
         documents: result of the task's last stage.
         tokenizer: folder with tokenizer.json.
+        fim: which training documents are rearranged for infilling; None: none is.
         out: folder of the result.
     """
 
@@ -38,6 +40,7 @@ class EncodeJob:
     tokenizer: Path
     dtype: Dtype
     validation_share: float
+    fim: FimConfig | None
     out: Path
 
     def is_done(self) -> bool:
@@ -60,7 +63,9 @@ def run_encode(job: EncodeJob) -> None:
         sizes: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
         for document in read_documents(job.documents, job.task):
             split = split_of(document.id, job.validation_share)
-            ids = np.array([*tokenizer.encode(document.text), tokenizer.eos_id], dtype=dtype)
+            # What is held out stays as it is, so that its loss means the same whatever was done.
+            fim = job.fim if split == "train" else None
+            ids = np.array([*_encode(document, tokenizer, fim), tokenizer.eos_id], dtype=dtype)
             files[split].write(ids.tobytes())
             sizes[split].append((len(ids), len(document.text.encode())))
         for split, file in files.items():
@@ -70,15 +75,14 @@ def run_encode(job: EncodeJob) -> None:
                 close_synced(table)
 
 
+def _encode(document: Document, tokenizer: Tokenizer, fim: FimConfig | None) -> list[int]:
+    ids = rearranged(document, fim, tokenizer) if fim else None
+    return tokenizer.encode(document.text) if ids is None else ids
+
+
 def split_of(document_id: str, validation_share: float) -> str:
     """Split of a document, by hash of its id: the same in every build."""
     return "validation" if draw(document_id, "split") < validation_share else "train"
-
-
-def draw(document_id: str, purpose: str) -> float:
-    """A number from 0 to 1 that follows from an id, another one for each purpose."""
-    digest = hashlib.blake2b(f"{purpose}:{document_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
 
 
 @lru_cache(maxsize=1)

@@ -19,6 +19,7 @@ from cdrmix.config.load import read_text
 from cdrmix.config.problems import Problem, alternatives, shown, validate
 from cdrmix.config.schema import MixtureConfig, Section
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
+from cdrmix.data.fim import FimConfig
 from cdrmix.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, Manifest
 from cdrmix.data.source import SourceConfig
 from cdrmix.errors import ConfigError, DataError, TrainingError
@@ -98,6 +99,9 @@ class Recipe(Section):
         description="Shares of the domains in training, where the run has no data.mixture of its "
         "own; null: every sample once per epoch.",
     )
+    fim: FimConfig | None = Field(
+        None, description="Rearrange training documents for infilling; null: none."
+    )
     shards: ShardsConfig = ShardsConfig()
     keep_dropped: bool = Field(
         False, description="Keep every dropped document, whole, in dropped.jsonl of the result."
@@ -112,6 +116,7 @@ class Recipe(Section):
         users = [(f"steps: {step.name}", step.domains or ()) for step in self.steps]
         phases = self.mixture.phases if self.mixture else ()
         users += [("mixture", tuple(phase.weights or ())) for phase in phases]
+        users += [("fim", self.fim.domains or ())] if self.fim else []
         known = {source.domain for source in self.sources}
         for user, domains in users:
             unknown = sorted(set(domains) - known)

@@ -19,17 +19,19 @@ from cdrmix.errors import DataError
 TOKENIZER_FILE = "tokenizer.json"
 
 EOS, BOS, PAD = "<|eos|>", "<|bos|>", "<|pad|>"
+FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
+THOUGHT, ANSWER = "<|thought|>", "<|answer|>"
 # In this order they take the lowest ids. They are never produced from text.
 SPECIAL_TOKENS = (
     EOS,
     BOS,
     PAD,
-    "<|fim_prefix|>",
-    "<|fim_suffix|>",
-    "<|fim_middle|>",
+    FIM_PREFIX,
+    FIM_SUFFIX,
+    FIM_MIDDLE,
     "<|fim_pad|>",
-    "<|thought|>",
-    "<|answer|>",
+    THOUGHT,
+    ANSWER,
     "<|memory|>",
 )
 
@@ -115,6 +117,10 @@ class Tokenizer:
         self.eos_id, self.bos_id, self.pad_id = (
             encoding.encode_single_token(token) for token in (EOS, BOS, PAD)
         )
+
+    def special_id(self, token: str) -> int:
+        """Id of one of `SPECIAL_TOKENS`."""
+        return self._encoding.encode_single_token(token)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; the name of a special token inside it is text like any other.
