@@ -99,7 +99,8 @@ def evaluate(
     segment_documents: bool = False,
     topology: Topology = ALONE,
 ) -> Evaluation:
-    """Loss over held-out samples, spread over the data ranks; equal in any layout.
+    """Loss over held-out samples, spread over the data ranks; equal in any layout, but for the
+    overflow of experts where tensor ranks share the tokens that a capacity is of.
 
     Args:
         model: the backbone of this rank; left in the mode it was in. Evaluation is dropless.

@@ -24,14 +24,15 @@ from tests.small_run import CONFIG, SMALL, arguments, start
 ROWS, LENGTH = 5, 64  # three batches of two: on two ranks one pass is not counted
 
 
-def evaluated(data: str, expert: int) -> tuple[dict[str, Any], float]:
+def evaluated(data: str, expert: int, tensor: int = 1) -> tuple[dict[str, Any], float]:
     """What each rank finds, and the loss by its definition where one rank has all experts."""
     from cdrmix.engines.loop import start_engine
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 
     runtime.initialize_distributed()
-    settings = [f"parallel.expert={expert}", "training.max_steps=1", f"data.path={data}"]
+    spread = [f"parallel.expert={expert}", f"parallel.tensor={tensor}"]
+    settings = [*spread, "training.max_steps=1", f"data.path={data}"]
     config = load_config(CONFIG, [*SMALL, *settings])
     choice = choose(config, world_size=runtime.world_size())
     topology = make_topology(choice.degrees)
@@ -62,25 +63,34 @@ def _plain_loss(model: Backbone, dataset: TokenDataset) -> float:
     return float(F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
 
 
-def flat(evaluation: dict[str, Any]) -> np.ndarray:
+def flat(evaluation: dict[str, Any], *, overflow: bool) -> np.ndarray:
     layers = [
-        [*layer["utilisation"], layer["overflow_fraction"], layer["routing_entropy_bits"]]
+        [
+            *layer["utilisation"],
+            overflow * layer["overflow_fraction"],
+            layer["routing_entropy_bits"],
+        ]
         for layer in evaluation["layers"]
     ]
     return np.array([evaluation["loss"], evaluation["bits_per_byte"], *sum(layers, [])])
 
 
-@pytest.mark.parametrize(("world", "expert"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "expert", "tensor"), [(2, 1, 1), (2, 2, 1), (4, 2, 1), (2, 1, 2), (4, 4, 2)]
+)
 def test_evaluation_is_the_same_on_any_number_of_ranks(
-    world: int, expert: int, small_corpus: Path
+    world: int, expert: int, tensor: int, small_corpus: Path
 ) -> None:
     ((one, plain),) = run_ranks(evaluated, 1, str(small_corpus), 1)
     assert one["loss"] == pytest.approx(plain, rel=1e-5)
     assert one["tokens"] == ROWS * LENGTH
-    found = [evaluation for evaluation, _ in run_ranks(evaluated, world, str(small_corpus), expert)]
+    ranks = run_ranks(evaluated, world, str(small_corpus), expert, tensor)
+    found = [evaluation for evaluation, _ in ranks]
     assert all(evaluation == found[0] for evaluation in found), "every rank has the same result"
     assert found[0]["tokens"] == one["tokens"]
-    np.testing.assert_allclose(flat(found[0]), flat(one), rtol=1e-4, atol=1e-6)
+    # the capacity is that of the tokens that a rank routes, which tensor ranks share
+    ours, theirs = (flat(result, overflow=tensor == 1) for result in (found[0], one))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def start_with_an_early_end(argv: list[str], eos_id: int) -> int:
