@@ -21,8 +21,8 @@ from cdrmix.data.shards import Manifest, TokenDataset, check_vocab, read_manifes
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Output
-from cdrmix.objectives.language_model import linear_cross_entropy
 from cdrmix.objectives.router import router_losses
+from cdrmix.parallel.partitioned import next_token_nats
 from cdrmix.parallel.statistics import mean_over_ranks
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
@@ -155,7 +155,7 @@ def micro_step(
         segment_ids: document of each token, [B, T]; None: a sample is one document.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
-    nats = linear_cross_entropy(output.hidden, engine.module.embedding.weight, labels)
+    nats = next_token_nats(engine.module.embedding, output.hidden, labels)
     loss = nats * nats_scale
     moe, statistics = config.model.moe, output.router_statistics
     if moe is None or statistics is None:

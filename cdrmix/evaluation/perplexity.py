@@ -16,8 +16,9 @@ from cdrmix.data.loader import split_documents
 from cdrmix.data.permutation import Permutation
 from cdrmix.data.shards import TokenDataset
 from cdrmix.models.backbone import Backbone
-from cdrmix.objectives.language_model import count_valid, linear_cross_entropy
+from cdrmix.objectives.language_model import count_valid
 from cdrmix.objectives.router import router_monitors
+from cdrmix.parallel.partitioned import next_token_nats
 from cdrmix.parallel.topology import ALONE, Topology
 
 _ROW_ORDER_KEY = (0,)
@@ -145,7 +146,7 @@ def _batch_sums(model: Backbone, rows: np.ndarray, *, border_id: int | None) -> 
         segment_ids = torch.from_numpy(documents).to(device)
     labels = torch.from_numpy(targets).to(device)
     output = model(torch.from_numpy(rows[:, :-1]).to(device), segment_ids=segment_ids)
-    nats = linear_cross_entropy(output.hidden, model.embedding.weight, labels)
+    nats = next_token_nats(model.embedding, output.hidden, labels)
     sums = [nats.reshape(1), nats.new_tensor([int(count_valid(labels)), labels.numel()])]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))

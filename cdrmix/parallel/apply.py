@@ -8,6 +8,7 @@ from torch import nn
 from cdrmix import runtime
 from cdrmix.config.schema import Config, ModelConfig
 from cdrmix.models.backbone import Backbone, Block, make_block
+from cdrmix.parallel.partitioned import PartitionedEmbedding, partition
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
 
@@ -26,6 +27,8 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
             std=model.init_std,
             expert_parallel_rank=topology.rank_in_stage % topology.degrees.expert,
         )
+        if choice.zero_stage == 3:
+            partition(made, choice.deepspeed)
         return made
 
     with torch.device(runtime.device()):
@@ -35,4 +38,7 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
             block=block,
         )
         model.embedding.initialize(seed=config.training.seed, std=config.model.init_std)
+    if choice.zero_stage == 3:
+        partition(model, choice.deepspeed)
+        model.embedding = PartitionedEmbedding(model.embedding)
     return model
