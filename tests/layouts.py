@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +14,9 @@ from torch import nn
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
+from cdrmix.parallel.topology import Topology, make_topology, own_tokens
+from cdrmix.planning.deepspeed_json import profile_path, read_profile
+from cdrmix.planning.profile import Choice, choose
 from tests.harness import run_ranks
 
 STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 10, 8, 24, 304
@@ -34,6 +39,8 @@ class Case:
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
         training: changes of the training section.
+        zero: changes of the profile's `zero_optimization`.
+        note: what these changes come to.
     """
 
     data: int = 1
@@ -50,6 +57,8 @@ class Case:
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
     training: dict[str, Any] = field(default_factory=dict, hash=False)
+    zero: dict[str, Any] = field(default_factory=dict, hash=False)
+    note: str = ""
 
     @property
     def world_size(self) -> int:
@@ -63,7 +72,8 @@ class Case:
         """The same micro-steps on one rank, which keeps all activations."""
         alone = dict.fromkeys(("data", "tensor", "pipeline", "sequence", "expert"), 1)
         kept = {name: value for name, value in self.training.items() if "checkpoint" not in name}
-        return replace(self, **alone, training=kept, profile="zero1", broken="")
+        made = {"profile": "zero1", "zero": {}, "note": "", "broken": ""}
+        return replace(self, **alone, training=kept, **made)
 
     def __str__(self) -> str:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
@@ -72,7 +82,8 @@ class Case:
         kind += [f"length{self.length}"] if self.length != LENGTH else []
         kind += ["packed"] if self.packed else []
         kind += [f"{name}={value}" for name, value in (self.model | self.training).items()]
-        return " ".join([*spread, *kind, self.profile, self.optimizer, f"x{self.accumulation}"])
+        made = [self.profile, *filter(None, [self.note]), self.optimizer, f"x{self.accumulation}"]
+        return " ".join([*spread, *kind, *made])
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ class Trained:
     parameters: dict[str, torch.Tensor]
 
 
-def make_config(case: Case) -> Config:
+def make_config(case: Case, *, seed: int = 0) -> Config:
     experts = {"num_experts": 4, "expert_hidden_size": 48, "load_balance_weight": 1.0}
     model = {
         "hidden_size": 128,
@@ -102,6 +113,7 @@ def make_config(case: Case) -> Config:
     }
     training = {
         "max_steps": STEPS,
+        "seed": seed,
         "global_batch_size": GLOBAL_BATCH,
         "micro_batch_size": case.micro_batch,
         "sequence_length": case.length,
@@ -138,48 +150,80 @@ def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
     return batch
 
 
+def make_choice(case: Case, config: Config) -> Choice:
+    """The plan of a case, with a profile of its own where it changes the shipped one."""
+    settings = read_profile(profile_path(case.profile))
+    settings["zero_optimization"] |= case.zero
+    # DeepSpeed asks to be told that we mean an optimizer that it does not know
+    settings["zero_allow_untested_optimizer"] = case.optimizer == "sgd"
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(json.dumps(settings))
+        file.flush()
+        return choose(config, world_size=case.world_size, profile=file.name)
+
+
 def sgd(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
     from cdrmix.engines.optim import parameter_groups
 
     return torch.optim.SGD(parameter_groups(model, weight_decay=0.0), lr=training.learning_rate)
 
 
-def train(case: Case) -> tuple[list[float], list[float], list[Any]]:
-    """Losses, gradient norms and master weights as this rank sees them."""
+@dataclass(frozen=True)
+class Started:
+    """An engine of a case on this rank."""
+
+    case: Case
+    config: Config
+    topology: Topology
+    engine: Any
+
+
+def start(case: Case, *, seed: int = 0) -> Started:
+    """This rank's engine, with the initial values of `seed`; its process group is there."""
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.optim import adamw
-    from cdrmix.engines.step import train_step
     from cdrmix.parallel.apply import build_model
-    from cdrmix.parallel.topology import make_topology, own_tokens
-    from cdrmix.planning.profile import choose
 
-    runtime.initialize_distributed()
-    wake_blocks()
-    plant(case.broken)
-    config = make_config(case)
-    choice = choose(config, world_size=case.world_size, profile=case.profile)
+    config = make_config(case, seed=seed)
+    choice = make_choice(case, config)
     topology = make_topology(choice.degrees)
     made = {"adamw": adamw, "sgd": sgd}[case.optimizer]
-    if case.optimizer == "sgd":  # DeepSpeed asks to be told that we mean it
-        allowed = {"zero_allow_untested_optimizer": True}
-        choice = replace(choice, deepspeed=choice.deepspeed | allowed)
     model = build_model(config, choice, topology)
     engine = start_engine(model, config, choice, topology, optimizer=made)
+    return Started(case, config, topology, engine)
+
+
+def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[list[float], ...]:
+    """Losses and gradient norms of some steps, over all ranks."""
+    from cdrmix.engines.step import train_step
+
+    case, topology, engine = started.case, started.topology, started.engine
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(first, first + count):
         rows, batch = global_batch(case, step), {}
         valid = int((rows["labels"] != -100).sum())
         for name, values in rows.items():
             # micro-step m covers rows [m * B * W, (m + 1) * B * W), reader r the r-th part of them
-            by_reader = values.view(-1, choice.degrees.sample_ranks, case.micro_batch, case.length)
+            readers = topology.degrees.sample_ranks
+            by_reader = values.view(-1, readers, case.micro_batch, case.length)
             batch[name] = by_reader[:, topology.sample_rank]
         batch = own_tokens(batch, topology)
         counted = int((batch["labels"] != -100).sum()) * topology.degrees.data
         tokens = counted if case.broken == "local mean" else valid
-        result = train_step(engine, config, topology, batch, step=step, tokens=tokens)
+        result = train_step(engine, started.config, topology, batch, step=step, tokens=tokens)
         losses.append(float(runtime.all_reduce_sum(result.nats.double())) / valid)
         norms.append(float(engine.get_global_grad_norm()))
-    held = _masters(engine)
+    return losses, norms
+
+
+def train(case: Case) -> tuple[list[float], list[float], list[Any]]:
+    """Losses, gradient norms and master weights as this rank sees them."""
+    runtime.initialize_distributed()
+    wake_blocks()
+    plant(case.broken)
+    started = start(case)
+    losses, norms = run_steps(started)
+    held = _masters(started.engine)
     runtime.destroy_distributed()
     return losses, norms, held
 
@@ -214,7 +258,7 @@ def plant(broken: str) -> None:
     from cdrmix.models import attention
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
-    from cdrmix.parallel import sequence, statistics, tensor
+    from cdrmix.parallel import partitioned, sequence, statistics, tensor
 
     def leave_partial(kind: type[nn.Module]) -> None:
         """Whole parameters of such modules keep the gradients of this tensor rank's part."""
@@ -244,6 +288,11 @@ def plant(broken: str) -> None:
             sequence._NextRank, "apply", staticmethod(lambda x, part: next_rank(x.detach(), part))
         ),
         "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
+        "head not counted": lambda: setattr(
+            partitioned._Head,
+            "forward",
+            lambda _, hidden, embedding, score: score(hidden, embedding.weight.detach()),
+        ),
     }
     faults[broken]()
 

@@ -2,11 +2,13 @@
 
 `fragments` and `load` are for engines; `load_module` fills a plain module from the same fragments.
 
-Engines: ZeRO 1 and 2 in fp32, bf16 and fp16 (DeepSpeedZeroOptimizer, and the BF16_Optimizer that
-DeepSpeed takes for ZeRO-1 with float32 gradient accumulation). Each parameter group is one flat
-float32 partition per rank; `param._hp_mapping` says which range of which parameter lies where in
-it (deepspeed/utils/tensor_fragment.py, 0.19.8). The optimizer's state of a partition comes into
-being at the first step and holds tensors of the partition's shape and single numbers (`step`).
+Engines: ZeRO 1, 2 and 3 in fp32, bf16 and fp16, on the device or offloaded to the host. Under ZeRO
+1 and 2 (DeepSpeedZeroOptimizer, and the BF16_Optimizer that DeepSpeed takes for ZeRO-1 with float32
+gradient accumulation) each parameter group is one flat float32 partition per rank;
+`param._hp_mapping` says which range of which parameter lies where in it
+(deepspeed/utils/tensor_fragment.py, 0.19.8). `zero3` says the same of ZeRO-3. The optimizer's state
+of a partition comes into being at the first step and holds tensors of the partition's shape and
+single numbers (`step`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from cdrmix import runtime
+from cdrmix.checkpoint import zero3
 from cdrmix.checkpoint.fragments import Block, Fragment, Span
 from cdrmix.checkpoint.reader import CheckpointReader, check_names
 from cdrmix.errors import StateError
@@ -62,7 +65,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Partition:
-    """This rank's flat share of one parameter group; `names` are all of the group's."""
+    """This rank's flat share of some parameters; `names` are all of theirs."""
 
     master: torch.nn.Parameter
     names: list[str]
@@ -92,6 +95,8 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
                 elif piece.has_first_element():
                     number = torch.tensor([float(value)], dtype=torch.float64)
                     yield Fragment(piece.name, kind, (), Span.whole(Block.whole(())), number)
+    for piece, share in _frozen_shares(engine, logical_name):
+        yield _fragment(piece, "param", share)
     for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
         if placement.is_first_replica and not placement.is_copy:
             values = tensor.detach().reshape(-1)
@@ -128,7 +133,10 @@ def load(engine: Any, reader: CheckpointReader, logical_name: LogicalName = str)
         StateError: on every rank, if any of them found another model or could not read.
     """
     runtime.together(lambda: _read(engine, reader, logical_name))
-    engine.optimizer.update_lp_params()
+    if _is_zero3(engine):
+        zero3.refresh_weights(engine.optimizer)
+    else:
+        engine.optimizer.update_lp_params()
     _restore_counters(engine, reader.state["engine"])
 
 
@@ -162,25 +170,31 @@ def _persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor
     return [(name, tensor) for name, tensor in module.named_buffers() if name in saved]
 
 
+def _is_zero3(engine: Any) -> bool:
+    return engine.zero_optimization_stage() == 3
+
+
 def _partitions(engine: Any, logical_name: LogicalName) -> Iterator[_Partition]:
-    """The partitions of this rank, one per parameter group, in the optimizer's order."""
-    optimizer = engine.optimizer
+    """The partitions of this rank, in the optimizer's order."""
     names = {id(p): logical_name(name) for name, p in engine.module.named_parameters()}
-    groups = zip(optimizer.optimizer.param_groups, _parameter_groups(engine), strict=True)
-    for group, parameters in groups:
-        (master,) = group["params"]
-        pieces = [_piece(engine, names[id(p)], p) for p in parameters if _mapping(p) is not None]
+    for master, parameters in _masters(engine):
+        found = (_piece(engine, names[id(p)], p) for p in parameters)
+        pieces = [piece for piece in found if piece is not None]
         yield _Partition(master, [names[id(p)] for p in parameters], pieces)
 
 
-def _parameter_groups(engine: Any) -> list[list[torch.nn.Parameter]]:
-    """The model's trained parameters by parameter group."""
+def _masters(engine: Any) -> list[tuple[torch.nn.Parameter, list[torch.nn.Parameter]]]:
+    """Flat float32 masters, and the trained parameters that they hold shares of."""
     optimizer = engine.optimizer
-    assert engine.zero_optimization_stage() in (1, 2), "written for ZeRO stages 1 and 2"
+    if _is_zero3(engine):
+        return list(zero3.sub_groups(optimizer))
+    assert engine.zero_optimization_stage() in (1, 2), "written for ZeRO stages 1 to 3"
     # 0.19.8 links `_hp_mapping` in the order before the round-robin shuffle: it would be wrong.
     assert not engine.zero_round_robin_gradients(), "round_robin_gradients cannot be saved"
+    masters = [master for group in optimizer.optimizer.param_groups for master in group["params"]]
     is_bf16_optimizer = hasattr(optimizer, "bf16_groups")
-    return optimizer.bf16_groups if is_bf16_optimizer else optimizer.bit16_groups
+    groups = optimizer.bf16_groups if is_bf16_optimizer else optimizer.bit16_groups
+    return list(zip(masters, groups, strict=True))
 
 
 def _mapping(param: torch.nn.Parameter) -> Any:
@@ -188,16 +202,25 @@ def _mapping(param: torch.nn.Parameter) -> Any:
     return param._hp_mapping  # type: ignore[attr-defined]
 
 
-def _piece(engine: Any, name: str, param: torch.nn.Parameter) -> _Piece:
-    local, flat = _mapping(param).lp_fragment_address, _mapping(param).hp_fragment_address
+def _piece(engine: Any, name: str, param: torch.nn.Parameter) -> _Piece | None:
+    """The range of a trained parameter that this rank holds; None if it holds nothing of it."""
     placement = _placement(engine, param)
-    return _Piece(name, placement, Span(placement.block, local.start, local.numel), flat.start)
+    if _is_zero3(engine):
+        start, numel = zero3.share(param)
+        offset = zero3.offset(engine.optimizer, param)
+    elif _mapping(param) is None:
+        return None
+    else:
+        local, flat = _mapping(param).lp_fragment_address, _mapping(param).hp_fragment_address
+        start, numel, offset = local.start, local.numel, flat.start
+    return _Piece(name, placement, Span(placement.block, start, numel), offset) if numel else None
 
 
 def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
     """Expert parameters are a block of experts, in order of expert rank; others are whole, or the
     box that tensor parallelism left of them."""
-    shape, copied = tuple(tensor.shape), is_copy(tensor)
+    # what ZeRO-3 has partitioned shows nothing of its shape
+    shape, copied = tuple(getattr(tensor, "ds_shape", tensor.shape)), is_copy(tensor)
     if getattr(tensor, "allreduce", True):
         is_first = torch.distributed.get_rank(engine.optimizer.dp_process_group) == 0
         shard = shard_of(tensor)
@@ -213,14 +236,26 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
     return _Placement((total, *shape[1:]), block, is_first, copied)
 
 
+def _frozen(engine: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    trained = {id(p) for _, parameters in _masters(engine) for p in parameters}
+    return [(name, p) for name, p in engine.module.named_parameters() if id(p) not in trained]
+
+
+def _frozen_shares(engine: Any, logical_name: LogicalName) -> Iterator[tuple[_Piece, torch.Tensor]]:
+    """This rank's shares of frozen parameters, which ZeRO-3 alone partitions too."""
+    for name, param in _frozen(engine) if _is_zero3(engine) else ():
+        placement, (start, numel) = _placement(engine, param), zero3.share(param)
+        if numel:
+            span = Span(placement.block, start, numel)
+            yield _Piece(logical_name(name), placement, span, 0), zero3.held(param)
+
+
 def _unpartitioned(
     engine: Any, logical_name: LogicalName
 ) -> Iterator[tuple[str, torch.Tensor, str, _Placement]]:
-    """Frozen parameters and persistent buffers: whole on every replica."""
-    trained = {id(p) for group in _parameter_groups(engine) for p in group}
-    for name, param in engine.module.named_parameters():
-        if id(param) not in trained:
-            yield logical_name(name), param, "param", _placement(engine, param)
+    """Persistent buffers and, but for ZeRO-3, frozen parameters: whole on every replica."""
+    for name, param in () if _is_zero3(engine) else _frozen(engine):
+        yield logical_name(name), param, "param", _placement(engine, param)
     for name, buffer in _persistent_buffers(engine.module):
         yield logical_name(name), buffer, "buffer", _placement(engine, buffer)
 
@@ -245,12 +280,14 @@ def _read(engine: Any, reader: CheckpointReader, logical_name: LogicalName) -> N
         for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
             values = reader.read(name, kind, block=placement.block)
             tensor.copy_(values.reshape(tensor.shape))
+        for piece, share in _frozen_shares(engine, logical_name):
+            _fill(share, piece, reader, "param")
     partitions = list(_partitions(engine, logical_name))
     is_untrained = all(reader.kinds(n) == ["param"] for part in partitions for n in part.names)
     if is_untrained:
         _forget_optimizer_state(engine)
     else:
-        _materialise_optimizer_state(engine.optimizer.optimizer)
+        _materialise_optimizer_state(engine)
     for partition in partitions:
         for piece in partition.pieces:
             _fill(partition.master, piece, reader, "param")
@@ -271,12 +308,12 @@ def _forget_optimizer_state(engine: Any) -> None:
     engine.optimizer._hp_optimizer_states_linked = False
 
 
-def _materialise_optimizer_state(inner: torch.optim.Optimizer) -> None:
+def _materialise_optimizer_state(engine: Any) -> None:
     """Let the optimizer make its own state, in its own types, by a step that changes nothing.
 
     Learning rate and gradients are zero; the masters are read afterwards in any case.
     """
-    masters = [p for group in inner.param_groups for p in group["params"]]
+    inner, masters = engine.optimizer.optimizer, [master for master, _ in _masters(engine)]
     if all(inner.state.get(p) for p in masters):
         return
     rates, gradients = [group["lr"] for group in inner.param_groups], [p.grad for p in masters]
@@ -284,7 +321,10 @@ def _materialise_optimizer_state(inner: torch.optim.Optimizer) -> None:
         group["lr"] = 0.0
     for p in masters:
         p.grad = torch.zeros_like(p)
-    inner.step()
+    if _is_zero3(engine):
+        zero3.step_each(engine.optimizer)
+    else:
+        inner.step()
     for group, rate in zip(inner.param_groups, rates, strict=True):
         group["lr"] = rate
     for p, gradient in zip(masters, gradients, strict=True):

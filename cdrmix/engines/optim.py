@@ -28,7 +28,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
     for parameter in model.parameters():
         if not getattr(parameter, "allreduce", True):
             experts.setdefault(parameter.group_name, []).append(parameter)  # type: ignore[attr-defined]
-        elif parameter.dim() >= 2:
+        elif len(_logical_shape(parameter)) >= 2:
             decayed.append(parameter)
         else:
             plain.append(parameter)
@@ -40,6 +40,11 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
         group = {"name": name, "params": parameters, "weight_decay": weight_decay, "moe": True}
         groups.append(group)
     return groups
+
+
+def _logical_shape(parameter: nn.Parameter) -> torch.Size:
+    """Shape of the whole parameter; one that ZeRO-3 has partitioned shows none of it."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def adamw(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:

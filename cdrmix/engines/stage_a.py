@@ -23,9 +23,9 @@ from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Output
 from cdrmix.objectives.router import router_losses
+from cdrmix.parallel.head import next_token_nats
 from cdrmix.parallel.statistics import mean_over_ranks
 from cdrmix.parallel.topology import Topology
-from cdrmix.parallel.vocabulary import next_token_nats
 from cdrmix.planning.profile import Choice
 
 logger = get_logger(__name__)

@@ -18,8 +18,8 @@ from cdrmix.data.shards import TokenDataset
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import count_valid
 from cdrmix.objectives.router import router_monitors
+from cdrmix.parallel.head import next_token_nats
 from cdrmix.parallel.topology import ALONE, Topology
-from cdrmix.parallel.vocabulary import next_token_nats
 
 _ROW_ORDER_KEY = (0,)
 _NUM_TOKEN_SUMS = 3  # before the router statistics in the sums of a batch

@@ -9,6 +9,7 @@ from cdrmix import runtime
 from cdrmix.config.schema import Config, ModelConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block, make_block
+from cdrmix.parallel.partitioned import PartitionedEmbedding, partition
 from cdrmix.parallel.sequence import spread_tokens
 from cdrmix.parallel.tensor import mark_copies, split_block
 from cdrmix.parallel.topology import Topology
@@ -34,6 +35,8 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
         )
         split_block(made, topology)
         spread_tokens(made, topology, passes_state=by_state)
+        if choice.zero_stage == 3:
+            partition(made, choice.deepspeed)
         return made
 
     by_state = passes_state(
@@ -53,4 +56,7 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
         model.embedding.initialize(seed=config.training.seed, std=config.model.init_std)
         model.embedding = split_embedding(model.embedding, topology)
         mark_copies(model, topology)
+    if choice.zero_stage == 3:
+        partition(model, choice.deepspeed)
+        model.embedding = PartitionedEmbedding(model.embedding)
     return model

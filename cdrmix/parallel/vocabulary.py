@@ -45,7 +45,7 @@ class VocabularyEmbedding(TokenEmbedding):
         return torch.cat(self._of_all_ranks(super().logits(hidden).detach()).unbind(0), dim=-1)
 
     def cross_entropy(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """As `next_token_nats`."""
+        """As `head.next_token_nats`."""
         part = VocabularyPart(self.first_id, self._of_all_ranks)
         whole = enter_region(hidden, self.topology) if torch.is_grad_enabled() else hidden
         return linear_cross_entropy(whole, self.weight, labels, part)
@@ -60,18 +60,3 @@ def split_embedding(embedding: TokenEmbedding, topology: Topology) -> TokenEmbed
     if topology.tensor_group is None:
         return embedding
     return VocabularyEmbedding(cut(embedding.weight, topology, dim=0), topology)
-
-
-def next_token_nats(embedding: TokenEmbedding, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of the next token under a head that is whole or cut, summed.
-
-    Args:
-        embedding: of this rank; tied with the head.
-        hidden: normalised output of the last block, [..., D].
-        labels: next token of each position, [...], int64; -100 is ignored.
-    Returns:
-        Nats over the valid positions, scalar, float32; the same on every tensor rank.
-    """
-    if isinstance(embedding, VocabularyEmbedding):
-        return embedding.cross_entropy(hidden, labels)
-    return linear_cross_entropy(hidden, embedding.weight, labels)

@@ -15,6 +15,7 @@ from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops
 from cdrmix.planning.layout import Arrangement
 from cdrmix.planning.memory import MemoryModel, sharing
+from cdrmix.planning.zero import gathered_in_a_micro_step
 
 # Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has
 # been measured yet; tools/benchmark/step.py finds about this on a CPU core.
@@ -171,9 +172,9 @@ class CostModel:
         """DeepSpeed 0.19.8 all-reduces gradients, in the type of the weights: under ZeRO-1 once a
         step, under ZeRO-2 in each micro-step; updated weights are gathered once."""
         degrees = arrangement.degrees
-        steps = arrangement.gradient_accumulation_steps
-        reductions = 1 if arrangement.zero_stage == 1 else steps
-        gathers = 1 if arrangement.zero_stage < 3 else 2 * steps + 1
+        if arrangement.zero_stage == 3:
+            return self._of_zero3(arrangement)
+        reductions = 1 if arrangement.zero_stage == 1 else arrangement.gradient_accumulation_steps
         held = self.memory.held(degrees, 0)
         reduced = gathered = reducing = gathering = 0.0
         bandwidth = self._bandwidth(degrees.data * degrees.tensor)
@@ -184,9 +185,26 @@ class CostModel:
             moved = self.size * elements * (1 - 1 / ranks) / bandwidth
             reduced += reductions * self.size * elements
             reducing += reductions * 2 * moved
-            gathered += gathers * self.size * elements
-            gathering += gathers * moved
+            gathered += self.size * elements
+            gathering += moved
         return {
             "gradients_all_reduce": Traffic(int(reduced), reducing),
             "weights_all_gather": Traffic(int(gathered), gathering),
         }
+
+    def _of_zero3(self, arrangement: Arrangement) -> dict[str, Traffic]:
+        """Each micro-step gathers the weights and scatters the gradients, which a rank averages
+        only its share of; what is kept whole is gathered once a step."""
+        data, steps = arrangement.degrees.data, arrangement.gradient_accumulation_steps
+        if data == 1:
+            return {}
+        cut = self.memory.cut_by_zero3()
+        read = gathered_in_a_micro_step(
+            cut.blocks, embedding=cut.embedding, recompute=arrangement.activation_checkpointing
+        )
+        amounts = {
+            "gradients_reduce_scatter": steps * self.size * cut.total,
+            "weights_all_gather": self.size * (steps * read + cut.persistent),
+        }
+        share = (1 - 1 / data) / self._bandwidth(data)
+        return {kind: Traffic(amount, amount * share) for kind, amount in amounts.items()}

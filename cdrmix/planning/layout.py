@@ -66,8 +66,13 @@ class Layout:
 
     def offloads(self, what: str) -> bool:
         """True if `offload_optimizer` or `offload_param` moves something off the device."""
-        section = self.deepspeed.get("zero_optimization", {}).get(what, {})
-        return section.get("device", "none") != "none"
+        return offloads(self.deepspeed, what)
+
+
+def offloads(deepspeed: dict[str, Any], what: str) -> bool:
+    """Whether DeepSpeed's settings move `offload_optimizer` or `offload_param` off the device."""
+    section = deepspeed.get("zero_optimization", {}).get(what, {})
+    return bool(section.get("device", "none") != "none")
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ class Arrangement:
         micro_batch_size: samples per data rank and forward pass.
         gradient_accumulation_steps: forward passes per optimizer step.
         activation_checkpointing: whether blocks are recomputed in the backward pass.
-        offloads_optimizer: whether gradients' partition, masters and moments live on the host.
+        offloads_optimizer: whether masters and moments live on the host.
+        offloads_parameters: whether the shares of the weights do too (ZeRO-3).
         bucket_elements: DeepSpeed's `reduce_bucket_size` (elements).
     """
 
@@ -90,4 +96,5 @@ class Arrangement:
     gradient_accumulation_steps: int
     activation_checkpointing: bool
     offloads_optimizer: bool = False
+    offloads_parameters: bool = False
     bucket_elements: int = 500_000_000  # DeepSpeed's default

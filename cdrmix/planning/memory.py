@@ -10,21 +10,21 @@ runtime/bf16_optimizer.py) and equal to the byte in tests/parity/test_memory.py:
 * under ZeRO-2 it keeps a float32 partition; without a separate type of accumulation it keeps every
   gradient that its partition touches, whole.
 
-Tensor, pipeline and sequence parallelism, ZeRO-3 and offloading are estimated as they will be
-built, and have not been measured.
+ZeRO-3 and offloading are in `zero`. Tensor, pipeline and sequence parallelism are estimated as they
+will be built, and have not been measured.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cdrmix.config.schema import Config
-from cdrmix.planning import activations
+from cdrmix.planning import activations, zero
 from cdrmix.planning.activations import Numerics, WKVForm
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.counts import Parameter, forward_flops_by_layer, head_flops, parameters
@@ -41,8 +41,6 @@ CONTEXT_BYTES = GIB
 # bytes per token and feature that fla's backward recomputes (fla/ops/generalized_delta_rule/dplr:
 # four scaled inputs and their gradients, cumulated decays in float32, states of chunks of 64)
 _FLA_WORKSPACE = 32
-# DeepSpeed's defaults for ZeRO-3 (elements)
-_LIVE_PARAMETERS = 1_000_000_000
 
 Group = Literal["matrices", "vectors", "experts"]
 GROUPS: tuple[Group, ...] = ("matrices", "vectors", "experts")
@@ -76,8 +74,11 @@ class Memory:
 
     def fits(self, cluster: Cluster) -> bool:
         """Whether it stays within 90 % of the device's memory, and of the host's."""
-        on_host = self.host * cluster.gpus_per_node <= USABLE_SHARE * cluster.host_memory_gib * GIB
-        return self.total <= USABLE_SHARE * cluster.memory_bytes and on_host
+        return self.total <= USABLE_SHARE * cluster.memory_bytes and self.fits_host(cluster)
+
+    def fits_host(self, cluster: Cluster) -> bool:
+        """Whether what is offloaded stays within 90 % of the host's memory, all its ranks."""
+        return self.host * cluster.gpus_per_node <= USABLE_SHARE * cluster.host_memory_gib * GIB
 
     def to_json(self) -> dict[str, Any]:
         """Bytes by part as plain values."""
@@ -106,6 +107,22 @@ class _Elements:
 
 
 _Groups = dict[Group, _Elements]
+
+
+class CutParameters(NamedTuple):
+    """Elements of a dense model under ZeRO-3.
+
+    Attributes:
+        total: of all parameters.
+        blocks: of those in blocks that are gathered for each reading.
+        embedding: of the embedding, if it is; else 0.
+        persistent: of those that are kept whole.
+    """
+
+    total: int
+    blocks: int
+    embedding: int
+    persistent: int
 
 
 class MemoryModel:
@@ -166,17 +183,16 @@ class MemoryModel:
         return max((self._on_stage(arrangement, stage) for stage in sorted(stages)), key=_total)
 
     def _on_stage(self, arrangement: Arrangement, stage: int) -> Memory:
-        weights, gradients, optimizer = self._states(arrangement, stage)
+        states = self._states(arrangement, stage)
         kept = self._activations(arrangement, stage)
         buffers = self._buffers(arrangement, stage, kept)
         steps = arrangement.gradient_accumulation_steps
         if arrangement.zero_stage == 2 and self.precision != "bf16" and steps > 1:
             # DeepSpeed collects a micro-step's gradients before it adds them to those before
-            buffers["gradients_of_a_micro_step"] = gradients
-        host = 0
-        if arrangement.offloads_optimizer:
-            host, gradients, optimizer = gradients + optimizer, 0, 0
-        return Memory(weights, gradients, optimizer, kept, buffers, host)
+            buffers["gradients_of_a_micro_step"] = states.gradients
+        return Memory(
+            states.weights, states.gradients, states.optimizer, kept, buffers, states.host
+        )
 
     def held(self, degrees: Degrees, stage: int) -> dict[Group, int]:
         """Elements of each group on a rank of a stage; the tied embedding is on both ends."""
@@ -192,24 +208,75 @@ class MemoryModel:
         held = {group: total.on(_spread(degrees, group)) for group, total in groups.items()}
         return {group: elements for group, elements in held.items() if elements}
 
-    def _states(self, arrangement: Arrangement, stage: int) -> tuple[int, int, int]:
+    def _states(self, arrangement: Arrangement, stage: int) -> zero.States:
         """Bytes of weights, gradients and optimizer."""
+        if arrangement.zero_stage == 3:
+            return self._zero3_states(arrangement)
         degrees, size = arrangement.degrees, self.numerics.element_bytes
         held = self.held(degrees, stage)
         padded = {g: _padded(n, sharing(degrees, g)) for g, n in held.items()}
         parts = {g: n // sharing(degrees, g) for g, n in padded.items()}
-        optimizer = 12 * sum(parts.values()) + 4 * len(parts)  # AdamW counts its steps in a tensor
-        if arrangement.zero_stage == 3:
-            live = min(_LIVE_PARAMETERS, sum(padded.values()))
-            return size * (sum(parts.values()) + live), 4 * sum(parts.values()), optimizer
+        shared = sum(parts.values())
+        optimizer = 12 * shared + 4 * len(parts)  # AdamW counts its steps in a tensor
         weights = size * sum(padded.values())
-        if self.precision == "bf16":
-            if arrangement.zero_stage == 1:
-                return weights, 4 * sum(padded.values()) + size * sum(held.values()), optimizer
-            return weights, 4 * sum(parts.values()), optimizer
         if arrangement.zero_stage == 1:
-            return weights, size * sum(held.values()), optimizer
-        return weights, size * self._touched(degrees, parts), optimizer
+            gradients = size * sum(held.values())
+            if self.precision == "bf16":
+                gradients += 4 * sum(padded.values())
+        elif self.precision == "bf16":
+            gradients = 4 * shared
+        else:
+            gradients = size * self._touched(degrees, parts)
+        states = zero.States(weights, gradients, optimizer)
+        if not arrangement.offloads_optimizer:
+            return states
+        accumulated = 0
+        if self.precision != "bf16":  # where a float32 partition on the device sums them
+            states = replace(states, gradients=0)
+            if arrangement.gradient_accumulation_steps > 1:
+                accumulated = self._touched(degrees, parts)
+        return zero.offloaded(
+            states,
+            shared=shared,
+            largest=self._largest(degrees),
+            accumulated=accumulated,
+            element_bytes=size,
+        )
+
+    def _zero3_states(self, arrangement: Arrangement) -> zero.States:
+        data, size = arrangement.degrees.data, self.numerics.element_bytes
+        groups = [
+            [elements.on(1) for group, elements in self._listed if group == wanted]
+            for wanted in GROUPS
+        ]
+        states = zero.zero3_states(
+            groups,
+            data=data,
+            element_bytes=size,
+            gradient_bytes=4 if self.precision == "bf16" else size,
+        )
+        # a host of one rank is its device too, if that is a CPU: nothing is copied
+        apart = data > 1 or self.numerics.device == "cuda"
+        return zero.zero3_offloaded(
+            states,
+            shared=sum(-(-n // data) for group in groups for n in group),
+            whole=zero.persistent(groups) if apart else 0,
+            element_bytes=size,
+            optimizer=arrangement.offloads_optimizer,
+            parameters=arrangement.offloads_parameters,
+        )
+
+    def cut_by_zero3(self) -> CutParameters:
+        """How many elements ZeRO-3 gathers for each reading, and how many it keeps whole."""
+        sizes = [elements.on(1) for _, elements in self._listed]
+        tied = self._tied["matrices"].on(1)
+        embedding = tied if tied > zero.PERSISTENT_ELEMENTS else 0
+        kept = zero.persistent([sizes])
+        return CutParameters(sum(sizes), sum(sizes) - kept - embedding, embedding, kept)
+
+    def _largest(self, degrees: Degrees) -> int:
+        """Elements of the largest parameter that a rank holds."""
+        return max(elements.on(_spread(degrees, group)) for group, elements in self._listed)
 
     def _touched(self, degrees: Degrees, parts: dict[Group, int]) -> int:
         """Elements of all parameters that the fullest rank's partitions overlap.
@@ -290,6 +357,12 @@ class MemoryModel:
             buffers["all_to_all"] = self._all_to_all(degrees, tokens)
         if degrees.sequence > 1:  # r, w, k, v, a, b in one tensor, sent and received
             buffers["sequence_exchange"] = 2 * 6 * tokens * width * size // degrees.tensor
+        if arrangement.zero_stage == 3:
+            elements = [e.on(1) for _, e in self._listed if e.on(1) > zero.PERSISTENT_ELEMENTS]
+            whole = zero.gathered(sum(elements), largest=self._largest(degrees))
+            buffers["gathered_weights"] = size * whole
+        elif arrangement.offloads_optimizer:  # a gradient on its way to the host
+            buffers["offloaded_gradient"] = size * self._largest(degrees)
         if degrees.pipeline > 1:  # x and v_first, sent and received
             buffers["pipeline"] = 4 * tokens * width * size
         if self.numerics.device == "cuda":

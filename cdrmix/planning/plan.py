@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,8 +127,12 @@ def _changes(made: Plan) -> Iterator[str]:
     nodes = _nodes_needed(made)
     if nodes is not None:
         yield f"would fit on {nodes} such nodes, with {nodes // cluster.nodes} times the data ranks"
-    needed_gib = pick.memory.total / USABLE_SHARE / GIB
-    yield f"would fit on {cluster.world_size} devices of {needed_gib:.0f} GiB"
+    needed_gib, host_gib = (
+        math.ceil(size / USABLE_SHARE / GIB)
+        for size in (pick.memory.total, pick.memory.host * cluster.gpus_per_node)
+    )
+    hosts = "" if pick.memory.fits_host(cluster) else f", with {host_gib} GiB a host"
+    yield f"would fit on {cluster.world_size} devices of {needed_gib} GiB{hosts}"
 
 
 def _nodes_needed(made: Plan) -> int | None:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from cdrmix.config.schema import Config
 from cdrmix.planning import rules, scale
-from cdrmix.planning.cluster import Cluster
+from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Arrangement, Degrees, Layout
-from cdrmix.planning.memory import Memory, MemoryModel
+from cdrmix.planning.layout import Arrangement, Degrees, Layout, offloads
+from cdrmix.planning.memory import USABLE_SHARE, Memory, MemoryModel
 from cdrmix.planning.search import Candidate, candidates
 
 # Tokens of one forward pass that keep a small model's matrices busy; more only takes memory.
@@ -50,6 +50,11 @@ class Choice:
     deepspeed: dict[str, Any]
     reasons: list[str]
     warnings: list[str]
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage."""
+        return int(self.deepspeed["zero_optimization"]["stage"])
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values, as it stands in plan.json."""
@@ -163,7 +168,7 @@ def _completed(layout: Layout, pick: _Pick) -> Choice:
         gradient_accumulation_steps=steps,
         activation_checkpointing=pick.activation_checkpointing,
         memory=None,
-        deepspeed=layout.deepspeed | _of_the_run(config, degrees, micro, steps),
+        deepspeed=layout.deepspeed | _of_the_run(layout, micro, steps),
         reasons=[
             *pick.reasons,
             f"accumulation {steps} = global batch {batch} / "
@@ -182,10 +187,12 @@ def arrangement(choice: Choice) -> Arrangement:
     zero = choice.deepspeed["zero_optimization"]
     return Arrangement(
         choice.degrees,
-        int(zero["stage"]),
+        choice.zero_stage,
         choice.micro_batch_size,
         choice.gradient_accumulation_steps,
         choice.activation_checkpointing,
+        offloads_optimizer=offloads(choice.deepspeed, "offload_optimizer"),
+        offloads_parameters=offloads(choice.deepspeed, "offload_param"),
         bucket_elements=int(zero.get("reduce_bucket_size", Arrangement.bucket_elements)),
     )
 
@@ -200,17 +207,18 @@ def _by_size(config: Config, world_size: int, profile: str | None) -> _Pick:
     degrees = Degrees(data, given.tensor, given.pipeline, given.sequence, expert)
     total = count(config.model, config.training.sequence_length).total_params
     stage, profile_reason = scale.zero_stage(total, data=data, pipeline=given.pipeline)
+    usual = scale.profile(stage, degrees)
     if profile is not None:
         profile_reason = "--profile as given"
     micro, micro_reason = _micro_batch_size(config, degrees, total)
     reasons = [
-        f"profile {Path(profile or f'zero{stage}').stem}: {profile_reason}",
+        f"profile {Path(profile or usual).stem}: {profile_reason}",
         _degrees_reason(degrees, world_size),
         f"expert {expert}: {expert_reason}",
         f"micro batch {micro}: {micro_reason}",
     ]
     recompute = config.training.activation_checkpointing
-    return _Pick(profile or f"zero{stage}", degrees, micro, recompute, reasons)
+    return _Pick(profile or usual, degrees, micro, recompute, reasons)
 
 
 def _by_memory(best: Candidate, config: Config, cluster: Cluster, profile: str | None) -> _Pick:
@@ -221,7 +229,7 @@ def _by_memory(best: Candidate, config: Config, cluster: Cluster, profile: str |
     expert, expert_reason = scale.expert_degree(
         config, ranks=degrees.data, tensor=degrees.tensor, pipeline=degrees.pipeline
     )
-    if made.zero_stage != stage:
+    if made.zero_stage != stage or made.offloads_optimizer:
         profile_reason = "takes less memory"
     if degrees.expert != expert:
         expert_reason = "takes less memory"
@@ -247,13 +255,19 @@ def _by_memory(best: Candidate, config: Config, cluster: Cluster, profile: str |
 
 
 def memory_reason(best: Candidate, cluster: Cluster) -> str:
-    """How much of a device a layout fills."""
+    """How much of a device, and of a host where something is offloaded, a layout fills."""
     used, there = best.memory.total, cluster.memory_bytes
-    verdict = "within" if best.fits else "NOT within"
-    return (
-        f"memory: {used / 2**30:.1f} GiB of {there / 2**30:.1f} GiB a device, {verdict} the 90 % "
+    verdict = "within" if used <= USABLE_SHARE * there else "NOT within"
+    told = (
+        f"memory: {used / GIB:.1f} GiB of {there / GIB:.1f} GiB a device, {verdict} the 90 % "
         "that a plan may fill"
     )
+    if not best.memory.host:
+        return told
+    used_by_all = best.memory.host * cluster.gpus_per_node
+    verdict = "within" if best.memory.fits_host(cluster) else "NOT within"
+    there_gib = cluster.host_memory_gib
+    return f"{told}; {used_by_all / GIB:.1f} GiB of {there_gib:g} GiB a host, {verdict} it"
 
 
 def _checkpointing_reason(config: Config) -> str:
@@ -286,12 +300,12 @@ def _micro_batch_size(config: Config, degrees: Degrees, total_params: int) -> tu
     )
 
 
-def _of_the_run(config: Config, degrees: Degrees, micro: int, steps: int) -> dict[str, Any]:
+def _of_the_run(layout: Layout, micro: int, steps: int) -> dict[str, Any]:
     """DeepSpeed settings that belong to the run and follow from the configuration."""
-    training = config.training
+    training = layout.training
     settings: dict[str, Any] = {
         # Sequence ranks are data ranks to DeepSpeed, so its batch counts a shared sample by rank.
-        "train_batch_size": micro * steps * degrees.data,
+        "train_batch_size": micro * steps * layout.degrees.data,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
         "gradient_clipping": training.gradient_clipping,
@@ -302,4 +316,7 @@ def _of_the_run(config: Config, degrees: Degrees, micro: int, steps: int) -> dic
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if training.precision == "fp16":
         settings["fp16"] = {"enabled": True, "loss_scale": 0}  # 0: scaled dynamically
+    if layout.offloads("offload_optimizer"):
+        # the loop's own AdamW steps on the host, with torch's kernel for it
+        settings["zero_force_ds_cpu_optimizer"] = False
     return settings

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from cdrmix.errors import PlanError
 from cdrmix.planning.layout import Layout
@@ -161,18 +161,6 @@ def _unavailable_degree(degree: str) -> Rule:
     )
 
 
-def _unavailable_offload(what: str) -> Rule:
-    return Rule(
-        f"{what}-unavailable".replace("_", "-"),
-        lambda layout: layout.offloads(what),
-        lambda layout: (
-            f"zero_optimization.{what}: offloading is {UNAVAILABLE}. Try profile 'zero2'"
-        ),
-        THIS_VERSION,
-        about="profile",
-    )
-
-
 def _world_differs(layout: Layout) -> bool:
     return layout.degrees.world_size != layout.world_size
 
@@ -217,6 +205,53 @@ def _clipped_wrongly(layout: Layout) -> bool:
 def _unfused(layout: Layout) -> bool:
     halved = layout.training.precision != "fp32"
     return layout.zero_stage == 0 and halved and layout.degrees.pipeline == 1
+
+
+# Settings of ZeRO that DeepSpeed's MoE layer asserts, and whose other value is not its default.
+_NEEDED_BY_EXPERTS = ("contiguous_gradients", "reduce_scatter")
+# Settings of ZeRO++: what they keep beside a rank's share is not in our checkpoints.
+_ZERO_PLUS_PLUS = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
+
+
+def _zero(layout: Layout) -> dict[str, Any]:
+    section: dict[str, Any] = layout.deepspeed.get("zero_optimization", {})
+    return section
+
+
+def _withheld_from_experts(layout: Layout) -> list[str]:
+    return [name for name in _NEEDED_BY_EXPERTS if not _zero(layout).get(name, True)]
+
+
+def _quantized_or_doubled(layout: Layout) -> list[str]:
+    # a group of one rank is DeepSpeed's default
+    return [
+        name for name in _ZERO_PLUS_PLUS if _zero(layout).get(name, 0) > (name.endswith("size"))
+    ]
+
+
+def _offloads(layout: Layout) -> list[str]:
+    return [what for what in ("offload_optimizer", "offload_param") if layout.offloads(what)]
+
+
+def _to_nvme(layout: Layout) -> list[str]:
+    return [what for what in _offloads(layout) if _zero(layout)[what]["device"] == "nvme"]
+
+
+def _partly_offloaded(layout: Layout) -> bool:
+    section = _zero(layout).get("offload_optimizer", {})
+    return section.get("ratio", 1.0) != 1.0 or section.get("super_offload", False)
+
+
+def _cut_elsewhere(layout: Layout) -> list[str]:
+    """Axes besides data and experts, in words."""
+    axes = ("tensor", "pipeline", "sequence")
+    cut = [(axis, getattr(layout.degrees, axis)) for axis in axes]
+    return [f"parallel.{axis} = {degree}" for axis, degree in cut if degree > 1]
 
 
 RULES: tuple[Rule, ...] = (
@@ -308,30 +343,91 @@ RULES: tuple[Rule, ...] = (
         "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py: _hp_mapping, seen in a run",
         about="profile",
     ),
+    Rule(
+        "experts-need-reduce-scatter",
+        lambda x: x.model.moe is not None and bool(_withheld_from_experts(x)),
+        lambda x: (
+            f"zero_optimization.{_withheld_from_experts(x)[0]} = false cannot run with model.moe: "
+            "DeepSpeed reduces the gradients of experts in their own groups on that path only. "
+            "Try true, or profile 'expert'"
+        ),
+        "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py: _configure_moe_settings",
+        about="profile",
+    ),
+    Rule(
+        "stage-3-with-tensor",
+        lambda x: x.zero_stage == 3 and x.degrees.tensor > 1,
+        lambda x: (
+            f"zero_optimization.stage = 3 cannot run with parallel.tensor = {x.degrees.tensor}: "
+            "parameters are shared out over all ranks, and tensor ranks hold different ones. "
+            "Try profile 'zero2', or parallel.tensor = 1"
+        ),
+        "DeepSpeed 0.19.8 runtime/zero/partition_parameters.py: Init without a group",
+        about="profile",
+    ),
+    Rule(
+        "offload-param-below-stage-3",
+        lambda x: x.offloads("offload_param") and x.zero_stage < 3,
+        lambda x: (
+            f"zero_optimization.offload_param with stage = {x.zero_stage}: below stage 3 every "
+            "rank keeps all parameters on its device, and DeepSpeed passes over this setting. "
+            "Try profile 'zero3_offload', or leave it out"
+        ),
+        "DeepSpeed 0.19.8 runtime/engine.py: only its third stage is given the section",
+        about="profile",
+    ),
+    Rule(
+        "partly-offloaded",
+        lambda x: x.offloads("offload_optimizer") and _partly_offloaded(x),
+        lambda x: (
+            "zero_optimization.offload_optimizer with ratio below 1 or super_offload needs "
+            "DeepSpeed's own Adam, and the loop's is torch's. Try ratio = 1 without super_offload"
+        ),
+        "DeepSpeed 0.19.8 runtime/zero/stage3.py: Hybrid Optimizer Only Supports DeepSpeedCPUAdam",
+        about="profile",
+    ),
+    Rule(
+        "nvme-unavailable",
+        lambda x: bool(_to_nvme(x)),
+        lambda x: (
+            f"zero_optimization.{_to_nvme(x)[0]}.device = nvme: offloading to a disk is "
+            f"{UNAVAILABLE}. Try device = cpu"
+        ),
+        THIS_VERSION,
+        about="profile",
+    ),
+    Rule(
+        "offload-across-axes-unavailable",
+        lambda x: bool(_offloads(x)) and bool(_cut_elsewhere(x)),
+        lambda x: (
+            f"zero_optimization.{_offloads(x)[0]} with {' and '.join(_cut_elsewhere(x))}: "
+            f"offloading across other axes than data and experts is {UNAVAILABLE}. Try 1, or a "
+            "profile that does not offload"
+        ),
+        THIS_VERSION,
+        about="profile",
+    ),
+    Rule(
+        "stage-3-across-sequence-unavailable",
+        lambda x: x.zero_stage == 3 and x.degrees.sequence > 1,
+        lambda x: (
+            f"zero_optimization.stage = 3 with parallel.sequence = {x.degrees.sequence} is "
+            f"{UNAVAILABLE}. Try profile 'zero2', or parallel.sequence = 1"
+        ),
+        THIS_VERSION,
+        about="profile",
+    ),
+    Rule(
+        "zero-plus-plus-unavailable",
+        lambda x: bool(_quantized_or_doubled(x)),
+        lambda x: (
+            f"zero_optimization.{_quantized_or_doubled(x)[0]}: ZeRO++ is {UNAVAILABLE}. "
+            "Try leaving it out"
+        ),
+        THIS_VERSION,
+        about="profile",
+    ),
     *(_unavailable_degree(degree) for degree in UNAVAILABLE_DEGREES),
-    Rule(
-        "stage-3-with-cut-tensors-unavailable",
-        lambda x: x.zero_stage == 3 and x.degrees.tensor * x.degrees.sequence > 1,
-        lambda x: (
-            f"zero_optimization.stage = 3 with parallel.tensor = {x.degrees.tensor} and "
-            f"parallel.sequence = {x.degrees.sequence} is {UNAVAILABLE}. Try profile 'zero2', or "
-            "parallel.tensor = parallel.sequence = 1"
-        ),
-        THIS_VERSION,
-        about="profile",
-    ),
-    Rule(
-        "tensor-with-offload-unavailable",
-        lambda x: x.degrees.tensor > 1 and x.offloads("offload_optimizer"),
-        lambda x: (
-            f"zero_optimization.offload_optimizer with parallel.tensor = {x.degrees.tensor} is "
-            f"{UNAVAILABLE}. Try profile 'zero2', or parallel.tensor = 1"
-        ),
-        THIS_VERSION,
-        about="profile",
-    ),
-    _unavailable_offload("offload_optimizer"),
-    _unavailable_offload("offload_param"),
     Rule(
         "stage-0-unavailable",
         lambda x: x.zero_stage == 0 and not _clipped_wrongly(x) and not _unfused(x),
@@ -339,13 +435,6 @@ RULES: tuple[Rule, ...] = (
             f"zero_optimization.stage = 0: checkpoints of unpartitioned optimizers are "
             f"{UNAVAILABLE}. Try profile 'zero1', which holds the same on one rank"
         ),
-        THIS_VERSION,
-        about="profile",
-    ),
-    Rule(
-        "stage-3-unavailable",
-        lambda x: x.zero_stage == 3,
-        lambda x: f"zero_optimization.stage = 3: ZeRO-3 is {UNAVAILABLE}. Try profile 'zero2'",
         THIS_VERSION,
         about="profile",
     ),

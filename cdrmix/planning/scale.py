@@ -38,6 +38,13 @@ def zero_stage(total_params: int, *, data: int, pipeline: int) -> tuple[int, str
     return 2, f"{total_params / 1e9:.3g}B parameters: gradients are spread over the data ranks"
 
 
+def profile(stage: int, degrees: Degrees, *, offloaded: bool = False) -> str:
+    """Name of the shipped DeepSpeed profile for a ZeRO stage."""
+    if stage == 2 and degrees.expert > 1 and not offloaded:
+        return "expert"
+    return f"zero{stage}_offload" if offloaded else f"zero{stage}"
+
+
 def expert_degree(config: Config, *, ranks: int, tensor: int, pipeline: int) -> tuple[int, str]:
     """Expert degree among the `ranks` of a pipeline stage, and why."""
     model, given = config.model, config.parallel.expert

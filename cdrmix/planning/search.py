@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from cdrmix.config.schema import Config
 from cdrmix.planning import rules, scale
@@ -14,7 +14,7 @@ from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.cost import Cost, CostModel
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Arrangement, Degrees, Layout
+from cdrmix.planning.layout import Arrangement, Degrees, Layout, offloads
 from cdrmix.planning.memory import Memory, MemoryModel
 
 # Bounds of what is enumerated, so that a plan takes well under two seconds.
@@ -89,7 +89,8 @@ def candidates(
     config: Config, cluster: Cluster, *, settings: dict[str, Any] | None = None
 ) -> list[Candidate]:
     """Every legal layout, in order of preference: those that this version carries out first, of
-    these those that fit, of these the usual ones for the model's size, of these the fastest.
+    these those that fit, of these the usual ones for the model's size, of these those that offload
+    nothing, of these the fastest.
 
     What the configuration gives is kept.
 
@@ -115,11 +116,13 @@ def candidates(
     return sorted(found, key=_standing)
 
 
-def _standing(candidate: Candidate) -> tuple[bool, bool, int, bool, tuple[int, int, int]]:
+def _standing(candidate: Candidate) -> tuple[bool, bool, int, bool, bool, tuple[int, int, int]]:
     # what does not fit is ordered by how little it is too large
     excess = 0 if candidate.fits else candidate.memory.total
     lacking, usual = bool(candidate.missing), candidate.is_usual
-    return lacking, not candidate.fits, excess, not usual, candidate.preference
+    # how fast a host steps is assumed: nothing is offloaded where it need not be
+    on_host = candidate.arrangement.offloads_optimizer
+    return lacking, not candidate.fits, excess, not usual, on_host, candidate.preference
 
 
 def _is_usual(config: Config, arrangement: Arrangement, total_params: int) -> bool:
@@ -137,8 +140,8 @@ def _is_usual(config: Config, arrangement: Arrangement, total_params: int) -> bo
 def _profile_name(arrangement: Arrangement) -> str:
     if arrangement.degrees.pipeline > 1:
         return "pipeline"
-    offload = "_offload" if arrangement.offloads_optimizer else ""
-    return f"zero{arrangement.zero_stage}{offload}"
+    offloaded = arrangement.offloads_optimizer
+    return scale.profile(arrangement.zero_stage, arrangement.degrees, offloaded=offloaded)
 
 
 def _arrangements(
@@ -148,26 +151,43 @@ def _arrangements(
     zero = (settings or read_profile(profile_path("zero2"))).get("zero_optimization", {})
     bucket = int(zero.get("reduce_bucket_size", Arrangement.bucket_elements))
     for degrees in _degrees(config, cluster):
-        for stage, offload in _zero_stages(config, degrees, settings):
-            layout = _layout(config, degrees, stage, offload=offload)
+        for kind in _zero_kinds(config, degrees, settings):
+            layout = _layout(config, degrees, kind)
             broken = [rule for rule in rules.RULES if rule.applies(layout)]
             if any(not rule.is_about_this_version for rule in broken):
                 continue
             missing = tuple(rule.id.removesuffix("-unavailable") for rule in broken)
             for micro, steps in _batches(config, degrees):
                 for recompute in _checkpointing(config):
-                    yield (
-                        Arrangement(degrees, stage, micro, steps, recompute, offload, bucket),
-                        missing,
+                    made = Arrangement(
+                        degrees,
+                        kind.stage,
+                        micro,
+                        steps,
+                        recompute,
+                        offloads_optimizer=kind.offloads_optimizer,
+                        offloads_parameters=kind.offloads_parameters,
+                        bucket_elements=bucket,
                     )
+                    yield made, missing
 
 
-def _layout(config: Config, degrees: Degrees, stage: int, *, offload: bool) -> Layout:
-    zero: dict[str, Any] = {"stage": stage}
-    if offload:
+class _ZeroKind(NamedTuple):
+    """ZeRO stage, and what leaves the device."""
+
+    stage: int
+    offloads_optimizer: bool = False
+    offloads_parameters: bool = False
+
+
+def _layout(config: Config, degrees: Degrees, kind: _ZeroKind) -> Layout:
+    zero: dict[str, Any] = {"stage": kind.stage}
+    if kind.offloads_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
+    if kind.offloads_parameters:
+        zero["offload_param"] = {"device": "cpu"}
     settings = {"zero_optimization": zero}
-    return Layout(config, degrees, settings, f"zero{stage}", degrees.world_size)
+    return Layout(config, degrees, settings, f"zero{kind.stage}", degrees.world_size)
 
 
 def _degrees(config: Config, cluster: Cluster) -> Iterator[Degrees]:
@@ -193,18 +213,20 @@ def _degrees(config: Config, cluster: Cluster) -> Iterator[Degrees]:
                         yield Degrees(data, tensor, pipeline, sequence, expert)
 
 
-def _zero_stages(
+def _zero_kinds(
     config: Config, degrees: Degrees, settings: dict[str, Any] | None
-) -> list[tuple[int, bool]]:
-    """ZeRO stage and whether the optimizer is offloaded; those of the profile if one is given."""
+) -> list[_ZeroKind]:
+    """Those of the shipped profiles that suit; that of the profile if one is given."""
     if settings is not None:
-        zero = settings.get("zero_optimization", {})
-        offload = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-        return [(int(zero.get("stage", 0)), offload)]
+        stage = int(settings.get("zero_optimization", {}).get("stage", 0))
+        what = ("offload_optimizer", "offload_param")
+        return [_ZeroKind(stage, *(offloads(settings, section) for section in what))]
     if degrees.pipeline > 1:
-        return [(1, False)]
-    stages = [(1, False), (2, False), (2, True)]
-    return stages if config.model.moe else [*stages, (3, False)]
+        return [_ZeroKind(1)]
+    kinds = [_ZeroKind(1), _ZeroKind(2), _ZeroKind(2, offloads_optimizer=True)]
+    if config.model.moe:
+        return kinds
+    return [*kinds, _ZeroKind(3), _ZeroKind(3, offloads_optimizer=True, offloads_parameters=True)]
 
 
 def _batches(config: Config, degrees: Degrees) -> Iterator[tuple[int, int]]:

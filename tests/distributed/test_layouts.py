@@ -12,6 +12,17 @@ import pytest
 from tests.layouts import TOLERANCE, Case, deviation, distance, reference, trained
 
 SPANS = {"activation_checkpointing": True, "sequence_checkpoint_tokens": 5}
+# Under ZeRO-3 parameters of up to 1e5 elements stay whole by default: nearly all of a tiny model.
+CUT = {"stage3_param_persistence_threshold": 0}
+# Let go at once of what another module will read again, and gather nothing ahead.
+LATE = CUT | {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+RECOMPUTED = {"activation_checkpointing": True}
+
 # The layouts that are supported, each with both optimizers somewhere and accumulation 1 and 2.
 LAYOUTS = [
     # data and expert parallelism, ZeRO-1 and 2
@@ -56,7 +67,26 @@ LAYOUTS = [
     Case(data=2, expert=2, profile="zero2", optimizer="sgd", training=SPANS),
     Case(data=2, sequence=2, packed=True, optimizer="sgd", accumulation=2, training=SPANS),
     Case(data=2, sequence=2, length=64, training=SPANS),
-]
+    # the optimizer on the host
+    Case(data=2, expert=2, profile="zero1", optimizer="sgd", zero=ON_HOST, note="offloaded"),
+    Case(profile="zero2_offload", optimizer="sgd", accumulation=2),
+    Case(data=2, expert=2, profile="zero2_offload", optimizer="sgd", accumulation=2),
+    Case(data=4, expert=2, profile="zero2_offload"),
+    Case(data=2, moe=False, profile="zero2_offload"),
+    # ZeRO-3, of dense models
+    Case(moe=False, profile="zero3"),
+    Case(data=4, moe=False, profile="zero3", accumulation=2),
+    Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut"),
+    Case(data=2, moe=False, profile="zero3", optimizer="sgd", accumulation=2, zero=CUT, note="cut"),
+    Case(data=2, moe=False, profile="zero3", zero=LATE, note="gathered late", training=RECOMPUTED),
+    Case(data=4, moe=False, profile="zero3", optimizer="sgd", zero=CUT | {"sub_group_size": 1},
+         note="in sub-groups"),
+    # and with the optimizer and the parameters on the host
+    Case(moe=False, profile="zero3_offload", optimizer="sgd"),
+    Case(data=2, moe=False, profile="zero3_offload", accumulation=2, zero=CUT, note="cut"),
+    Case(data=2, moe=False, profile="zero3_offload", optimizer="sgd", zero=CUT, note="cut"),
+    Case(data=4, moe=False, profile="zero3_offload", training=RECOMPUTED),
+]  # fmt: skip
 
 # Final weights: AdamW divides by the root of the second moment, which enlarges rounding.
 WEIGHTS_TOLERANCE = {"sgd": 1e-5, "adamw": 1e-3}
@@ -88,6 +118,8 @@ FAULTS = [
     Case(data=2, sequence=2, broken="no halo"),
     Case(data=2, sequence=2, broken="halo without gradient", model=SHARP),
     Case(data=2, sequence=2, broken="local positions", model=SHARP),
+    Case(data=2, moe=False, profile="zero3", broken="local mean"),
+    Case(data=2, moe=False, profile="zero3", broken="head not counted"),
 ]
 
 

@@ -94,11 +94,12 @@ def test_the_first_stage_of_a_pipeline_keeps_as_many_micro_batches_as_there_are_
     assert 3.5 < many / few < 4
 
 
-def test_offloading_moves_gradients_and_optimizer_to_the_host() -> None:
+def test_offloading_moves_the_optimizer_to_the_host() -> None:
     kept = estimate("1b", arranged(8))
     moved = estimate("1b", replace(arranged(8), offloads_optimizer=True))
-    assert (moved.gradients, moved.optimizer) == (0, 0)
-    assert moved.host == kept.gradients + kept.optimizer
+    assert moved.optimizer == 0
+    assert moved.gradients == kept.gradients, "bf16 is summed in float32 on the device"
+    assert moved.host > kept.optimizer
     small_host = replace(make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"), host_memory_gib=10)
     assert not moved.fits(small_host)
 

@@ -42,13 +42,13 @@ def planned(name: str, nodes: int, gpu: str, *overrides: str) -> Plan:
     ],
 )
 @pytest.mark.parametrize("family", ["core", "reason"])
-def test_what_fits_is_zero2_with_experts_spread_over_a_node(
+def test_what_fits_is_the_expert_profile_over_a_node(
     family: str, scale: str, nodes: int, gpu: str, micro: int, steps: int, recompute: bool, gib: int
 ) -> None:
     made = planned(f"{family}-{scale}", nodes, gpu)
     pick = made.pick.arrangement
     assert made.fits
-    assert made.pick.profile == "zero2"
+    assert made.pick.profile == "expert"
     assert asdict(pick.degrees) == {
         "data": 8 * nodes, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 8
     }  # fmt: skip
@@ -73,7 +73,7 @@ def test_what_does_not_fit_yet_names_the_layout_that_will(
 ) -> None:
     made = planned(f"core-{scale}", nodes, gpu)
     assert not made.fits
-    assert made.pick.profile == "zero2", "what is picked for a run is available"
+    assert made.pick.profile == "zero2_offload", "what is picked for a run is available"
     first = made.later[0]
     assert first.fits
     assert first.profile == "pipeline"
@@ -130,7 +130,7 @@ def test_without_a_cluster_profile_and_degrees_are_the_same() -> None:
 
 def test_a_run_that_would_not_fit_is_warned() -> None:
     cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="rtx4090-24")
-    choice = choose(config("core-4b"), world_size=8, cluster=cluster)
+    choice = choose(config("core-40b"), world_size=8, cluster=cluster)
     assert "NOT within the 90 %" in choice.warnings[-1]
 
 
@@ -160,17 +160,52 @@ def test_degrees_that_are_not_available_are_estimated_and_marked() -> None:
     assert made.changes == ["this version could run it without parallel.pipeline"]
 
 
-def test_a_dense_model_is_estimated_with_zero3_too() -> None:
-    made = planned("core-1b", 1, "a100-80", "model.moe=null")
-    profiles = {candidate.profile for candidate in made.later}
+# a variant, on how many nodes of 8 of which GPUs, dense or not: the profile that its plan uses
+PROFILES = {
+    "zero2": ("core-1b", 1, "a100-80", "model.moe=null"),
+    "expert": ("core-1b", 1, "a100-80"),
+    "zero2_offload": ("core-4b", 2, "rtx4090-24"),
+    "zero3": ("core-40b", 2, "a100-80", "model.moe=null"),
+    "zero3_offload": ("core-40b", 1, "a100-80", "model.moe=null"),
+}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_shipped_profile_is_that_of_some_plan(profile: str) -> None:
+    name, nodes, gpu, *overrides = PROFILES[profile]
+    made = planned(name, nodes, gpu, *overrides)
+    assert made.pick.profile == profile
     assert made.fits
-    assert {"zero3", "zero2_offload"} & profiles
+    assert (made.pick.memory.host > 0) is profile.endswith("_offload")
+
+
+def test_the_smallest_profile_is_that_of_one_device() -> None:
+    made = plan(config("core-tiny"), make_cluster(nodes=1, gpus_per_node=1, gpu="cpu"))
+    assert made.pick.profile == "zero1"
+    shipped_profiles = {path.stem for path in shipped("ds_configs").glob("*.json")}
+    assert shipped_profiles == {"zero1", *PROFILES}, "each is used by a plan above"
+
+
+def test_nothing_is_offloaded_where_it_need_not_be() -> None:
+    made = planned("core-1b", 1, "a100-80")
+    assert not made.pick.arrangement.offloads_optimizer
+    others = [candidate.profile for candidate in made.runners_up]
+    assert others == sorted(others, key=lambda name: name.endswith("_offload"))
 
 
 def test_too_small_a_cluster_says_how_much_more_it_takes() -> None:
-    made = planned("core-40b", 4, "h100-80")
-    assert "would fit on 8 such nodes, with 2 times the data ranks" in made.changes
-    assert planned("core-40b", 8, "h100-80").fits
+    made = planned("core-40b", 2, "h100-80")
+    assert "would fit on 4 such nodes, with 2 times the data ranks" in made.changes
+    assert planned("core-40b", 4, "h100-80").fits
+
+
+def test_a_host_that_is_too_small_is_told_apart_from_its_devices() -> None:
+    made = planned("core-4b", 1, "rtx4090-24")
+    assert not made.fits
+    (memory,) = (reason for reason in made.reasons if reason.startswith("memory"))
+    assert "GiB a device, within the 90 %" in memory
+    assert memory.endswith("GiB of 240 GiB a host, NOT within it")
+    assert made.changes[-1].endswith("GiB a host")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +250,7 @@ def test_the_command_prints_the_contracts_object(capsys: pytest.CaptureFixture[s
     assert list(printed["memory_per_rank_bytes"]) == [
         "weights", "gradients", "optimizer", "activations", "buffers", "total"
     ]  # fmt: skip
-    assert (printed["profile"], printed["fits"]) == ("zero2", True)
+    assert (printed["profile"], printed["fits"]) == ("expert", True)
     assert printed["micro_batch_size"] * printed["gradient_accumulation_steps"] * 8 == 128
     assert printed["reasons"]
     assert main(["plan", "--config", path, *cluster[:-2], "--gpu", "a100"]) == 2
@@ -223,9 +258,9 @@ def test_the_command_prints_the_contracts_object(capsys: pytest.CaptureFixture[s
 
 
 def test_the_page_shows_memory_speed_and_reasons() -> None:
-    made = planned("core-40b", 4, "h100-80")
+    made = planned("core-40b", 2, "h100-80")
     short, long = as_text(made), as_text(made, explain=True)
-    assert short.startswith("cdrmix-core-40b on 4 x 8 h100-80 (79.1 GiB): does NOT fit")
+    assert short.startswith("cdrmix-core-40b on 2 x 8 h100-80 (79.1 GiB): does NOT fit")
     for heading in ("per rank", "MFU", "why", "what would have to change", "runners-up"):
         assert heading in short
     assert set(short.splitlines()) - set(long.splitlines()) == {
