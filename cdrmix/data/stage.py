@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cdrmix.data.document import Document, Step
 from cdrmix.data.folders import new_folder
@@ -88,9 +88,8 @@ class StepCounts:
 class _Dropped:
     """Writes down what was dropped: everything, or an excerpt of the first of each reason."""
 
-    def __init__(self, path: Path, *, keep_all: bool) -> None:
-        self._file = path.open("w", encoding="utf-8")
-        self._keep_all = keep_all
+    def __init__(self, file: TextIO, *, keep_all: bool) -> None:
+        self._file, self._keep_all = file, keep_all
         self._num_kept: Counter[tuple[int, str]] = Counter()
 
     def add(self, counts: StepCounts, document: Document, reason: str) -> None:
@@ -109,9 +108,6 @@ class _Dropped:
         }
         self._file.write(json.dumps(entry) + "\n")
 
-    def close(self) -> None:
-        close_synced(self._file)
-
 
 def run_stage(job: StageJob) -> None:
     """Do a job whose result is not there yet.
@@ -122,9 +118,12 @@ def run_stage(job: StageJob) -> None:
     """
     if job.is_done():
         return
-    with new_folder(job.out) as folder:
+    with (
+        new_folder(job.out) as folder,
+        (folder / DROPPED_FILE).open("w", encoding="utf-8") as dropped_file,
+    ):
         set_aside = _SetAsideCounts()
-        dropped = _Dropped(folder / DROPPED_FILE, keep_all=job.keep_dropped)
+        dropped = _Dropped(dropped_file, keep_all=job.keep_dropped)
         all_counts: list[StepCounts] = []
         if job.before is None:
             documents = job.task.read(set_aside)
@@ -136,7 +135,7 @@ def run_stage(job: StageJob) -> None:
             # The pass that takes notes drops nothing and is not a step of the recipe.
             all_counts += [counts] if number >= 0 else []
         record = _write_documents(folder / DOCUMENTS_FILE, documents)
-        dropped.close()
+        _sync_file(dropped_file)
         _check_complete(all_counts)
         record["steps"] = [counts.as_json() for counts in all_counts]
         record["set_aside"] = set_aside.as_json()
@@ -156,18 +155,28 @@ def _steps(job: StageJob, folder: Path) -> Iterator[tuple[int, str, Step]]:
 def _through(
     documents: Iterable[Document], step: Step, counts: StepCounts, dropped: _Dropped
 ) -> Iterator[Document]:
+    taken: Document | None = None
+
     def counted() -> Iterator[Document]:
+        nonlocal taken
         for document in documents:
             counts.documents_in += 1
+            taken = document
             yield document
 
     def drop(document: Document, reason: str) -> None:
         counts.dropped[reason] += 1
         dropped.add(counts, document, reason)
 
-    for document in step(counted(), drop):
-        counts.documents_out += 1
-        yield document
+    try:
+        for document in step(counted(), drop):
+            counts.documents_out += 1
+            yield document
+    except Exception as error:
+        # A fault of ours in one of 10^9 documents is to be found again.
+        if taken is not None and not getattr(error, "__notes__", None):
+            error.add_note(f"step {counts.name}, which took document {taken.id} last")
+        raise
 
 
 def _check_complete(all_counts: list[StepCounts]) -> None:

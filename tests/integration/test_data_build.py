@@ -28,6 +28,7 @@ from cdrmix.data import stage
 from cdrmix.data.build import build_dataset
 from cdrmix.data.pool import Pool
 from cdrmix.data.shards import TokenDataset, read_manifest
+from cdrmix.data.steps.normalise import Normalise
 from cdrmix.errors import DataError
 from tests.harness import ROOT, run_ranks
 from tests.small_run import arguments, start
@@ -409,6 +410,27 @@ def test_one_document_per_address_is_a_step(
     }
     assert read_manifest(out).source["sources"]["a"]["documents"] == 4
     assert "with an address" in (out / "report.html").read_text()
+
+
+def test_a_fault_of_a_step_names_the_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(as_json("fine") + as_json("fatal"))
+    recipe = tmp_path / "recipe.yaml"
+    entry = {"name": "a", "type": "local", "path": str(tmp_path / "rows.jsonl"), "domain": "prose"}
+    recipe.write_text(json.dumps({"sources": [entry], "steps": ["normalise", "scrub"]}))
+
+    original = Normalise.__call__
+
+    def failing(step: Normalise, documents: Any, drop: Any) -> Any:
+        for document in original(step, documents, drop):
+            assert document.text != "fatal", "a fault"
+            yield document
+
+    monkeypatch.setattr(Normalise, "__call__", failing)
+    with pytest.raises(AssertionError, match="a fault") as caught:
+        build_dataset(recipe, tmp_path / "out", workers=1)
+    assert caught.value.__notes__ == ["step normalise, which took document a/rows.jsonl#1 last"]
 
 
 def test_dropped_documents_are_kept_whole_when_asked(tmp_path: Path) -> None:

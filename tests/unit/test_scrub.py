@@ -29,6 +29,11 @@ def test_planted_values_are_found_and_lookalikes_are_not() -> None:
     assert {*PERSONAL, *TOKENS, *(kind for kind, _ in CONTEXTUAL.values())} == found.keys()
 
 
+def test_what_begins_like_an_iban_and_goes_on_with_punctuation_is_none() -> None:
+    for text in ("GB82 WEST 1234's account", "DE89370400440532-13000 0", "BE71096123456769."):
+        assert [kind for *_, kind in find(text)] == ["iban"] * text.startswith("BE")
+
+
 def test_every_kind_is_planted() -> None:
     planted_kinds = {*PERSONAL, *TOKENS, *(kind for kind, _ in CONTEXTUAL.values())}
     assert planted_kinds == set(KINDS)

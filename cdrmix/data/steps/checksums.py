@@ -62,6 +62,7 @@ _ODD_VALUES = dict(
         strict=True,
     )
 )
+_IBAN = re.compile(r"[A-Z]{2}[0-9]{2}[0-9A-Z]+")
 
 
 def luhn(digits: str) -> bool:
@@ -76,8 +77,8 @@ def is_card(digits: str) -> bool:
 
 
 def is_iban(compact: str) -> bool:
-    """Whether letters and digits without spaces are an IBAN (ISO 13616: mod 97 equals 1)."""
-    if len(compact) != IBAN_LENGTH.get(compact[:2]):
+    """Whether a text without spaces is an IBAN (ISO 13616: letters, digits, mod 97 equals 1)."""
+    if len(compact) != IBAN_LENGTH.get(compact[:2]) or not _IBAN.fullmatch(compact):
         return False
     return int("".join(str(int(c, 36)) for c in compact[4:] + compact[:4])) % 97 == 1
 
