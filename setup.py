@@ -73,6 +73,7 @@ setup(
             "types-PyYAML",
             "types-tqdm",
         ],
+        "faiss": ["faiss-cpu>=1.12"],  # quicker search of a large episodic memory
         "gpu": ["fla-core[cuda]>=0.6"],
     },
     entry_points={"console_scripts": ["cdrmix = cdrmix.cli:main"]},
