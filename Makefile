@@ -78,7 +78,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@[ "$(HAS_VENV)" ] || "$(PYTHON)" -m venv --clear $(VENV)
 	@rm -f $@
 	@$(BIN)/python -m pip install $$([ -t 1 ] || echo --quiet) --disable-pip-version-check --use-pep517 \
-		--constraint constraints.txt --editable '.[data,dev]'
+		--constraint constraints.txt --editable '.[data,dev,faiss]'
 	@printf '%s\n' "$(CURDIR)" > $@
 
 FORCE:

@@ -79,6 +79,7 @@ setup(
             "types-PyYAML",
             "types-tqdm",
         ],
+        "faiss": ["faiss-cpu>=1.12"],  # quicker search of a large episodic memory
         "gpu": ["fla-core[cuda]>=0.6"],
         # Engines of `cdrmix data build` beside processes of one machine.
         "ray": ["ray[data]>=2.50"],

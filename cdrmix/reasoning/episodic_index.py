@@ -1,0 +1,290 @@
+"""Episodic memory: segments of text under keys, searched by inner product.
+
+Segments are proposed, and become durable when they are accepted; what is rolled back was never
+there. Where the capacity is reached, the segment of least use gives way. Everything is
+deterministic: equal calls in equal order give equal entries, scores and files.
+"""
+
+# B queries, S key dimensions, n entries, k entries found
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Above this cosine two keys are one: the entry takes the newer segment's text.
+DUPLICATE_COSINE = 0.95
+# Below this cosine an entry is not about the query.
+LEAST_SCORE = 0.2
+HALF_LIFE_STEPS = 1024
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One segment.
+
+    Attributes:
+        tokens: its token ids.
+        offset: where it began (tokens from the start of the text).
+        source: what text it is from.
+        score: how much it was worth when it was accepted, 0 to 1.
+        id: rises with every new entry; -1 before it is accepted.
+        last_used: step at which it was written, refreshed or read last.
+        num_reads: how often it was read.
+    """
+
+    tokens: tuple[int, ...]
+    offset: int
+    source: str
+    score: float
+    id: int = -1
+    last_used: int = 0
+    num_reads: int = 0
+
+
+class Found(NamedTuple):
+    """Entries for each query, best first.
+
+    Attributes:
+        ids: [B, k] int64; -1 where fewer entries reach the least score.
+        scores: cosines, [B, k]; 0 there.
+    """
+
+    ids: Tensor
+    scores: Tensor
+
+
+class Committed(NamedTuple):
+    """What a commit did, by entry id."""
+
+    added: list[int]
+    refreshed: list[int]
+    evicted: list[int]
+
+
+class EpisodicIndex:
+    """Entries in the order of their ids, and proposals beside them.
+
+    Args:
+        key_size: S.
+        max_tokens: capacity (tokens of all entries together).
+        encoder: digest of the encoder that makes keys and queries.
+    """
+
+    def __init__(self, *, key_size: int, max_tokens: int, encoder: str) -> None:
+        self.max_tokens, self.encoder = max_tokens, encoder
+        self.entries: list[Entry] = []
+        self._rows = torch.zeros(0, key_size)  # room for keys, doubled when it is used up
+        self.next_id = 0
+        self.version = 0  # rises whenever keys change, for caches of them
+        self._pending: list[tuple[Tensor, Entry]] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def keys(self) -> Tensor:
+        """Unit vectors of all entries, [n, S]; valid until the next commit."""
+        return self._rows[: len(self.entries)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all entries."""
+        return sum(len(entry.tokens) for entry in self.entries)
+
+    @property
+    def num_pending(self) -> int:
+        """Segments proposed and not yet accepted."""
+        return len(self._pending)
+
+    def propose(
+        self, key: Tensor, tokens: Sequence[int], *, offset: int, source: str, score: float
+    ) -> None:
+        """Put a segment forward; it cannot be found before it is accepted.
+
+        Args:
+            key: unit vector, [S].
+            tokens: of the segment; at least one, and no more than the capacity.
+            offset: where it begins (tokens from the start of the text).
+            source: what text it is from.
+            score: how much it is worth keeping, 0 to 1.
+        Raises:
+            ValueError: if the key is no finite unit vector of S numbers, or the segment too long.
+        """
+        key = key.detach().float().cpu()
+        if key.shape != self._rows.shape[1:]:
+            raise ValueError(
+                f"a key of shape {list(key.shape)}, keys here are {list(self._rows.shape[1:])}"
+            )
+        if not math.isclose(float(key.norm()), 1.0, abs_tol=1e-3):
+            raise ValueError(f"a key of length {float(key.norm()):g}; keys are unit vectors")
+        if not 1 <= len(tokens) <= self.max_tokens:
+            raise ValueError(f"a segment of {len(tokens)} tokens; 1 to {self.max_tokens} fit")
+        entry = Entry(tuple(int(token) for token in tokens), offset, source, score)
+        self._pending.append((key, entry))
+
+    def rollback(self) -> None:
+        """Forget what was proposed."""
+        self._pending.clear()
+
+    def commit(self, *, step: int) -> Committed:
+        """Accept what was proposed, in its order; then make room.
+
+        Args:
+            step: now, for the age of entries.
+        """
+        done = Committed([], [], [])
+        for key, entry in self._pending:
+            near = self._duplicate_of(key)
+            if near is None:
+                self._append(key, dataclasses.replace(entry, id=self.next_id, last_used=step))
+                done.added.append(self.next_id)
+                self.next_id += 1
+            else:
+                self._refresh(near, key, entry, step)
+                done.refreshed.append(self.entries[near].id)
+        if self._pending:
+            self.version += 1
+        self._pending.clear()
+        new = {*done.added, *done.refreshed}
+        done.evicted.extend(self._make_room(step, new))
+        return done
+
+    def search(self, queries: Tensor, *, top_k: int) -> Found:
+        """The accepted entries nearest to each query, exactly; ties go to the older entry.
+
+        Args:
+            queries: unit vectors, [B, S].
+            top_k: k.
+        """
+        scores = queries.detach().float().cpu() @ self.keys.transpose(0, 1)  # [B, n]
+        rows = [best_of(row, top_k) for row in scores]
+        return self.found([row.tolist() for row in rows], scores)
+
+    def restore(self, keys: Tensor, entries: Sequence[Entry], *, next_id: int) -> None:
+        """Take the place of what is held: keys [n, S] and their entries, in the order of ids."""
+        assert len(keys) == len(entries), "one key per entry"
+        self._rows, self.entries, self.next_id = keys, list(entries), next_id
+        self.version += 1
+
+    def found(self, rows: Sequence[Sequence[int]], scores: Tensor) -> Found:
+        """Rows of entries, best first, as ids and scores; those below the least score are left out.
+
+        Args:
+            rows: of each query, as many as wanted.
+            scores: of each query with every entry, [B, n].
+        """
+        width = max((len(row) for row in rows), default=0)
+        ids = torch.full((len(rows), width), -1, dtype=torch.int64)
+        values = torch.zeros(len(rows), width)
+        for place, row in enumerate(rows):
+            for rank, entry in enumerate(row):
+                if scores[place, entry] >= LEAST_SCORE:
+                    ids[place, rank] = self.entries[entry].id
+                    values[place, rank] = scores[place, entry]
+        return Found(ids, values)
+
+    def touch(self, ids: Tensor, *, step: int) -> None:
+        """Note that entries were read and used; `search` by itself changes nothing.
+
+        Args:
+            ids: of entries, any shape; -1 is passed over.
+            step: now.
+        """
+        read = set(ids.flatten().tolist()) - {-1}
+        self.entries = [
+            dataclasses.replace(entry, num_reads=entry.num_reads + 1, last_used=step)
+            if entry.id in read
+            else entry
+            for entry in self.entries
+        ]
+
+    def entry(self, id: int) -> Entry:
+        """The entry of an id.
+
+        Raises:
+            KeyError: if it was never there, or was evicted.
+        """
+        place = bisect.bisect_left(self.entries, id, key=lambda entry: entry.id)
+        if place == len(self.entries) or self.entries[place].id != id:
+            raise KeyError(f"no entry {id}")
+        return self.entries[place]
+
+    def utility(self, *, step: int) -> Tensor:
+        """How much each entry is worth keeping: half its score, then recency, then reads; [n]."""
+        scores = _scaled(torch.tensor([entry.score for entry in self.entries]))
+        ages = torch.tensor([step - entry.last_used for entry in self.entries], dtype=torch.float64)
+        reads = torch.tensor([math.log1p(entry.num_reads) for entry in self.entries])
+        most = max(float(reads.max()), 1e-9) if len(reads) else 1.0
+        return 0.5 * scores + 0.3 * 0.5 ** (ages / HALF_LIFE_STEPS) + 0.2 * reads / most
+
+    def _duplicate_of(self, key: Tensor) -> int | None:
+        if not self.entries:
+            return None
+        cosines = self.keys @ key
+        nearest = int(cosines.argmax())
+        return nearest if float(cosines[nearest]) > DUPLICATE_COSINE else None
+
+    def _append(self, key: Tensor, entry: Entry) -> None:
+        if len(self.entries) == len(self._rows):
+            more = torch.zeros(max(len(self._rows), 64), self._rows.shape[1])
+            self._rows = torch.cat([self._rows, more])
+        self._rows[len(self.entries)] = key
+        self.entries.append(entry)
+
+    def _refresh(self, row: int, key: Tensor, entry: Entry, step: int) -> None:
+        old = self.entries[row]
+        self._rows[row] = key
+        self.entries[row] = dataclasses.replace(
+            entry,
+            id=old.id,
+            score=max(old.score, entry.score),
+            last_used=step,
+            num_reads=old.num_reads,
+        )
+
+    def _make_room(self, step: int, new: set[int]) -> list[int]:
+        """Evict what is of least utility, ties by age and new entries last, until the rest fits."""
+        excess = self.num_tokens - self.max_tokens
+        if excess <= 0:
+            return []
+        by_utility = torch.sort(self.utility(step=step), stable=True).indices.tolist()
+        order = sorted(by_utility, key=lambda row: self.entries[row].id in new)
+        evicted: set[int] = set()
+        for row in order:
+            if excess <= 0:
+                break
+            evicted.add(row)
+            excess -= len(self.entries[row].tokens)
+        kept = [row for row in range(len(self.entries)) if row not in evicted]
+        gone = [self.entries[row].id for row in sorted(evicted)]
+        self._rows = self._rows[kept]
+        self.entries = [self.entries[row] for row in kept]
+        self.version += 1
+        return gone
+
+
+def best_of(scores: Tensor, count: int) -> Tensor:
+    """Places of the highest scores, best first, ties by the lowest place: [n] -> [<= count]."""
+    count = min(count, len(scores))
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64)
+    # topk may give any of equal scores; a stable sort of all is slower than finding the least
+    least = torch.topk(scores, count).values[-1]
+    places = torch.nonzero(scores >= least).squeeze(1)
+    order = torch.sort(scores[places], descending=True, stable=True).indices
+    return places[order][:count]
+
+
+def _scaled(values: Tensor) -> Tensor:
+    """Values mapped to 0..1; zeros where all are equal."""
+    if len(values) == 0 or values.max() == values.min():
+        return torch.zeros_like(values)
+    return (values - values.min()) / (values.max() - values.min())
