@@ -146,7 +146,8 @@ def _feed_forward(model: ModelConfig, kind: LayerKind, numerics: Numerics) -> Pe
         return shift + PerToken(size * width, size * 2 * model.ffn_hidden_size)
     # float32 input and logits of the router, and indices: 40 bytes for each choice
     router = 4 * width + 8 * moe.num_experts + 8 + 40 * moe.top_k
-    return shift + PerToken(router, moe.top_k * routed_row(model, numerics))
+    # tensor ranks share out the tokens that they route
+    return shift + PerToken(0, router + moe.top_k * routed_row(model, numerics))
 
 
 def routed_row(model: ModelConfig, numerics: Numerics) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import Cluster
-from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops
+from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops, parameters
 from cdrmix.planning.layout import Arrangement
 from cdrmix.planning.memory import MemoryModel, sharing
 from cdrmix.planning.zero import gathered_in_a_micro_step
@@ -26,6 +26,8 @@ KERNEL_EFFICIENCY = 0.5
 LAUNCH_SECONDS_PER_BLOCK = {"cuda": 1.5e-3, "cpu": 6e-3}
 # DeepSpeed's Adam on the host, transfers over PCIe included, for all ranks of a node: assumed.
 HOST_PARAMS_PER_SECOND = 1e9
+# Read whole by tensor ranks that compute a part with it, so that gradients are summed over them.
+_PARTIAL_GRADIENTS = (".mixer.mu_", "_down", ".router.weight")
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,10 @@ class CostModel:
         self.head_flops = head_flops(self.model)
         self.flops_per_token = count(self.model, length).train_flops_per_token
         self.peak = cluster.peak_flops[self.training.precision]
+        self.partial_gradients = [0] * self.model.num_layers  # elements by layer
+        for p in parameters(self.model):
+            if p.layer is not None and any(part in p.name for part in _PARTIAL_GRADIENTS):
+                self.partial_gradients[p.layer] += p.num_elements
 
     def estimate(self, arrangement: Arrangement) -> Cost:
         """Time of one step."""
@@ -158,15 +164,35 @@ class CostModel:
             rows = stream * self.model.moe.top_k / tensor
             payload = layers * (4 + 2 * again) * rows
             add("expert_all_to_all", payload, moved=1 - 1 / expert, span=expert)
-        if tensor > 1:  # after mixer and feed-forward, forward and backward
-            payload = layers * (4 + 2 * again) * stream
-            add("tensor_all_reduce", payload, moved=2 * (1 - 1 / tensor), span=tensor)
+        if tensor > 1:
+            reduced, gathered = self._between_tensor_ranks(arrangement, stream)
+            add("tensor_all_reduce", reduced, moved=2 * (1 - 1 / tensor), span=tensor)
+            add("tensor_all_gather", gathered, moved=1 - 1 / tensor, span=tensor)
         if sequence > 1:  # r, w, k, v, a, b there, y back
             payload = layers * (2 + again) * 7 * stream / tensor
             add("sequence_all_to_all", payload, moved=1 - 1 / sequence, span=tensor * sequence)
         if degrees.pipeline > 1:  # x and v_first, forward and backward
             add("pipeline", 4 * stream, moved=1, span=degrees.data * tensor + 1)
         return traffic
+
+    def _between_tensor_ranks(self, arrangement: Arrangement, stream: int) -> tuple[int, int]:
+        """Bytes of a micro-step that are summed, and gathered; `stream` is one residual stream.
+
+        A mixer's and a dense feed-forward's output forward, the gradient of their input backward;
+        of experts both are gathered from the ranks' shares. Recomputation of a block ends before
+        its last exchange, whose result nothing needs.
+        """
+        stages = self.memory.stages(arrangement.degrees.pipeline)
+        here = max(stages, key=len)
+        ends = 2 if len(stages) == 1 else 1  # of embedding lookup and head, those on one stage
+        mixers = len(here) * (3 if arrangement.activation_checkpointing else 2)
+        feed_forwards = len(here) * 2
+        partial = self.size * sum(self.partial_gradients[layer] for layer in here)
+        # log total and label's score of each position, float32
+        scores = 8 * self.memory.tokens(arrangement) * arrangement.degrees.tensor
+        if self.model.moe is None:
+            return (mixers + feed_forwards + ends) * stream + partial, scores
+        return (mixers + ends) * stream + partial, feed_forwards * stream + scores
 
     def _gradients_and_weights(self, arrangement: Arrangement) -> dict[str, Traffic]:
         """DeepSpeed 0.19.8 all-reduces gradients, in the type of the weights: under ZeRO-1 once a

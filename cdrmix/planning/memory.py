@@ -10,8 +10,8 @@ runtime/bf16_optimizer.py) and equal to the byte in tests/parity/test_memory.py:
 * under ZeRO-2 it keeps a float32 partition; without a separate type of accumulation it keeps every
   gradient that its partition touches, whole.
 
-ZeRO-3 and offloading are in `zero`. Tensor, pipeline and sequence parallelism are estimated as they
-will be built, and have not been measured.
+ZeRO-3 and offloading are in `zero`. Pipeline and sequence parallelism are estimated as they will be
+built, and have not been measured.
 """
 
 from __future__ import annotations
@@ -286,10 +286,10 @@ class MemoryModel:
         """
         ends = {group: self._ends(group, degrees) for group in parts}
         most = 0
-        for rank in range(degrees.data):
+        for rank in range(degrees.data * degrees.tensor):
             touched = 0
             for group, size in parts.items():
-                place = rank * degrees.tensor // degrees.expert if group == "experts" else rank
+                place = rank // (degrees.expert if group == "experts" else degrees.tensor)
                 touched += _overlapped(ends[group], place * size, (place + 1) * size)
             most = max(most, touched)
         return most
@@ -318,7 +318,7 @@ class MemoryModel:
         in_flight = min(degrees.pipeline - stage, arrangement.gradient_accumulation_steps)
         every, largest = self._kept_by_blocks(degrees, stage)
         border = activations.border(self.model, self.numerics)
-        v_first = border if "rwkv" in self.model.layer_kinds() else 0
+        v_first = border // degrees.tensor if "rwkv" in self.model.layer_kinds() else 0
         if arrangement.activation_checkpointing:
             # the block that is recomputed reads its border, unless its norm copies it
             twice = 0 if self.numerics.norm_copies_input else border

@@ -19,15 +19,21 @@ from cdrmix.planning.profile import arrangement, choose
 from tests.harness import run_ranks
 from tools.benchmark.memory import Case, make_config
 
-KINDS = {"all_reduce": "gradients_all_reduce", "all_gather_into_tensor": "weights_all_gather",
-         "all_to_all_single": "expert_all_to_all"}  # fmt: skip
+# by the collective's name, and whether the tensor group calls it
+KINDS = {
+    ("all_reduce", False): "gradients_all_reduce",
+    ("all_gather_into_tensor", False): "weights_all_gather",
+    ("all_to_all_single", False): "expert_all_to_all",
+    ("all_reduce", True): "tensor_all_reduce",
+    ("all_gather_into_tensor", True): "tensor_all_gather",
+}
 SMALL_BYTES = 2_000  # of one message that does not grow with the model
 TOLERANCE = 0.01
 
 
-def count_calls() -> collections.Counter[str]:
-    """Start to count the payload of each kind of collective, of large messages between ranks."""
-    counted: collections.Counter[str] = collections.Counter()
+def count_calls() -> collections.Counter[tuple[str, Any]]:
+    """Start to count the payload by collective and group, of large messages between ranks."""
+    counted: collections.Counter[tuple[str, Any]] = collections.Counter()
 
     def counting(name: str) -> Any:
         called = getattr(torch.distributed, name)
@@ -37,12 +43,12 @@ def count_calls() -> collections.Counter[str]:
             size = tensor.numel() * tensor.element_size()
             # DeepSpeed reduces experts that nobody else holds in a group of one
             if size > SMALL_BYTES and torch.distributed.get_world_size(kwargs.get("group")) > 1:
-                counted[name] += size
+                counted[name, kwargs.get("group")] += size
             return called(*args, **kwargs)
 
         return wrapped
 
-    for name in KINDS:
+    for name in {name for name, _ in KINDS}:
         setattr(torch.distributed, name, counting(name))
     return counted
 
@@ -61,7 +67,7 @@ def exchanged(fields: dict[str, Any]) -> dict[str, int]:
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
-    torch.manual_seed(runtime.rank())
+    torch.manual_seed(topology.data_rank)
     counted.clear()
     for _ in range(choice.gradient_accumulation_steps):
         ids = torch.randint(0, 512, (case.micro_batch, case.length))
@@ -69,8 +75,11 @@ def exchanged(fields: dict[str, Any]) -> dict[str, int]:
             micro_step(engine, config, topology, ids, ids.clone(), nats_scale=1e-3).loss
         )
         engine.step()
+    found: collections.Counter[str] = collections.Counter()
+    for (name, group), size in counted.items():
+        found[KINDS[name, group is not None and group is topology.tensor_group]] += size
     runtime.destroy_distributed()
-    return {KINDS[name]: size for name, size in counted.items() if size}
+    return dict(found)
 
 
 def planned(case: Case) -> dict[str, int]:
@@ -91,6 +100,25 @@ def planned(case: Case) -> dict[str, int]:
         Case("dense, ZeRO-2", world=2, profile="zero2", moe=False),
         Case("bf16, ZeRO-1", world=2, precision="bf16"),
         Case("bf16, ZeRO-2, experts spread", world=2, precision="bf16", profile="zero2", expert=2),
+        Case("tensor", world=2, tensor=2),
+        Case("tensor, dense, recomputed", world=2, tensor=2, moe=False, checkpointing=True),
+        Case(
+            "tensor, experts spread, bf16",
+            world=2,
+            tensor=2,
+            expert=2,
+            precision="bf16",
+            length=512,
+        ),
+        Case(
+            "tensor and data, ZeRO-2, recomputed",
+            world=4,
+            tensor=2,
+            profile="zero2",
+            expert=2,
+            length=512,
+            checkpointing=True,
+        ),
     ],
     ids=lambda case: case.name,
 )

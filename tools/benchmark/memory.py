@@ -44,6 +44,7 @@ class Case:
     profile: str = "zero1"
     world: int = 1
     expert: int = 1
+    tensor: int = 1
 
 
 CASES = (
@@ -66,6 +67,13 @@ CASES = (
     Case("MoE, bf16, 2 ranks, ZeRO-1", precision="bf16", world=2),
     Case("MoE, bf16, 2 ranks, experts spread, ZeRO-2", precision="bf16", world=2,
          profile="zero2", expert=2, length=512),
+    Case("MoE, 2 tensor ranks, ZeRO-1", world=2, tensor=2),
+    Case("dense, 2 tensor ranks, grouped queries, ZeRO-2", world=2, tensor=2, moe=False, kv_heads=2,
+         length=512, profile="zero2"),
+    Case("dense, 2 tensor ranks, wide, checkpointing", world=2, tensor=2, moe=False, hidden=256,
+         checkpointing=True),
+    Case("MoE, bf16, 2 tensor x 2 data ranks, experts spread, ZeRO-2", precision="bf16", world=4,
+         tensor=2, expert=2, profile="zero2", length=512),
 )  # fmt: skip
 
 CUDA_CASES = tuple(
@@ -92,10 +100,10 @@ def make_config(case: Case) -> Config:
                 "vocab_size": 512,
                 "moe": experts if case.moe else None,
             },
-            "parallel": {"expert": case.expert},
+            "parallel": {"expert": case.expert, "tensor": case.tensor},
             "training": {
                 "max_steps": 2,
-                "global_batch_size": case.micro_batch * case.world * ACCUMULATION,
+                "global_batch_size": case.micro_batch * case.world // case.tensor * ACCUMULATION,
                 "micro_batch_size": case.micro_batch,
                 "sequence_length": case.length,
                 "precision": case.precision,
@@ -134,7 +142,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     weights = storages(engine.module.parameters())
-    torch.manual_seed(runtime.rank())
+    torch.manual_seed(topology.data_rank)
     ids = torch.randint(0, 512, (case.micro_batch, case.length))
 
     def forward() -> Tensor:
@@ -199,7 +207,8 @@ def largest_block(module: torch.nn.Module, case: Case, *, known: Storages) -> St
         x = torch.randn(case.micro_batch, case.length, case.hidden, dtype=dtype)
         x.requires_grad_()
         creates = getattr(block.mixer, "creates_v_first", False)
-        v_first = None if creates else x.detach().clone().requires_grad_()
+        heads = x.detach()[..., : case.hidden // case.tensor].clone().requires_grad_()
+        v_first = None if creates else heads
         inputs = storages([x, v_first])
         kept, _ = saved(lambda: block(x, v_first)[0], known=known | inputs)  # noqa: B023
         most = max(most, kept, key=total)
