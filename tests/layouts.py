@@ -29,6 +29,7 @@ class Case:
         optimizer: adamw or sgd, which shows a wrong scale of gradients.
         profile: DeepSpeed profile.
         moe: whether feed-forwards are experts.
+        packed: whether a sample holds documents that are kept apart.
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
         training: changes of the training section.
@@ -43,6 +44,7 @@ class Case:
     optimizer: str = "adamw"
     profile: str = "zero1"
     moe: bool = True
+    packed: bool = False
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
     training: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -63,7 +65,8 @@ class Case:
     def __str__(self) -> str:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
         spread = [f"{axis}{getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
-        kind = [] if self.moe else ["dense"]
+        kind = ([] if self.moe else ["dense"]) + ["packed"] * self.packed
+        kind += ["recomputed"] * bool(self.training.get("activation_checkpointing"))
         return " ".join([*spread, *kind, self.profile, self.optimizer, f"x{self.accumulation}"])
 
 
@@ -115,14 +118,21 @@ def make_config(case: Case) -> Config:
     )
 
 
-def global_batch(step: int) -> dict[str, torch.Tensor]:
-    """Rows of one step, the same on every rank; the later a row, the more of it is masked."""
+def global_batch(step: int, *, packed: bool = False) -> dict[str, torch.Tensor]:
+    """Rows of one step, the same on every rank; the later a row, the more of it is masked.
+
+    Documents that are kept apart begin anywhere.
+    """
     source = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=source)
     labels = ids[:, 1:].clone()
     for row in range(GLOBAL_BATCH):
         labels[row, : 2 * row] = -100
-    return {"input_ids": ids[:, :-1], "labels": labels}
+    batch = {"input_ids": ids[:, :-1], "labels": labels}
+    if packed:
+        begins = torch.rand(GLOBAL_BATCH, LENGTH, generator=source) < 0.15
+        batch["segment_ids"] = begins.cumsum(1)
+    return batch
 
 
 def sgd(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
@@ -153,7 +163,7 @@ def train(case: Case) -> tuple[list[float], list[float], list[Any]]:
     engine = start_engine(model, config, choice, optimizer=made)
     losses, norms = [], []
     for step in range(STEPS):
-        rows, batch = global_batch(step), {}
+        rows, batch = global_batch(step, packed=case.packed), {}
         valid = int((rows["labels"] != -100).sum())
         for name, values in rows.items():
             # micro-step m covers rows [m * B * W, (m + 1) * B * W), reader r the r-th part of them
@@ -172,13 +182,30 @@ def train(case: Case) -> tuple[list[float], list[float], list[Any]]:
 
 def plant(broken: str) -> None:
     """Put a fault into this process that the comparison must notice."""
-    from cdrmix.parallel import statistics
+    from cdrmix.parallel import stages, statistics
+
+    def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+        """Change what a stage makes of the part-th tensor that crossed the border before it."""
+        original = stages.Stage._enter
+
+        def enter(*args: Any) -> Any:
+            found = list(original(*args))
+            found[part] = value(found[part])
+            return found
+
+        return lambda: setattr(stages.Stage, "_enter", enter)
 
     faults: dict[str, Callable[[], None]] = {
         "": lambda: None,
         "local mean": lambda: None,  # planted in `train`
         "local statistics": lambda: setattr(
             statistics._MeanOverRanks, "apply", staticmethod(lambda x, _: x)
+        ),
+        "v_first does not cross": without(1, torch.zeros_like),
+        "v_first without gradient": without(1, torch.Tensor.detach),
+        "statistics of the last stage": without(2, lambda _: None),
+        "tied gradients apart": lambda: setattr(
+            stages.Pipeline, "get_tied_weights_and_groups", lambda _: []
         ),
     }
     faults[broken]()

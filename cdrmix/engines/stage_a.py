@@ -152,12 +152,35 @@ def micro_step(
         topology: of this rank.
         input_ids: [B, T].
         labels: [B, T]; -100 is ignored.
-        nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch.
-            DeepSpeed divides by A and averages over W; what is left is the mean over all tokens.
+        nats_scale: see `loss`.
         segment_ids: document of each token, [B, T]; None: a sample is one document.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
-    nats = linear_cross_entropy(output.hidden, engine.module.embedding.weight, labels)
+    head = engine.module.embedding.weight
+    return loss(output, head, labels, config, topology, nats_scale=nats_scale)
+
+
+def loss(
+    output: Output,
+    head: Tensor,
+    labels: Tensor,
+    config: Config,
+    topology: Topology,
+    *,
+    nats_scale: float,
+) -> MicroStep:
+    """Loss of one micro-batch from what the backbone gave.
+
+    Args:
+        output: hidden states of every position, router statistics of all layers.
+        head: the tied embedding, [V, D].
+        labels: [B, T]; -100 is ignored.
+        config: loss weights.
+        topology: of this rank.
+        nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch.
+            DeepSpeed divides by A and averages over W; what is left is the mean over all tokens.
+    """
+    nats = linear_cross_entropy(output.hidden, head, labels)
     loss = nats * nats_scale
     moe, statistics = config.model.moe, output.router_statistics
     if moe is None or statistics is None:

@@ -200,17 +200,18 @@ def _by_size(config: Config, world_size: int, profile: str | None) -> _Pick:
     degrees = Degrees(data, given.tensor, given.pipeline, given.sequence, expert)
     total = count(config.model, config.training.sequence_length).total_params
     stage, profile_reason = scale.zero_stage(total, data=data, pipeline=given.pipeline)
+    usual = "pipeline" if given.pipeline > 1 else f"zero{stage}"
     if profile is not None:
         profile_reason = "--profile as given"
     micro, micro_reason = _micro_batch_size(config, degrees, total)
     reasons = [
-        f"profile {Path(profile or f'zero{stage}').stem}: {profile_reason}",
+        f"profile {Path(profile or usual).stem}: {profile_reason}",
         _degrees_reason(degrees, world_size),
         f"expert {expert}: {expert_reason}",
         f"micro batch {micro}: {micro_reason}",
     ]
     recompute = config.training.activation_checkpointing
-    return _Pick(profile or f"zero{stage}", degrees, micro, recompute, reasons)
+    return _Pick(profile or usual, degrees, micro, recompute, reasons)
 
 
 def _by_memory(best: Candidate, config: Config, cluster: Cluster, profile: str | None) -> _Pick:

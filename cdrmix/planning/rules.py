@@ -17,7 +17,7 @@ from cdrmix.planning.layout import Layout
 UNAVAILABLE = "not available in this version"
 THIS_VERSION = "this version"  # as the source of a rule: nothing but our own state speaks for it
 # Degrees that this version does not carry out; a name goes when its layout is built.
-UNAVAILABLE_DEGREES = ("tensor", "pipeline", "sequence")
+UNAVAILABLE_DEGREES = ("tensor", "sequence")
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,13 @@ def _batch_message(layout: Layout) -> str:
     )
 
 
+def _borders_are_split(layout: Layout) -> bool:
+    """Whether tensor ranks share out what crosses a border; DeepSpeed's default is that they do."""
+    pipeline = layout.deepspeed.get("pipeline", {})
+    split = any(pipeline.get(key, True) for key in ("pipe_partitioned", "grad_partitioned"))
+    return split and layout.degrees.pipeline > 1 and layout.degrees.tensor > 1
+
+
 def _clipped_wrongly(layout: Layout) -> bool:
     spread = layout.degrees.expert > 1 or layout.degrees.pipeline > 1
     return layout.zero_stage == 0 and layout.training.gradient_clipping > 0 and spread
@@ -249,9 +256,33 @@ RULES: tuple[Rule, ...] = (
         lambda x: (
             f"zero_optimization.stage = {x.zero_stage} cannot run with "
             f"parallel.pipeline = {x.degrees.pipeline} (DeepSpeed's pipeline engine allows 0 or "
-            "1). Try profile 'zero1', or parallel.pipeline = 1"
+            "1). Try profile 'pipeline', or parallel.pipeline = 1"
         ),
         "DeepSpeed 0.19.8 runtime/pipe/engine.py",
+        about="profile",
+    ),
+    Rule(
+        "experts-without-contiguous-gradients",
+        lambda x: (
+            x.model.moe is not None
+            and not x.deepspeed.get("zero_optimization", {}).get("contiguous_gradients", True)
+        ),
+        lambda x: (
+            "zero_optimization.contiguous_gradients = false gives experts wrong gradients. "
+            "Try true, or model.moe = null"
+        ),
+        "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py; expert 2 on 2 ranks, weights off by 80 %",
+        about="profile",
+    ),
+    Rule(
+        "split-borders",
+        _borders_are_split,
+        lambda x: (
+            "pipeline.pipe_partitioned and grad_partitioned must be false with "
+            f"parallel.pipeline = {x.degrees.pipeline} and parallel.tensor = {x.degrees.tensor}: "
+            "each tensor rank sends heads and counts of its own. Try profile 'pipeline'"
+        ),
+        "DeepSpeed 0.19.8 runtime/pipe/engine.py shares out the first tensor among tensor ranks",
         about="profile",
     ),
     Rule(
@@ -260,7 +291,8 @@ RULES: tuple[Rule, ...] = (
         lambda x: (
             "zero_optimization.stage = 0 takes a wrong gradient norm to clip by with "
             f"parallel.expert = {x.degrees.expert} and parallel.pipeline = {x.degrees.pipeline}. "
-            "Try profile 'zero1', or training.gradient_clipping = 0"
+            f"Try profile '{'pipeline' if x.degrees.pipeline > 1 else 'zero1'}', or "
+            "training.gradient_clipping = 0"
         ),
         "DeepSpeed 0.19.8 runtime/utils.py averages norms of ranks; DeepSpeed issue 8475",
         about="profile",
@@ -296,6 +328,15 @@ RULES: tuple[Rule, ...] = (
         about="profile",
     ),
     *(_unavailable_degree(degree) for degree in UNAVAILABLE_DEGREES),
+    Rule(
+        "fp16-in-a-pipeline-unavailable",
+        lambda x: x.training.precision == "fp16" and x.degrees.pipeline > 1,
+        lambda x: (
+            f"training.precision = fp16 with parallel.pipeline = {x.degrees.pipeline} is "
+            f"{UNAVAILABLE}. Try training.precision = bf16"
+        ),
+        THIS_VERSION,
+    ),
     _unavailable_offload("offload_optimizer"),
     _unavailable_offload("offload_param"),
     Rule(

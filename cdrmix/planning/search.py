@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from cdrmix.config.schema import Config
@@ -167,7 +167,14 @@ def _layout(config: Config, degrees: Degrees, stage: int, *, offload: bool) -> L
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     settings = {"zero_optimization": zero}
+    if degrees.pipeline > 1:
+        settings |= _sections_of_the_pipeline()
     return Layout(config, degrees, settings, f"zero{stage}", degrees.world_size)
+
+
+@cache
+def _sections_of_the_pipeline() -> dict[str, Any]:
+    return {"pipeline": read_profile(profile_path("pipeline"))["pipeline"]}
 
 
 def _degrees(config: Config, cluster: Cluster) -> Iterator[Degrees]:

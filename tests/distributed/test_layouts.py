@@ -11,6 +11,8 @@ import pytest
 
 from tests.layouts import TOLERANCE, Case, deviation, distance, reference, trained
 
+RECOMPUTED = {"activation_checkpointing": True}
+
 # The layouts that are supported, each with both optimizers somewhere and accumulation 1 and 2.
 LAYOUTS = [
     # data and expert parallelism, ZeRO-1 and 2
@@ -24,6 +26,16 @@ LAYOUTS = [
     Case(data=4, profile="zero2"),
     Case(data=2, moe=False),
     Case(data=2, moe=False, profile="zero2"),
+    # pipeline stages, with data and expert parallelism inside them
+    Case(pipeline=2, profile="pipeline"),
+    Case(pipeline=2, accumulation=2, profile="pipeline", optimizer="sgd"),
+    Case(pipeline=2, accumulation=4, profile="pipeline", moe=False, optimizer="sgd"),
+    Case(pipeline=2, accumulation=2, profile="pipeline", packed=True, training=RECOMPUTED),
+    Case(pipeline=4, accumulation=4, profile="pipeline", training=RECOMPUTED),
+    Case(pipeline=4, accumulation=2, profile="pipeline", packed=True, optimizer="sgd"),
+    Case(pipeline=2, data=2, accumulation=2, profile="pipeline", optimizer="sgd"),
+    Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline"),
+    Case(pipeline=2, data=2, expert=2, accumulation=4, profile="pipeline", optimizer="sgd"),
 ]
 
 # Final weights: AdamW divides by the root of the second moment, which enlarges rounding.
@@ -43,6 +55,15 @@ def test_equals_one_process(case: Case) -> None:
 FAULTS = [
     Case(data=2, expert=2, profile="zero2", broken="local statistics"),
     Case(data=2, profile="zero2", broken="local mean"),
+    *(
+        Case(pipeline=2, profile="pipeline", broken=broken)
+        for broken in (
+            "v_first does not cross",
+            "v_first without gradient",
+            "statistics of the last stage",
+            "tied gradients apart",
+        )
+    ),
 ]
 
 

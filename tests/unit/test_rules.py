@@ -13,11 +13,13 @@ from cdrmix.planning.rules import RULES, WARNINGS, advise, check, nearest_diviso
 
 TINY = shipped("model_configs") / "cdrmix-core-tiny.yaml"
 OFFLOAD = {"device": "cpu"}
+WHOLE_BORDERS = {"pipe_partitioned": False, "grad_partitioned": False}
 
 
 def layout(
     *overrides: str,
     zero: dict[str, Any] | None = None,
+    pipeline_section: dict[str, bool] | None = None,
     device: str | None = None,
     world_size: int | None = None,
     **degrees: int,
@@ -25,6 +27,8 @@ def layout(
     """Layout of the tiny config, legal on one rank but for what is given."""
     given = Degrees(**{"data": 1, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 1} | degrees)
     settings = {"zero_optimization": {"stage": 1} if zero is None else zero}
+    if pipeline_section is not None:
+        settings["pipeline"] = pipeline_section
     world = given.world_size if world_size is None else world_size
     return Layout(load_config(TINY, overrides), given, settings, "profile.json", world, device)
 
@@ -34,8 +38,9 @@ def broken(given: Layout) -> set[str]:
 
 
 NOT_YET = {
-    *("tensor-unavailable", "pipeline-unavailable", "sequence-unavailable", "stage-3-unavailable"),
+    *("tensor-unavailable", "sequence-unavailable", "stage-3-unavailable"),
     *("offload-optimizer-unavailable", "offload-param-unavailable"),
+    "fp16-in-a-pipeline-unavailable",
 }
 
 # rule, a layout that breaks it and no other but those not available yet, one that does not
@@ -106,9 +111,23 @@ CASES: list[tuple[str, Layout, Layout]] = [
         layout(zero={"stage": 2, "round_robin_gradients": True}),
         layout(zero={"stage": 2, "round_robin_gradients": False}),
     ),
+    (
+        "experts-without-contiguous-gradients",
+        layout(zero={"stage": 1, "contiguous_gradients": False}),
+        layout("model.moe=null", zero={"stage": 1, "contiguous_gradients": False}),
+    ),
+    (
+        "split-borders",
+        layout(tensor=2, pipeline=2, pipeline_section={"pipe_partitioned": False}),
+        layout(tensor=2, pipeline=2, pipeline_section=WHOLE_BORDERS),
+    ),
     ("tensor-unavailable", layout(tensor=2), layout()),
-    ("pipeline-unavailable", layout(pipeline=2), layout()),
     ("sequence-unavailable", layout(data=2, sequence=2), layout(data=2)),
+    (
+        "fp16-in-a-pipeline-unavailable",
+        layout("training.precision=fp16", pipeline=2),
+        layout("training.precision=bf16", pipeline=2),
+    ),
     (
         "offload-optimizer-unavailable",
         layout(zero={"stage": 2, "offload_optimizer": OFFLOAD}),
@@ -146,7 +165,7 @@ def test_every_message_names_its_place_and_advises(case: tuple[str, Layout, Layo
     with pytest.raises(PlanError) as caught:
         check(case[1])
     for line in str(caught.value).splitlines():
-        assert line.startswith(("cdrmix-core-tiny: ", "profile.json: zero_optimization."))
+        assert line.startswith(("cdrmix-core-tiny: ", "profile.json: "))
         assert "Try " in line
 
 
