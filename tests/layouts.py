@@ -258,7 +258,18 @@ def plant(broken: str) -> None:
     from cdrmix.models import attention
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
-    from cdrmix.parallel import partitioned, sequence, statistics, tensor
+    from cdrmix.parallel import partitioned, sequence, stages, statistics, tensor
+
+    def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+        """Change what a stage makes of the part-th tensor that crossed the border before it."""
+        original = stages.Stage._enter
+
+        def enter(*args: Any) -> Any:
+            found = list(original(*args))
+            found[part] = value(found[part])
+            return found
+
+        return lambda: setattr(stages.Stage, "_enter", enter)
 
     def leave_partial(kind: type[nn.Module]) -> None:
         """Whole parameters of such modules keep the gradients of this tensor rank's part."""
@@ -292,6 +303,12 @@ def plant(broken: str) -> None:
             partitioned._Head,
             "forward",
             lambda _, hidden, embedding, score: score(hidden, embedding.weight.detach()),
+        ),
+        "v_first does not cross": without(1, torch.zeros_like),
+        "v_first without gradient": without(1, torch.Tensor.detach),
+        "statistics of the last stage": without(2, lambda _: None),
+        "tied gradients apart": lambda: setattr(
+            stages.Pipeline, "get_tied_weights_and_groups", lambda _: []
         ),
     }
     faults[broken]()

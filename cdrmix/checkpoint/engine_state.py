@@ -132,6 +132,8 @@ def load(engine: Any, reader: CheckpointReader, logical_name: LogicalName = str)
     Raises:
         StateError: on every rank, if any of them found another model or could not read.
     """
+    shapes = _shapes(engine, logical_name)
+    runtime.together(lambda: check_names(reader, shapes))
     runtime.together(lambda: _read(engine, reader, logical_name))
     if _is_zero3(engine):
         zero3.refresh_weights(engine.optimizer)
@@ -270,12 +272,19 @@ def _fragment(piece: _Piece, kind: str, partition: torch.Tensor) -> Fragment:
     return Fragment(piece.name, kind, piece.placement.shape, piece.span, values)
 
 
+def _shapes(engine: Any, logical_name: LogicalName) -> dict[str, tuple[int, ...]]:
+    """Logical names and shapes of the whole model, whose parts pipeline stages hold; collective."""
+    tensors = (*engine.module.named_parameters(), *_persistent_buffers(engine.module))
+    own = {logical_name(name): _placement(engine, tensor).shape for name, tensor in tensors}
+    if not engine.pipeline_parallelism:
+        return own
+    parts: list[Any] = [None] * engine.grid.pipe_parallel_size
+    torch.distributed.all_gather_object(parts, own, group=engine.grid.get_pipe_parallel_group())
+    return {name: shape for part in parts for name, shape in part.items()}
+
+
 def _read(engine: Any, reader: CheckpointReader, logical_name: LogicalName) -> None:
     """The part of loading that one rank does alone."""
-    tensors = (*engine.module.named_parameters(), *_persistent_buffers(engine.module))
-    check_names(
-        reader, {logical_name(name): _placement(engine, tensor).shape for name, tensor in tensors}
-    )
     with torch.no_grad():
         for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
             values = reader.read(name, kind, block=placement.block)

@@ -60,12 +60,14 @@ def start_engine(
     optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] = adamw,
 ) -> Any:
     """DeepSpeed's engine around the model, with our optimizer and the planned JSON."""
-    deepspeed = runtime.import_deepspeed()
+    deepspeed, degrees = runtime.import_deepspeed(), topology.degrees
+    # a pipeline brings a grid of its own
+    needs_telling = degrees.tensor > 1 and degrees.pipeline == 1
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer(model, config.training),
         config=choice.deepspeed,
-        mpu=ModelParallelUnit(topology) if topology.degrees.tensor > 1 else None,
+        mpu=ModelParallelUnit(topology) if needs_telling else None,
         dist_init_required=False,
     )
     return engine

@@ -10,17 +10,25 @@ from typing import Any
 import torch
 
 from cdrmix import runtime
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import MoEConfig
 from cdrmix.engines.optim import learning_rate
 from cdrmix.engines.run import Run
+from cdrmix.engines.stage_a import RouterMeasures
 from cdrmix.engines.step import StepResult
 from cdrmix.errors import StateError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.metrics import memory_peak_bytes, record
 from cdrmix.objectives.router import router_monitors
+from cdrmix.parallel.apply import for_inference
 
 _SAMPLE_TEMPERATURE = 0.8
+_ROUTER_METRICS = (
+    "moe/overflow_fraction",
+    "moe/routing_entropy_bits",
+    "moe/load_balance_loss",
+    "moe/z_loss",
+)
 
 
 def log_step(run: Run, result: StepResult, evaluated: dict[str, float]) -> None:
@@ -34,7 +42,8 @@ def log_step(run: Run, result: StepResult, evaluated: dict[str, float]) -> None:
         StateError: on every rank, if the loss is no longer finite, or if the metrics could not be
             written.
     """
-    loss = float(runtime.all_reduce_sum(result.nats.double())) / result.tokens
+    nats, routing = _over_all_ranks(run, result)
+    loss = nats / result.tokens
     steps, seconds = run.observer.take_window()
     training = run.config.training
     half = training.precision == "fp16"
@@ -48,7 +57,7 @@ def log_step(run: Run, result: StepResult, evaluated: dict[str, float]) -> None:
         tokens_per_second=steps * training.tokens_per_step / seconds,
         step_seconds=seconds / steps,
         memory_peak_bytes=max(runtime.all_gather_object(memory_peak_bytes())),
-        **_router_metrics(run.config, result),
+        **routing,
         **evaluated,
     )
     runtime.together(lambda: run.observer.write(run.step, line))
@@ -70,19 +79,28 @@ def diverged(run: Run, sign: str) -> StateError:
     )
 
 
-def _router_metrics(config: Config, result: StepResult) -> dict[str, float]:
-    moe = config.model.moe
-    if moe is None or result.router is None:
-        return {}
-    monitors = router_monitors(
-        result.router.per_token.cpu(), num_experts=moe.num_experts, top_k=moe.top_k
-    )
-    return {
-        "moe/overflow_fraction": float(monitors.overflow_fraction.mean()),
-        "moe/routing_entropy_bits": float(monitors.entropy_bits.mean()),
-        "moe/load_balance_loss": float(result.router.load_balance),
-        "moe/z_loss": float(result.router.z),
-    }
+def _over_all_ranks(run: Run, result: StepResult) -> tuple[float, dict[str, float]]:
+    """Nats of the global batch and the router's metrics, which only the last pipeline stage knows,
+    on every rank; one collective."""
+    moe, topology = run.config.model.moe, run.topology
+    own = torch.zeros(1 if moe is None else 1 + len(_ROUTER_METRICS), dtype=torch.float64)
+    own[0] = result.nats
+    speaks = topology.counts_tokens and topology.data_rank == 0  # for its stage, all alike
+    if moe is not None and result.router is not None and speaks:
+        own[1:] = torch.tensor(_router_metrics(moe, result.router), dtype=own.dtype)
+    nats, *measured = runtime.all_reduce_sum(own.to(runtime.device())).tolist()
+    return nats, dict(zip(_ROUTER_METRICS, measured, strict=False))
+
+
+def _router_metrics(moe: MoEConfig, router: RouterMeasures) -> list[float]:
+    """Values of _ROUTER_METRICS."""
+    monitors = router_monitors(router.per_token.cpu(), num_experts=moe.num_experts, top_k=moe.top_k)
+    return [
+        float(monitors.overflow_fraction.mean()),
+        float(monitors.entropy_bits.mean()),
+        float(router.load_balance),
+        float(router.z),
+    ]
 
 
 def evaluate_now(run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, float]]:
@@ -90,7 +108,7 @@ def evaluate_now(run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, fl
     began = time.monotonic()
     with run.heartbeat.phase("evaluating"):
         evaluation = evaluate(
-            run.engine.module,
+            for_inference(run.engine.module),
             run.corpus.validation,
             max_tokens=max_tokens,
             batch_size=run.choice.micro_batch_size,
@@ -113,7 +131,7 @@ def _sample(run: Run) -> dict[str, Any]:
     # Without a stop token: the experts of one rank may serve the text of another, and ranks whose
     # rounding differs in the last bit could come to an end of the text at different tokens.
     new = generate(
-        run.engine.module,
+        for_inference(run.engine.module),
         torch.tensor([prompt], device=run.engine.device),
         max_new_tokens=settings.sample_tokens,
         temperature=_SAMPLE_TEMPERATURE,

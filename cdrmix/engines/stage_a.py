@@ -21,7 +21,7 @@ from cdrmix.data.sample import ensure_sample
 from cdrmix.data.shards import Manifest, TokenDataset, check_vocab, read_manifest, verify_shards
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.log import get_logger
-from cdrmix.models.backbone import Output
+from cdrmix.models.backbone import Output, TokenEmbedding
 from cdrmix.objectives.router import router_losses
 from cdrmix.parallel.head import next_token_nats
 from cdrmix.parallel.statistics import mean_over_ranks
@@ -152,12 +152,35 @@ def micro_step(
         topology: of this rank.
         input_ids: [B, T].
         labels: [B, T]; -100 is ignored.
-        nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch.
-            DeepSpeed divides by A and averages over W; what is left is the mean over all tokens.
+        nats_scale: see `loss`.
         segment_ids: document of each token, [B, T]; None: a sample is one document.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
-    nats = next_token_nats(engine.module.embedding, output.hidden, labels)
+    embedding = engine.module.embedding
+    return loss(output, embedding, labels, config, topology, nats_scale=nats_scale)
+
+
+def loss(
+    output: Output,
+    embedding: TokenEmbedding,
+    labels: Tensor,
+    config: Config,
+    topology: Topology,
+    *,
+    nats_scale: float,
+) -> MicroStep:
+    """Loss of one micro-batch from what the backbone gave.
+
+    Args:
+        output: hidden states of every position, router statistics of all layers.
+        embedding: of this rank; tied with the head.
+        labels: [B, T]; -100 is ignored.
+        config: loss weights.
+        topology: of this rank.
+        nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch.
+            DeepSpeed divides by A and averages over W; what is left is the mean over all tokens.
+    """
+    nats = next_token_nats(embedding, output.hidden, labels)
     loss = nats * nats_scale
     moe, statistics = config.model.moe, output.router_statistics
     if moe is None or statistics is None:

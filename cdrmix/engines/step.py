@@ -10,8 +10,13 @@ from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.engines.optim import learning_rate
-from cdrmix.engines.stage_a import MicroStep, RouterMeasures, micro_step
+from cdrmix.engines.stage_a import MicroStep, RouterMeasures, loss, micro_step
+from cdrmix.models.backbone import Output
+from cdrmix.parallel.stages import Pipeline
 from cdrmix.parallel.topology import Topology
+
+# tensors of one micro-batch, [B, T], by the names that `Loader` gives them
+Batch = dict[str, Tensor]
 
 
 class StepResult(NamedTuple):
@@ -21,7 +26,7 @@ class StepResult(NamedTuple):
         nats: summed cross-entropy over this rank's micro-steps, scalar; zero where another rank
             counts the same tokens.
         tokens: valid tokens of the global batch.
-        router: means over the micro-steps, or None for a dense model.
+        router: means over the micro-steps; None for a dense model, and before the last stage.
         seconds: wall time of the step; in the loop, with its wait for data and other ranks.
     """
 
@@ -55,16 +60,51 @@ def train_step(
         group["lr"] = learning_rate(step, config.training)
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
     nats_scale = topology.degrees.data * len(here["input_ids"]) / tokens
-    parts: list[MicroStep] = []
-    for micro_batch in zip(*here.values(), strict=True):
-        inputs = dict(zip(here, micro_batch, strict=True))
-        part = micro_step(engine, config, topology, **inputs, nats_scale=nats_scale)
-        engine.backward(part.loss)
-        engine.step()  # acts on the last micro-step: clip, AdamW, zero gradients
-        parts.append(part)
+    micro_batches = [
+        dict(zip(here, micro_batch, strict=True))
+        for micro_batch in zip(*here.values(), strict=True)
+    ]
+    run = _pass_through_stages if topology.degrees.pipeline > 1 else _pass_one_by_one
+    parts = run(engine, config, topology, micro_batches, nats_scale)
+    nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
     return StepResult(
-        nats=torch.stack([part.nats for part in parts]).sum() * float(topology.counts_tokens),
+        nats=nats.to(engine.device) * float(topology.counts_tokens),
         tokens=tokens,
         router=RouterMeasures.mean([part.router for part in parts if part.router]),
         seconds=time.perf_counter() - began,
     )
+
+
+def _pass_one_by_one(
+    engine: Any, config: Config, topology: Topology, micro_batches: list[Batch], nats_scale: float
+) -> list[MicroStep]:
+    """Forward and backward of each micro-batch in turn."""
+    parts = []
+    for inputs in micro_batches:
+        part = micro_step(engine, config, topology, **inputs, nats_scale=nats_scale)
+        engine.backward(part.loss)
+        engine.step()  # acts on the last micro-step: clip, AdamW, zero gradients
+        parts.append(part)
+    return parts
+
+
+def _pass_through_stages(
+    engine: Any, config: Config, topology: Topology, micro_batches: list[Batch], nats_scale: float
+) -> list[MicroStep]:
+    """DeepSpeed's schedule of one forward, one backward; losses are on the last stage only."""
+    parts: list[MicroStep] = []
+    pipeline: Pipeline = engine.module
+
+    def loss_of(output: Output, labels: Tensor) -> Tensor:
+        embedding = pipeline.stage.embedding
+        part = loss(output, embedding, labels, config, topology, nats_scale=nats_scale)
+        parts.append(part)
+        return part.loss
+
+    pipeline.loss_fn = loss_of
+    names = [name for name in ("input_ids", "segment_ids") if name in micro_batches[0]]
+    engine.train_batch(
+        (tuple(inputs[name] for name in names), inputs["labels"]) for inputs in micro_batches
+    )
+    pipeline.align_embeddings()
+    return parts

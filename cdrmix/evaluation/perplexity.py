@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from cdrmix import runtime
+from cdrmix.config.schema import ModelConfig
 from cdrmix.data.loader import split_documents
 from cdrmix.data.permutation import Permutation
 from cdrmix.data.shards import TokenDataset
-from cdrmix.models.backbone import Backbone
+from cdrmix.models.backbone import LanguageModel, Output, TokenEmbedding
+from cdrmix.models.moe import num_statistics
 from cdrmix.objectives.language_model import count_valid
 from cdrmix.objectives.router import router_monitors
 from cdrmix.parallel.head import next_token_nats
@@ -91,7 +93,7 @@ def held_out_rows(dataset: TokenDataset, max_tokens: int) -> np.ndarray:
 
 @torch.no_grad()
 def evaluate(
-    model: Backbone,
+    model: LanguageModel,
     dataset: TokenDataset,
     *,
     max_tokens: int,
@@ -103,7 +105,7 @@ def evaluate(
     overflow of experts where tensor ranks share the tokens that a capacity is of.
 
     Args:
-        model: the backbone of this rank; left in the mode it was in. Evaluation is dropless.
+        model: the backbone; left in the mode it was in. Evaluation is dropless.
         dataset: the held-out split.
         max_tokens: most tokens read, all ranks together.
         batch_size: samples per forward pass.
@@ -121,49 +123,57 @@ def evaluate(
     )
     world, rank = topology.degrees.data, topology.data_rank
     border_id = dataset.manifest.eos_id if segment_documents else None
-    totals: Tensor | None = None
+    totals = torch.zeros(3, dtype=torch.float64, device=model.device)
+    if (moe := model.config.moe) is not None:
+        routing = totals.new_zeros(model.config.num_layers * num_statistics(moe))
+        totals = torch.cat([totals, routing])
     # every rank runs the same number of passes, because experts may live on another one
     for turn in range(-(-len(batches) // world)):
         place = turn * world + rank
         there = place < len(batches)
-        read = partial(dataset.rows, batches[place if there else 0])
-        sums = _batch_sums(model, runtime.together(read), border_id=border_id)
-        # tensor ranks hold the same tokens, and each its share of what the router counted
-        sums[:_NUM_TOKEN_SUMS] *= float(there and topology.counts_tokens)
-        sums[_NUM_TOKEN_SUMS:] *= float(there and topology.is_last_stage)
-        totals = sums if totals is None else totals + sums
+        rows = runtime.together(partial(dataset.rows, batches[place if there else 0]))
+        output, labels = _pass(model, rows, border_id=border_id)
+        if there and topology.is_last_stage:
+            sums = _batch_sums(output, labels, model.embedding)
+            # tensor ranks hold the same tokens, and each its share of what the router counted
+            sums[:_NUM_TOKEN_SUMS] *= float(topology.counts_tokens)
+            totals += sums
     model.train(was_training)
-    assert totals is not None, "held_out_rows gives at least one row"
-    return _summarise(model, dataset, runtime.all_reduce_sum(totals))
+    return _summarise(model.config, dataset, runtime.all_reduce_sum(totals))
 
 
-def _batch_sums(model: Backbone, rows: np.ndarray, *, border_id: int | None) -> Tensor:
-    """[nats, predicted tokens, tokens read, router statistics...] of rows [n, T+1], float64.
+def _pass(
+    model: LanguageModel, rows: np.ndarray, *, border_id: int | None
+) -> tuple[Output, Tensor]:
+    """What the model gives for rows [n, T+1], and their labels [n, T].
 
     Args:
         border_id: the token that ends a document, to keep documents apart; None: they are not.
     """
-    device = model.embedding.weight.device
     targets, segment_ids = rows[:, 1:], None
     if border_id is not None:
         targets, documents = split_documents(rows, border_id)
-        segment_ids = torch.from_numpy(documents).to(device)
-    labels = torch.from_numpy(targets).to(device)
-    output = model(torch.from_numpy(rows[:, :-1]).to(device), segment_ids=segment_ids)
-    nats = next_token_nats(model.embedding, output.hidden, labels)
+        segment_ids = torch.from_numpy(documents).to(model.device)
+    output = model(torch.from_numpy(rows[:, :-1]).to(model.device), segment_ids=segment_ids)
+    return output, torch.from_numpy(targets).to(model.device)
+
+
+def _batch_sums(output: Output, labels: Tensor, embedding: TokenEmbedding) -> Tensor:
+    """[nats, predicted tokens, tokens read, router statistics...] of a pass, float64."""
+    nats = next_token_nats(embedding, output.hidden, labels)
     sums = [nats.reshape(1), nats.new_tensor([int(count_valid(labels)), labels.numel()])]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
     return torch.cat(sums).double()
 
 
-def _summarise(model: Backbone, dataset: TokenDataset, totals: Tensor) -> Evaluation:
+def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Evaluation:
     tokens = int(totals[1])
     loss = float(totals[0]) / tokens
     layers = []
-    moe = model.config.moe
+    moe = config.moe
     if moe is not None:
-        per_token = (totals[_NUM_TOKEN_SUMS:] / totals[2]).view(model.config.num_layers, -1).cpu()
+        per_token = (totals[_NUM_TOKEN_SUMS:] / totals[2]).view(config.num_layers, -1).cpu()
         monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
         layers = [
             LayerRouting(

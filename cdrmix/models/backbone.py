@@ -5,8 +5,9 @@ B batch, T time, D hidden, V vocabulary, L layers, S router statistics per layer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from cdrmix.config.schema import ModelConfig
 from cdrmix.models.block import Block, BlockState, RMSNorm, make_block
 from cdrmix.models.initialize import normal_
-from cdrmix.models.recompute import run_block
+from cdrmix.models.recompute import run_blocks
 
 
 class Output(NamedTuple):
@@ -30,6 +31,37 @@ class Output(NamedTuple):
     hidden: Tensor
     router_statistics: Tensor | None
     state: list[BlockState] | None
+
+
+class LanguageModel(Protocol):
+    """What evaluation and decoding call: a `Backbone`, or one that is spread over stages."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def embedding(self) -> TokenEmbedding: ...
+
+    @property
+    def training(self) -> bool: ...
+
+    def train(self, mode: bool = True) -> object: ...
+
+    def eval(self) -> object: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        *,
+        segment_ids: Tensor | None = None,
+        state: list[BlockState] | None = None,
+        return_state: bool = False,
+    ) -> Output: ...
 
 
 class TokenEmbedding(nn.Embedding):
@@ -91,28 +123,22 @@ class Backbone(nn.Module):
             See `Output`.
         """
         x = self.embedding_norm(self.embedding(input_ids))  # [B, T, D]
-        v_first, statistics, states = None, [], []
-        for i, block in enumerate(self.blocks):
-            assert isinstance(block, Block), "the list holds blocks only"
-            x, v_first, layer_statistics, after = run_block(
-                block,
-                x,
-                v_first,
-                state[i] if state else None,
-                segment_ids,
-                recompute=self.activation_checkpointing,
-                sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
-            )
-            if layer_statistics is not None:
-                statistics.append(layer_statistics)
-            if return_state:
-                assert after is not None, "training in spans gives no state"
-                states.append(after)
-        return Output(
-            hidden=self.final_norm(x),
-            router_statistics=torch.stack(statistics) if statistics else None,
-            state=states if return_state else None,
+        x, _, statistics, after = run_blocks(
+            self.blocks,
+            x,
+            None,
+            state=state,
+            segment_ids=segment_ids,
+            return_state=return_state,
+            recompute=self.activation_checkpointing,
+            sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
         )
+        return Output(self.final_norm(x), statistics, after)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected."""
+        return self.embedding.weight.device
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [..., D] -> [..., V]."""
@@ -128,5 +154,9 @@ class Backbone(nn.Module):
 
 
 def logical_name(name: str) -> str:
-    """Name of a parameter in checkpoints and exports, free of DeepSpeed's module names."""
+    """Name of a parameter in checkpoints and exports, free of DeepSpeed's module names.
+
+    Its pipeline module counts layers, of which a stage of ours is one: `1.blocks.2.mixer_norm`.
+    """
+    name = re.sub(r"^\d+\.", "", name)
     return name.replace(".deepspeed_moe.gate.", ".router.").replace(".deepspeed_moe.", ".")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdrmix.models.backbone import Backbone
+from cdrmix.models.backbone import LanguageModel
 
 
 @torch.no_grad()
 def generate(
-    model: Backbone,
+    model: LanguageModel,
     input_ids: Tensor,
     *,
     max_new_tokens: int,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix import runtime
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.schema import ModelConfig, MoEConfig
 from cdrmix.models.feed_forward import squared_relu
 from cdrmix.models.initialize import normal_
 
@@ -41,6 +41,11 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
     """
     exact = Fraction(str(factor)) * num_tokens * top_k / num_experts
     return math.ceil(exact)
+
+
+def num_statistics(config: MoEConfig) -> int:
+    """Router statistics of a layer, which `MoEFeedForward.forward` lists."""
+    return 2 * config.num_experts + 3
 
 
 class Router(nn.Module):

@@ -1,6 +1,6 @@
-"""Runs a block, and recomputes it in the backward pass: whole, or in spans of tokens.
+"""Runs blocks, and recomputes them in the backward pass: whole, or in spans of tokens.
 
-B batch, T time, D hidden, S router statistics.
+B batch, T time, D hidden, L layers, S router statistics.
 
 Recomputed whole, a block keeps its input; while it is recomputed, activations of all T tokens are
 there. In spans (sequence checkpointing) they are there for one span at a time. What a recurrent
@@ -9,11 +9,11 @@ state carries on is kept at each border; what looks at all tokens is recomputed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix.models.block import Block, BlockState
@@ -55,6 +55,52 @@ def run_block(
         return *_in_spans(block, x, v_first, segment_ids, spans), None
     x, v_first, _ = _recomputed(block.mix, x, v_first, None, segment_ids)
     return *_feed_in_spans(block, x, v_first, segment_ids, spans), None
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    v_first: Tensor | None,
+    *,
+    state: list[BlockState] | None,
+    segment_ids: Tensor | None,
+    return_state: bool,
+    recompute: bool,
+    sequence_checkpoint_tokens: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, list[BlockState] | None]:
+    """Consecutive blocks, all of a model or those of a pipeline stage.
+
+    Args:
+        blocks: of class `Block`.
+        x: residual stream, [B, T, D].
+        v_first: value of the first RWKV layer, [B, T, D]; None before it.
+        state: one entry per block, or None at the start of a sequence.
+        segment_ids: document of each token, [B, T].
+        return_state: also give the states after token T, which keep what they are views of.
+        recompute: see `run_block`.
+        sequence_checkpoint_tokens: see `run_block`.
+    Returns:
+        residual stream, v_first, router statistics [L, S] or None, states or None.
+    """
+    statistics, states = [], []
+    for i, block in enumerate(blocks):
+        assert isinstance(block, Block), "the list holds blocks only"
+        x, v_first, layer_statistics, after = run_block(
+            block,
+            x,
+            v_first,
+            state[i] if state else None,
+            segment_ids,
+            recompute=recompute,
+            sequence_checkpoint_tokens=sequence_checkpoint_tokens,
+        )
+        if layer_statistics is not None:
+            statistics.append(layer_statistics)
+        if return_state:
+            assert after is not None, "training in spans gives no state"
+            states.append(after)
+    stacked = torch.stack(statistics) if statistics else None
+    return x, v_first, stacked, states if return_state else None
 
 
 def _recomputed(run: Callable[..., Any], *inputs: Any) -> Any:

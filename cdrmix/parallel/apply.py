@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -11,12 +13,15 @@ from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block, make_block
 from cdrmix.parallel.partitioned import PartitionedEmbedding, partition
 from cdrmix.parallel.sequence import spread_tokens
+from cdrmix.parallel.staged_inference import StagedBackbone
+from cdrmix.parallel.stages import Pipeline, Stage
 from cdrmix.parallel.tensor import mark_copies, split_block
 from cdrmix.parallel.topology import Topology
 from cdrmix.parallel.vocabulary import split_embedding
 from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.profile import Choice
 from cdrmix.planning.sequence import passes_state
+from cdrmix.planning.stages import stage_layers
 
 
 def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module:
@@ -47,6 +52,8 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
     )
 
     with torch.device(runtime.device()):
+        if topology.degrees.pipeline > 1:
+            return Pipeline(_stage(config, choice, topology, block))
         model = Backbone(
             config.model,
             activation_checkpointing=choice.activation_checkpointing,
@@ -60,3 +67,34 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
         partition(model, choice.deepspeed)
         model.embedding = PartitionedEmbedding(model.embedding)
     return model
+
+
+def _stage(
+    config: Config,
+    choice: Choice,
+    topology: Topology,
+    block: Callable[[ModelConfig, int], Block],
+) -> Stage:
+    length = config.training.sequence_length
+    stage = Stage(
+        config.model,
+        topology,
+        stage_layers(config.model, length, topology.degrees.pipeline)[topology.stage],
+        micro_batch=(choice.micro_batch_size, length // topology.degrees.sequence),
+        activation_checkpointing=choice.activation_checkpointing,
+        sequence_checkpoint_tokens=config.training.sequence_checkpoint_tokens,
+        block=block,
+    )
+    if topology.is_first_stage or topology.is_last_stage:
+        stage.embedding.initialize(seed=config.training.seed, std=config.model.init_std)
+        stage.embedding = split_embedding(stage.embedding, topology)
+    mark_copies(stage, topology)
+    return stage
+
+
+def for_inference(module: nn.Module) -> Backbone | StagedBackbone:
+    """An engine's module as evaluation and decoding call it."""
+    if isinstance(module, Pipeline):
+        return StagedBackbone(module.stage)
+    assert isinstance(module, Backbone), "build_model makes one or the other"
+    return module

@@ -32,6 +32,7 @@ class Topology:
         data_group: ranks that hold the same parameters.
         stage_group: all ranks of this pipeline stage.
         pipeline_group: ranks that hold the other stages for the same tokens, by stage.
+        embedding_group: of these the first and the last, which both hold the tied embedding.
     """
 
     degrees: Degrees
@@ -41,6 +42,7 @@ class Topology:
     data_group: ProcessGroup | None = None
     stage_group: ProcessGroup | None = None
     pipeline_group: ProcessGroup | None = None
+    embedding_group: ProcessGroup | None = None
 
     @property
     def tensor_rank(self) -> int:
@@ -73,9 +75,18 @@ class Topology:
         return self.rank % (self.degrees.data * self.degrees.tensor)
 
     @property
+    def is_first_stage(self) -> bool:
+        """Whether tokens are embedded here."""
+        return self.stage == 0
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether the loss is computed here."""
         return self.stage == self.degrees.pipeline - 1
+
+    def rank_at(self, stage: int) -> int:
+        """Global rank that holds another stage for the same tokens."""
+        return self.rank + (stage - self.stage) * self.degrees.tensor * self.degrees.data
 
     @property
     def counts_tokens(self) -> bool:
@@ -130,6 +141,7 @@ def _axes(degrees: Degrees) -> dict[str, Iterator[range]]:
         ),
         "stage_group": (range(i, i + stage) for i in range(0, world, stage)),
         "pipeline_group": (range(i, world, stage) for i in range(stage)),
+        "embedding_group": (range(i, world, (world - stage) or world) for i in range(stage)),
     }
 
 

@@ -90,6 +90,7 @@ PROFILE_KEYS: Allowed = {
     "zero_allow_untested_optimizer": bool,
     "communication_data_type": _FLOAT_TYPES,
     "data_types": {"grad_accum_dtype": _FLOAT_TYPES},
+    "pipeline": {"pipe_partitioned": bool, "grad_partitioned": bool},
     "steps_per_print": int,
     "wall_clock_breakdown": bool,
     "memory_breakdown": bool,

@@ -20,15 +20,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from cdrmix.config.schema import Config
 from cdrmix.planning import activations, zero
 from cdrmix.planning.activations import Numerics, WKVForm
 from cdrmix.planning.cluster import GIB, Cluster
-from cdrmix.planning.counts import Parameter, forward_flops_by_layer, head_flops, parameters
+from cdrmix.planning.counts import Parameter, parameters
 from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.stages import stage_layers
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
 LOGIT_POSITIONS = 1024
@@ -166,10 +167,10 @@ class MemoryModel:
     # --- what a rank holds ----------------------------------------------------------------------
 
     def stages(self, pipeline: int) -> list[range]:
-        """Blocks of each pipeline stage, cut so that FLOPs are spread as evenly as blocks allow."""
+        """Blocks of each pipeline stage, as `parallel/stages.py` builds them."""
         if pipeline not in self._stages:
-            flops = forward_flops_by_layer(self.model, self.config.training.sequence_length)
-            self._stages[pipeline] = _even_cuts(flops, head_flops(self.model), pipeline)
+            length = self.config.training.sequence_length
+            self._stages[pipeline] = stage_layers(self.model, length, pipeline)
         return self._stages[pipeline]
 
     def estimate(self, arrangement: Arrangement) -> Memory:
@@ -470,18 +471,6 @@ def _overlapped(ends: list[int], start: int, stop: int) -> int:
         return 0
     first, last = bisect_right(ends, start), bisect_left(ends, min(stop, total))
     return ends[last] - (ends[first - 1] if first else 0)
-
-
-def _even_cuts(flops: list[int], head: int, pipeline: int) -> list[range]:
-    """Contiguous blocks for each stage, each stage with one at least; the last has the head too."""
-    reached = list(accumulate(flops))
-    share = (reached[-1] + head) / pipeline
-    cuts = [0]
-    for stage in range(1, pipeline):
-        left = range(cuts[-1] + 1, len(flops) - (pipeline - stage) + 1)
-        cuts.append(min(left, key=lambda cut: abs(reached[cut - 1] - share * stage)))  # noqa: B023
-    cuts.append(len(flops))
-    return [range(*pair) for pair in pairwise(cuts)]
 
 
 def describe(memory: Memory) -> Iterator[tuple[str, int]]:

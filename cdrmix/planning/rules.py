@@ -16,8 +16,6 @@ from cdrmix.planning.layout import Layout
 
 UNAVAILABLE = "not available in this version"
 THIS_VERSION = "this version"  # as the source of a rule: nothing but our own state speaks for it
-# Degrees that this version does not carry out; a name goes when its layout is built.
-UNAVAILABLE_DEGREES = ("pipeline",)
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ def _must_divide(degree: str, divided: _Divided) -> Rule:
         legal = nearest_divisors(common, given(layout))
         return (
             f"parallel.{degree} = {given(layout)} does not divide {target} = {number(layout)} "
-            f"({why}). Try parallel.{degree} = {'1' if degree in UNAVAILABLE_DEGREES else legal}"
+            f"({why}). Try parallel.{degree} = {legal}"
         )
 
     name = target.split(" / ")[0].rsplit(".", 1)[-1].replace("_", "-")
@@ -146,18 +144,6 @@ def _must_divide(degree: str, divided: _Divided) -> Rule:
         lambda layout: number(layout) % given(layout) != 0,
         message,
         "layout of ranks",
-    )
-
-
-def _unavailable_degree(degree: str) -> Rule:
-    return Rule(
-        f"{degree}-unavailable",
-        lambda layout: getattr(layout.degrees, degree) > 1,
-        lambda layout: (
-            f"parallel.{degree} = {getattr(layout.degrees, degree)}: {degree} parallelism is "
-            f"{UNAVAILABLE}. Try parallel.{degree} = 1"
-        ),
-        THIS_VERSION,
     )
 
 
@@ -195,6 +181,13 @@ def _batch_message(layout: Layout) -> str:
         f"{given}. Try training.global_batch_size = {_nearest_multiples(ranks * micro, batch)}, "
         f"or {nearest_divisors(batch, ranks)} such ranks"
     )
+
+
+def _borders_are_split(layout: Layout) -> bool:
+    """Whether tensor ranks share out what crosses a border; DeepSpeed's default is that they do."""
+    pipeline = layout.deepspeed.get("pipeline", {})
+    split = any(pipeline.get(key, True) for key in ("pipe_partitioned", "grad_partitioned"))
+    return split and layout.degrees.pipeline > 1 and layout.degrees.tensor > 1
 
 
 def _clipped_wrongly(layout: Layout) -> bool:
@@ -297,9 +290,20 @@ RULES: tuple[Rule, ...] = (
         lambda x: (
             f"zero_optimization.stage = {x.zero_stage} cannot run with "
             f"parallel.pipeline = {x.degrees.pipeline} (DeepSpeed's pipeline engine allows 0 or "
-            "1). Try profile 'zero1', or parallel.pipeline = 1"
+            "1). Try profile 'pipeline', or parallel.pipeline = 1"
         ),
         "DeepSpeed 0.19.8 runtime/pipe/engine.py",
+        about="profile",
+    ),
+    Rule(
+        "split-borders",
+        _borders_are_split,
+        lambda x: (
+            "pipeline.pipe_partitioned and grad_partitioned must be false with "
+            f"parallel.pipeline = {x.degrees.pipeline} and parallel.tensor = {x.degrees.tensor}: "
+            "each tensor rank sends heads and counts of its own. Try profile 'pipeline'"
+        ),
+        "DeepSpeed 0.19.8 runtime/pipe/engine.py shares out the first tensor among tensor ranks",
         about="profile",
     ),
     Rule(
@@ -308,7 +312,8 @@ RULES: tuple[Rule, ...] = (
         lambda x: (
             "zero_optimization.stage = 0 takes a wrong gradient norm to clip by with "
             f"parallel.expert = {x.degrees.expert} and parallel.pipeline = {x.degrees.pipeline}. "
-            "Try profile 'zero1', or training.gradient_clipping = 0"
+            f"Try profile '{'pipeline' if x.degrees.pipeline > 1 else 'zero1'}', or "
+            "training.gradient_clipping = 0"
         ),
         "DeepSpeed 0.19.8 runtime/utils.py averages norms of ranks; DeepSpeed issue 8475",
         about="profile",
@@ -427,7 +432,15 @@ RULES: tuple[Rule, ...] = (
         THIS_VERSION,
         about="profile",
     ),
-    *(_unavailable_degree(degree) for degree in UNAVAILABLE_DEGREES),
+    Rule(
+        "fp16-in-a-pipeline-unavailable",
+        lambda x: x.training.precision == "fp16" and x.degrees.pipeline > 1,
+        lambda x: (
+            f"training.precision = fp16 with parallel.pipeline = {x.degrees.pipeline} is "
+            f"{UNAVAILABLE}. Try training.precision = bf16"
+        ),
+        THIS_VERSION,
+    ),
     Rule(
         "stage-0-unavailable",
         lambda x: x.zero_stage == 0 and not _clipped_wrongly(x) and not _unfused(x),

@@ -40,6 +40,8 @@ def zero_stage(total_params: int, *, data: int, pipeline: int) -> tuple[int, str
 
 def profile(stage: int, degrees: Degrees, *, offloaded: bool = False) -> str:
     """Name of the shipped DeepSpeed profile for a ZeRO stage."""
+    if degrees.pipeline > 1:
+        return "pipeline"
     if stage == 2 and degrees.expert > 1 and not offloaded:
         return "expert"
     return f"zero{stage}_offload" if offloaded else f"zero{stage}"

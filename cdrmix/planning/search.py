@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from cdrmix.config.schema import Config
@@ -187,7 +187,14 @@ def _layout(config: Config, degrees: Degrees, kind: _ZeroKind) -> Layout:
     if kind.offloads_parameters:
         zero["offload_param"] = {"device": "cpu"}
     settings = {"zero_optimization": zero}
+    if degrees.pipeline > 1:
+        settings |= _sections_of_the_pipeline()
     return Layout(config, degrees, settings, f"zero{kind.stage}", degrees.world_size)
+
+
+@cache
+def _sections_of_the_pipeline() -> dict[str, Any]:
+    return {"pipeline": read_profile(profile_path("pipeline"))["pipeline"]}
 
 
 def _degrees(config: Config, cluster: Cluster) -> Iterator[Degrees]:

@@ -67,6 +67,25 @@ LAYOUTS = [
     Case(data=2, expert=2, profile="zero2", optimizer="sgd", training=SPANS),
     Case(data=2, sequence=2, packed=True, optimizer="sgd", accumulation=2, training=SPANS),
     Case(data=2, sequence=2, length=64, training=SPANS),
+    # pipeline stages, with data and expert parallelism inside them
+    Case(pipeline=2, profile="pipeline"),
+    Case(pipeline=2, accumulation=2, profile="pipeline", optimizer="sgd"),
+    Case(pipeline=2, accumulation=4, profile="pipeline", moe=False, optimizer="sgd"),
+    Case(pipeline=2, accumulation=2, profile="pipeline", packed=True, training=RECOMPUTED),
+    Case(pipeline=4, accumulation=4, profile="pipeline", training=RECOMPUTED),
+    Case(pipeline=4, accumulation=2, profile="pipeline", packed=True, optimizer="sgd"),
+    Case(pipeline=2, data=2, accumulation=2, profile="pipeline", optimizer="sgd"),
+    Case(pipeline=2, data=2, expert=2, accumulation=2, profile="pipeline"),
+    Case(pipeline=2, data=2, expert=2, accumulation=4, profile="pipeline", optimizer="sgd"),
+    # all axes together
+    Case(pipeline=2, tensor=2, accumulation=2, profile="pipeline"),
+    Case(pipeline=2, tensor=2, expert=2, accumulation=2, profile="pipeline", optimizer="sgd"),
+    Case(pipeline=2, tensor=2, data=2, expert=2, accumulation=2, profile="pipeline"),
+    Case(pipeline=2, data=2, sequence=2, accumulation=2, profile="pipeline", packed=True),
+    Case(pipeline=2, data=4, sequence=2, expert=2, profile="pipeline", optimizer="sgd"),
+    Case(pipeline=2, tensor=2, data=2, sequence=2, expert=2, accumulation=2, profile="pipeline"),
+    Case(pipeline=2, tensor=2, data=2, sequence=2, expert=4, length=64, packed=True,
+         profile="pipeline", optimizer="sgd", training=SPANS),
     # the optimizer on the host
     Case(data=2, expert=2, profile="zero1", optimizer="sgd", zero=ON_HOST, note="offloaded"),
     Case(profile="zero2_offload", optimizer="sgd", accumulation=2),
@@ -120,6 +139,15 @@ FAULTS = [
     Case(data=2, sequence=2, broken="local positions", model=SHARP),
     Case(data=2, moe=False, profile="zero3", broken="local mean"),
     Case(data=2, moe=False, profile="zero3", broken="head not counted"),
+    *(
+        Case(pipeline=2, profile="pipeline", broken=broken)
+        for broken in (
+            "v_first does not cross",
+            "v_first without gradient",
+            "statistics of the last stage",
+            "tied gradients apart",
+        )
+    ),
 ]
 
 

@@ -273,8 +273,8 @@ def test_deepspeed_reads_every_other_setting_that_a_profile_may_hold() -> None:
     from cdrmix.runtime import import_deepspeed
 
     package = Path(import_deepspeed().__file__).parent
-    sources = ("runtime/constants.py", "comm/constants.py", "profiling/constants.py")
-    text = "".join((package / name).read_text(encoding="utf-8") for name in sources)
+    files = ("runtime/config", "runtime/constants", "comm/constants", "profiling/constants")
+    text = "".join((package / f"{name}.py").read_text(encoding="utf-8") for name in files)
     unknown = {key for key in PROFILE_KEYS if f'"{key}"' not in text and f"'{key}'" not in text}
     assert unknown <= {"zero_optimization"}
 

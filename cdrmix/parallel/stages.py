@@ -1,0 +1,202 @@
+"""Pipeline stages: the backbone's blocks over ranks, in DeepSpeed's PipelineModule.
+
+B batch, T time of this sequence rank, D hidden, L layers up to a border, S router statistics.
+
+To DeepSpeed a stage is one layer. Residual stream, v_first and the router statistics of all layers
+so far cross a border together (`border`), and the segment ids beside them where documents are
+apart; the loss is computed on the last stage, from the statistics of all layers. v_first crosses
+once the first RWKV layer has made it.
+
+The tied embedding is on the first stage and on the last, which is its head. DeepSpeed sums both
+gradients before the data ranks are averaged, in an order that may differ between the stages, so
+the copies would part in the last bits: the first stage's counts, is saved, and replaces the other
+after each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from cdrmix import runtime
+from cdrmix.config.schema import ModelConfig
+from cdrmix.models.backbone import Output, TokenEmbedding
+from cdrmix.models.block import Block, BlockState, RMSNorm
+from cdrmix.models.moe import num_statistics
+from cdrmix.models.recompute import run_blocks
+from cdrmix.parallel import border
+from cdrmix.parallel.border import Part
+from cdrmix.parallel.shard import mark_copy
+from cdrmix.parallel.topology import Topology
+
+runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
+
+from deepspeed.runtime.pipe.module import PipelineModule  # noqa: E402
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology  # noqa: E402
+
+
+class Stage(nn.Module):
+    """The part of the backbone on one pipeline stage; parameters are named as in `Backbone`.
+
+    Args:
+        config: dimensions of the whole model.
+        topology: of this rank.
+        layers: the blocks of this stage.
+        micro_batch: (B, T) of training.
+        block: makes the block of a layer.
+        activation_checkpointing: recompute each block in the backward pass.
+        sequence_checkpoint_tokens: tokens that are recomputed together; None: all.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        topology: Topology,
+        layers: range,
+        *,
+        micro_batch: tuple[int, int],
+        block: Callable[[ModelConfig, int], Block],
+        activation_checkpointing: bool,
+        sequence_checkpoint_tokens: int | None,
+    ) -> None:
+        super().__init__()
+        self.config, self.topology, self.layers = config, topology, layers
+        self.micro_batch = micro_batch
+        self.activation_checkpointing = activation_checkpointing
+        self.sequence_checkpoint_tokens = sequence_checkpoint_tokens
+        if topology.is_first_stage or topology.is_last_stage:
+            self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size)
+        if topology.is_first_stage:
+            self.embedding_norm = RMSNorm(config.hidden_size)
+        self.blocks = nn.ModuleDict({str(layer): block(config, layer) for layer in layers})
+        if topology.is_last_stage:
+            self.final_norm = RMSNorm(config.hidden_size)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Output:
+        """A micro-batch of training through this stage.
+
+        Args:
+            inputs: input ids [B, T] on the first stage, elsewhere what crossed the border; then
+                segment ids [B, T] if documents are apart.
+        Returns:
+            what crosses the next border, with the same segment ids; `Output` on the last stage.
+        """
+        arrived, *segment_ids = inputs
+        output, leaving = self.advance(
+            arrived, self.micro_batch, segment_ids=segment_ids[0] if segment_ids else None
+        )
+        return output if leaving is None else (leaving, *segment_ids)
+
+    def advance(
+        self,
+        arrived: Tensor,
+        tokens: tuple[int, int],
+        *,
+        segment_ids: Tensor | None = None,
+        state: list[BlockState] | None = None,
+        return_state: bool = False,
+    ) -> tuple[Output, Tensor | None]:
+        """This stage's blocks.
+
+        Args:
+            arrived: input ids [B, T] on the first stage, elsewhere what crossed the border.
+            tokens: (B, T).
+            segment_ids: document of each token, [B, T].
+            state: of this stage's blocks, where an earlier call stopped.
+            return_state: also give the state after token T.
+        Returns:
+            Output, of which statistics and state are this stage's on all but the last and hidden
+            is not normalised there; and what crosses the next border, None on the last stage.
+        """
+        if self.topology.is_first_stage:
+            x, v_first, earlier = self.embedding_norm(self.embedding(arrived)), None, None
+        else:
+            x, v_first, earlier = self._enter(arrived, tokens)
+        x, v_first, statistics, after = run_blocks(
+            self.blocks.values(),
+            x,
+            v_first,
+            state=state,
+            segment_ids=segment_ids,
+            return_state=return_state,
+            recompute=self.activation_checkpointing,
+            sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
+        )
+        if statistics is not None and earlier is not None:
+            statistics = torch.cat([earlier, statistics])
+        if self.topology.is_last_stage:
+            return Output(self.final_norm(x), statistics, after), None
+        leaving = border.pack([part for part in (x, v_first, statistics) if part is not None])
+        return Output(x, statistics, after), leaving
+
+    def arriving(self, tokens: tuple[int, int], dtype: torch.dtype) -> list[Part]:
+        """What crosses the border before this stage, for (B, T) tokens of activations in `dtype`.
+
+        Residual stream [B, T, D], v_first [B, T, D / tensor], statistics [L, S].
+        """
+        config, tensor = self.config, self.topology.degrees.tensor
+        parts: list[Part] = [((*tokens, config.hidden_size), dtype)]
+        if self._v_first_arrives:
+            parts.append(((*tokens, config.hidden_size // tensor), dtype))
+        if config.moe is not None:
+            statistics = (self.layers.start, num_statistics(config.moe))
+            parts.append((statistics, torch.float32))
+        return parts
+
+    @property
+    def _v_first_arrives(self) -> bool:
+        return "rwkv" in self.config.layer_kinds()[: self.layers.start]
+
+    def _enter(
+        self, arrived: Tensor, tokens: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Residual stream, v_first and earlier statistics, as far as they crossed the border."""
+        found = iter(border.unpack(arrived, self.arriving(tokens, arrived.dtype)))
+        x = next(found)
+        v_first = next(found) if self._v_first_arrives else None
+        return x, v_first, next(found, None)
+
+
+class Pipeline(PipelineModule):
+    """This rank's stage as DeepSpeed's pipeline engine takes it; the step sets its `loss_fn`."""
+
+    def __init__(self, stage: Stage) -> None:
+        degrees = stage.topology.degrees
+        grid = PipeModelDataParallelTopology(
+            num_pp=degrees.pipeline, num_mp=degrees.tensor, num_dp=degrees.data
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # it describes itself at length
+            # of these it takes its own stage's
+            layers = [stage] * degrees.pipeline
+            super().__init__(layers, topology=grid, partition_method="uniform")
+        for parameter in stage.embedding.parameters() if stage.topology.is_last_stage else ():
+            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts once in the gradient norm
+            mark_copy(parameter)
+
+    @property
+    def stage(self) -> Stage:
+        """This rank's stage."""
+        (stage,) = self.forward_funcs
+        return cast(Stage, stage)
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, torch.distributed.ProcessGroup]]:
+        """Where DeepSpeed sums gradients of what two stages hold."""
+        group = self.stage.topology.embedding_group
+        return [] if group is None else [(self.stage.embedding.weight, group)]
+
+    @torch.no_grad()
+    def align_embeddings(self) -> None:
+        """Give the last stage the first one's embedding; after each step and each load."""
+        topology = self.stage.topology
+        if topology.embedding_group is not None:
+            torch.distributed.broadcast(
+                self.stage.embedding.weight,
+                src=topology.rank_at(0),
+                group=topology.embedding_group,
+            )
