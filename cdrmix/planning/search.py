@@ -126,13 +126,16 @@ def _standing(candidate: Candidate) -> tuple[bool, bool, int, bool, bool, tuple[
 
 
 def _is_usual(config: Config, arrangement: Arrangement, total_params: int) -> bool:
-    degrees, pipeline = arrangement.degrees, arrangement.degrees.pipeline
-    stage, _ = scale.zero_stage(total_params, data=degrees.data, pipeline=pipeline)
-    if arrangement.zero_stage != stage or arrangement.offloads_optimizer:
+    degrees, dense = arrangement.degrees, config.model.moe is None
+    stage, _ = scale.zero_stage(total_params, data=degrees.data, pipeline=degrees.pipeline)
+    # what ZeRO-2 cannot hold of a dense model, ZeRO-3 does before its matrices are cut
+    stages = {stage, 3} if dense and degrees.data > 1 else {stage}
+    if arrangement.zero_stage not in stages or arrangement.offloads_optimizer:
         return False
-    if degrees.tensor * pipeline * degrees.sequence > 1:
-        return scale.has_axes_of_its_size(config, degrees, total_params)
-    # of the layouts that this version carries out
+    if not scale.has_axes_of_its_size(config, degrees, total_params):
+        return False
+    if degrees.tensor * degrees.pipeline > 1:
+        return True
     expert, _ = scale.expert_degree(config, ranks=degrees.data, tensor=1, pipeline=1)
     return degrees.expert == expert
 

@@ -5,6 +5,7 @@ import pytest
 from cdrmix.config.load import load_config, shipped
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import make_cluster
+from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.plan import plan
 from cdrmix.planning.rehearsal import MOST_RANKS, _small_degrees, aspects, rehearsals
@@ -49,8 +50,9 @@ def test_the_small_layouts_of_every_variant_are_sound(variant: str) -> None:
     made = plan(config, make_cluster(nodes=nodes, gpus_per_node=gpus, gpu="a100-80"))
     small = rehearsals(config, made.pick)
     for each in small:
-        zero = {"zero_optimization": {"stage": made.pick.arrangement.zero_stage}}
-        layout = Layout(each.config, each.degrees, zero, "small", each.degrees.world_size, "cpu")
+        settings = read_profile(profile_path(each.profile))
+        ranks = each.degrees.world_size
+        layout = Layout(each.config, each.degrees, settings, each.profile, ranks, "cpu")
         rules.check(layout, of_this_version=False)
         kinds = set(each.config.model.layer_kinds())
         assert kinds == {"rwkv", "transformer"}
