@@ -38,7 +38,7 @@ from cdrmix.planning.rehearsal import (
 logger = get_logger(__name__)
 
 TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
-_SECONDS = 120.0  # for one start; the largest takes a tenth of it on two idle cores
+_SECONDS = 300.0  # for one start; on two idle cores the largest takes ten
 _ALONE = Degrees(data=1, tensor=1, pipeline=1, sequence=1, expert=1)
 # Packages of the standard library whose text is enough to train a tokenizer of 512 slots on.
 _TEXT = ("asyncio", "email", "json", "logging", "unittest")
