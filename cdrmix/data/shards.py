@@ -367,15 +367,16 @@ class TokenStream:
             DataError: if a shard is missing or truncated.
         """
         rows = np.empty((len(positions), length), dtype=np.int64)
+        begins, ends, tokens = self._begins, self._ends, self._tokens
         pieces = []
         for position in positions:
-            shard = bisect_right(self._ends, position)
-            offset = position - self._begins[shard]
-            row = self._tokens(shard)[offset : offset + length]
+            shard = bisect_right(ends, position)
+            offset = position - begins[shard]
+            row = tokens(shard)[offset : offset + length]
             pieces.append(row if len(row) == length else self._go_on(row, shard, length))
         if pieces:
-            # Read and cast in one pass: 11 us for 8 rows of 2,048, where row by row took 12, and
-            # a gather or a cast of the gathered rows 15 to 21.
+            # Copied and cast in one pass: 11 us for 8 rows of 2,048, where row by row took 12, and
+            # a gather, or a cast of gathered rows, 15 to 21.
             np.concatenate(pieces, out=rows.reshape(-1))
         return rows
 

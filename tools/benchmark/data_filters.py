@@ -25,12 +25,13 @@ from cdrmix.data.steps.boilerplate import Boilerplate
 from cdrmix.data.steps.filter import Filter
 from cdrmix.data.steps.language import Language, identify
 from cdrmix.data.steps.normalise import Normalise
-from cdrmix.data.steps.scrub import Scrub
+from cdrmix.data.steps.scrub import Scrub, find
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds
 
 OURS, PEER, PEER_VERSION = "cdrmix", "datatrove", "0.10.1"
 MIN_CHARACTERS, MAX_CHARACTERS, LANGUAGE_CHARACTERS = 500, 50_000, 1000
 MAX_CORPUS_CHARACTERS = 2_000_000
+PLANTED_SEEDS = range(10_000, 11_000)  # the tests use others
 
 
 def read_corpus(folder: Path | None) -> list[str]:
@@ -175,6 +176,19 @@ def measure_language(texts: list[str], rounds: int) -> float:
     return len(pieces) / statistics.median(seconds["language"])
 
 
+def measure_personal_data() -> dict[str, float]:
+    """Recall and precision on the texts that the tests plant (tests/unit/planted_pii.py)."""
+    from tests.unit.planted_pii import planted
+
+    found = expected = right = 0
+    for seed in PLANTED_SEEDS:
+        example = planted(seed)
+        spans, wanted = set(find(example.text)), set(example.spans)
+        found, expected = found + len(spans), expected + len(wanted)
+        right += len(spans & wanted)
+    return {"planted": expected, "recall": right / expected, "precision": right / found}
+
+
 def measure(rounds: int, folder: Path | None = None) -> dict[str, Any]:
     """All of it, in one process."""
     texts = read_corpus(folder)
@@ -184,6 +198,7 @@ def measure(rounds: int, folder: Path | None = None) -> dict[str, Any]:
         "million_characters": sum(map(len, texts)) / 1e6,
         "chain": measure_chains(texts, rounds),
         "steps_million_characters_per_cpu_second": measure_steps(texts, rounds),
+        "personal_data": measure_personal_data(),
         "language_documents_per_cpu_second": measure_language(texts, rounds),
         "peer": f"{PEER} {PEER_VERSION}" if find_spec(PEER) else None,
     }
@@ -202,6 +217,11 @@ def table(result: dict[str, Any]) -> list[str]:
         lines.append(f"the chain is {chain['over_peer']:.1f} times as fast as {PEER}'s")
     for name, speed in result["steps_million_characters_per_cpu_second"].items():
         lines.append(f"step, {name:21} {speed:8.1f} M characters per CPU second")
+    found = result["personal_data"]
+    lines.append(
+        f"personal data: recall {found['recall']:.3f}, precision {found['precision']:.3f} "
+        f"of {found['planted']} planted"
+    )
     speed = result["language_documents_per_cpu_second"]
     lines.append(f"language identification {speed:11.0f} texts of 1,000 characters per CPU second")
     return lines

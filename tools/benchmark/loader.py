@@ -127,6 +127,7 @@ def arrow_epoch(folder: Path) -> Callable[[], None]:
     """An epoch of the same samples through `datasets`, from rows of fixed length on disk."""
     import datasets
 
+    datasets.disable_progress_bars()
     length = SEQUENCE_LENGTH + 1
     kind = datasets.List(datasets.Value("uint16"), length=length)
     built = datasets.Dataset.from_generator(
