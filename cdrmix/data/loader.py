@@ -43,6 +43,7 @@ class Loader:
             few shards are read at a time; None: all samples of the epoch together.
         segment_documents: also say which document each token is of.
         token_weights: also give the weight of each label in the loss; None: they weigh the same.
+        num_targets: tokens that are predicted from each position, n; from 2 on, the batch has them.
         prefetch: steps read ahead by a thread; 0 reads in `next`.
     Attributes:
         samples_consumed: samples handed out to all ranks together; what is read ahead is not
@@ -64,6 +65,7 @@ class Loader:
         window_samples: int | None = None,
         segment_documents: bool = False,
         token_weights: TokenWeights | None = None,
+        num_targets: int = 1,
         prefetch: int = 2,
     ) -> None:
         if global_batch_size % (micro_batch_size * data_size):
@@ -78,7 +80,7 @@ class Loader:
         self._micro_batch_size, self._prefetch = micro_batch_size, prefetch
         self._seed = seed if shuffle else None
         self._window = window_samples if shuffle else None
-        self._segment_documents = segment_documents
+        self._segment_documents, self._num_targets = segment_documents, num_targets
         self._weight_of_role = None
         if token_weights is not None:
             weights = [getattr(token_weights, role) for role in ROLES]
@@ -95,7 +97,8 @@ class Loader:
         labels[..., t] is the token after input_ids[..., t]. Both are views of one array and so
         not contiguous: reshape them rather than view them. With `segment_documents` there are
         `segment_ids` as well, and labels of their own; see `split_documents`. With `token_weights`
-        there are the `weights` of the labels, float32 [A, B, T].
+        there are the `weights` of the labels, float32 [A, B, T]. With `num_targets` above 1 there
+        are the labels of further heads, `targets`, int64 [A, B, T, n]; see `next_targets`.
 
         Raises:
             DataError: if a shard is missing or truncated.
@@ -194,6 +197,9 @@ class Loader:
         if self._weight_of_role is not None:
             roles = self._in_micro_batches(self._dataset.roles(indices))
             batch["weights"] = self._weight_of_role[roles[..., 1:]]
+        if self._num_targets > 1:
+            eos_id = self._dataset.manifest.eos_id
+            batch["targets"] = next_targets(rows, batch["labels"], self._num_targets, eos_id)
         return batch
 
     def _in_micro_batches(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -221,6 +227,34 @@ def split_documents(
     segment_ids = np.zeros(ends.shape, dtype=np.int64)
     np.cumsum(ends[..., :-1], axis=-1, out=segment_ids[..., 1:])
     return labels, segment_ids
+
+
+def next_targets(
+    rows: NDArray[np.int64], labels: NDArray[np.int64], num_targets: int, eos_id: int
+) -> NDArray[np.int64]:
+    """The next n tokens at each position, of which the first is its label.
+
+    A further one is ignored where it is of another document than the position, or beyond the
+    sample: of a head that looks i tokens further, the last i positions predict nothing.
+
+    Args:
+        rows: [..., T + 1].
+        labels: [..., T].
+        num_targets: n.
+    Returns:
+        [..., T, n], int64, `IGNORED_LABEL` where nothing is predicted.
+    """
+    length = labels.shape[-1]
+    documents = np.zeros(rows.shape, dtype=np.int64)
+    np.cumsum(rows[..., :-1] == eos_id, axis=-1, out=documents[..., 1:])
+    targets = np.full((*labels.shape, num_targets), IGNORED_LABEL)
+    targets[..., 0] = labels
+    for further in range(1, min(num_targets, length)):
+        begin = 1 + further  # the token that the first position's target is
+        same = documents[..., begin:] == documents[..., : length - further]
+        found = np.where(same, rows[..., begin:], IGNORED_LABEL)
+        targets[..., : length - further, further] = found
+    return targets
 
 
 def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
