@@ -357,6 +357,15 @@ class MixtureConfig(Section):
     )
 
 
+class TokenWeights(Section):
+    """Weights of tokens in the training loss, a weighted mean, by what they are part of (ratio)."""
+
+    text: float = Field(1.0, ge=0, description="Documents that are no chain of thought.")
+    prompt: float = Field(0.0, ge=0, description="What a chain of thought is asked.")
+    thought: float = Field(1.0, ge=0, description="The way to its answer.")
+    answer: float = Field(1.0, ge=0, description="Its answer, with the end of the document.")
+
+
 class DataConfig(Section):
     """Where the token shards come from and in which order samples are taken."""
 

@@ -36,6 +36,7 @@ from cdrmix.data.remote_jobs import Engine
 from cdrmix.data.report import lineage, read_report, write_report
 from cdrmix.data.shards import (
     MANIFEST_FILE,
+    SHARD_SUFFIXES,
     Dtype,
     Manifest,
     TokenizerInfo,
@@ -344,8 +345,8 @@ class _Build:
         ]
         self._pool.run_all(run_encode, jobs, what="encode")
         # Shards are written in place: their results go first, lest one speak for a shard half made.
-        leftovers = [(self._work, "*.json"), (self._out, "*.bin"), (self._out, "*.idx")]
-        for leftover in (path for folder, names in leftovers for path in folder.glob(names)):
+        shards = (path for suffix in SHARD_SUFFIXES for path in self._out.glob(f"*.{suffix}"))
+        for leftover in (*self._work.glob("*.json"), *shards):
             leftover.unlink()
         streams = [
             self._stream_job(split, domain, jobs, tokenizer.eos_id)

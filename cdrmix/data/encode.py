@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdrmix.data.chain_of_thought import encoded
 from cdrmix.data.document import Document, draw
 from cdrmix.data.fim import FimConfig, rearranged
 from cdrmix.data.folders import new_folder
 from cdrmix.data.ngrams import ngram_entropy
-from cdrmix.data.shards import Dtype, ShardInfo, TokenStream, write_file, write_shards
+from cdrmix.data.shards import Dtype, ShardInfo, TokenStream, write_file, write_pieces, write_shards
 from cdrmix.data.stage import close_synced, read_documents
 from cdrmix.data.tasks import Task
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
@@ -51,8 +52,9 @@ class EncodeJob:
 def run_encode(job: EncodeJob) -> None:
     """Encode a task's documents, unless that is done.
 
-    The result has for each split `<split>.bin` (tokens, EOS after each document) and `<split>.npy`
-    (tokens and bytes of text of each document, [n, 2] int64).
+    The result has for each split `<split>.bin` (tokens, EOS after each document), `<split>.npy`
+    (tokens and bytes of text of each document, [n, 2] int64) and, of chains of thought, the role of
+    each token, `<split>.roles` (a byte each).
     """
     if job.is_done():
         return
@@ -60,16 +62,23 @@ def run_encode(job: EncodeJob) -> None:
     dtype = np.dtype(job.dtype).newbyteorder("<")
     with new_folder(job.out) as folder:
         files = {split: (folder / f"{split}.bin").open("wb") for split in SPLITS}
+        has_roles = job.task.source.chain_of_thought is not None
+        role_files = {s: _roles_file(folder, s).open("wb") for s in SPLITS if has_roles}
         sizes: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
         for document in read_documents(job.documents, job.task):
             split = split_of(document.id, job.validation_share)
-            # What is held out stays as it is, so that its loss means the same whatever was done.
-            fim = job.fim if split == "train" else None
-            ids = np.array([*_encode(document, tokenizer, fim), tokenizer.eos_id], dtype=dtype)
+            if has_roles:
+                tokens, roles = encoded(document.text, tokenizer)
+                role_files[split].write(bytes([*roles, roles[-1]]))  # EOS has that of the answer
+            else:
+                # What is held out stays as it is: its loss means the same whatever was done.
+                tokens = _encode(document, tokenizer, job.fim if split == "train" else None)
+            ids = np.array([*tokens, tokenizer.eos_id], dtype=dtype)
             files[split].write(ids.tobytes())
             sizes[split].append((len(ids), len(document.text.encode())))
-        for split, file in files.items():
+        for file in (*files.values(), *role_files.values()):
             close_synced(file)
+        for split in SPLITS:
             with (folder / f"{split}.npy").open("wb") as table:
                 np.save(table, np.array(sizes[split], dtype=np.int64).reshape(-1, 2))
                 close_synced(table)
@@ -136,6 +145,8 @@ def write_stream(job: StreamJob) -> None:
         dtype=job.dtype,
         max_tokens=job.max_tokens,
     )
+    if any(_roles_file(folder, job.split).exists() for _, folder in job.parts):
+        shards = write_roles(job.out, shards, _all_roles(job))
     result: dict[str, Any] = {
         "shards": [shard.model_dump() for shard in shards],
         "sources": [dict(counts) for counts in _shared_out(pieces, shards)],
@@ -161,6 +172,46 @@ def read_ngrams(job: StreamJob) -> dict[str, Any] | None:
     """What `ngram_entropy` found in the shards of a finished job; None where there are none."""
     found: dict[str, Any] | None = json.loads(job.result.read_bytes())["ngrams"]
     return found
+
+
+def _roles_file(folder: Path, split: str) -> Path:
+    return folder / f"{split}.roles"
+
+
+def _all_roles(job: StreamJob) -> Iterator[NDArray[np.uint8]]:
+    """The role of every token of a stream, in order; 0 where a task has no others."""
+    for _, folder in job.parts:
+        num_tokens = int(np.load(folder / f"{job.split}.npy")[:, 0].sum())
+        file = _roles_file(folder, job.split)
+        if num_tokens and file.exists():
+            yield np.memmap(file, dtype=np.uint8, mode="r")
+        else:
+            yield np.zeros(num_tokens, dtype=np.uint8)
+
+
+def write_roles(
+    folder: Path, shards: Iterable[ShardInfo], roles: Iterable[NDArray[np.uint8]]
+) -> list[ShardInfo]:
+    """Write the roles of all tokens of shards that follow each other, beside them.
+
+    Args:
+        roles: of the tokens, in order, in pieces of any size.
+    Returns:
+        The shards, with their files of roles.
+    """
+    pieces = (piece for piece in roles if len(piece))
+    rest: NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
+    written = []
+    for shard in shards:
+        own, missing = [], shard.tokens
+        while missing:
+            rest = rest if len(rest) else next(pieces)
+            own.append(rest[:missing])
+            rest, missing = rest[missing:], missing - len(own[-1])
+        file = write_pieces(folder / f"{shard.stem}.roles", own)
+        written.append(shard.model_copy(update={"roles": file}))
+    assert not len(rest) and next(pieces, None) is None, "as many roles as tokens"
+    return written
 
 
 def _encoded(folder: Path, split: str, dtype: Dtype) -> Iterator[tuple[NDArray[Any], int]]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cdrmix.data.chain_of_thought import fields_of
 from cdrmix.data.fim import restored
 from cdrmix.data.folders import new_folder
 from cdrmix.data.shards import Manifest, ShardInfo, read_lengths, read_manifest, verify_shards
@@ -31,8 +32,9 @@ def export_tars(folder: Path, out: Path) -> int:
     """Write the documents of a built folder, a tar file per shard.
 
     A document is `<shard>-<number>.txt` and `.json`, the latter with its split and domain; one that
-    was rearranged for infilling is in its own order again. Equal folders give equal bytes. A source
-    of type local reads the tar files again.
+    was rearranged for infilling is in its own order again, and a chain of thought is in `.json`
+    alone, as prompt, thought and answer. Equal folders give equal bytes. A source of type local
+    reads the tar files again.
 
     Args:
         folder: of token shards; it is verified first.
@@ -85,9 +87,11 @@ def _write_tar(path: Path, texts: Iterator[_Text], tokenizer: Tokenizer) -> int:
         for text in texts:
             key = f"{text.shard.stem}-{text.number:08d}"
             fields = {"split": text.shard.split, "domain": text.shard.domain}
-            content = tokenizer.decode(restored(text.ids, tokenizer))
-            _add(archive, f"{key}.txt", content.encode())
-            _add(archive, f"{key}.json", json.dumps(fields).encode())
+            parts = fields_of(text.ids, tokenizer)
+            if parts is None:
+                content = tokenizer.decode(restored(text.ids, tokenizer))
+                _add(archive, f"{key}.txt", content.encode())
+            _add(archive, f"{key}.json", json.dumps(fields | (parts or {})).encode())
             num_documents += 1
     return num_documents
 

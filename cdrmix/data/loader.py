@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cdrmix.config.schema import TokenWeights
+from cdrmix.data.chain_of_thought import ROLES
 from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.shards import TokenDataset
 from cdrmix.errors import PlanError, StateError
@@ -25,7 +27,7 @@ _ORDER_BLOCK = 4096
 
 IGNORED_LABEL = -100  # what cdrmix.objectives leaves out
 
-Batch = dict[str, NDArray[np.int64]]
+Batch = dict[str, NDArray[Any]]
 
 
 class Loader:
@@ -40,6 +42,8 @@ class Loader:
         window_samples: shuffle windows of that many samples, and the samples in each, so that
             few shards are read at a time; None: all samples of the epoch together.
         segment_documents: also say which document each token is of.
+        token_weights: also give the weight of each label in the loss; None: they weigh the same.
+        num_targets: tokens that are predicted from each position, n; from 2 on, the batch has them.
         prefetch: steps read ahead by a thread; 0 reads in `next`.
     Attributes:
         samples_consumed: samples handed out to all ranks together; what is read ahead is not
@@ -60,6 +64,8 @@ class Loader:
         shuffle: bool,
         window_samples: int | None = None,
         segment_documents: bool = False,
+        token_weights: TokenWeights | None = None,
+        num_targets: int = 1,
         prefetch: int = 2,
     ) -> None:
         if global_batch_size % (micro_batch_size * data_size):
@@ -74,7 +80,11 @@ class Loader:
         self._micro_batch_size, self._prefetch = micro_batch_size, prefetch
         self._seed = seed if shuffle else None
         self._window = window_samples if shuffle else None
-        self._segment_documents = segment_documents
+        self._segment_documents, self._num_targets = segment_documents, num_targets
+        self._weight_of_role = None
+        if token_weights is not None:
+            weights = [getattr(token_weights, role) for role in ROLES]
+            self._weight_of_role = np.array(weights, dtype=np.float32)
         # Micro-step m covers B * W consecutive samples, of which rank r takes B from r * B on.
         micro_starts = np.arange(0, global_batch_size, micro_batch_size * data_size)
         own = np.arange(micro_batch_size) + data_rank * micro_batch_size
@@ -86,7 +96,9 @@ class Loader:
 
         labels[..., t] is the token after input_ids[..., t]. Both are views of one array and so
         not contiguous: reshape them rather than view them. With `segment_documents` there are
-        `segment_ids` as well, and labels of their own; see `split_documents`.
+        `segment_ids` as well, and labels of their own; see `split_documents`. With `token_weights`
+        there are the `weights` of the labels, float32 [A, B, T]. With `num_targets` above 1 there
+        are the labels of further heads, `targets`, int64 [A, B, T, n]; see `next_targets`.
 
         Raises:
             DataError: if a shard is missing or truncated.
@@ -161,7 +173,7 @@ class Loader:
             block, coming = coming, next(blocks)
             self._dataset.expect(np.concatenate([block, coming]))
             for indices in block:
-                yield self._batch(self._dataset.rows(indices))
+                yield self._batch(indices)
 
     def _blocks(self, start: int) -> Iterator[NDArray[np.int64]]:
         """Samples of this rank in some steps at a time, [steps, A * B], from `start` on."""
@@ -175,13 +187,23 @@ class Loader:
             yield self._dataset.order(numbers, self._seed, self._window)
             start += step * num_steps
 
-    def _batch(self, rows: NDArray[np.int64]) -> Batch:
-        """Arrays [A, B, T] of rows [A * B, T + 1]."""
-        rows = rows.reshape(-1, self._micro_batch_size, rows.shape[-1])
-        if not self._segment_documents:
-            return {"input_ids": rows[..., :-1], "labels": rows[..., 1:]}
-        labels, segment_ids = split_documents(rows, self._dataset.manifest.eos_id)
-        return {"input_ids": rows[..., :-1], "labels": labels, "segment_ids": segment_ids}
+    def _batch(self, indices: NDArray[np.int64]) -> Batch:
+        """Arrays [A, B, T] of samples [A * B]."""
+        rows = self._in_micro_batches(self._dataset.rows(indices))
+        batch: Batch = {"input_ids": rows[..., :-1], "labels": rows[..., 1:]}
+        if self._segment_documents:
+            eos_id = self._dataset.manifest.eos_id
+            batch["labels"], batch["segment_ids"] = split_documents(rows, eos_id)
+        if self._weight_of_role is not None:
+            roles = self._in_micro_batches(self._dataset.roles(indices))
+            batch["weights"] = self._weight_of_role[roles[..., 1:]]
+        if self._num_targets > 1:
+            eos_id = self._dataset.manifest.eos_id
+            batch["targets"] = next_targets(rows, batch["labels"], self._num_targets, eos_id)
+        return batch
+
+    def _in_micro_batches(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return rows.reshape(-1, self._micro_batch_size, rows.shape[-1])
 
 
 def split_documents(
@@ -205,6 +227,34 @@ def split_documents(
     segment_ids = np.zeros(ends.shape, dtype=np.int64)
     np.cumsum(ends[..., :-1], axis=-1, out=segment_ids[..., 1:])
     return labels, segment_ids
+
+
+def next_targets(
+    rows: NDArray[np.int64], labels: NDArray[np.int64], num_targets: int, eos_id: int
+) -> NDArray[np.int64]:
+    """The next n tokens at each position, of which the first is its label.
+
+    A further one is ignored where it is of another document than the position, or beyond the
+    sample: of a head that looks i tokens further, the last i positions predict nothing.
+
+    Args:
+        rows: [..., T + 1].
+        labels: [..., T].
+        num_targets: n.
+    Returns:
+        [..., T, n], int64, `IGNORED_LABEL` where nothing is predicted.
+    """
+    length = labels.shape[-1]
+    documents = np.zeros(rows.shape, dtype=np.int64)
+    np.cumsum(rows[..., :-1] == eos_id, axis=-1, out=documents[..., 1:])
+    targets = np.full((*labels.shape, num_targets), IGNORED_LABEL)
+    targets[..., 0] = labels
+    for further in range(1, min(num_targets, length)):
+        begin = 1 + further  # the token that the first position's target is
+        same = documents[..., begin:] == documents[..., : length - further]
+        found = np.where(same, rows[..., begin:], IGNORED_LABEL)
+        targets[..., : length - further, further] = found
+    return targets
 
 
 def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:

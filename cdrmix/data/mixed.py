@@ -61,6 +61,7 @@ class MixedDataset:
         self._shifts -= self._begins[:-1] * sequence_length
         ordered = sorted(shards, key=lambda shard: shard.domain)
         self._stream = TokenStream(self.folder, ordered, self.manifest.dtype)
+        self._roles = TokenStream(self.folder, ordered, "uint8", suffix="roles")
 
     def order(
         self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
@@ -97,9 +98,14 @@ class MixedDataset:
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
         return self._stream.rows(self._positions(indices).tolist(), self.sequence_length + 1)
 
+    def roles(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Roles of the tokens of `rows(indices)`, of the same shape; see `ShardInfo`."""
+        return self._roles.rows(self._positions(indices).tolist(), self.sequence_length + 1)
+
     def expect(self, indices: NDArray[np.int64]) -> None:
         """Have the shards of samples that are read soon, any shape, at hand; see `TokenStream`."""
-        self._stream.expect(self._positions(indices))
+        for stream in (self._stream, self._roles):
+            stream.expect(self._positions(indices))
 
     def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where in the stream of all domains each sample begins."""

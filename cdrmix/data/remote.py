@@ -171,7 +171,7 @@ def remote_files(folder: Path) -> RemoteFiles | None:
 
 
 def _is_copy(entry: Path) -> bool:
-    return entry.suffix == ".bin" or entry.name.endswith(".bin.partial")
+    return entry.name.removesuffix(".partial").endswith((".bin", ".roles"))
 
 
 def copy(

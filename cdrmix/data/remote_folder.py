@@ -66,9 +66,10 @@ def _open(new: Path, url: str, data: DataConfig, sequence_length: int) -> Path:
 def _check_room(manifest: Manifest, data: DataConfig, sequence_length: int) -> None:
     """Refuse a cache whose shards would be thrown out before they are read."""
     train = [shard for shard in manifest.shards if shard.split == "train"]
-    total = sum(shard.bin.bytes for shard in train)
-    shard_bytes = max((shard.bin.bytes for shard in train), default=0)
-    window_bytes = data.window_samples * sequence_length * np.dtype(manifest.dtype).itemsize
+    sizes = [shard.bin.bytes + (shard.roles.bytes if shard.roles else 0) for shard in train]
+    total, shard_bytes = sum(sizes), max(sizes, default=0)
+    token_bytes = np.dtype(manifest.dtype).itemsize + any(shard.roles for shard in train)
+    window_bytes = data.window_samples * sequence_length * token_bytes
     # Of each domain, what is read now and what comes next; both may begin and end within a shard.
     domains = len({shard.domain for shard in train})
     needed = {

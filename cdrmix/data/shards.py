@@ -27,6 +27,7 @@ from cdrmix.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
 MAX_SHARD_TOKENS = 2**27
+SHARD_SUFFIXES = ("bin", "idx", "roles")
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_VERSION = 1
@@ -54,7 +55,11 @@ class FileInfo(_Record):
 
 
 class ShardInfo(_Record):
-    """One `.bin/.idx` pair; `text_bytes` is the UTF-8 size of the text behind its tokens."""
+    """One `.bin/.idx` pair; `text_bytes` is the UTF-8 size of the text behind its tokens.
+
+    `roles` is a third file where tokens are of other parts than plain text: a byte each, a place in
+    `cdrmix.data.chain_of_thought.ROLES`.
+    """
 
     stem: str
     split: str
@@ -64,6 +69,12 @@ class ShardInfo(_Record):
     text_bytes: int
     bin: FileInfo
     idx: FileInfo
+    roles: FileInfo | None = None
+
+    def files(self) -> dict[str, FileInfo]:
+        """Those of its files that there are, by suffix."""
+        found = {"bin": self.bin, "idx": self.idx, "roles": self.roles}
+        return {suffix: info for suffix, info in found.items() if info is not None}
 
 
 class SplitInfo(_Record):
@@ -129,7 +140,7 @@ def write_shards(
                 tokens=sum(map(len, pieces)),
                 documents=len(pieces),
                 text_bytes=sum(text_bytes for _, text_bytes in group),
-                bin=_write_bin(folder / f"{stem}.bin", pieces),
+                bin=write_pieces(folder / f"{stem}.bin", pieces),
                 idx=write_file(folder / f"{stem}.idx", _index(list(map(len, pieces)), dtype)),
             )
         )
@@ -160,7 +171,8 @@ def _narrow(ids: NDArray[Any], dtype: Dtype) -> NDArray[Any]:
     return ids.astype(np.dtype(dtype).newbyteorder("<"))
 
 
-def _write_bin(path: Path, pieces: list[NDArray[Any]]) -> FileInfo:
+def write_pieces(path: Path, pieces: list[NDArray[Any]]) -> FileInfo:
+    """Write arrays one after the other and wait until they are on the disk."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for piece in pieces:
@@ -243,7 +255,7 @@ def _split_totals(shards: Iterable[ShardInfo]) -> dict[str, SplitInfo]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json`, whole or not at all; equal manifests give equal bytes."""
-    text = json.dumps(manifest.model_dump(), indent=2, sort_keys=True)
+    text = json.dumps(_values(manifest), indent=2, sort_keys=True)
     partial = folder / f"{MANIFEST_FILE}.partial"
     write_file(partial, f"{text}\n".encode())
     partial.replace(folder / MANIFEST_FILE)
@@ -274,7 +286,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 def manifest_digest(manifest: Manifest) -> str:
     """sha256 (hex) that names the data set: equal for equal content, whatever the folder."""
-    return hashlib.sha256(json.dumps(manifest.model_dump(), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_values(manifest), sort_keys=True).encode()).hexdigest()
+
+
+def _values(manifest: Manifest) -> dict[str, Any]:
+    """A manifest's values, without files that a shard does not have: so the digest of a data set is
+    what it was before there were roles, and its checkpoints go on."""
+    return manifest.model_dump(exclude_defaults=True)
 
 
 def check_vocab(manifest: Manifest, vocab_size: int) -> None:
@@ -311,9 +329,9 @@ def verify_shards(
         DataError: naming every missing, truncated or altered file of the share.
     """
     problems = [
-        _file_problem(folder / f"{shard.stem}{suffix}", info.bytes, info.sha256, mode=mode)
+        _file_problem(folder / f"{shard.stem}.{suffix}", info.bytes, info.sha256, mode=mode)
         for shard in (() if remote_files(folder) else manifest.shards[part::parts])
-        for suffix, info in ((".bin", shard.bin), (".idx", shard.idx))
+        for suffix, info in shard.files().items()
     ]
     if part == 0:
         tokenizer = manifest.tokenizer
@@ -344,16 +362,24 @@ def _file_problem(
 
 
 class TokenStream:
-    """The tokens of some shards, end to end.
+    """The tokens of some shards, or their roles, end to end.
 
     Args:
         folder: a built folder.
         shards: in the order of the stream.
-        dtype: how ids are stored.
+        dtype: how they are stored.
+        suffix: of the files; where a shard has none of roles, they are 0.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[ShardInfo], dtype: Dtype) -> None:
-        self._folder, self._shards = folder, shards
+    def __init__(
+        self,
+        folder: Path,
+        shards: Sequence[ShardInfo],
+        dtype: Dtype | Literal["uint8"],
+        *,
+        suffix: Literal["bin", "roles"] = "bin",
+    ) -> None:
+        self._folder, self._shards, self._suffix = folder, shards, suffix
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._ends = list(accumulate(shard.tokens for shard in shards))
         self._begins = [0, *self._ends]
@@ -394,7 +420,8 @@ class TokenStream:
         if self._remote is not None:
             shards = np.searchsorted(self._ends, positions.ravel(), side="right")
             first_uses = np.sort(np.unique(shards, return_index=True)[1])
-            self._remote.expect([_remote_file(self._shards[i]) for i in shards[first_uses]])
+            files = [self._file(shard) for shard in shards[first_uses]]
+            self._remote.expect([file for file in files if file is not None])
 
     def _max_open_shards(self) -> int:
         """As many as there is room for: a file that was thrown out of a cache keeps its room on
@@ -405,20 +432,25 @@ class TokenStream:
         return min(_MAX_OPEN_SHARDS, max(1, self._remote.max_bytes // largest))
 
     def _map(self, shard: int) -> NDArray[Any]:
-        """Token ids of one shard, memory-mapped. A file shorter than mapped would be a SIGBUS."""
-        info = self._shards[shard]
+        """One shard, memory-mapped. A file shorter than mapped would be a SIGBUS."""
+        file = self._file(shard)
+        if file is None:
+            return np.broadcast_to(np.zeros(1, self._dtype), self._shards[shard].tokens)
         if self._remote is not None:
-            with self._remote.held(_remote_file(info)) as path:
+            with self._remote.held(file) as path:
                 return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
-        path = self._folder / f"{info.stem}.bin"
-        problem = _file_problem(path, info.bin.bytes, info.bin.sha256, mode="size")
+        path = self._folder / file.name
+        problem = _file_problem(path, file.bytes, file.sha256, mode="size")
         if problem:
             raise DataError(f"{problem}\n{_REBUILD}")
         return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
 
-
-def _remote_file(shard: ShardInfo) -> RemoteFile:
-    return RemoteFile(f"{shard.stem}.bin", shard.bin.bytes, shard.bin.sha256)
+    def _file(self, shard: int) -> RemoteFile | None:
+        info = self._shards[shard]
+        file = info.files().get(self._suffix)
+        if file is None:
+            return None
+        return RemoteFile(f"{info.stem}.{self._suffix}", file.bytes, file.sha256)
 
 
 class TokenDataset:
@@ -459,6 +491,7 @@ class TokenDataset:
         self.bytes_per_token = totals.text_bytes / totals.tokens
         shards = [shard for shard in self.manifest.shards if shard.split == split]
         self._stream = TokenStream(self.folder, shards, self.manifest.dtype)
+        self._roles = TokenStream(self.folder, shards, "uint8", suffix="roles")
 
     def order(
         self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
@@ -474,7 +507,8 @@ class TokenDataset:
 
     def expect(self, indices: NDArray[np.int64]) -> None:
         """Have the shards of samples that are read soon, any shape, at hand; see `TokenStream`."""
-        self._stream.expect(indices * self.sequence_length)
+        for stream in (self._stream, self._roles):
+            stream.expect(indices * self.sequence_length)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Samples `indices` [n] as an array [n, T + 1], int64.
@@ -488,3 +522,8 @@ class TokenDataset:
         if positions and not 0 <= min(positions) <= max(positions) < end:
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
         return self._stream.rows(positions, self.sequence_length + 1)
+
+    def roles(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Roles of the tokens of `rows(indices)`, of the same shape; see `ShardInfo`."""
+        positions = (indices * self.sequence_length).tolist()
+        return self._roles.rows(positions, self.sequence_length + 1)

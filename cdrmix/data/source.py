@@ -44,6 +44,14 @@ _CODE_FILES = {"Makefile", "Dockerfile", "CMakeLists.txt", "Rakefile", "Gemfile"
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 
 
+class ChainOfThoughtConfig(Section):
+    """Keys or columns with the parts of a chain of thought; dots lead into nested objects."""
+
+    prompt: str = Field("prompt", description="What is asked.")
+    thought: str = Field("thought", description="The way to the answer.")
+    answer: str = Field("answer", description="The answer.")
+
+
 class SourceConfig(Section):
     """Where documents come from and how they are read."""
 
@@ -64,6 +72,9 @@ class SourceConfig(Section):
     )
     text_field: str = Field(
         "text", description="Key or column with the text; dots lead into nested objects."
+    )
+    chain_of_thought: ChainOfThoughtConfig | None = Field(
+        None, description="Documents of three parts, in fields of their own; null: of one text."
     )
     metadata_fields: tuple[str, ...] = Field(
         ("url", "title", "language", "license"),
@@ -91,6 +102,12 @@ class SourceConfig(Section):
     max_documents_per_second: float | None = Field(
         None, gt=0, description="Largest rate at which each worker reads a stream."
     )
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """The fields that a document's text is made of, in order."""
+        parts = self.chain_of_thought
+        return (self.text_field,) if parts is None else (parts.prompt, parts.thought, parts.answer)
 
     @field_validator("encoding")
     @classmethod

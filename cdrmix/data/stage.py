@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from cdrmix.data.chain_of_thought import parted
 from cdrmix.data.document import Document, Step
 from cdrmix.data.folders import new_folder
 from cdrmix.data.recipe import StepConfig, make_step
@@ -131,7 +132,8 @@ def run_stage(job: StageJob) -> None:
             documents = read_documents(job.before, job.task)
         for number, name, step in _steps(job, folder):
             counts = StepCounts(number, name)
-            documents = _through(documents, step, counts, dropped)
+            in_parts = job.task.source.chain_of_thought is not None
+            documents = _through(documents, step, counts, dropped, in_parts=in_parts)
             # The pass that takes notes drops nothing and is not a step of the recipe.
             all_counts += [counts] if number >= 0 else []
         record = _write_documents(folder / DOCUMENTS_FILE, documents)
@@ -153,8 +155,14 @@ def _steps(job: StageJob, folder: Path) -> Iterator[tuple[int, str, Step]]:
 
 
 def _through(
-    documents: Iterable[Document], step: Step, counts: StepCounts, dropped: _Dropped
+    documents: Iterable[Document],
+    step: Step,
+    counts: StepCounts,
+    dropped: _Dropped,
+    *,
+    in_parts: bool,
 ) -> Iterator[Document]:
+    """What a step passes on; of documents in parts, those whose parts it has kept apart."""
     taken: Document | None = None
 
     def counted() -> Iterator[Document]:
@@ -170,6 +178,9 @@ def _through(
 
     try:
         for document in step(counted(), drop):
+            if in_parts and parted(document.text) is None:
+                drop(document, "parts of the chain of thought lost")
+                continue
             counts.documents_out += 1
             yield document
     except Exception as error:

@@ -41,7 +41,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        part: VocabularyPart,
+        label_weights: Tensor | None,
     ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
@@ -61,11 +66,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
             log_totals, scores = part.of_all_parts(torch.stack([log_total, score])).unbind(1)
             log_total = torch.logsumexp(log_totals, dim=0)  # [n, 1]
-            nats += ((log_total - scores.sum(0)).squeeze(1) * valid).sum()
+            worth = valid if label_weights is None else valid * label_weights[start:stop]
+            nats += ((log_total - scores.sum(0)).squeeze(1) * worth).sum()
             if not (needs_hidden or needs_weight):
                 continue
             error = torch.exp_(logits.sub_(log_total))  # softmax
             error.scatter_add_(1, local, -is_here.to(error.dtype))
+            if label_weights is not None:  # in float32, where a weight of .3 is one
+                error.mul_(worth.unsqueeze(1))
             error = error.to(hidden.dtype)
             counted = valid.unsqueeze(1).to(hidden.dtype)
             if hidden_grad is not None:
@@ -83,11 +91,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_grad = hidden_grad * grad.to(hidden_grad.dtype)
         if weight_grad is not None:
             weight_grad = (weight_grad * grad).to(ctx.weight_dtype)
-        return hidden_grad, weight_grad, None, None
+        return hidden_grad, weight_grad, None, None, None
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart = WHOLE_VOCABULARY
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    part: VocabularyPart = WHOLE_VOCABULARY,
+    label_weights: Tensor | None = None,
 ) -> Tensor:
     """Nats of the labels under softmax(hidden @ weight.T), summed over valid positions.
 
@@ -96,16 +108,29 @@ def linear_cross_entropy(
         weight: the head, [V, D], same type; of a part of the vocabulary its rows.
         labels: next token of each position, [...], int64; -100 is ignored.
         part: of the vocabulary, which `weight` holds.
+        label_weights: factor on the nats of each label, [...], float32; None: 1.
     Returns:
         Scalar, float32, the same for every part. Divide by the valid positions of the whole global
-        batch. The gradient of `hidden` is to be summed over the parts.
+        batch, or by what they weigh; see `sum_weights`. The gradient of `hidden` is to be summed
+        over the parts.
     """
     if not torch.is_grad_enabled():  # which a Function's needs_input_grad does not look at
         hidden, weight = hidden.detach(), weight.detach()
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), part)
+    if label_weights is not None:
+        label_weights = label_weights.reshape(-1)
+    return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), part, label_weights)
 
 
 def count_valid(labels: Tensor) -> Tensor:
     """Positions that are predicted, scalar int64."""
     return (labels != IGNORED_LABEL).sum()
+
+
+def sum_weights(labels: Tensor, label_weights: Tensor | None) -> Tensor:
+    """What the nats of `labels` are divided by: the sum of the weights of those that are predicted,
+    scalar float64; their number where there are no weights."""
+    valid = labels != IGNORED_LABEL
+    if label_weights is None:
+        return valid.sum().double()
+    return (label_weights.double() * valid).sum()

@@ -6,12 +6,20 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from cdrmix.data import stage
 from cdrmix.data.build import build_dataset
+from cdrmix.data.chain_of_thought import ROLES, encoded, fields_of, joined
 from cdrmix.data.export_tar import export_tars
-from cdrmix.data.shards import read_lengths, read_manifest
+from cdrmix.data.recipe import StepConfig
+from cdrmix.data.shards import read_lengths, read_manifest, verify_shards
+from cdrmix.data.source import SourceConfig, find_files
+from cdrmix.data.stage import StageJob, read_record, run_stage
+from cdrmix.data.tasks import Task
 from cdrmix.data.tokenizer import load_tokenizer
-from tests.unit.test_read import texts
+from cdrmix.errors import DataError
+from tests.unit.test_read import read, texts
 
 SENTENCE = "The reader of part {n} finds that with every page the story of the {n}th ship goes on. "
 
@@ -64,3 +72,75 @@ def test_a_recipe_rearranges_training_documents_for_infilling(tmp_path: Path) ->
     assert set.union(*begins.values()) == {False}
     export_tars(out, tmp_path / "tars")
     assert sorted(texts(tmp_path / "tars")) == sorted(2 * given)
+
+
+def test_a_chain_of_thought_keeps_its_roles_beside_other_sources(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"What is {n} + 1?", "thought": f"Count from {n}.\n", "answer": f"{n + 1}"}
+        for n in range(40)
+    ]
+    (tmp_path / "chains").mkdir()
+    for part in range(2):
+        lines = [json.dumps(row) + "\n" for row in rows[part::2]]
+        (tmp_path / "chains" / f"{part}.jsonl").write_text("".join(lines))
+    (tmp_path / "plain.jsonl").write_text(
+        "".join(json.dumps({"text": SENTENCE.format(n=n)}) + "\n" for n in range(20))
+    )
+    common = {"type": "local", "domain": "maths"}
+    chains = common | {"name": "chains", "path": str(tmp_path / "chains"), "chain_of_thought": {}}
+    plain = common | {"name": "plain", "path": str(tmp_path / "plain.jsonl")}
+    recipe = write_recipe(tmp_path, [plain, chains], fim={"rate": 1})
+    out = tmp_path / "out"
+    build_dataset(recipe, out, workers=1)
+    manifest, tokenizer = read_manifest(out), load_tokenizer(out)
+    verify_shards(out, manifest)
+    assert len(manifest.shards) > 2
+    found = []
+    for split in ("train", "validation"):
+        shards = [shard for shard in manifest.shards if shard.split == split]
+        roles = np.concatenate([np.fromfile(out / f"{s.stem}.roles", np.uint8) for s in shards])
+        position = 0
+        for ids in documents(out, split, "maths"):
+            own = roles[position : position + len(ids)].tolist()
+            position += len(ids)
+            fields = fields_of(ids[:-1], tokenizer)
+            if fields is None:
+                assert set(own) == {0}
+                continue
+            found.append(fields)
+            expected = encoded(joined(**fields), tokenizer)[1]
+            assert own == [*expected, ROLES.index("answer")]
+        assert position == len(roles)
+    assert sorted(found, key=str) == sorted(rows, key=str)
+    export_tars(out, tmp_path / "tars")
+    again, _ = read(tmp_path / "tars", chain_of_thought={})
+    assert sorted(d.text for d in again) == sorted(joined(**row) for row in rows)
+    shard = next(out.glob("*.roles"))
+    shard.write_bytes(shard.stat().st_size * b"\3")
+    with pytest.raises(DataError, match=r"\.roles: altered"):
+        verify_shards(out, manifest)
+
+
+def test_a_step_that_takes_a_chain_apart_drops_it_with_a_reason(tmp_path: Path) -> None:
+    row = {"prompt": "Why?", "thought": "Let me think.", "answer": "So."}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"answer": "x"}))
+    source = SourceConfig(
+        name="s", type="local", path=str(tmp_path), domain="maths", chain_of_thought={}
+    )
+    task = Task(source, tuple(find_files(source).files), None, "key")
+    job = StageJob(task, None, None, ((0, StepConfig(name="cut")),), None, tmp_path / "out", False)
+
+    class Cut:
+        name = "cut"
+
+        def __call__(self, documents, drop):
+            for document in documents:
+                document.text = document.text.removesuffix("<|answer|>x")
+                yield document
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "make_step", lambda config: Cut())
+        run_stage(job)
+    (counts,) = read_record(tmp_path / "out")["steps"]
+    assert (counts["in"], counts["out"]) == (2, 1)
+    assert counts["dropped"] == {"parts of the chain of thought lost": 1}

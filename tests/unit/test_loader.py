@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cdrmix.config.schema import MixtureConfig
-from cdrmix.data.loader import IGNORED_LABEL, Loader, split_documents
+from cdrmix.data.loader import IGNORED_LABEL, Loader, next_targets, split_documents
 from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.shards import TokenDataset
 from cdrmix.errors import DataError, PlanError, StateError
@@ -310,3 +310,37 @@ def test_a_batch_with_documents_apart_differs_in_nothing_else(tmp_path: Path) ->
         assert torch.equal(batch["labels"] == IGNORED_LABEL, border)
         assert torch.equal(batch["labels"][~border], usual["labels"][~border])
         assert torch.equal(batch["segment_ids"].diff(dim=-1), border[..., :-1].long())
+
+
+def test_further_targets_stay_in_the_document_and_the_sample() -> None:
+    eos, row = 0, np.array([5, 6, 0, 7, 8, 9, 3])
+    targets = next_targets(row, row[1:], 3, eos)
+    assert targets.tolist() == [
+        [6, 0, -100],  # the next document is not seen from this one
+        [0, -100, -100],
+        [7, -100, -100],  # EOS itself is of the document that it ends
+        [8, 9, 3],
+        [9, 3, -100],  # beyond the sample
+        [3, -100, -100],
+    ]
+
+
+def test_further_targets_equal_their_definition() -> None:
+    rows = np.random.default_rng(0).integers(0, 4, (3, 2, 20))
+    labels, _ = split_documents(rows, 0)
+    targets = next_targets(rows, labels, 5, 0)
+    assert np.array_equal(targets[..., 0], labels)
+    for a, b, t, i in itertools.product(range(3), range(2), range(19), range(1, 5)):
+        row = rows[a, b]
+        seen = t + 1 + i < 20 and not (row[t : t + 1 + i] == 0).any()
+        assert targets[a, b, t, i] == (row[t + 1 + i] if seen else IGNORED_LABEL)
+
+
+def test_a_batch_has_as_many_targets_as_asked_for(dataset: TokenDataset) -> None:
+    batch = make_loader(dataset, micro_batch_size=2, num_targets=6).next()
+    assert batch["targets"].shape == (8, 2, LENGTH, 6)
+    assert batch["targets"].dtype == torch.int64
+    assert torch.equal(batch["targets"][..., 0], batch["labels"])
+    assert torch.equal(batch["targets"][..., 0, 1], batch["labels"][..., 1])
+    assert (batch["targets"][..., LENGTH:] == IGNORED_LABEL).all(), "a sample is no longer"
+    assert batch.keys() == {"input_ids", "labels", "targets"}

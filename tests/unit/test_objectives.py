@@ -2,11 +2,12 @@
 
 import math
 
+import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from cdrmix.objectives.language_model import count_valid, linear_cross_entropy
+from cdrmix.objectives.language_model import count_valid, linear_cross_entropy, sum_weights
 from cdrmix.objectives.router import router_losses, router_monitors
 
 
@@ -26,6 +27,50 @@ def test_linear_cross_entropy_equals_plain_cross_entropy_with_gradients() -> Non
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert count_valid(labels) == 3 * 700 - 30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_scale_the_nats_and_gradients_of_their_labels(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 700, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(50, 16, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, 50, (3, 700))
+    labels[0, :30] = -100
+    weights = torch.rand(3, 700) * 2
+    weights[1] = 0
+    ours = linear_cross_entropy(hidden, weight, labels, label_weights=weights)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    each = F.cross_entropy((exact[0] @ exact[1].T).mT, labels, reduction="none")
+    plain = (each * weights).sum()
+    assert abs(ours.item() / plain.item() - 1) < (1e-6 if dtype == torch.float32 else 2e-3)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # relative to the largest
+    for a, b in zip(
+        torch.autograd.grad(ours, [hidden, weight]), torch.autograd.grad(plain, exact), strict=True
+    ):
+        assert (a - b).abs().max() < tolerance * b.abs().max()
+    assert not torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, labels, label_weights=weights), hidden
+    )[0][1].any()
+
+
+def test_weights_of_one_change_no_bit() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(100, 16, requires_grad=True)
+    weight = torch.randn(50, 16, requires_grad=True)
+    labels = torch.randint(0, 50, (100,))
+    labels[:7] = -100
+    results = []
+    for label_weights in (None, torch.ones(100)):
+        nats = linear_cross_entropy(hidden, weight, labels, label_weights=label_weights)
+        results.append((nats, *torch.autograd.grad(nats, [hidden, weight])))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert sum_weights(labels, None) == sum_weights(labels, torch.ones(100)) == 93
+
+
+def test_labels_that_are_ignored_weigh_nothing() -> None:
+    labels = torch.tensor([[5, -100, 3], [-100, -100, 1]])
+    weights = torch.tensor([[0.5, 9.0, 0.25], [9.0, 9.0, 0.0]])
+    assert sum_weights(labels, weights).item() == 0.75
 
 
 def test_linear_cross_entropy_keeps_no_logits() -> None:

@@ -30,6 +30,8 @@ def read_file(file: SourceFile, source: SourceConfig, set_aside: SetAside) -> It
         set_aside(file.name, row, reason, detail)
 
     try:
+        if file.kind in _WHOLE_FILES and source.chain_of_thought is not None:
+            raise Unreadable("no fields for a chain of thought", f"a file of kind {file.kind}")
         if file.kind in _WHOLE_FILES:
             text, metadata = read_text(file, source)
             rows: Iterator[Row] = iter([(0, text, metadata)])

@@ -133,7 +133,7 @@ def _open(source: SourceConfig) -> Any:
         source.path, source.subset, split=source.split, revision=source.revision, streaming=True
     )
     known = stream.column_names or []
-    fields = (source.text_field, *source.metadata_fields)
+    fields = (*source.text_fields, *source.metadata_fields)
     wanted = {*fields, *(field.partition(".")[0] for field in fields)}
     return stream.select_columns([name for name in known if name in wanted]) if known else stream
 

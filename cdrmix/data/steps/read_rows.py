@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from cdrmix.data.chain_of_thought import joined, reserved_in
 from cdrmix.data.source import SourceConfig, SourceFile
 from cdrmix.data.steps.read_bytes import Unreadable, bounded_lines, missing_extra, open_bytes
 from cdrmix.data.steps.read_tar import tar_samples
@@ -53,20 +54,39 @@ def read_rows(file: SourceFile, source: SourceConfig, refuse: Refuse) -> Iterato
 def texts(
     objects: Iterable[tuple[int, Any]], source: SourceConfig, refuse: Refuse
 ) -> Iterator[Row]:
-    """Rows of numbered objects: those with a text in the field that the source names."""
+    """Rows of numbered objects: those with texts in the fields that the source names."""
     for row, value in objects:
         if not isinstance(value, dict):
             refuse(row, "not an object", f"a JSON {type(value).__name__}")
             continue
-        text = _field(value, source.text_field)
-        if isinstance(text, str):
-            yield row, text, _metadata(value, source)
-        elif text is None:
-            known = ", ".join(map(str, list(value)[:20]))
-            refuse(row, f"no text in field '{source.text_field}'", f"its fields: {known}")
+        try:
+            parts = [_text(value, name) for name in source.text_fields]
+            text = parts[0] if source.chain_of_thought is None else _joined(parts)
+        except Unreadable as error:
+            refuse(row, error.reason, error.detail)
         else:
-            kind = type(text).__name__
-            refuse(row, f"field '{source.text_field}' holds no text", f"it holds a {kind}")
+            yield row, text, _metadata(value, source)
+
+
+def _text(value: dict[str, Any], name: str) -> str:
+    text = _field(value, name)
+    if text is None:
+        known = ", ".join(map(str, list(value)[:20]))
+        raise Unreadable(f"no text in field '{name}'", f"its fields: {known}")
+    if not isinstance(text, str):
+        raise Unreadable(f"field '{name}' holds no text", f"it holds a {type(text).__name__}")
+    return text
+
+
+def _joined(parts: list[str]) -> str:
+    """The parts of a chain of thought as one text."""
+    prompt, thought, answer = parts
+    if not prompt.strip() or not answer.strip():
+        raise Unreadable("empty prompt or answer")
+    for part in parts:
+        if reserved := reserved_in(part):
+            raise Unreadable("name of a special token in the text", reserved)
+    return joined(prompt, thought, answer)
 
 
 def _field(value: dict[str, Any], name: str) -> Any:
@@ -179,10 +199,10 @@ def _csv_rows(
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
-            if source.text_field not in header:
+            if missing := [name for name in source.text_fields if name not in header]:
                 columns = ", ".join(header[:20])[:500]
                 detail = f"its columns: {columns}" if header else "the file is empty"
-                raise Unreadable(f"no column '{source.text_field}'", detail)
+                raise Unreadable(f"no column '{missing[0]}'", detail)
             for row, values in enumerate(reader):
                 if len(values) == len(header):
                     yield row, dict(zip(header, values, strict=True))
@@ -251,10 +271,10 @@ def _columns(names: list[str], source: SourceConfig) -> list[str]:
     def column(field: str) -> str:
         return field if field in names else field.partition(".")[0]
 
-    if column(source.text_field) not in names:
+    if missing := [field for field in source.text_fields if column(field) not in names]:
         columns = ", ".join(names[:20])
-        raise Unreadable(f"no column '{source.text_field}'", f"its columns: {columns}")
-    wanted = map(column, (source.text_field, *source.metadata_fields))
+        raise Unreadable(f"no column '{missing[0]}'", f"its columns: {columns}")
+    wanted = map(column, (*source.text_fields, *source.metadata_fields))
     return [name for name in dict.fromkeys(wanted) if name in names]
 
 
