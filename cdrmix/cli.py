@@ -233,6 +233,72 @@ def add_launch(verbs: Verbs) -> None:
     parser.set_defaults(run=run)
 
 
+def add_slurm(verbs: Verbs) -> None:
+    """`cdrmix slurm`: write a batch script for a run, and queue it."""
+    parser = verbs.add_parser(
+        "slurm",
+        help="write a batch script for a run, and queue it with --submit",
+        description="Writes RUN_DIR/job.sbatch: the run saves before its time limit, goes back to "
+        "the queue and goes on. Configuration and layout are checked before.",
+    )
+    add_config_flags(parser)
+    parser.add_argument("--nodes", type=_from(1), metavar="N", required=True, help="nodes")
+    parser.add_argument(
+        "--gpus-per-node", type=_from(1), metavar="G", default=8, help="devices, and ranks, of each"
+    )
+    parser.add_argument("--cpu", action="store_true", help="ranks on CPUs: ask for no devices")
+    parser.add_argument(
+        "--starter",
+        choices=("srun", "deepspeed"),
+        default="srun",
+        help="srun: a task per rank; deepspeed: its launcher on each node; default srun",
+    )
+    parser.add_argument("--time", default="24:00:00", help="time limit; default 24:00:00")
+    parser.add_argument(
+        "--max-restarts", type=_from(0), default=3, metavar="R", help="requeues of a lost run"
+    )
+    parser.add_argument(
+        "--chain",
+        type=_from(1),
+        default=1,
+        metavar="K",
+        help="an array of K jobs, one after the other, in place of requeueing at the time limit",
+    )
+    parser.add_argument(
+        "--option",
+        dest="options",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further option of sbatch, such as partition=gpu; may be repeated",
+    )
+    parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
+    parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
+    parser.add_argument("--submit", action="store_true", help="queue it, and print its number")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.cluster.slurm import make_batch, submit, write_script
+
+        batch = make_batch(
+            config=Path(arguments.config),
+            overrides=arguments.overrides,
+            profile=arguments.profile,
+            run_dir=arguments.run_dir,
+            nodes=arguments.nodes,
+            ranks_per_node=arguments.gpus_per_node,
+            on_cpu=arguments.cpu,
+            starter=arguments.starter,
+            time_limit=arguments.time,
+            max_restarts=arguments.max_restarts,
+            chain=arguments.chain,
+            options=arguments.options,
+        )
+        script = write_script(batch)
+        print(submit(script) if arguments.submit else script)
+
+    parser.set_defaults(run=run)
+
+
 def add_data(verbs: Verbs) -> None:
     """`cdrmix data build|inspect|verify|export|sample`: token shards, from sources onwards."""
     parser = verbs.add_parser("data", help="build, inspect, verify and export token shards")
@@ -447,6 +513,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_plan,
     add_rehearse,
     add_launch,
+    add_slurm,
     add_data,
     add_generate,
     add_evaluate,

@@ -143,7 +143,8 @@ class Heartbeat:
 
     def log_to(self, path: Path) -> None:
         """Name the run's log, for the head to write into when the ranks no longer can."""
-        self._beat = {**self._beat, "log": str(path.resolve())}
+        with self._changed:
+            self._beat = {**self._beat, "log": str(path.resolve())}
 
     def leave(self, code: int) -> None:
         """Announce the exit code of this rank; it ends soon."""
