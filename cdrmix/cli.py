@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cdrmix import __version__, log
-from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, TrainingError
+from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, EXIT_USER_ERROR, TrainingError
 
 if TYPE_CHECKING:
     from cdrmix.planning.cluster import Cluster
@@ -299,6 +299,56 @@ def add_slurm(verbs: Verbs) -> None:
     parser.set_defaults(run=run)
 
 
+def add_doctor(verbs: Verbs) -> None:
+    """`cdrmix doctor`: is this machine, or are the hosts of a hostfile, ready for a run?"""
+    parser = verbs.add_parser(
+        "doctor",
+        help="check this machine, or every host of a hostfile, before a run",
+        description="Versions, devices, clocks, network, shared folder, free space, leftovers of "
+        "earlier runs, and an all-reduce of 100 MB. Ends with 2 where something fails.",
+    )
+    parser.add_argument(
+        "--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("experiments"),
+        metavar="DIR",
+        help="where runs are written, which all hosts must see; default experiments",
+    )
+    parser.add_argument(
+        "--nproc", type=_from(1), metavar="N", help="ranks of the all-reduce on each host"
+    )
+    parser.add_argument("--no-all-reduce", action="store_true", help="start no ranks")
+    parser.add_argument(
+        "--remove-leftovers",
+        action="store_true",
+        help="first end and delete what earlier runs of yours left",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.cluster.doctor import as_json, as_table, examine, is_ready, remove_leftovers
+        from cdrmix.cluster.hosts import read_hostfile
+
+        hosts = read_hostfile(arguments.hostfile) if arguments.hostfile else []
+        if arguments.remove_leftovers:
+            for removed in remove_leftovers(hosts):
+                print(f"removed {removed}", file=sys.stderr)
+        findings = examine(
+            hosts,
+            folder=arguments.folder,
+            ranks_per_host=arguments.nproc,
+            with_all_reduce=not arguments.no_all_reduce,
+        )
+        print(as_json(findings) if arguments.json else as_table(findings))
+        if not is_ready(findings):
+            raise SystemExit(EXIT_USER_ERROR)
+
+    parser.set_defaults(run=run)
+
+
 def add_data(verbs: Verbs) -> None:
     """`cdrmix data build|inspect|verify|export|sample`: token shards, from sources onwards."""
     parser = verbs.add_parser("data", help="build, inspect, verify and export token shards")
@@ -514,6 +564,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_rehearse,
     add_launch,
     add_slurm,
+    add_doctor,
     add_data,
     add_generate,
     add_evaluate,
