@@ -158,7 +158,7 @@ class Heartbeat:
 
     def _enter(self, phase: str, allowed_seconds: float, **more: Any) -> None:
         with self._changed:
-            news = {"phase": phase, "allowed_seconds": allowed_seconds}
+            news = {"phase": phase, "allowed_seconds": allowed_seconds, "stuck_seconds": 0.0}
             self._beat = {**self._beat, **more, **news}
             self._stuck_seconds = 0.0
             beat = self._beat
