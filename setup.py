@@ -41,6 +41,7 @@ setup(
         "cdrmix.models": ["*.cpp"],
         "cdrmix.model_configs": ["**/*.yaml", "*.json"],
         "cdrmix.ds_configs": ["*.json"],
+        "cdrmix.launch": ["hostfile.example", "slurm/*"],
     },
     install_requires=[
         "deepspeed>=0.19.8",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import resource
 import selectors
 import signal
 import socket
@@ -21,7 +22,7 @@ from typing import Any
 
 from cdrmix.cluster.outcome import Outcome, note_meeting, stop_is_asked, write_outcome
 from cdrmix.cluster.verdict import Peer, accuse
-from cdrmix.cluster.wire import Clock, Inbox, encode, read_line
+from cdrmix.cluster.wire import Clock, Inbox, encode, read_line, say
 from cdrmix.errors import (
     EXIT_DONE,
     EXIT_NO_USABLE_STATE,
@@ -196,7 +197,7 @@ class Head:
         head with its rank."""
         if outcome.reason:
             text = f"error: {outcome.reason}\nAll ranks end. Go on with --resume auto"
-            print(text, file=sys.stderr, flush=True)
+            say(text)
             _append(text, (peer.log for peer in self._peers.values()))
         if self._folder:
             headline = outcome.reason.partition("\n")[0]
@@ -232,4 +233,7 @@ def main() -> None:
     """Watch the run that the first line of stdin, Settings as JSON, tells of."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    # a connection for each rank of the run: the usual limit of 1,024 files is soon reached
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     Head(Settings(**json.loads(read_line(sys.stdin.fileno())))).run()

@@ -143,7 +143,8 @@ class Heartbeat:
 
     def log_to(self, path: Path) -> None:
         """Name the run's log, for the head to write into when the ranks no longer can."""
-        self._beat = {**self._beat, "log": str(path.resolve())}
+        with self._changed:
+            self._beat = {**self._beat, "log": str(path.resolve())}
 
     def leave(self, code: int) -> None:
         """Announce the exit code of this rank; it ends soon."""
@@ -157,7 +158,7 @@ class Heartbeat:
 
     def _enter(self, phase: str, allowed_seconds: float, **more: Any) -> None:
         with self._changed:
-            news = {"phase": phase, "allowed_seconds": allowed_seconds}
+            news = {"phase": phase, "allowed_seconds": allowed_seconds, "stuck_seconds": 0.0}
             self._beat = {**self._beat, **more, **news}
             self._stuck_seconds = 0.0
             beat = self._beat

@@ -87,11 +87,7 @@ def run_on(
 
     A host that cannot be reached, or does not answer in time, gives exit code 255 as ssh does.
     """
-    if is_this_machine(name):
-        words = list(command)
-    else:
-        options = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SECONDS_TO_CONNECT}")
-        words = ["ssh", *options, name, shlex.join(command)]
+    words = list(command) if is_this_machine(name) else ssh_command(name, command)
     try:
         return subprocess.run(
             words,
@@ -105,6 +101,12 @@ def run_on(
         return subprocess.CompletedProcess(words, 255, "", f"no answer in {timeout_seconds:.0f} s")
     except FileNotFoundError as error:
         return subprocess.CompletedProcess(words, 255, "", f"{error.filename}: no such program")
+
+
+def ssh_command(name: str, command: Sequence[str]) -> list[str]:
+    """The command line that runs a command on another host."""
+    options = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SECONDS_TO_CONNECT}")
+    return ["ssh", *options, name, shlex.join(command)]
 
 
 def reachable(hosts: Sequence[Host]) -> list[Host]:

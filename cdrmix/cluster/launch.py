@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -24,6 +25,7 @@ from cdrmix.errors import (
     EXIT_USER_ERROR,
     ConfigError,
     PlanError,
+    StateError,
 )
 from cdrmix.log import get_logger
 from cdrmix.planning.profile import choose
@@ -127,7 +129,12 @@ def launch(job: Job) -> int:
     place, resume = job.place, job.resume
     for restarts in range(job.max_restarts + 1):
         began = datetime.now(UTC)
-        outcome = _start_once(job, place, resume, signals)
+        try:
+            outcome = _start_once(job, place, resume, signals)
+        except ConfigError as error:
+            if restarts == 0:
+                raise
+            outcome = Outcome(EXIT_FAULT, str(error), 0)  # a host that was there at first
         if outcome.exit_code != EXIT_USER_ERROR:
             _record(job.run_dir, began, place, outcome)
         if outcome.exit_code in _FINAL:
@@ -157,6 +164,11 @@ def launch(job: Job) -> int:
 
 
 def _check_hosts(place: Place) -> None:
+    if place.hosts and shutil.which("pdsh") is None:
+        raise ConfigError(
+            "no program pdsh here, by which the deepspeed launcher reaches other hosts. Try "
+            "apt-get install pdsh, or no --hostfile"
+        )
     alive = reachable(place.hosts)
     lost = [host.name for host in place.hosts if host not in alive]
     if lost:
@@ -175,14 +187,21 @@ def _start_once(job: Job, place: Place, resume: str, signals: _Signals) -> Outco
             return start.wait(start_seconds=job.config.supervision.phase_seconds)
     finally:
         signals.folder = None
-        shutil.rmtree(job.run_dir / LAUNCH_FOLDER, ignore_errors=True)
-        if not any(job.run_dir.iterdir()):
-            job.run_dir.rmdir()  # refused before it became a run
+        shutil.rmtree(folder, ignore_errors=True)
+        for empty in (folder.parent, job.run_dir):  # refused before it became a run
+            with contextlib.suppress(OSError):
+                empty.rmdir()
 
 
 def _new_folder(parent: Path) -> Path:
     folder = parent / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise StateError(
+            f"{parent.parent}: cannot write the run directory ({error.strerror}). Give a --run-dir "
+            "that this user can write to"
+        ) from error
     return folder
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ LAUNCH_FOLDER = "launch"
 _OUTCOME = "outcome.json"
 _STOP = "stop"
 _MET = "met"
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,14 @@ def read_outcome(folder: Path) -> Outcome | None:
         return Outcome(**json.loads((folder / _OUTCOME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def await_outcome(folder: Path, seconds: float) -> Outcome | None:
+    """The outcome, waited for no longer than so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (found := read_outcome(folder)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return found
 
 
 def ask_to_stop(folder: Path) -> None:

@@ -21,10 +21,11 @@ from cdrmix.cluster.hosts import (
     is_this_machine,
     write_hostfile,
 )
-from cdrmix.cluster.outcome import Outcome, have_met, read_outcome
+from cdrmix.cluster.outcome import Outcome, await_outcome, have_met, read_outcome
 from cdrmix.config.load import shipped
 from cdrmix.errors import EXIT_DONE, EXIT_USER_ERROR
 
+TRAIN = shipped("launch") / "train.py"
 FOLDER_VARIABLE = "CDRMIX_LAUNCH_FOLDER"
 EXIT_FAULT = 1
 _POLL_SECONDS = 0.2
@@ -59,6 +60,7 @@ class Start:
         *,
         folder: Path,
         variables: Mapping[str, str],
+        script: Path | None = None,
     ) -> None:
         """Start `deepspeed ... launch/train.py arguments`.
 
@@ -67,6 +69,7 @@ class Start:
             arguments: command line of launch/train.py.
             folder: existing folder of this start alone, seen by all hosts.
             variables: environment of the ranks on all hosts.
+            script: in place of launch/train.py.
         Raises:
             ConfigError: if the first host cannot be reached.
         """
@@ -75,7 +78,7 @@ class Start:
         ours = {**variables, FOLDER_VARIABLE: str(self._folder)}
         self.port = free_port(place.first)
         self._process = subprocess.Popen(
-            [*_launcher(place, self.port, self._folder), *arguments],
+            [*_launcher(place, self.port, self._folder), str(script or TRAIN), *arguments],
             env=_environment(ours, self._folder),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -103,10 +106,13 @@ class Start:
             if late and not have_met(self._folder):
                 return Outcome(EXIT_FAULT, f"the ranks did not meet in {start_seconds:.0f} s", 0)
             time.sleep(_POLL_SECONDS)
-        deadline = time.monotonic() + _SECONDS_FOR_OUTCOME
-        while (found := read_outcome(self._folder)) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        found = await_outcome(self._folder, _SECONDS_FOR_OUTCOME)
         return found or _outcome_without_word(self._process.poll())
+
+    def wait_for_launcher(self, seconds: float) -> None:
+        """Wait until the launcher has ended, no longer than so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
     def end(self) -> None:
         """End every process of this start on this machine, and the launchers on the others."""
@@ -147,7 +153,7 @@ def _launcher(place: Place, port: int, folder: Path) -> list[str]:
             words.append("--force_multi")  # else one host is taken to be this one
     if place.ranks_per_host is not None:
         words += ["--num_gpus", str(place.ranks_per_host)]
-    return [*words, str(shipped("launch") / "train.py")]
+    return words
 
 
 def _environment(ours: Mapping[str, str], folder: Path) -> dict[str, str]:

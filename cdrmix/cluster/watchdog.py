@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cdrmix.cluster.wire import Clock, Inbox, encode, read_line
+from cdrmix.cluster.wire import Clock, Inbox, encode, read_line, say
 
 # A rank that has said how it ends is out of the run; what is left is Python shutting down.
 _SECONDS_TO_LEAVE = 60.0
@@ -156,11 +156,7 @@ class Watchdog:
     def _end_rank(self, why: str) -> None:
         settings = self._settings
         step = self._beat.get("step", 0)
-        print(
-            f"error: rank {settings.rank} on {settings.host}, step {step}: {why}; the rank ends",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"error: rank {settings.rank} on {settings.host}, step {step}: {why}; the rank ends")
         self._signal(signal.SIGKILL)
         self._is_over = True
 
@@ -185,12 +181,10 @@ def main() -> None:
     try:
         watchdog = Watchdog(settings)
     except OSError as error:
-        print(
+        say(
             f"error: rank {settings.rank} on {settings.host}: the watchdog cannot reach "
             f"{settings.address}:{settings.port} ({error}); the rank ends. Is there a firewall "
-            "between the hosts?",
-            file=sys.stderr,
-            flush=True,
+            "between the hosts?"
         )
         os.kill(settings.process, signal.SIGKILL)
         return

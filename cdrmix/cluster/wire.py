@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 from typing import Any
 
 
 def encode(message: dict[str, Any]) -> bytes:
     """One message as it travels."""
     return json.dumps(message).encode() + b"\n"
+
+
+def say(text: str) -> None:
+    """Write to stderr; whoever read it may be gone, and what follows must be done all the same."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def read_line(descriptor: int) -> bytes:

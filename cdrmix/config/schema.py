@@ -445,15 +445,17 @@ class LaunchConfig(Section):
         {}, description="Variables of every rank on every host, such as NCCL_DEBUG: INFO."
     )
 
-    @field_validator("environment")
+    @field_validator("environment", mode="before")
     @classmethod
-    def _names_and_lines(cls, value: dict[str, str]) -> dict[str, str]:
+    def _texts_of_one_line(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
         for name, text in value.items():
-            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise ValueError(f"{name!r} is no name of a variable: letters, digits and _")
-            if "\n" in text:
-                raise ValueError(f"{name}: a value cannot have several lines")
-        return value
+            if isinstance(text, bool) or not isinstance(text, str | int) or "\n" in str(text):
+                raise ValueError(f"{name} = {text!r} is no text of one line. Try quotes around it")
+        return {name: str(text) for name, text in value.items()}  # 1 is a text too
 
 
 class SupervisionConfig(Section):

@@ -48,17 +48,21 @@ def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume
             "training.stage = b: Stage B is not available in this version. "
             "Try training.stage = a, or all, which ends after Stage A"
         )
-    return supervised(
-        config.supervision,
-        partial(_train, config, choice, run_dir=run_dir, resume=resume),
-    )
+    requests = Requests()
+    requests.listen()  # before a watchdog can pass a signal on
+    action = partial(_train, config, choice, requests, run_dir=run_dir, resume=resume)
+    return supervised(config.supervision, action)
 
 
 def _train(
-    config: Config, choice: Choice, heartbeat: Heartbeat, *, run_dir: Path | None, resume: str
+    config: Config,
+    choice: Choice,
+    requests: Requests,
+    heartbeat: Heartbeat,
+    *,
+    run_dir: Path | None,
+    resume: str,
 ) -> int:
-    requests = Requests()
-    requests.listen()
     runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
     found = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:

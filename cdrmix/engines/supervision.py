@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 from cdrmix import runtime
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, start_head
+from cdrmix.cluster.outcome import await_outcome
 from cdrmix.config.schema import SupervisionConfig
 from cdrmix.errors import TrainingError
 
 _EXIT_FAULT = 1
 _INTERVALS_FOR_THE_HEAD = 3
+_SECONDS_FOR_OUTCOME = 2.0
 
 
 def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) -> int:
@@ -52,4 +54,8 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
         raise
     finally:
         heartbeat.leave(code)
+        folder = runtime.launch_folder()
+        if folder is not None and runtime.rank() == 0:
+            # srun ends the head with the last rank: it may write first
+            await_outcome(folder, _SECONDS_FOR_OUTCOME)
     return code

@@ -23,14 +23,20 @@ _FOLDER = "CDRMIX_LAUNCH_FOLDER"
 class SupervisedLaunch:
     """`cdrmix launch` under way; leaving the context ends all that it started."""
 
-    def __init__(self, run_dir: Path, args: Sequence[str]) -> None:
-        """Start `cdrmix launch --run-dir run_dir *args` on CPU ranks, in the checkout's root."""
+    def __init__(self, run_dir: Path, args: Sequence[str], *, prefix: Sequence[str] = ()) -> None:
+        """Start `cdrmix launch --run-dir run_dir *args` on CPU ranks, in the checkout's root.
+
+        Args:
+            run_dir: run directory.
+            args: further flags.
+            prefix: a command that starts ours in its turn, on a host of the test's.
+        """
         of_ranks = rank_environment(0, 1, 0)
         inherited = {name: value for name, value in os.environ.items() if name not in of_ranks}
         self._run_dir = run_dir
         self._output = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cdrmix.cli", "launch", "--run-dir", str(run_dir), *args],
+            [*prefix, sys.executable, "-m", "cdrmix.cli", "launch", "--run-dir", run_dir, *args],
             cwd=ROOT,
             env={**inherited, **RANK_ENVIRONMENT},
             stdin=subprocess.DEVNULL,

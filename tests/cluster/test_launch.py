@@ -86,6 +86,18 @@ def test_an_error_of_the_users_is_not_tried_again(small_corpus: Path, run_dir: P
     assert not (run_dir / "starts.jsonl").exists()
 
 
+def test_two_jobs_on_one_run_directory_do_not_meet(small_corpus: Path, run_dir: Path) -> None:
+    flags = ["--nproc", "1", *run_flags(small_corpus)]
+    with SupervisedLaunch(run_dir, flags) as first:
+        first.wait_until(lambda: len(logged(run_dir)) >= 1)
+        # outside a context of its own, which would end whatever runs in the directory
+        second = SupervisedLaunch(run_dir, [*flags, "--resume", "auto"])
+        assert second.process.wait(120) == 2, second.output
+        assert "another job is running in this directory" in second.output
+        assert first.wait() == 0, first.output
+    assert [line["exit_code"] for line in starts(run_dir)] == [0]
+
+
 def test_ranks_save_and_end_when_the_command_itself_is_killed(
     small_corpus: Path, run_dir: Path
 ) -> None:

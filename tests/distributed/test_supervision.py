@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from cdrmix.cluster.heartbeat import Heartbeat, Limits, Meeting
+from cdrmix.cluster.wire import Inbox, encode
 from tests.harness import rank_environment, run_ranks
 from tests.small_run import arguments, before_step, overrides, start
 
@@ -164,3 +166,31 @@ def test_a_healthy_run_leaves_its_exit_code_and_no_process(
     assert found.outcome == {"exit_code": 0, "reason": "", "step": 8}
     assert found.ends == [0, 0]
     assert "ERROR" not in found.log
+
+
+def told_after_a_long_start(seconds: float) -> list[dict[str, Any]]:
+    """What the head hears of a rank that took so long to start, and then does a step."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        meeting = Meeting("127.0.0.1", listener.getsockname()[1], "token")
+        heartbeat = Heartbeat(meeting, Limits(deadline_seconds=1.0, phase_seconds=100.0), rank=0)
+        connection, _ = listener.accept()
+        ready = time.monotonic() + seconds
+        while time.monotonic() < ready:
+            connection.sendall(encode({"alive": True}))
+            time.sleep(0.1)
+        heartbeat.step_done(1)
+        time.sleep(0.5)
+        heartbeat.leave(0)
+        time.sleep(0.2)
+        return Inbox().take(connection.recv(1_000_000))
+
+
+def test_a_step_that_is_done_ends_the_time_in_which_a_rank_got_no_further() -> None:
+    (messages,) = run_ranks(told_after_a_long_start, 1, 1.5)
+    stuck = {
+        phase: [each["stuck_seconds"] for each in messages if each.get("phase") == phase]
+        for phase in ("starting", "training")
+    }
+    assert max(stuck["starting"]) > 1.0
+    assert max(stuck["training"]) < 1.0
+    assert [each["left"] for each in messages if "left" in each] == [0]

@@ -419,3 +419,16 @@ def test_the_verb_config_wants_a_file_or_the_schema(flags: list, capsys) -> None
         cli.main(["config", *flags])
     assert caught.value.code == 2
     assert "give --config FILE or --schema" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("launch.environment.A B=1", "'A B' is no name of a variable"),
+        ("launch.environment.A=true", "A = True is no text of one line"),
+    ],
+)
+def test_a_variable_of_the_ranks_is_a_name_and_a_text(override: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config(TINY, [override])
+    assert load_config(TINY, ["launch.environment.A=1"]).launch.environment == {"A": "1"}

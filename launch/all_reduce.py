@@ -1,0 +1,53 @@
+"""Bandwidth of an all-reduce over all ranks, for `cdrmix doctor`; started like train.py.
+
+deepspeed launch/all_reduce.py --bytes 100000000 --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from cdrmix import runtime
+from cdrmix.monitoring.sinks import write_json_atomic
+
+_ROUNDS = 3
+
+
+def main(words: list[str]) -> int:
+    """Meet, exchange, check the sum; rank 0 writes `{ranks, hosts, bytes, seconds, bus_...}`."""
+    parser = argparse.ArgumentParser(description="Measure an all-reduce.")
+    parser.add_argument("--bytes", type=int, default=100_000_000, help="size of the tensor")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of the result")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args(words)
+    runtime.map_environment()
+    runtime.set_threads()
+    runtime.initialize_distributed(timeout_minutes=2)
+    ranks = runtime.world_size()
+    values = torch.ones(args.bytes // 4, device=runtime.device())
+    seconds = []
+    for _ in range(_ROUNDS):
+        values.fill_(1.0)
+        runtime.barrier()
+        began = time.perf_counter()
+        runtime.all_reduce_sum(values)
+        total = float(values[-1])  # also waits for the device
+        seconds.append(time.perf_counter() - began)
+        assert total == ranks, f"the sum over {ranks} ranks of 1 is {total}"
+    if runtime.rank() == 0:
+        best = min(seconds)
+        # what each link carries: a ring sends every byte 2 (n - 1) / n times
+        bus = args.bytes * 2 * (ranks - 1) / ranks / best
+        result = {"ranks": ranks, "bytes": args.bytes, "seconds": best}
+        write_json_atomic(args.out, {**result, "bus_bytes_per_second": bus})
+    runtime.destroy_distributed()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

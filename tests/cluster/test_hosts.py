@@ -1,0 +1,85 @@
+"""Two hosts, of which one is lost: `cdrmix launch` over ssh, and `cdrmix doctor`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdrmix.checkpoint import store
+from tests.cluster.host_lab import HostLab, host_lab
+from tests.cluster.supervised_launch import SupervisedLaunch
+from tests.harness import ROOT
+from tests.small_run import arguments, overrides
+
+DEADLINE_SECONDS = 12
+STEPS = 60
+SETTINGS = (
+    "checkpoint.every_steps=10",
+    "evaluation.every_steps=null",
+    f"training.max_steps={STEPS}",
+    f"supervision.deadline_seconds={DEADLINE_SECONDS}",
+    "launch.environment.OMP_NUM_THREADS=1",
+)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostLab]:
+    with host_lab(tmp_path_factory.mktemp("hosts"), "cdrmix-a", "cdrmix-b") as lab:
+        yield lab
+
+
+def examined(hosts: HostLab, folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+    """Exit code of `cdrmix doctor` on the first host, and its findings by check."""
+    listed = hosts.hostfile(folder / "hosts")
+    command = (sys.executable, "-m", "cdrmix.cli", "doctor", "--json", "--folder", str(folder))
+    done = subprocess.run(
+        [*hosts.command("cdrmix-a"), *command, "--hostfile", str(listed), *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, {found["check"]: found for found in json.loads(done.stdout)}
+
+
+def test_a_run_that_loses_a_host_goes_on_with_the_other_one(
+    hosts: HostLab, small_corpus: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    code, findings = examined(hosts, tmp_path, "--no-all-reduce")
+    assert code == 0, findings
+    assert findings["hosts"]["detail"].startswith("2 reached")
+    assert findings["shared folder"]["detail"].endswith("seen by 1 others")
+    assert "cdrmix-b: eth0" in findings["interface"]["detail"]
+
+    run = arguments(small_corpus, None, *overrides(SETTINGS))
+    flags = [*run, "--hostfile", str(hosts.hostfile(tmp_path / "hosts"))]
+    metrics = run_dir / "metrics.jsonl"
+    with SupervisedLaunch(run_dir, flags, prefix=hosts.command("cdrmix-a")) as launch:
+        launch.wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 15)
+        hosts.cut("cdrmix-b")
+        cut = time.monotonic()
+        log = run_dir / "train.log"
+        launch.wait_until(lambda: "cannot be reached" in log.read_text(), timeout=60)
+        assert time.monotonic() - cut < DEADLINE_SECONDS + 5 + 3  # of a crowded machine
+        assert "rank 1 on cdrmix-b cannot be reached" in log.read_text()
+        assert launch.wait() == 0, launch.output
+        assert "cdrmix-b cannot be reached: going on with 1 ranks" in launch.output
+
+    found = store.find(run_dir)
+    assert found is not None
+    assert found.step == STEPS
+    starts = [json.loads(line) for line in (run_dir / "starts.jsonl").read_text().splitlines()]
+    assert [start["hosts"] for start in starts] == [["cdrmix-a", "cdrmix-b"], ["cdrmix-a"]]
+
+    code, findings = examined(hosts, tmp_path, "--no-all-reduce")
+    assert code == 2
+    assert findings["hosts"]["status"] == "FAIL"
+    assert "cdrmix-b" in findings["hosts"]["detail"]
