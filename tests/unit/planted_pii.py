@@ -348,8 +348,8 @@ def planted(seed: int) -> Planted:
         pieces += [(f"\n{before}", None), (make(rng), kind), (f"{after}\n", None)]
         pieces.append((f"{rng.choice(FILLER)}\n{rng.choice(LOOKALIKES)(rng)}\n", None))
     text, spans = "", []
-    for piece, kind in pieces:
-        if kind is not None:
-            spans.append((len(text), len(text) + len(piece), kind))
+    for piece, planted in pieces:
+        if planted is not None:
+            spans.append((len(text), len(text) + len(piece), planted))
         text += piece
     return Planted(text, spans)
