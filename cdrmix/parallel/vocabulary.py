@@ -47,8 +47,7 @@ class VocabularyEmbedding(TokenEmbedding):
     def cross_entropy(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """As `head.next_token_nats`."""
         part = VocabularyPart(self.first_id, self._of_all_ranks)
-        whole = enter_region(hidden, self.topology) if torch.is_grad_enabled() else hidden
-        return linear_cross_entropy(whole, self.weight, labels, part)
+        return linear_cross_entropy(enter_region(hidden, self.topology), self.weight, labels, part)
 
     def _of_all_ranks(self, x: Tensor) -> Tensor:
         """Every tensor rank's `x`, in order, [...] -> [P, ...]."""

@@ -91,7 +91,7 @@ _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
         ("model.vocab_size", lambda x: x.model.vocab_size, "embedding rows are split"),
         (
             "model.ffn_hidden_size",
-            lambda x: x.degrees.tensor if x.model.moe else x.model.ffn_hidden_size,
+            lambda x: 0 if x.model.moe else x.model.ffn_hidden_size,  # every number divides 0
             "inner features of a dense feed-forward are split",
         ),
     ),

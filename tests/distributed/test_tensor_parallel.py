@@ -56,8 +56,9 @@ def cut_loss(tensor: int) -> list[np.ndarray]:
     """Embedded tokens, nats, gradients of hidden and of all rows, logits, on a vocabulary of 12."""
     from cdrmix.models.backbone import TokenEmbedding
     from cdrmix.parallel.exchange import gather_rows
+    from cdrmix.parallel.head import next_token_nats
     from cdrmix.parallel.topology import make_topology
-    from cdrmix.parallel.vocabulary import next_token_nats, split_embedding
+    from cdrmix.parallel.vocabulary import split_embedding
     from cdrmix.planning.layout import Degrees
 
     runtime.initialize_distributed()

@@ -212,6 +212,8 @@ def test_all_broken_rules_are_reported_at_once() -> None:
         (layout("training.micro_batch_size=3", data=2), "Try training.micro_batch_size = 2 or 4"),
         (layout(data=3, world_size=4), "Try parallel.data = 4, or leave it out"),
         (layout(tensor=3, world_size=4), "Try 3 or 6 ranks"),
+        (layout(tensor=3), "Try parallel.tensor = 2 or 4"),
+        (layout("model.moe=null", tensor=3), "Try parallel.tensor = 2 or 4"),
         (layout(data=2, zero={"stage": 3}), "Try profile 'zero2', or model.moe = null"),
     ],
 )
