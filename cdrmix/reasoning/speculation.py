@@ -81,6 +81,26 @@ def select(state: State, rows: Tensor) -> State:
     return map_tensors(state, lambda tensor: tensor.index_select(0, rows))
 
 
+def merge(rows: Tensor, new: State, old: State) -> State:
+    """Rows of `new` where `rows` [n] is true, of `old` elsewhere; both of one structure."""
+    tensors: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_tensors(new, note)
+    replacements = iter(tensors)
+
+    def choose(kept: Tensor) -> Tensor:
+        replacement = next(replacements)
+        if replacement is kept:
+            return kept
+        return torch.where(rows.view(-1, *[1] * (kept.dim() - 1)), replacement, kept)
+
+    return map_tensors(old, choose)
+
+
 def detach(state: State) -> State:
     """The state without its history: gradients end here."""
     return map_tensors(state, torch.Tensor.detach)

@@ -1,0 +1,286 @@
+"""Rollouts of the memory agent, what is learned from them, and branches tried before one is kept.
+
+An environment is anything with the methods of `SegmentStream`.
+"""
+
+# N rollouts, P prompts of G rollouts each, T steps, D hidden, F features, A actions, K branches
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema import PolicyConfig
+from cdrmix.errors import DataError
+from cdrmix.objectives.grpo import (
+    PolicyMetrics,
+    explained_variance,
+    group_advantages,
+    grpo_loss,
+    lambda_returns,
+    zero_variance_groups,
+)
+from cdrmix.reasoning.policy import Action, Decision, MemoryPolicy
+from cdrmix.reasoning.speculation import branch, merge, select
+from cdrmix.reasoning.stream import SegmentStream, StreamState
+
+ENTROPY_WEIGHT = 0.003
+VALUE_WEIGHT = 0.5
+REFERENCE_KL_WEIGHT = 1e-3
+EPOCHS = 4
+# Epochs on one batch of rollouts end where the policy has moved this many times its KL target.
+_KL_MARGIN = 1.5
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What a batch of episodes went through; steps not taken hold anything legal.
+
+    Attributes:
+        hidden, features, legal: what was seen, [N, T, D], [N, T, F], [N, T, A].
+        actions: [N, T] int64.
+        logprobs: of the actions, under the policy that took them, [N, T] (nats).
+        values: of the value head before each step and after the last, [N, T + 1]; 0 after an end.
+        rewards: [N, T].
+        taken: whether a step was taken, [N, T].
+        returns: sum of rewards, and beyond the horizon what the value head expects, [N].
+        final: the states in which they ended.
+    """
+
+    hidden: Tensor
+    features: Tensor
+    legal: Tensor
+    actions: Tensor
+    logprobs: Tensor
+    values: Tensor
+    rewards: Tensor
+    taken: Tensor
+    returns: Tensor
+    final: StreamState
+
+
+@torch.no_grad()
+def roll_out(
+    environment: SegmentStream,
+    policy: MemoryPolicy,
+    state: StreamState,
+    *,
+    generator: torch.Generator | None,
+) -> Rollouts:
+    """Play episodes to their end, or to the horizon.
+
+    Args:
+        environment: rules, and the horizon in its `config`.
+        policy: decides.
+        state: where the episodes start, not yet over.
+        generator: source of the sampling; None takes the likeliest action.
+    Raises:
+        DataError: if a reward is not finite.
+    """
+    steps: list[list[Tensor]] = []
+    running = torch.ones(len(state.time), dtype=torch.bool, device=state.time.device)
+    value = torch.zeros_like(state.score)
+    while bool(running.any()) and len(steps) < environment.config.horizon:
+        seen = environment.observe(state)
+        decision = policy(*seen)
+        actions = _choose(decision, generator)
+        after = environment.step(state, actions)
+        _check_rewards(after.reward, running)
+        chosen = decision.logprobs.gather(1, actions.unsqueeze(1)).squeeze(1)
+        reward = torch.where(running, after.reward, 0.0)
+        value = torch.where(running, decision.value, 0.0)
+        steps.append([*seen, actions, chosen, value, reward, running])
+        state, running = merge(running, after.state, state), running & ~after.done
+    beyond = torch.zeros_like(value)
+    if bool(running.any()):
+        beyond = torch.where(running, policy(*environment.observe(state)).value, 0.0)
+    hidden, features, legal, acted, logprobs, values, rewards, taken = (
+        torch.stack(column, dim=1) for column in zip(*steps, strict=True)
+    )
+    return Rollouts(
+        hidden=hidden,
+        features=features,
+        legal=legal,
+        actions=acted,
+        logprobs=logprobs,
+        values=torch.cat([values, beyond.unsqueeze(1)], dim=1),
+        rewards=rewards,
+        taken=taken,
+        returns=rewards.sum(1) + beyond,
+        final=state,
+    )
+
+
+def _choose(decision: Decision, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        return decision.logprobs.argmax(-1)
+    return torch.multinomial(decision.logprobs.exp(), 1, generator=generator).squeeze(1)
+
+
+def _check_rewards(reward: Tensor, running: Tensor) -> None:
+    bad = torch.nonzero(running & ~reward.isfinite()).flatten().tolist()
+    if bad:
+        raise DataError(
+            f"the reward of episode {bad[0]} is {float(reward[bad[0]])}; a checker gives finite "
+            "numbers. Nothing was learned from this batch"
+        )
+
+
+class Update(NamedTuple):
+    """What one batch of rollouts taught.
+
+    Attributes:
+        metrics: of the last epoch, sums over its steps.
+        epochs: that were taken before the policy had moved far enough.
+        explained_variance: of the value head on this batch, before it learned from it.
+        zero_variance_groups: groups that taught nothing.
+    """
+
+    metrics: PolicyMetrics
+    epochs: int
+    explained_variance: Tensor
+    zero_variance_groups: Tensor
+
+
+def policy_loss(
+    policy: MemoryPolicy,
+    rollouts: Rollouts,
+    advantages: Tensor,
+    config: PolicyConfig,
+    *,
+    reference: MemoryPolicy | None,
+) -> tuple[Tensor, PolicyMetrics]:
+    """GRPO loss of a batch of rollouts, summed over steps.
+
+    Args:
+        policy: learns.
+        rollouts: of an earlier state of it.
+        advantages: one per rollout, [N].
+        config: clip, discount.
+        reference: policy that this one is kept near to; None for a policy that starts at random.
+    """
+    seen = (rollouts.hidden, rollouts.features, rollouts.legal)
+    decision = policy(*(part.flatten(0, 1) for part in seen))
+    shape, index = rollouts.actions.shape, rollouts.actions.flatten().unsqueeze(1)
+    reference_logprobs = None
+    if reference is not None:
+        with torch.no_grad():
+            found = reference(*(part.flatten(0, 1) for part in seen)).logprobs
+        reference_logprobs = found.gather(1, index).view(shape)
+    targets = lambda_returns(
+        rollouts.rewards,
+        rollouts.values,
+        rollouts.taken,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+    )
+    return grpo_loss(
+        decision.logprobs.gather(1, index).view(shape),
+        rollouts.logprobs,
+        advantages,
+        decision.entropy.view(shape),
+        decision.value.view(shape),
+        targets,
+        rollouts.taken,
+        reference_logprobs=reference_logprobs,
+        clip_ratio=config.clip_ratio,
+        kl_weight=REFERENCE_KL_WEIGHT,
+        value_weight=VALUE_WEIGHT,
+        entropy_weight=ENTROPY_WEIGHT,
+    )
+
+
+def learn_from(
+    policy: MemoryPolicy,
+    optimizer: torch.optim.Optimizer,
+    rollouts: Rollouts,
+    config: PolicyConfig,
+    *,
+    group_size: int,
+    gradient_clipping: float = 1.0,
+    reference: MemoryPolicy | None = None,
+) -> Update:
+    """Up to four epochs on one batch of rollouts, on one process.
+
+    Args:
+        policy: learns.
+        optimizer: of its parameters.
+        rollouts: those of one prompt beside each other.
+        config: clip, discount and KL target.
+        group_size: G.
+        gradient_clipping: largest gradient norm.
+        reference: as in `policy_loss`.
+    """
+    grouped = rollouts.returns.view(-1, group_size)
+    advantages = group_advantages(grouped).flatten()
+    epochs = 0
+    for _ in range(EPOCHS):
+        loss, metrics = policy_loss(policy, rollouts, advantages, config, reference=reference)
+        if epochs and float(metrics.kl / metrics.steps) > _KL_MARGIN * config.kl_target:
+            break
+        optimizer.zero_grad()
+        (loss / metrics.steps).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), gradient_clipping)
+        optimizer.step()
+        epochs += 1
+    targets = lambda_returns(
+        rollouts.rewards,
+        rollouts.values,
+        rollouts.taken,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+    )
+    explained = explained_variance(rollouts.values[:, :-1], targets, rollouts.taken)
+    return Update(metrics, epochs, explained, zero_variance_groups(grouped))
+
+
+class Branching(NamedTuple):
+    """What became of the branches of each state.
+
+    Attributes:
+        state: after the branch that was accepted, or as it was.
+        actions: that was taken, [N]; -1 where none was accepted.
+        advantages: of every branch, [N, K], the likeliest action's first.
+        reward, done: of the accepted branch, [N]; 0 and False where there is none.
+    """
+
+    state: StreamState
+    actions: Tensor
+    advantages: Tensor
+    reward: Tensor
+    done: Tensor
+
+
+@torch.no_grad()
+def try_branches(environment: SegmentStream, policy: MemoryPolicy, state: StreamState) -> Branching:
+    """Try the likeliest actions of each state side by side; keep the first that is good enough.
+
+    All branches of all states are rows of one batch and share nothing. A branch's advantage is
+    r + gamma V(s') - V(s); of those with at least `accept_threshold` the likeliest action is kept,
+    and where there is none the state stays as it was. (Of the best advantage instead, a trained
+    agent's success fell from 1.00 to .33: the value head errs more often than the policy.)
+    """
+    config, decision = environment.config, policy(*environment.observe(state))
+    count = min(config.max_branches, len(Action))
+    likely = decision.logprobs.sort(dim=1, descending=True, stable=True)
+    actions = likely.indices[:, :count]  # [N, K]
+    tried = environment.step(branch(state, count), actions.flatten())
+    value = policy(*environment.observe(tried.state)).value
+    worth = tried.reward + config.gamma * torch.where(tried.done, 0.0, value)
+    advantages = worth.view(-1, count) - decision.value.unsqueeze(1)
+    advantages = advantages.masked_fill(likely.values[:, :count].isinf(), -torch.inf)
+    good = advantages >= config.accept_threshold
+    place = (good.cumsum(1) == 0).sum(1).clamp(max=count - 1)  # of the first good one
+    accepted = good.any(1)
+    rows = torch.arange(len(place), device=place.device) * count + place
+    chosen = actions.gather(1, place.unsqueeze(1)).squeeze(1)
+    return Branching(
+        state=merge(accepted, select(tried.state, rows), state),
+        actions=torch.where(accepted, chosen, -1),
+        advantages=advantages,
+        reward=torch.where(accepted, tried.reward[rows], 0.0),
+        done=accepted & tried.done[rows],
+    )

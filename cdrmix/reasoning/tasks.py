@@ -1,0 +1,195 @@
+"""Reasoning tasks as texts of a wanted length, their files, and the one checker of answers.
+
+The checker is both the reward of training and the score of evaluation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal, get_args
+
+from cdrmix.errors import DataError
+from cdrmix.reasoning.task_kinds import KINDS, Puzzle, words
+
+Match = Literal["all", "any"]
+CountTokens = Callable[[str], int]
+
+_FILLER = (
+    "Nobody asked about {}.",
+    "The way to {} is long.",
+    "It rained in {} again.",
+    "A letter from {} came late.",
+    "They spoke of {} for an hour.",
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One task.
+
+    Attributes:
+        task: a key of `KINDS`.
+        length_ratio: length of the text in windows.
+        text: what is to be read.
+        question: asked behind it.
+        answers: words that answer it.
+        match: all: every answer counts its share; any: one is enough.
+    """
+
+    task: str
+    length_ratio: int
+    text: str
+    question: str
+    answers: tuple[str, ...]
+    match: Match
+
+
+def score(example: Example, answer: str) -> float:
+    """How much of an answer is right, 0 to 1: reward and score alike.
+
+    Words are compared whole and without case. Only as many words as there could be right ones, and
+    as many again for what stands between them, are read: an answer that lists everything it saw
+    earns no more than its beginning.
+    """
+    wanted = [word.lower() for word in example.answers]
+    found = re.findall(r"\w+", answer.lower())[: 2 * len(wanted)]
+    right = [word in found for word in wanted]
+    return float(any(right)) if example.match == "any" else sum(right) / len(right)
+
+
+def generate(
+    task: str,
+    *,
+    number: int,
+    seed: int,
+    length_ratio: int,
+    window_tokens: int,
+    count_tokens: CountTokens,
+) -> Example:
+    """Example `number` of a task; equal arguments give equal examples.
+
+    From two windows on, all that matters stands before the last window, so that whoever reads that
+    one alone has nothing to go by.
+
+    Args:
+        task: a key of `KINDS`.
+        number: from 0.
+        seed: of the whole set.
+        length_ratio: length of the text in windows.
+        window_tokens: length of a window.
+        count_tokens: tokens of a sentence with the space behind it.
+    Raises:
+        DataError: if the task is unknown, or its statements are longer than the text may be.
+    """
+    if task not in KINDS:
+        hint = "".join(f" Did you mean {name!r}?" for name in get_close_matches(task, KINDS, n=1))
+        raise DataError(f"{task!r} is no reasoning task.{hint} Known: {', '.join(KINDS)}")
+    rng = random.Random(f"{seed}/{task}/{length_ratio}/{number}")
+    puzzle = KINDS[task](rng)
+    most = length_ratio * window_tokens
+    kept_free = window_tokens if length_ratio > 1 else 0
+    sentences = _laid_out(puzzle, rng, most, kept_free, count_tokens)
+    if sentences is None:
+        needed = sum(count_tokens(f"{line} ") for line in puzzle.statements)
+        raise DataError(
+            f"{task}: its statements take {needed} tokens, but a text of {length_ratio} x "
+            f"{window_tokens} tokens has room for {most - kept_free}. Try a longer length_ratio"
+        )
+    return Example(
+        task=task,
+        length_ratio=length_ratio,
+        text=" ".join(sentences),
+        question=puzzle.question,
+        answers=tuple(puzzle.answers),
+        match=puzzle.match,
+    )
+
+
+def _laid_out(
+    puzzle: Puzzle, rng: random.Random, most: int, kept_free: int, count_tokens: CountTokens
+) -> list[str] | None:
+    """Statements in their order among fillers; None where they do not fit."""
+    room = most - sum(count_tokens(f"{line} ") for line in puzzle.statements)
+    if room < kept_free:
+        return None
+    fillers, spent, num_last = [], 0, 0
+    for filler in _fillers(rng, puzzle):
+        cost = count_tokens(f"{filler} ")
+        if spent + cost > room:
+            break
+        # the first fillers drawn are the last of the text: together longer than a window
+        num_last += spent < kept_free
+        fillers.append(filler)
+        spent += cost
+    if spent < kept_free:
+        return None
+    last, before = fillers[:num_last], fillers[num_last:]
+    places = sorted(rng.randrange(len(before) + 1) for _ in puzzle.statements)
+    for offset, (place, line) in enumerate(zip(places, puzzle.statements, strict=True)):
+        before.insert(place + offset, line)
+    return before + last
+
+
+def _fillers(rng: random.Random, puzzle: Puzzle) -> Iterator[str]:
+    """Sentences that say nothing, without any word of the puzzle."""
+    taken = set(re.findall(r"\w+", " ".join(puzzle.statements).lower()))
+    for word in words(rng):
+        if word not in taken:
+            yield rng.choice(_FILLER).format(word)
+
+
+def write_examples(path: Path, examples: Iterable[Example]) -> None:
+    """One JSON object per line."""
+    with path.open("w", encoding="utf-8") as file:
+        for example in examples:
+            file.write(json.dumps(dataclasses.asdict(example)) + "\n")
+
+
+def read_examples(path: Path) -> list[Example]:
+    """What `write_examples` wrote, or a file of your own of the same form.
+
+    Raises:
+        DataError: naming the line, if the file or a row cannot be used.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise DataError(f"{path}: {reason}") from None
+    examples = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            examples.append(_parse(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"{path}:{number}: {error}. A row is a JSON object with "
+                f"{', '.join(field.name for field in dataclasses.fields(Example))}"
+            ) from None
+    if not examples:
+        raise DataError(f"{path}: no rows")
+    return examples
+
+
+def _parse(row: object) -> Example:
+    if not isinstance(row, dict):
+        raise TypeError(f"a row is {type(row).__name__}, not an object")
+    kinds = {"task": str, "length_ratio": int, "text": str, "question": str, "answers": list}
+    for name, kind in {**kinds, "match": str}.items():
+        if type(row.get(name)) is not kind:
+            raise TypeError(f"{name} is {row.get(name)!r}, not {kind.__name__}")
+    if row.keys() - kinds.keys() - {"match"}:
+        raise ValueError(f"unknown keys {sorted(row.keys() - kinds.keys() - {'match'})}")
+    if row["match"] not in get_args(Match):
+        raise ValueError(f"match is {row['match']!r}; allowed are {', '.join(get_args(Match))}")
+    if not row["answers"] or not all(type(word) is str and word for word in row["answers"]):
+        raise ValueError(f"answers are {row['answers']!r}; at least one word is needed")
+    return Example(**{**row, "answers": tuple(row["answers"])})

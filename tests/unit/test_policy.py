@@ -1,0 +1,223 @@
+"""The memory agent: legality, rewards, rollouts, branches, and that it learns.
+
+The long form of the learning runs is tools/benchmark/learn_policy.py.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from cdrmix.errors import DataError
+from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out, try_branches
+from cdrmix.reasoning.policy import Action, MemoryPolicy
+from cdrmix.reasoning.speculation import branch, map_tensors, select
+from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, StreamState
+from tools.benchmark.learn_policy import (
+    HIDDEN,
+    NUM_SEGMENTS,
+    collapse,
+    environment,
+    fresh_policy,
+    learn,
+    make_streams,
+)
+
+SUMMARIZE, RETRIEVE, SPLICE, WRITE = Action
+
+
+def started(count: int = 8) -> tuple[SegmentStream, StreamState]:
+    stream = environment()
+    return stream, stream.start(make_streams(count, torch.Generator().manual_seed(0)))
+
+
+def play(stream: SegmentStream, state: StreamState, plan: list[Action]):
+    """The last transition of a plan that all episodes follow."""
+    for action in plan:
+        assert stream.observe(state).legal[:, action].all(), f"{action!r} is illegal here"
+        transition = stream.step(state, torch.full((len(state.time),), int(action)))
+        state = transition.state
+    return transition
+
+
+def random_policy(seed: int = 0) -> MemoryPolicy:
+    policy = fresh_policy()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.normal_(generator=generator)
+    return policy
+
+
+def with_budget(budget: int, **changed: float) -> SegmentStream:
+    stream = environment()
+    stream.config = stream.config.model_copy(update={"step_budget": budget, **changed})
+    return stream
+
+
+def test_what_was_written_is_retrieved_and_spliced() -> None:
+    stream, state = started()
+    plan = [WRITE] * NUM_SEGMENTS + [RETRIEVE, SPLICE]
+    last = play(stream, state, plan)
+    kept = state.streams.asked >= NUM_SEGMENTS - 6  # the others gave way
+    assert torch.equal(last.state.solved, kept) and kept.any() and not kept.all()
+    assert torch.equal(last.done, kept)
+
+
+def test_a_success_pays_for_its_operations_and_a_failure_for_nothing() -> None:
+    stream, state = started()
+    last = play(stream, state, [WRITE] * NUM_SEGMENTS + [RETRIEVE, SPLICE])
+    config, lost = stream.config, state.streams.live[:, : NUM_SEGMENTS - 6].sum(1)
+    worth = 1 + config.stability_bonus * (1 - lost / 28) - config.latency_penalty * 25
+    torch.testing.assert_close(last.reward, torch.where(last.state.solved, worth, 0.0))
+    idle = play(stream, state, [SPLICE] * 28)
+    assert idle.done.all() and not idle.reward.any()
+
+
+def test_splicing_nothing_or_before_the_question_solves_nothing() -> None:
+    stream, state = started()
+    early = [WRITE] * (NUM_SEGMENTS - 2) + [RETRIEVE, SPLICE]
+    assert not play(stream, state, early).state.solved.any()
+    assert not play(stream, state, [WRITE] * NUM_SEGMENTS + [SPLICE]).state.solved.any()
+
+
+def test_retrieving_before_the_question_does_not_know_it() -> None:
+    stream, state = started(64)
+    state = play(stream, state, [WRITE] * (NUM_SEGMENTS - 1)).state
+    other = make_streams(64, torch.Generator().manual_seed(1)).query
+    streams = dataclasses.replace(state.streams, query=other)
+    changed = dataclasses.replace(state, streams=streams)
+    ours, theirs = (play(stream, start, [RETRIEVE]).state for start in (state, changed))
+    assert torch.equal(ours.buffer, theirs.buffer)
+    asked = [play(stream, start, [WRITE, RETRIEVE]).state.buffer for start in (state, changed)]
+    assert not torch.equal(*asked)
+
+
+def test_illegal_actions_are_never_taken() -> None:
+    stream, state = started(64)
+    rollouts = roll_out(stream, random_policy(), state, generator=torch.Generator().manual_seed(0))
+    legal = rollouts.legal.gather(2, rollouts.actions.unsqueeze(2)).squeeze(2)
+    assert legal[rollouts.taken].all()
+    first, after = stream.observe(state).legal, play(stream, state, [SUMMARIZE] * NUM_SEGMENTS)
+    assert not first[:, RETRIEVE].any()  # memory is empty
+    assert not stream.observe(after.state).legal[:, WRITE].any()  # the question is no segment
+
+
+def test_the_step_budget_leaves_only_splicing_and_ends_the_episode() -> None:
+    stream, (_, state) = with_budget(10), started()
+    rollouts = roll_out(stream, random_policy(), state, generator=torch.Generator().manual_seed(0))
+    assert rollouts.taken.sum(1).tolist() == [10] * 8
+    assert stream.observe(rollouts.final).legal.tolist() == [[False, False, True, False]] * 8
+
+
+def test_beyond_the_horizon_stands_what_the_value_head_expects() -> None:
+    stream, (_, state) = with_budget(64, horizon=5), started()
+    policy = random_policy()
+    rollouts = roll_out(stream, policy, state, generator=torch.Generator().manual_seed(0))
+    expected = policy(*stream.observe(rollouts.final)).value
+    assert rollouts.actions.shape == (8, 5)
+    assert torch.equal(rollouts.values[:, 5], expected)
+    assert torch.equal(rollouts.returns, expected)
+
+
+def test_a_policy_that_knows_nothing_is_uniform_over_what_is_legal() -> None:
+    legal = torch.tensor([[True, False, True, True], [False, False, True, False]])
+    decision = fresh_policy()(torch.randn(2, HIDDEN), torch.rand(2, NUM_FEATURES), legal)
+    assert decision.entropy.tolist() == pytest.approx([math.log(3), 0.0])
+    torch.testing.assert_close(decision.logprobs.exp().sum(1), torch.ones(2))
+    assert decision.logprobs[1, SPLICE] == 0
+
+
+def test_gradients_are_finite_where_actions_are_illegal() -> None:
+    stream, state = started()
+    policy = random_policy()
+    rollouts = roll_out(stream, policy, state, generator=torch.Generator().manual_seed(0))
+    loss, _ = policy_loss(
+        policy, rollouts, torch.randn(8), stream.config, reference=random_policy(1)
+    )
+    loss.backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+def test_rolling_out_twice_with_one_seed_gives_equal_bits() -> None:
+    stream, state = started()
+
+    def run() -> Rollouts:
+        generator = torch.Generator().manual_seed(3)
+        return roll_out(stream, random_policy(), state, generator=generator)
+
+    ours, theirs = run(), run()
+    for name in ("actions", "logprobs", "values", "returns", "taken"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+class Broken(SegmentStream):
+    def _reward(self, state: StreamState, done: torch.Tensor) -> torch.Tensor:
+        reward = super()._reward(state, done)
+        reward[3] = torch.nan
+        return reward
+
+
+def test_a_reward_that_is_not_finite_is_reported() -> None:
+    _, state = started()
+    with pytest.raises(DataError, match="the reward of episode 3 is nan.*Nothing was learned"):
+        roll_out(environment(Broken), fresh_policy(), state, generator=None)
+
+
+def halfway() -> tuple[SegmentStream, StreamState]:
+    stream, state = started(6)
+    return stream, play(stream, state, [WRITE] * NUM_SEGMENTS + [RETRIEVE]).state
+
+
+def test_branches_are_isolated_and_leave_the_state_as_it_was() -> None:
+    stream, state = halfway()
+    before = branch(state, 1)
+    together = try_branches(stream, random_policy(), state)
+    for row in range(6):
+        alone = try_branches(stream, random_policy(), select(state, torch.tensor([row])))
+        assert alone.actions.item() == together.actions[row].item()
+        torch.testing.assert_close(alone.advantages[0], together.advantages[row])
+        assert torch.equal(alone.state.buffer[0], together.state.buffer[row])
+    pairs: list[torch.Tensor] = []
+    for one in (state, before):
+        map_tensors(one, lambda tensor: pairs.append(tensor) or tensor)
+    half = len(pairs) // 2
+    assert all(torch.equal(a, b) for a, b in zip(pairs[:half], pairs[half:], strict=True))
+
+
+def test_a_branch_below_the_threshold_is_rolled_back() -> None:
+    stream, state = halfway()
+    stream.config = stream.config.model_copy(update={"accept_threshold": 1e6})
+    tried = try_branches(stream, random_policy(), state)
+    assert (tried.actions == -1).all() and not tried.done.any() and not tried.reward.any()
+    assert torch.equal(tried.state.time, state.time)
+
+
+def test_of_the_branches_that_are_good_enough_the_likeliest_is_kept() -> None:
+    stream, state = halfway()
+    policy = random_policy()
+    tried = try_branches(stream, policy, state)
+    decision = policy(*stream.observe(state))
+    order = decision.logprobs.argsort(dim=1, descending=True)
+    good = tried.advantages >= 0
+    assert good.any() and not good[:, 0].all()
+    for row in range(6):
+        kept = [int(order[row, k]) for k in range(3) if good[row, k]]
+        assert tried.actions[row] == (kept[0] if kept else -1)
+
+
+def test_the_agent_learns_to_store_retrieve_and_splice() -> None:
+    found = learn(0, iterations=60)
+    assert found["trained"]["success"] >= 0.90
+    assert found["trained"]["operations"] <= 8
+    assert found["random"]["success"] <= 0.15
+    assert found["cache_write masked"]["success"] <= 0.02
+    assert found["largest kl"] <= 1.5 * environment().config.kl_target
+
+
+def test_returns_divided_by_their_deviation_teach_to_do_nothing() -> None:
+    found = collapse(iterations=50)
+    assert found["ours"]["success"] >= 0.90
+    assert (found["divided"]["success"], found["divided"]["operations"]) == (0.0, 0.0)

@@ -1,0 +1,177 @@
+"""Reasoning tasks: laws of the generators, the checker, and broken files."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from cdrmix.errors import DataError
+from cdrmix.reasoning.task_kinds import KINDS, arithmetic, logic, look_up, variable_tracking
+from cdrmix.reasoning.tasks import Example, generate, read_examples, score, write_examples
+
+WINDOW = 200
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+def make(task: str, number: int = 0, *, seed: int = 0, ratio: int = 4) -> Example:
+    return generate(
+        task,
+        number=number,
+        seed=seed,
+        length_ratio=ratio,
+        window_tokens=WINDOW,
+        count_tokens=count_words,
+    )
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_equal_seeds_give_equal_examples_and_others_do_not(task: str) -> None:
+    assert make(task, 3, seed=5) == make(task, 3, seed=5)
+    others = {make(task, 4, seed=5).text, make(task, 3, seed=6).text, make(task, 3, seed=5).text}
+    assert len(others) == 3
+
+
+@pytest.mark.parametrize("task", KINDS)
+@pytest.mark.parametrize("ratio", [1, 2, 16])
+def test_texts_fill_their_length_and_never_exceed_it(task: str, ratio: int) -> None:
+    length = count_words(make(task, ratio=ratio).text)
+    assert ratio * WINDOW - 8 <= length <= ratio * WINDOW
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_the_last_window_alone_says_nothing(task: str) -> None:
+    for number in range(10):
+        example = make(task, number, ratio=2)
+        last = " ".join(example.text.split()[-WINDOW:])
+        said = f"{example.question} {' '.join(example.answers)}"
+        telling = set(re.findall(r"\b(?:[A-Za-z]{6}|\d+)\b", said))  # made-up words and numbers
+        assert telling and not telling & set(re.findall(r"\w+", last)), (said, last)
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_the_right_answer_scores_one_and_any_other_nothing(task: str) -> None:
+    for number in range(10):
+        example = make(task, number)
+        assert score(example, " and ".join(example.answers)) == 1
+        assert score(example, "Yes." if example.answers == ("yes",) else "nothing") in (0, 1)
+        assert score(example, "nothing of the kind") == 0
+        assert score(example, "") == 0
+
+
+def of(answers: tuple[str, ...], match: str) -> Example:
+    return Example("needle_keys", 1, "text", "question?", answers, match)
+
+
+def test_all_counts_shares_and_any_needs_one() -> None:
+    assert score(of(("12", "34"), "all"), "It is 34.") == 0.5
+    assert score(of(("12", "34"), "any"), "It is 34.") == 1
+    assert score(of(("Rome",), "any"), "ROME!") == 1
+
+
+def test_words_are_compared_whole() -> None:
+    assert score(of(("12",), "all"), "123") == 0
+
+
+def test_listing_everything_earns_no_more_than_its_beginning() -> None:
+    assert score(of(("12",), "all"), " ".join(str(number) for number in range(100))) == 0
+
+
+def test_every_hop_of_a_chain_is_stated_before_it_is_needed() -> None:
+    for seed in range(20):
+        puzzle = variable_tracking(random.Random(seed), hops=3)
+        places = [
+            next(i for i, line in enumerate(puzzle.statements) if line.startswith(f"Let {name} ="))
+            for name in puzzle.answers
+        ]
+        assert places == sorted(places) and len(set(places)) == 4
+
+
+def test_arithmetic_is_right() -> None:
+    for seed in range(20):
+        puzzle = arithmetic(random.Random(seed), steps=4)
+        known: dict[str, int] = {}
+        for line in puzzle.statements:
+            name, _, what = line.rstrip(".").partition(" is ")
+            parts = what.replace("plus", "+").replace("minus", "-").split()
+            known[name] = eval(" ".join(str(known.get(part, part)) for part in parts))
+        assert puzzle.answers == [str(known[puzzle.question[8:-1]])]
+
+
+def test_logic_follows_from_what_is_said_and_half_of_it_holds() -> None:
+    told = []
+    for seed in range(200):
+        puzzle = logic(random.Random(seed), steps=3)
+        rules = [re.fullmatch(r"If (\w+) then (\w+)\.", line) for line in puzzle.statements]
+        (start,) = re.findall(r"It holds that (\w+)\.", " ".join(puzzle.statements))
+        holds = {start}
+        for _ in puzzle.statements:
+            holds |= {rule[2] for rule in rules if rule and rule[1] in holds}
+        asked = re.fullmatch(r"Does (\w+) hold\?", puzzle.question)
+        assert puzzle.answers == ["yes" if asked[1] in holds else "no"]
+        told.append(puzzle.answers[0] == "yes")
+    assert 70 <= sum(told) <= 130
+
+
+def test_a_look_up_takes_two_facts() -> None:
+    puzzle = look_up(random.Random(0))
+    asked = re.fullmatch(r"Where does the friend of (\w+) live\?", puzzle.question)[1]
+    text = " ".join(puzzle.statements)
+    (friend,) = re.findall(rf"The friend of {asked} is (\w+)\.", text)
+    assert re.findall(rf"{friend} lives in (\w+)\.", text) == puzzle.answers
+
+
+def test_an_unknown_task_and_a_text_too_short_are_refused() -> None:
+    with pytest.raises(DataError, match="'needle_key' is no reasoning task. Did you mean 'needle"):
+        make("needle_key")
+    with pytest.raises(DataError, match=r"take \d+ tokens, but a text of 1 x 10 tokens has room"):
+        generate(
+            "look_up",
+            number=0,
+            seed=0,
+            length_ratio=1,
+            window_tokens=10,
+            count_tokens=count_words,
+        )
+
+
+def test_examples_survive_a_file(tmp_path: Path) -> None:
+    examples = [make(task) for task in KINDS]
+    write_examples(tmp_path / "tasks.jsonl", examples)
+    assert read_examples(tmp_path / "tasks.jsonl") == examples
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": []}, r"answers are \[\]; at least one word is needed"),
+        ({"answers": "one"}, "answers is 'one', not list"),
+        ({"match": "some"}, "match is 'some'; allowed are all, any"),
+        ({"length_ratio": True}, "length_ratio is True, not int"),
+        ({"text": None}, "text is None, not str"),
+        ({"extra": 1}, r"unknown keys \['extra'\]"),
+    ],
+)
+def test_a_broken_row_is_named(tmp_path: Path, change: dict, message: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write_examples(path, [make("logic")] * 2)
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{json.dumps(json.loads(second) | change)}\n")
+    with pytest.raises(DataError, match=rf"tasks.jsonl:2: {message}. A row is a JSON object with"):
+        read_examples(path)
+
+
+def test_a_file_that_holds_no_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    with pytest.raises(DataError, match="No such file"):
+        read_examples(path)
+    path.write_text("\n")
+    with pytest.raises(DataError, match="no rows"):
+        read_examples(path)
+    path.write_text('{"task": \n')
+    with pytest.raises(DataError, match="tasks.jsonl:1: Expecting value"):
+        read_examples(path)
