@@ -47,7 +47,7 @@ def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> d
         "shards": [shard.model_dump(exclude={"bin", "idx"}) for shard in manifest.shards],
         "mixture": mixture and mixture_course(manifest, mixture, sequence_length=sequence_length),
         "set_aside": list(set_aside),
-        "dropped": list(dropped),
+        "dropped": sorted(dropped, key=lambda entry: (entry["step"], entry["reason"])),
     } | {name: value for name, value in report.items() if name != "key"}
 
 
