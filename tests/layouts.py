@@ -14,6 +14,7 @@ from torch import nn
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
+from cdrmix.objectives.language_model import sum_weights
 from cdrmix.parallel.topology import Topology, make_topology, own_tokens
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.profile import Choice, choose
@@ -36,6 +37,7 @@ class Case:
         moe: whether feed-forwards are experts.
         length: tokens of a sample; sequence ranks pass the state of a recurrence where it is long.
         packed: whether samples hold several documents that are kept apart.
+        weighted: whether labels have weights.
         broken: fault to plant, by name; see `plant`.
         model: changes of the model section.
         training: changes of the training section.
@@ -54,6 +56,7 @@ class Case:
     moe: bool = True
     length: int = LENGTH
     packed: bool = False
+    weighted: bool = False
     broken: str = ""
     model: dict[str, Any] = field(default_factory=dict, hash=False)
     training: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -86,6 +89,7 @@ class Case:
         kind = [] if self.moe else ["dense"]
         kind += [f"length{self.length}"] if self.length != LENGTH else []
         kind += ["packed"] if self.packed else []
+        kind += ["weighted"] if self.weighted else []
         kind += [f"{name}={value}" for name, value in (self.model | self.training).items()]
         made = [self.profile, *self.notes, self.optimizer, f"x{self.accumulation}"]
         return " ".join([*spread, *kind, *made])
@@ -152,6 +156,8 @@ def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
         starts = torch.rand(labels.shape, generator=source) < 4 / case.length
         starts[::2, case.length // 2] = True
         batch["segment_ids"] = starts.cumsum(1)
+    if case.weighted:
+        batch["weights"] = torch.rand(labels.shape, generator=source).round(decimals=1) * 2
     return batch
 
 
@@ -206,14 +212,14 @@ def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[
     losses, norms = [], []
     for step in range(first, first + count):
         rows, batch = global_batch(case, step), {}
-        valid = int((rows["labels"] != -100).sum())
+        valid = float(sum_weights(rows["labels"], rows.get("weights")))
         for name, values in rows.items():
             # micro-step m covers rows [m * B * W, (m + 1) * B * W), reader r the r-th part of them
             readers = topology.degrees.sample_ranks
             by_reader = values.view(-1, readers, case.micro_batch, case.length)
             batch[name] = by_reader[:, topology.sample_rank]
         batch = own_tokens(batch, topology)
-        counted = int((batch["labels"] != -100).sum()) * topology.degrees.data
+        counted = float(sum_weights(batch["labels"], batch.get("weights"))) * topology.degrees.data
         tokens = counted if case.broken == "local mean" else valid
         result = train_step(engine, started.config, topology, batch, step=step, tokens=tokens)
         losses.append(float(runtime.all_reduce_sum(result.nats.double())) / valid)

@@ -397,6 +397,9 @@ class DataConfig(Section):
         description="Shares of the domains; null: those of the recipe that the folder was built "
         "by, or, where it has none, all samples of the split once per epoch.",
     )
+    token_weights: TokenWeights | None = Field(
+        None, description="Weights of tokens in the training loss; null: all alike."
+    )
     segment_documents: bool = Field(
         False,
         description="Keep the documents of a sample apart: neither attention nor recurrent state "

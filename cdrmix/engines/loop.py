@@ -23,7 +23,7 @@ from cdrmix.engines.run import Run
 from cdrmix.engines.step import StepResult, train_step
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
-from cdrmix.objectives.language_model import count_valid
+from cdrmix.objectives.language_model import sum_weights
 from cdrmix.parallel.mpu import ModelParallelUnit
 from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.planning.profile import Choice
@@ -39,13 +39,13 @@ class Agreement(NamedTuple):
     """What all ranks found out together before a step.
 
     Attributes:
-        tokens: valid tokens of the global batch.
+        tokens: valid tokens of the global batch, or what they weigh.
         stop: whether any rank is asked to stop.
         save: whether any rank is asked to save.
         unread: whether any rank could not read its share of the batch.
     """
 
-    tokens: int
+    tokens: float
     stop: bool
     save: bool
     unread: bool
@@ -149,7 +149,8 @@ def _minutes_are_over(run: Run) -> bool:
 
 
 def agree(run: Run, batch: dict[str, Tensor] | None, *, save_is_due: bool) -> Agreement:
-    """Sum the valid tokens of the global batch and every rank's wishes, in one collective.
+    """Sum the valid tokens of the global batch, or what they weigh, and every rank's wishes, in one
+    collective.
 
     Args:
         run: the run, for its signals and this rank's place.
@@ -157,12 +158,16 @@ def agree(run: Run, batch: dict[str, Tensor] | None, *, save_is_due: bool) -> Ag
         save_is_due: whether this rank's clock says that a checkpoint is due.
     """
     stop, save_asked = run.requests.poll()
-    valid = 0
+    valid = 0.0
     if batch is not None and run.topology.counts_tokens:
-        valid = int(count_valid(batch["labels"]))
-    votes = torch.tensor([valid, int(stop), int(save_asked or save_is_due), int(batch is None)])
+        valid = float(sum_weights(batch["labels"], batch.get("weights")))
+    # float64 counts tokens exactly, up to 9e15 of them.
+    votes = torch.tensor(
+        [valid, stop, save_asked or save_is_due, batch is None], dtype=torch.float64
+    )
     tokens, *asked = runtime.all_reduce_sum(votes.to(runtime.device())).tolist()
-    return Agreement(tokens, *(count > 0 for count in asked))
+    # A batch of nothing but prompts may weigh nothing: its loss is 0, not 0 / 0.
+    return Agreement(tokens or 1.0, *(count > 0 for count in asked))
 
 
 def _say_goodbye(run: Run) -> None:

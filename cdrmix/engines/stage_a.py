@@ -66,7 +66,7 @@ class MicroStep(NamedTuple):
 
     Attributes:
         loss: what backward starts from, scalar.
-        nats: summed cross-entropy of this rank's tokens, scalar, detached.
+        nats: summed cross-entropy of this rank's tokens, weighted, scalar, detached.
         router: what the router did, or None for a dense model.
     """
 
@@ -131,6 +131,7 @@ def make_loader(
         shuffle=config.data.order != "sequential",
         window_samples=config.data.window_samples if config.data.order == "windowed" else None,
         segment_documents=config.data.segment_documents,
+        token_weights=config.data.token_weights,
     )
 
 
@@ -143,6 +144,7 @@ def micro_step(
     *,
     nats_scale: float,
     segment_ids: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> MicroStep:
     """Forward pass and loss of one micro-batch.
 
@@ -154,10 +156,11 @@ def micro_step(
         labels: [B, T]; -100 is ignored.
         nats_scale: see `loss`.
         segment_ids: document of each token, [B, T]; None: a sample is one document.
+        weights: of the labels, [B, T], float32; None: 1.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
     embedding = engine.module.embedding
-    return loss(output, embedding, labels, config, topology, nats_scale=nats_scale)
+    return loss(output, embedding, labels, config, topology, nats_scale=nats_scale, weights=weights)
 
 
 def loss(
@@ -168,6 +171,7 @@ def loss(
     topology: Topology,
     *,
     nats_scale: float,
+    weights: Tensor | None = None,
 ) -> MicroStep:
     """Loss of one micro-batch from what the backbone gave.
 
@@ -177,10 +181,12 @@ def loss(
         labels: [B, T]; -100 is ignored.
         config: loss weights.
         topology: of this rank.
-        nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch.
-            DeepSpeed divides by A and averages over W; what is left is the mean over all tokens.
+        nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch,
+            or their weight. DeepSpeed divides by A and averages over W; what is left is the mean
+            over all tokens.
+        weights: of the labels, [B, T], float32; None: 1.
     """
-    nats = next_token_nats(embedding, output.hidden, labels)
+    nats = next_token_nats(embedding, output.hidden, labels, weights)
     loss = nats * nats_scale
     moe, statistics = config.model.moe, output.router_statistics
     if moe is None or statistics is None:

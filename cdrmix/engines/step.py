@@ -25,13 +25,13 @@ class StepResult(NamedTuple):
     Attributes:
         nats: summed cross-entropy over this rank's micro-steps, scalar; zero where another rank
             counts the same tokens.
-        tokens: valid tokens of the global batch.
+        tokens: valid tokens of the global batch, or what they weigh.
         router: means over the micro-steps; None for a dense model, and before the last stage.
         seconds: wall time of the step; in the loop, with its wait for data and other ranks.
     """
 
     nats: Tensor
-    tokens: int
+    tokens: float
     router: RouterMeasures | None
     seconds: float
 
@@ -43,7 +43,7 @@ def train_step(
     batch: dict[str, Tensor],
     *,
     step: int,
-    tokens: int,
+    tokens: float,
 ) -> StepResult:
     """One optimizer step over this rank's micro-batches.
 
@@ -51,9 +51,10 @@ def train_step(
         engine: DeepSpeed engine.
         config: the run's configuration.
         topology: of this rank.
-        batch: `input_ids` and `labels`, each [A, B, T], and `segment_ids` if documents are apart.
+        batch: `input_ids` and `labels`, each [A, B, T], `segment_ids` if documents are apart, and
+            `weights` of the labels if they differ.
         step: steps completed before this one.
-        tokens: valid tokens of the global batch, all ranks.
+        tokens: valid tokens of the global batch, all ranks, or what they weigh.
     """
     began = time.perf_counter()
     for group in engine.optimizer.param_groups:
@@ -95,16 +96,25 @@ def _pass_through_stages(
     parts: list[MicroStep] = []
     pipeline: Pipeline = engine.module
 
-    def loss_of(output: Output, labels: Tensor) -> Tensor:
-        embedding = pipeline.stage.embedding
-        part = loss(output, embedding, labels, config, topology, nats_scale=nats_scale)
+    def loss_of(output: Output, wanted: tuple[Tensor, ...]) -> Tensor:
+        embedding, (labels, *weights) = pipeline.stage.embedding, wanted
+        weights_or_none = weights[0] if weights else None
+        part = loss(
+            *(output, embedding, labels, config, topology),
+            nats_scale=nats_scale,
+            weights=weights_or_none,
+        )
         parts.append(part)
         return part.loss
 
     pipeline.loss_fn = loss_of
-    names = [name for name in ("input_ids", "segment_ids") if name in micro_batches[0]]
+
+    def named(inputs: Batch, *names: str) -> tuple[Tensor, ...]:
+        return tuple(inputs[name] for name in names if name in inputs)
+
     engine.train_batch(
-        (tuple(inputs[name] for name in names), inputs["labels"]) for inputs in micro_batches
+        (named(inputs, "input_ids", "segment_ids"), named(inputs, "labels", "weights"))
+        for inputs in micro_batches
     )
     pipeline.align_embeddings()
     return parts

@@ -51,9 +51,10 @@ class PartitionedEmbedding(TokenEmbedding):
         """Scores of the next token, [..., D] -> [..., V]."""
         return self.head(hidden, self, F.linear)
 
-    def cross_entropy(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
         """As `head.next_token_nats`."""
-        return self.head(hidden, self, partial(linear_cross_entropy, labels=labels))
+        score = partial(linear_cross_entropy, labels=labels, label_weights=label_weights)
+        return self.head(hidden, self, score)
 
 
 def partition(module: nn.Module, settings: dict[str, Any]) -> None:

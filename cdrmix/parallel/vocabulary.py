@@ -44,10 +44,11 @@ class VocabularyEmbedding(TokenEmbedding):
         """
         return torch.cat(self._of_all_ranks(super().logits(hidden).detach()).unbind(0), dim=-1)
 
-    def cross_entropy(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
         """As `head.next_token_nats`."""
         part = VocabularyPart(self.first_id, self._of_all_ranks)
-        return linear_cross_entropy(enter_region(hidden, self.topology), self.weight, labels, part)
+        whole = enter_region(hidden, self.topology)
+        return linear_cross_entropy(whole, self.weight, labels, part, label_weights)
 
     def _of_all_ranks(self, x: Tensor) -> Tensor:
         """Every tensor rank's `x`, in order, [...] -> [P, ...]."""

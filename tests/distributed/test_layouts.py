@@ -86,6 +86,11 @@ LAYOUTS = [
     Case(pipeline=2, tensor=2, data=2, sequence=2, expert=2, accumulation=2, profile="pipeline"),
     Case(pipeline=2, tensor=2, data=2, sequence=2, expert=4, length=64, packed=True,
          profile="pipeline", optimizer="sgd", training=SPANS),
+    # labels that weigh differently, under every kind of head
+    Case(data=2, expert=2, accumulation=2, optimizer="sgd", weighted=True),
+    Case(data=2, tensor=2, sequence=2, packed=True, weighted=True),
+    Case(pipeline=2, accumulation=2, profile="pipeline", optimizer="sgd", weighted=True),
+    Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", weighted=True),
     # the optimizer on the host
     Case(data=2, expert=2, profile="zero1", optimizer="sgd", zero=ON_HOST, note="offloaded"),
     Case(profile="zero2_offload", optimizer="sgd", accumulation=2),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.checkpoint import store
+from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import run_ranks
 from tests.small_run import arguments, start
@@ -50,3 +51,18 @@ def test_a_diverged_run_stops_at_that_step_and_keeps_its_last_good_checkpoint(
     assert found is not None
     assert f"The newest checkpoint is that of step {found.step}" in shown
     assert found.step < 8, "stopped before the next logged step"
+
+
+def test_the_loss_is_the_mean_of_its_tokens_whatever_they_weigh_together(
+    small_corpus: Path, tmp_path: Path
+) -> None:
+    def lines_of(*given: str, num_ranks: int = 2) -> list[dict[str, float]]:
+        run_dir = tmp_path / str(given)
+        argv = arguments(small_corpus, run_dir, "--max-steps", "2", *given)
+        assert run_ranks(start, num_ranks, argv) == num_ranks * [0]
+        return [deterministic_part(line) for line in read_metrics(run_dir / "metrics.jsonl")]
+
+    doubled = lines_of("--set", "data.token_weights.text=2")
+    assert doubled == lines_of(), "twice the nats of twice the tokens: a power of two"
+    nothing = lines_of("--set", "data.token_weights.text=0", num_ranks=1)
+    assert [line["loss"] for line in nothing] == [0.0, 0.0], "not 0 / 0"
