@@ -65,6 +65,11 @@ class Case:
         return self.data * self.tensor * self.pipeline
 
     @property
+    def notes(self) -> list[str]:
+        """The note, if there is one."""
+        return [self.note] if self.note else []
+
+    @property
     def micro_batch(self) -> int:
         return GLOBAL_BATCH * self.sequence // (self.data * self.accumulation)
 
@@ -72,8 +77,8 @@ class Case:
         """The same micro-steps on one rank, which keeps all activations."""
         alone = dict.fromkeys(("data", "tensor", "pipeline", "sequence", "expert"), 1)
         kept = {name: value for name, value in self.training.items() if "checkpoint" not in name}
-        made = {"profile": "zero1", "zero": {}, "note": "", "broken": ""}
-        return replace(self, **alone, training=kept, **made)
+        changes = {"training": kept, "profile": "zero1", "broken": "", "zero": {}, "note": ""}
+        return replace(self, **alone, **changes)
 
     def __str__(self) -> str:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
@@ -82,7 +87,7 @@ class Case:
         kind += [f"length{self.length}"] if self.length != LENGTH else []
         kind += ["packed"] if self.packed else []
         kind += [f"{name}={value}" for name, value in (self.model | self.training).items()]
-        made = [self.profile, *filter(None, [self.note]), self.optimizer, f"x{self.accumulation}"]
+        made = [self.profile, *self.notes, self.optimizer, f"x{self.accumulation}"]
         return " ".join([*spread, *kind, *made])
 
 
@@ -101,7 +106,7 @@ class Trained:
     parameters: dict[str, torch.Tensor]
 
 
-def make_config(case: Case, *, seed: int = 0) -> Config:
+def make_config(case: Case, *, seed: int = 1234) -> Config:
     experts = {"num_experts": 4, "expert_hidden_size": 48, "load_balance_weight": 1.0}
     model = {
         "hidden_size": 128,
@@ -178,7 +183,7 @@ class Started:
     engine: Any
 
 
-def start(case: Case, *, seed: int = 0) -> Started:
+def start(case: Case, *, seed: int = 1234) -> Started:
     """This rank's engine, with the initial values of `seed`; its process group is there."""
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.optim import adamw

@@ -40,7 +40,7 @@ def _row(case: Case) -> list[str]:
     degrees = [str(getattr(case, axis)) for axis in _AXES]
     kind = "experts" if case.moe else "dense"
     settings = {**case.model, **case.training}
-    changes = ", ".join(f"`{name} = {value}`" for name, value in settings.items())
+    changes = ", ".join([f"`{name} = {value}`" for name, value in settings.items()] + case.notes)
     optimizer = {"adamw": "AdamW", "sgd": "SGD"}[case.optimizer]
     return [
         *degrees,

@@ -240,13 +240,6 @@ def _partly_offloaded(layout: Layout) -> bool:
     return section.get("ratio", 1.0) != 1.0 or section.get("super_offload", False)
 
 
-def _cut_elsewhere(layout: Layout) -> list[str]:
-    """Axes besides data and experts, in words."""
-    axes = ("tensor", "pipeline", "sequence")
-    cut = [(axis, getattr(layout.degrees, axis)) for axis in axes]
-    return [f"parallel.{axis} = {degree}" for axis, degree in cut if degree > 1]
-
-
 RULES: tuple[Rule, ...] = (
     Rule("world-is-the-product", _world_differs, _world_message, "layout of ranks"),
     *(_must_divide(degree, one) for degree, many in _MUST_DIVIDE.items() for one in many),
@@ -402,22 +395,11 @@ RULES: tuple[Rule, ...] = (
         about="profile",
     ),
     Rule(
-        "offload-across-axes-unavailable",
-        lambda x: bool(_offloads(x)) and bool(_cut_elsewhere(x)),
+        "offload-in-a-pipeline-unavailable",
+        lambda x: bool(_offloads(x)) and x.degrees.pipeline > 1,
         lambda x: (
-            f"zero_optimization.{_offloads(x)[0]} with {' and '.join(_cut_elsewhere(x))}: "
-            f"offloading across other axes than data and experts is {UNAVAILABLE}. Try 1, or a "
-            "profile that does not offload"
-        ),
-        THIS_VERSION,
-        about="profile",
-    ),
-    Rule(
-        "stage-3-across-sequence-unavailable",
-        lambda x: x.zero_stage == 3 and x.degrees.sequence > 1,
-        lambda x: (
-            f"zero_optimization.stage = 3 with parallel.sequence = {x.degrees.sequence} is "
-            f"{UNAVAILABLE}. Try profile 'zero2', or parallel.sequence = 1"
+            f"zero_optimization.{_offloads(x)[0]} with parallel.pipeline = {x.degrees.pipeline} is "
+            f"{UNAVAILABLE}. Try parallel.pipeline = 1, or a profile that does not offload"
         ),
         THIS_VERSION,
         about="profile",

@@ -29,7 +29,7 @@ LAYOUTS = [
     Case(data=2),
     Case(data=2, expert=2, accumulation=2, optimizer="sgd"),
     Case(data=2, accumulation=2, profile="zero2", optimizer="sgd"),
-    Case(data=2, expert=2, profile="zero2"),
+    Case(data=2, expert=2, profile="expert"),
     Case(data=4, expert=4),
     Case(data=4, expert=2, accumulation=2, profile="zero2"),
     Case(data=4, expert=4, profile="zero2", optimizer="sgd"),
@@ -90,8 +90,9 @@ LAYOUTS = [
     Case(data=2, expert=2, profile="zero1", optimizer="sgd", zero=ON_HOST, note="offloaded"),
     Case(profile="zero2_offload", optimizer="sgd", accumulation=2),
     Case(data=2, expert=2, profile="zero2_offload", optimizer="sgd", accumulation=2),
-    Case(data=4, expert=2, profile="zero2_offload"),
     Case(data=2, moe=False, profile="zero2_offload"),
+    Case(data=2, sequence=2, expert=2, profile="zero2_offload"),
+    Case(data=2, tensor=2, expert=2, profile="zero2_offload", optimizer="sgd", accumulation=2),
     # ZeRO-3, of dense models
     Case(moe=False, profile="zero3"),
     Case(data=4, moe=False, profile="zero3", accumulation=2),
@@ -100,11 +101,13 @@ LAYOUTS = [
     Case(data=2, moe=False, profile="zero3", zero=LATE, note="gathered late", training=RECOMPUTED),
     Case(data=4, moe=False, profile="zero3", optimizer="sgd", zero=CUT | {"sub_group_size": 1},
          note="in sub-groups"),
+    Case(data=2, sequence=2, moe=False, profile="zero3", optimizer="sgd", zero=CUT, note="cut"),
+    Case(data=2, moe=False, profile="zero3", zero=CUT, note="cut", training=SPANS),
     # and with the optimizer and the parameters on the host
     Case(moe=False, profile="zero3_offload", optimizer="sgd"),
     Case(data=2, moe=False, profile="zero3_offload", accumulation=2, zero=CUT, note="cut"),
     Case(data=2, moe=False, profile="zero3_offload", optimizer="sgd", zero=CUT, note="cut"),
-    Case(data=4, moe=False, profile="zero3_offload", training=RECOMPUTED),
+    Case(data=4, sequence=2, moe=False, profile="zero3_offload", training=RECOMPUTED),
 ]  # fmt: skip
 
 # Final weights: AdamW divides by the root of the second moment, which enlarges rounding.

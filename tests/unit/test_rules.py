@@ -158,14 +158,9 @@ CASES: list[tuple[str, Layout, Layout]] = [
         layout(zero={"stage": 2, "offload_optimizer": {"device": "none"}}),
     ),
     (
-        "offload-across-axes-unavailable",
-        layout(zero={"stage": 2, "offload_optimizer": OFFLOAD}, tensor=2),
-        layout(zero={"stage": 2, "offload_optimizer": OFFLOAD}, data=2, expert=2),
-    ),
-    (
-        "stage-3-across-sequence-unavailable",
-        layout("model.moe=null", zero={"stage": 3}, data=2, sequence=2),
-        layout("model.moe=null", zero={"stage": 3}, data=2),
+        "offload-in-a-pipeline-unavailable",
+        layout(zero={"stage": 1, "offload_optimizer": OFFLOAD}, pipeline=2),
+        layout(zero={"stage": 1, "offload_optimizer": OFFLOAD}, data=2, tensor=2, expert=2),
     ),
     (
         "zero-plus-plus-unavailable",
