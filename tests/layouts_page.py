@@ -49,7 +49,7 @@ def _row(case: Case) -> list[str]:
         kind,
         optimizer,
         str(case.accumulation),
-        ", ".join(changes),
+        changes,
     ]
 
 
