@@ -123,7 +123,7 @@ def evaluate(
     )
     world, rank = topology.degrees.data, topology.data_rank
     border_id = dataset.manifest.eos_id if segment_documents else None
-    totals = torch.zeros(3, dtype=torch.float64, device=model.device)
+    totals = torch.zeros(_NUM_TOKEN_SUMS, dtype=torch.float64, device=model.device)
     if (moe := model.config.moe) is not None:
         routing = totals.new_zeros(model.config.num_layers * num_statistics(moe))
         totals = torch.cat([totals, routing])
@@ -133,8 +133,8 @@ def evaluate(
         there = place < len(batches)
         rows = runtime.together(partial(dataset.rows, batches[place if there else 0]))
         output, labels = _pass(model, rows, border_id=border_id)
-        if there and topology.is_last_stage:
-            sums = _batch_sums(output, labels, model.embedding)
+        if topology.is_last_stage:  # all of it: the head may be gathered by all data ranks
+            sums = _batch_sums(output, labels, model.embedding) * float(there)
             # tensor ranks hold the same tokens, and each its share of what the router counted
             sums[:_NUM_TOKEN_SUMS] *= float(topology.counts_tokens)
             totals += sums

@@ -1,5 +1,6 @@
 """Held-out loss and routing on several ranks against one, and against their definition."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from cdrmix import runtime
@@ -15,7 +17,7 @@ from cdrmix.data.shards import TokenDataset
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.evaluation.perplexity import evaluate, held_out_rows
 from cdrmix.models import generate
-from cdrmix.models.backbone import Backbone
+from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.initialize import normal_
 from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
@@ -24,36 +26,37 @@ from tests.small_run import CONFIG, SMALL, arguments, start
 ROWS, LENGTH = 5, 64  # three batches of two: on two ranks one pass is not counted
 
 
-def evaluated(data: str, expert: int, tensor: int = 1) -> tuple[dict[str, Any], float]:
-    """What each rank finds, and the loss by its definition where one rank has all experts."""
+def evaluated(
+    data: str, settings: tuple[str, ...] = (), profile: str | None = None
+) -> tuple[dict[str, Any], float]:
+    """What each rank finds, and the loss by its definition where there is one rank."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.parallel.apply import build_model
+    from cdrmix.parallel.apply import build_model, for_inference
     from cdrmix.parallel.topology import make_topology
 
     runtime.initialize_distributed()
-    spread = [f"parallel.expert={expert}", f"parallel.tensor={tensor}"]
-    settings = [*spread, "training.max_steps=1", f"data.path={data}"]
-    config = load_config(CONFIG, [*SMALL, *settings])
-    choice = choose(config, world_size=runtime.world_size())
+    config = load_config(CONFIG, [*SMALL, *settings, "training.max_steps=1", f"data.path={data}"])
+    choice = choose(config, world_size=runtime.world_size(), profile=profile)
     topology = make_topology(choice.degrees)
     model = build_model(config, choice, topology)
-    _wake_experts(model, first=runtime.rank() % expert * (8 // expert))
-    module = start_engine(model, config, choice, topology).module
-    dataset = TokenDataset(Path(data), "validation", LENGTH)
+    expert = choice.degrees.expert
+    _wake_experts(model, first=topology.rank_in_stage % expert * (8 // expert))
+    engine = start_engine(model, config, choice, topology)
+    module, dataset = for_inference(engine.module), TokenDataset(Path(data), "validation", LENGTH)
     found = evaluate(module, dataset, max_tokens=ROWS * LENGTH, batch_size=2, topology=topology)
     assert module.training, "evaluation leaves the mode as it was"
-    plain = _plain_loss(module, dataset) if expert == 1 else found.loss
+    plain = _plain_loss(engine.module, dataset) if runtime.world_size() == 1 else found.loss
     runtime.destroy_distributed()
     return found.as_json(), plain
 
 
 @torch.no_grad()
-def _wake_experts(model: Backbone, *, first: int) -> None:
+def _wake_experts(model: nn.Module, *, first: int) -> None:
     """Numbers for the down projections, which start at zero, by each expert's global number."""
     for name, parameter in model.named_parameters():
         if name.endswith("experts.down"):
             for i, down in enumerate(parameter):
-                normal_(down, 0.1, seed=1, name=f"{name}.{first + i}")
+                normal_(down, 0.1, seed=1, name=f"{logical_name(name)}.{first + i}")
 
 
 @torch.no_grad()
@@ -75,21 +78,46 @@ def flat(evaluation: dict[str, Any], *, overflow: bool) -> np.ndarray:
     return np.array([evaluation["loss"], evaluation["bits_per_byte"], *sum(layers, [])])
 
 
+EXPERT, PIPELINE, TENSOR = (f"parallel.{axis}=2" for axis in ("expert", "pipeline", "tensor"))
+DENSE = "model.moe=null"
+
+
 @pytest.mark.parametrize(
-    ("world", "expert", "tensor"), [(2, 1, 1), (2, 2, 1), (4, 2, 1), (2, 1, 2), (4, 4, 2)]
+    ("world", "settings", "profile"),
+    [
+        (2, (), None),
+        (2, (EXPERT,), None),
+        (4, (EXPERT,), None),
+        (2, (TENSOR,), None),
+        (4, (TENSOR, "parallel.expert=4"), None),
+        (2, (PIPELINE,), None),
+        (4, (PIPELINE, EXPERT), None),
+        (4, (PIPELINE, TENSOR), None),
+        (2, (DENSE,), "gathered late"),
+    ],
 )
 def test_evaluation_is_the_same_on_any_number_of_ranks(
-    world: int, expert: int, tensor: int, small_corpus: Path
+    world: int,
+    settings: tuple[str, ...],
+    profile: str | None,
+    small_corpus: Path,
+    tmp_path: Path,
 ) -> None:
-    ((one, plain),) = run_ranks(evaluated, 1, str(small_corpus), 1)
+    if profile is not None:  # the head is gathered anew in each pass, by all data ranks
+        zero = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+        path = tmp_path / "late.json"
+        path.write_text(json.dumps({"zero_optimization": zero}))
+        profile = str(path)
+    dense = tuple(setting for setting in settings if setting == DENSE)
+    ((one, plain),) = run_ranks(evaluated, 1, str(small_corpus), dense)
     assert one["loss"] == pytest.approx(plain, rel=1e-5)
     assert one["tokens"] == ROWS * LENGTH
-    ranks = run_ranks(evaluated, world, str(small_corpus), expert, tensor)
+    ranks = run_ranks(evaluated, world, str(small_corpus), settings, profile, timeout=60)
     found = [evaluation for evaluation, _ in ranks]
     assert all(evaluation == found[0] for evaluation in found), "every rank has the same result"
     assert found[0]["tokens"] == one["tokens"]
     # the capacity is that of the tokens that a rank routes, which tensor ranks share
-    ours, theirs = (flat(result, overflow=tensor == 1) for result in (found[0], one))
+    ours, theirs = (flat(result, overflow=TENSOR not in settings) for result in (found[0], one))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
