@@ -69,8 +69,11 @@ class Case:
 
     @property
     def notes(self) -> list[str]:
-        """The note, if there is one."""
-        return [self.note] if self.note else []
+        """What is unlike the other cases, in words."""
+        found = [f"{self.length} tokens a sample"] if self.length != LENGTH else []
+        found += ["documents apart"] if self.packed else []
+        found += ["weighted tokens"] if self.weighted else []
+        return found + ([self.note] if self.note else [])
 
     @property
     def micro_batch(self) -> int:
@@ -87,9 +90,6 @@ class Case:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
         spread = [f"{axis}{getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
         kind = [] if self.moe else ["dense"]
-        kind += [f"length{self.length}"] if self.length != LENGTH else []
-        kind += ["packed"] if self.packed else []
-        kind += ["weighted"] if self.weighted else []
         kind += [f"{name}={value}" for name, value in (self.model | self.training).items()]
         made = [self.profile, *self.notes, self.optimizer, f"x{self.accumulation}"]
         return " ".join([*spread, *kind, *made])
