@@ -187,6 +187,25 @@ def data_memory_rows(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def layouts_rows(result: dict[str, Any]) -> list[str]:
+    """Two ranks by axis, against two data ranks."""
+    rows = [
+        f"Four blocks of width 256 with 8 experts, {result['tokens']:,} tokens a step in four "
+        f"micro-steps, {result['steps']} steps a round after one to warm up.",
+        "",
+        "| two ranks as | wall time a step, ms | of data | CPU time of both, of data | exchanged "
+        "by a rank in a step, MB |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        parts = [f"{kind.replace('_', ' ')} {n / 1e6:.1f}" for kind, n in row["bytes"].items()]
+        rows.append(
+            f"| {row['layout']} | {1e3 * row['seconds']['wall']:.0f} | "
+            f"{row['of_data']['wall']:.2f} | {row['of_data']['cpu']:.2f} | {', '.join(parts)} |"
+        )
+    return rows
+
+
 def train_rows(result: dict[str, Any]) -> list[str]:
     """`make train`, set-up not counted."""
     summary = result["summary"]
@@ -237,6 +256,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "data_dedup": ("Data: near-duplicates", dedup_rows),
     "data_encode": ("Data: encoding", encode_rows),
     "data_memory": ("Data: memory of a build", data_memory_rows),
+    "layouts": ("Layouts on two ranks", layouts_rows),
     "train": ("make train", train_rows),
     "memory": ("Memory against the plan", memory_rows),
 }
