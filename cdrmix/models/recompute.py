@@ -3,13 +3,15 @@
 B batch, T time, D hidden, L layers, S router statistics.
 
 Recomputed whole, a block keeps its input; while it is recomputed, activations of all T tokens are
-there. In spans (sequence checkpointing) they are there for one span at a time. What a recurrent
-state carries on is kept at each border; what looks at all tokens is recomputed over all of them.
+there. In spans (sequence checkpointing) they are there for one span at a time: what a recurrent
+state carries on is kept at each border. Where a mixer looks at all tokens at once, it is recomputed
+over all of them, and only the feed-forward in spans. Nothing is computed more than twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,8 +55,9 @@ def run_block(
     assert past is None, "a sequence is trained on from its beginning"
     if block.mixer.carries_state:
         return *_in_spans(block, x, v_first, segment_ids, spans), None
-    x, v_first, _ = _recomputed(block.mix, x, v_first, None, segment_ids)
-    return *_feed_in_spans(block, x, v_first, segment_ids, spans), None
+    again = _Again()
+    inputs = (block, x, v_first, segment_ids, spans, again)
+    return *_recomputed(_mix_then_feed_in_spans, *inputs, again=again), None
 
 
 def run_blocks(
@@ -103,9 +106,16 @@ def run_blocks(
     return x, v_first, stacked, states if return_state else None
 
 
-def _recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
-    """Keep the inputs, recompute the rest; blocks draw no random numbers."""
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+def _recomputed(run: Callable[..., Any], *inputs: Any, again: Any = None) -> Any:
+    """Keep the inputs, recompute the rest, within the context `again`; blocks draw no random
+    numbers."""
+    return checkpoint(
+        run,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (nullcontext(), again or nullcontext()),
+    )
 
 
 def _spans(length: int, tokens: int) -> Iterator[slice]:
@@ -151,34 +161,63 @@ def _run_span(
     return x, v_first, statistics, (lasts[0], after.mixer.wkv, lasts[1])
 
 
-def _feed_in_spans(
+class _Again:
+    """Whether a function is being run again, in the backward pass."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_on = False
+
+
+def _mix_then_feed_in_spans(
     block: Block,
     x: Tensor,
     v_first: Tensor | None,
     segment_ids: Tensor | None,
     spans: list[slice],
+    again: _Again,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The second half of a block span after span: residual stream, v_first, statistics."""
+    """Residual stream, v_first, statistics; recomputed, what the spans are recomputed from."""
+    x, v_first, _ = block.mix(x, v_first, None, segment_ids)
     outs, statistics = [], []
-    state: tuple[Tensor, ...] = ()
-    if block.ffn_shift is None:
-        segment_ids = None  # only a shift looks at other tokens
-    else:
-        last, segment_ids = block.ffn_shift.shift.begin(block.ffn_norm(x[:, -1]), segment_ids)
-        state = () if last is None else (last,)
-    for span in spans:
-        state, ids = _entering(state, segment_ids, span)
-        out, part, state = _recomputed(_feed_span, block, x[:, span], ids, *state)
+    run = _nothing if again.is_on else _feed_span
+    for inputs in _feed_inputs(block, x, segment_ids, spans):
+        out, part = _recomputed(run, block, *inputs)
         outs.append(out)
         statistics.append(part)
     return torch.cat(outs, 1), v_first, _sum(statistics)
 
 
+def _feed_inputs(
+    block: Block, x: Tensor, segment_ids: Tensor | None, spans: list[slice]
+) -> list[tuple[Tensor | None, ...]]:
+    """Residual stream of each span, the normalised token before it, documents of its tokens."""
+    if block.ffn_shift is None:
+        return [(x[:, span], None, None) for span in spans]
+    ends = block.ffn_norm(x[:, [span.stop - 1 for span in spans]])  # [B, spans, D]
+    last, segment_ids = block.ffn_shift.shift.begin(ends[:, -1], segment_ids)
+    found: list[tuple[Tensor | None, ...]] = []
+    for span, end in zip(spans, ends.unbind(1), strict=True):
+        entering, ids = _entering(() if last is None else (last,), segment_ids, span)
+        found.append((x[:, span], entering[0] if entering else None, ids))
+        last = end
+    return found
+
+
 def _feed_span(
-    block: Block, x: Tensor, segment_ids: Tensor | None, last: Tensor | None = None
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    x, statistics, last = block.feed(x, last, segment_ids)
-    return x, statistics, () if last is None else (last.clone(),)
+    block: Block, x: Tensor, last: Tensor | None, segment_ids: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    x, statistics, _ = block.feed(x, last, segment_ids)
+    return x, statistics
+
+
+def _nothing(block: Block, x: Tensor, *_: Any) -> tuple[Tensor, None]:
+    return x, None
 
 
 def _entering(

@@ -18,9 +18,7 @@ from cdrmix.parallel.stages import Pipeline, Stage
 from cdrmix.parallel.tensor import mark_copies, split_block
 from cdrmix.parallel.topology import Topology
 from cdrmix.parallel.vocabulary import split_embedding
-from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.profile import Choice
-from cdrmix.planning.sequence import passes_state
 from cdrmix.planning.stages import stage_layers
 
 
@@ -39,17 +37,10 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
             expert_parallel_rank=topology.rank_in_stage % topology.degrees.expert,
         )
         split_block(made, topology)
-        spread_tokens(made, topology, passes_state=by_state)
+        spread_tokens(made, topology, config)
         if choice.zero_stage == 3:
             partition(made, choice.deepspeed)
         return made
-
-    by_state = passes_state(
-        config.model,
-        sequence_length=config.training.sequence_length,
-        sequence=topology.degrees.sequence,
-        element_bytes=ELEMENT_BYTES[config.training.precision],
-    )
 
     with torch.device(runtime.device()):
         if topology.degrees.pipeline > 1:
@@ -57,7 +48,7 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
         model = Backbone(
             config.model,
             activation_checkpointing=choice.activation_checkpointing,
-            sequence_checkpoint_tokens=config.training.sequence_checkpoint_tokens,
+            sequence_checkpoint_tokens=choice.sequence_checkpoint_tokens,
             block=block,
         )
         model.embedding.initialize(seed=config.training.seed, std=config.model.init_std)
@@ -82,7 +73,7 @@ def _stage(
         stage_layers(config.model, length, topology.degrees.pipeline)[topology.stage],
         micro_batch=(choice.micro_batch_size, length // topology.degrees.sequence),
         activation_checkpointing=choice.activation_checkpointing,
-        sequence_checkpoint_tokens=config.training.sequence_checkpoint_tokens,
+        sequence_checkpoint_tokens=choice.sequence_checkpoint_tokens,
         block=block,
     )
     if topology.is_first_stage or topology.is_last_stage:

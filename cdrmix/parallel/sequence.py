@@ -25,31 +25,40 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from cdrmix.config.schema import Config
 from cdrmix.models.attention import Attention, AttentionState, attend
 from cdrmix.models.block import Block
 from cdrmix.models.rwkv7 import TokenShift
 from cdrmix.models.wkv7 import wkv7
 from cdrmix.parallel.topology import Topology
+from cdrmix.planning.activations import ELEMENT_BYTES
+from cdrmix.planning.sequence import sequence_form
 
 
-def spread_tokens(block: Block, topology: Topology, *, passes_state: bool) -> None:
+def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
     """Let a block run on this rank's tokens of each sample.
 
     Args:
         block: of whole sequences; changed in place.
         topology: of this rank.
-        passes_state: whether the recurrence passes its state instead of exchanging heads.
+        config: of the run, from which the form of the recurrence follows.
     """
     if topology.sequence_group is None:
         return
     part = _Part(topology.sequence_group, topology.degrees.sequence, topology.sequence_rank)
+    form = sequence_form(
+        config.model,
+        sequence_length=config.training.sequence_length,
+        sequence=part.parts,
+        element_bytes=ELEMENT_BYTES[config.training.precision],
+    )
     mixer = block.mixer
     mixer.carries_state = False  # all tokens here at once: the ranks meet in each call
     if isinstance(mixer, Attention):
         mixer.attend = SpreadAttention(part)
     else:
         mixer.shift = SpreadShift(part)
-        mixer.recurrence = PassedState(part) if passes_state else SpreadHeads(part)
+        mixer.recurrence = PassedState(part) if form == "state" else SpreadHeads(part)
     if block.ffn_shift is not None:
         block.ffn_shift.shift = SpreadShift(part)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cdrmix.config.schema import LayerKind, ModelConfig
+from cdrmix.planning.sequence import SequenceForm
 
 WKVForm = Literal["fla", "chunked", "cpp"]
 
@@ -77,20 +78,53 @@ def rms_norm(model: ModelConfig, numerics: Numerics) -> PerToken:
     return PerToken(numerics.element_bytes * model.hidden_size + 4)
 
 
-def block(
-    model: ModelConfig, kind: LayerKind, *, creates_v_first: bool, numerics: Numerics
-) -> PerToken:
-    """One block: two norms with the residual stream that they read, mixer and feed-forward.
+@dataclass(frozen=True)
+class Halves:
+    """A block's two halves, each with its norm and the residual stream that this reads."""
 
-    v_first is kept by the layer that creates it, and counted there.
-    """
-    norms = rms_norm(model, numerics) + rms_norm(model, numerics)
+    mixer: PerToken
+    feed_forward: PerToken
+
+
+def block(
+    model: ModelConfig,
+    kind: LayerKind,
+    *,
+    creates_v_first: bool,
+    numerics: Numerics,
+    form: SequenceForm,
+) -> Halves:
+    """One block. v_first is kept by the layer that creates it, and counted there."""
+    norm = rms_norm(model, numerics)
     mixer = (
-        _attention(model, numerics)
+        _attention(model, numerics, form)
         if kind == "transformer"
-        else _time_mix(model, creates_v_first, numerics)
+        else _time_mix(model, creates_v_first, numerics, form)
     )
-    return norms + mixer + _feed_forward(model, kind, numerics)
+    return Halves(norm + mixer, norm + _feed_forward(model, kind, numerics))
+
+
+def rotary_angles(model: ModelConfig, numerics: Numerics) -> int:
+    """Cosine and sine of a position, whatever the number of samples."""
+    return 2 * numerics.element_bytes * model.head_dim
+
+
+def passed_states(model: ModelConfig, numerics: Numerics, sequence: int) -> float:
+    """What passing the state between `sequence` ranks keeps of a sample: the states that enter each
+    rank, as they were combined and as they were stacked, and what was gathered, if it is read."""
+    state = 4 * model.head_dim * model.hidden_size
+    gathered = 2 * sequence * state if sequence > 2 else 0  # of two ranks, the first adds to zero
+    stacked = sequence * state
+    if numerics.element_bytes < 4:  # read in that type
+        stacked = numerics.element_bytes * model.head_dim * model.hidden_size
+    return (sequence - 1) * state + stacked + gathered
+
+
+def carried_state(model: ModelConfig, numerics: Numerics) -> PerToken:
+    """What sequence checkpointing keeps of an RWKV block where a span begins, for each sample: the
+    recurrent state and the last inputs of both halves. Not per token but per border."""
+    last = numerics.element_bytes * model.hidden_size
+    return PerToken(2 * last, 4 * model.head_dim * model.hidden_size)
 
 
 def outside_blocks(model: ModelConfig, numerics: Numerics) -> PerToken:
@@ -105,7 +139,9 @@ def border(model: ModelConfig, numerics: Numerics) -> int:
     return numerics.element_bytes * model.hidden_size
 
 
-def _time_mix(model: ModelConfig, creates_v_first: bool, numerics: Numerics) -> PerToken:
+def _time_mix(
+    model: ModelConfig, creates_v_first: bool, numerics: Numerics, form: SequenceForm
+) -> PerToken:
     size, width, heads = numerics.element_bytes, model.hidden_size, model.num_heads
     ranks = model.low_rank_sizes()
     hidden_ranks = ranks.decay + ranks.iclr + ranks.gate + (0 if creates_v_first else ranks.value)
@@ -117,26 +153,33 @@ def _time_mix(model: ModelConfig, creates_v_first: bool, numerics: Numerics) -> 
         per_head += size * 2 * width  # v before the mix, and its share of v_first
     per_head += 4 * 2 * width  # sigmoid of the decay and k * k_k, float32
     per_head += 4 * 2 * heads + size * 3 * heads  # two norms of k; mean, deviation of y, bonus
-    return PerToken(whole, per_head + _wkv(model, numerics))
+    return PerToken(whole, per_head + _wkv(model, numerics, form))
 
 
-def _wkv(model: ModelConfig, numerics: Numerics) -> float:
+def _wkv(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> float:
     """The WKV-7 op's inputs, and what its form keeps besides."""
     size, width = numerics.element_bytes, model.hidden_size
+    values = 2 if form == "state" else 1  # V + K of them in place of V
+    # of r, k and v, which the bonus keeps as they are: those that the op reads as another tensor
+    apart = {"whole": 0, "heads": 3, "state": 1}[form]
+    passing = size * width if form == "state" else 0  # what the entering state meets
     if numerics.wkv == "cpp":  # all in float32: six inputs, S a, a state for each tile
-        copies = 3 * size * width if size < 4 else 0  # r, k, v, which the bonus keeps as they are
-        return 7 * 4 * width + 4 * width * model.head_dim / CPP_TILE_TOKENS + copies
-    inputs = 5 * size * width + 4 * width
+        apart = 3 if size < 4 else apart
+        states = 4 * values * width * model.head_dim / CPP_TILE_TOKENS
+        return (5 + 2 * values) * 4 * width + states + apart * size * width + passing
+    inputs = (4 + values + apart) * size * width + 4 * width + passing
     if numerics.wkv == "fla":  # recomputes the rest
         return inputs
-    return inputs + 2 * 4 * width  # states around blocks of chunks: at most 2 V floats a token
+    return inputs + 2 * 4 * values * width  # states around blocks: at most 2 V floats a token
 
 
-def _attention(model: ModelConfig, numerics: Numerics) -> PerToken:
+def _attention(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> PerToken:
     """Flash attention keeps query, key, value, output and one float32 a head."""
     size, width = numerics.element_bytes, model.hidden_size
     kv_width = model.num_kv_heads * model.head_dim
-    return PerToken(size * width, size * 2 * (width + kv_width) + 4 * model.num_heads)
+    outputs = 1 if form == "whole" else 2  # before it goes back to its tokens, and after
+    per_head = size * ((1 + outputs) * width + 2 * kv_width) + 4 * model.num_heads
+    return PerToken(size * width, per_head)
 
 
 def _feed_forward(model: ModelConfig, kind: LayerKind, numerics: Numerics) -> PerToken:

@@ -13,8 +13,9 @@ from typing import Any
 from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops, parameters
-from cdrmix.planning.layout import Arrangement
+from cdrmix.planning.layout import Arrangement, Degrees
 from cdrmix.planning.memory import MemoryModel, sharing
+from cdrmix.planning.sequence import attention_bytes, recurrence_bytes, state_bytes
 from cdrmix.planning.zero import gathered_in_a_micro_step
 
 # Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has
@@ -135,10 +136,14 @@ class CostModel:
         degrees = arrangement.degrees
         stages = self.memory.stages(degrees.pipeline)
         forward = [sum(self.layer_flops[layer] for layer in stage) for stage in stages]
+        if self.memory.kept.sequence_form(degrees) == "state":
+            for stage in range(degrees.pipeline):
+                forward[stage] += self._rwkv_layers(degrees, stage) * self._state_flops
         forward[-1] += self.head_flops
         passes = 4 if arrangement.activation_checkpointing else 3
-        flops = passes * max(forward) * self.memory.tokens(arrangement) / degrees.tensor
+        flops = passes * max(forward) * self.memory.kept.tokens(arrangement) / degrees.tensor
         launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
+        launches *= self.memory.kept.spans(arrangement)
         return flops / (self.peak * KERNEL_EFFICIENCY) + launches * passes / 3
 
     def _bandwidth(self, span: int) -> float:
@@ -151,7 +156,8 @@ class CostModel:
         degrees, steps = arrangement.degrees, arrangement.gradient_accumulation_steps
         layers = max(map(len, self.memory.stages(degrees.pipeline)))
         again = 1 if arrangement.activation_checkpointing else 0
-        stream = self.memory.tokens(arrangement) * self.model.hidden_size * self.size
+        tokens = self.memory.kept.tokens(arrangement)
+        stream = tokens * self.model.hidden_size * self.size
         traffic: dict[str, Traffic] = {}
 
         def add(kind: str, payload: float, *, moved: float, span: int) -> None:
@@ -168,9 +174,14 @@ class CostModel:
             reduced, gathered = self._between_tensor_ranks(arrangement, stream)
             add("tensor_all_reduce", reduced, moved=2 * (1 - 1 / tensor), span=tensor)
             add("tensor_all_gather", gathered, moved=1 - 1 / tensor, span=tensor)
-        if sequence > 1:  # r, w, k, v, a, b there, y back
-            payload = layers * (2 + again) * 7 * stream / tensor
-            add("sequence_all_to_all", payload, moved=1 - 1 / sequence, span=tensor * sequence)
+        if sequence > 1:
+            moved, span = 1 - 1 / sequence, tensor * sequence
+            tokens_for_heads, halos, states = self._between_sequence_ranks(arrangement)
+            payload = (2 + again) * tokens_for_heads + halos
+            add("sequence_all_to_all", payload, moved=moved, span=span)
+            if states:
+                add("sequence_states_gathered", (1 + again) * states, moved=moved, span=span)
+                add("sequence_states_reduced", states, moved=moved, span=span)
         if degrees.pipeline > 1:  # x and v_first, forward and backward
             add("pipeline", 4 * stream, moved=1, span=degrees.data * tensor + 1)
         return traffic
@@ -189,10 +200,38 @@ class CostModel:
         feed_forwards = len(here) * 2
         partial = self.size * sum(self.partial_gradients[layer] for layer in here)
         # log total and label's score of each position, float32
-        scores = 8 * self.memory.tokens(arrangement) * arrangement.degrees.tensor
+        scores = 8 * self.memory.kept.tokens(arrangement) * arrangement.degrees.tensor
         if self.model.moe is None:
             return (mixers + feed_forwards + ends) * stream + partial, scores
         return (mixers + ends) * stream + partial, feed_forwards * stream + scores
+
+    def _rwkv_layers(self, degrees: Degrees, stage: int) -> int:
+        kinds = self.memory.kept.kinds_on(degrees.pipeline, stage)
+        return sum(number for block, number in kinds.items() if block.kind == "rwkv")
+
+    @property
+    def _state_flops(self) -> int:
+        """Per token and RWKV layer: the op over K values more, and what enters added to y."""
+        return 10 * self.model.hidden_size * self.model.head_dim
+
+    def _between_sequence_ranks(self, arrangement: Arrangement) -> tuple[float, float, float]:
+        """Bytes of the busiest stage in a micro-step: exchanges of tokens for heads in a forward
+        pass; tokens that shifts take from the rank before, in all passes; states gathered."""
+        degrees, kept = arrangement.degrees, self.memory.kept
+        tokens, samples = kept.tokens(arrangement), arrangement.micro_batch_size
+        form, most = kept.sequence_form(degrees), (0.0, 0.0, 0.0)
+        passes = 6 if arrangement.activation_checkpointing else 4
+        for stage, layers in enumerate(self.memory.stages(degrees.pipeline)):
+            rwkv = self._rwkv_layers(degrees, stage)
+            heads = (len(layers) - rwkv) * attention_bytes(self.model, tokens, self.size)
+            states = 0
+            if form == "heads":
+                heads += rwkv * recurrence_bytes(self.model, tokens, self.size)
+            else:
+                states = rwkv * state_bytes(self.model, samples, degrees.sequence)
+            halos = rwkv * passes * samples * self.model.hidden_size * self.size
+            most = max(most, (heads / degrees.tensor, halos, states / degrees.tensor), key=sum)
+        return most
 
     def _gradients_and_weights(self, arrangement: Arrangement) -> dict[str, Traffic]:
         """DeepSpeed 0.19.8 all-reduces gradients, in the type of the weights: under ZeRO-1 once a

@@ -85,6 +85,7 @@ class Arrangement:
         micro_batch_size: samples per data rank and forward pass.
         gradient_accumulation_steps: forward passes per optimizer step.
         activation_checkpointing: whether blocks are recomputed in the backward pass.
+        sequence_checkpoint_tokens: tokens of a sample that are recomputed together; None: all.
         offloads_optimizer: whether masters and moments live on the host.
         offloads_parameters: whether the shares of the weights do too (ZeRO-3).
         bucket_elements: DeepSpeed's `reduce_bucket_size` (elements).
@@ -95,6 +96,7 @@ class Arrangement:
     micro_batch_size: int
     gradient_accumulation_steps: int
     activation_checkpointing: bool
+    sequence_checkpoint_tokens: int | None = None
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
     bucket_elements: int = 500_000_000  # DeepSpeed's default

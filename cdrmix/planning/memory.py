@@ -28,7 +28,9 @@ from cdrmix.planning import activations, zero
 from cdrmix.planning.activations import Numerics, WKVForm
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.counts import Parameter, parameters
+from cdrmix.planning.kept import KeptActivations
 from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.sequence import attention_bytes, recurrence_bytes, state_bytes
 from cdrmix.planning.stages import stage_layers
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
@@ -42,6 +44,7 @@ CONTEXT_BYTES = GIB
 # bytes per token and feature that fla's backward recomputes (fla/ops/generalized_delta_rule/dplr:
 # four scaled inputs and their gradients, cumulated decays in float32, states of chunks of 64)
 _FLA_WORKSPACE = 32
+
 
 Group = Literal["matrices", "vectors", "experts"]
 GROUPS: tuple[Group, ...] = ("matrices", "vectors", "experts")
@@ -142,22 +145,13 @@ class MemoryModel:
         self.config, self.model = config, model
         self.precision = config.training.precision
         self.numerics = Numerics.of(self.precision, device, wkv)
-        kinds = model.layer_kinds()
-        first_rwkv = kinds.index("rwkv") if "rwkv" in kinds else None
-        self.blocks = [
-            activations.block(
-                model, kind, creates_v_first=layer == first_rwkv, numerics=self.numerics
-            )
-            for layer, kind in enumerate(kinds)
-        ]
-        self.outside = activations.outside_blocks(model, self.numerics)
-        self._layers: list[_Groups] = [_no_elements() for _ in kinds]
+        self._layers: list[_Groups] = [_no_elements() for _ in range(model.num_layers)]
         self._tied, self._final = _no_elements(), _no_elements()
         for parameter in parameters(model):
             self._groups_of(parameter)[_group(parameter)] += _elements(parameter)
         self._stages: dict[int, list[range]] = {}
         self._held: dict[tuple[int, int], _Groups] = {}
-        self._kept: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self.kept = KeptActivations(config, self.numerics, self.stages)
 
     def _groups_of(self, parameter: Parameter) -> _Groups:
         if parameter.layer is not None:
@@ -185,7 +179,7 @@ class MemoryModel:
 
     def _on_stage(self, arrangement: Arrangement, stage: int) -> Memory:
         states = self._states(arrangement, stage)
-        kept = self._activations(arrangement, stage)
+        kept = self.kept.on_stage(arrangement, stage)
         buffers = self._buffers(arrangement, stage, kept)
         steps = arrangement.gradient_accumulation_steps
         if arrangement.zero_stage == 2 and self.precision != "bf16" and steps > 1:
@@ -306,48 +300,10 @@ class MemoryModel:
 
     # --- what a micro-step takes ----------------------------------------------------------------
 
-    def tokens(self, arrangement: Arrangement) -> int:
-        """Tokens of a rank's micro-batch."""
-        tokens = arrangement.micro_batch_size * self.config.training.sequence_length
-        return tokens // arrangement.degrees.sequence
-
-    def _activations(self, arrangement: Arrangement, stage: int) -> int:
-        """What autograd keeps of the micro-batches that are in flight at a stage."""
-        degrees, tokens = arrangement.degrees, self.tokens(arrangement)
-        here = self.stages(degrees.pipeline)[stage]
-        # 1F1B: a stage has started as many micro-batches as stages follow it, itself included
-        in_flight = min(degrees.pipeline - stage, arrangement.gradient_accumulation_steps)
-        every, largest = self._kept_by_blocks(degrees, stage)
-        border = activations.border(self.model, self.numerics)
-        v_first = border // degrees.tensor if "rwkv" in self.model.layer_kinds() else 0
-        if arrangement.activation_checkpointing:
-            # the block that is recomputed reads its border, unless its norm copies it
-            twice = 0 if self.numerics.norm_copies_input else border
-            kept = in_flight * (border * len(here) + v_first) + largest - twice
-        else:
-            # v_first counts with the block that makes it, or is received
-            kept = in_flight * (every + (v_first if stage else 0))
-        total = kept * tokens
-        if stage == degrees.pipeline - 1:
-            # the loss forms the embedding's gradient, float32, in its forward pass
-            total += 4 * self.model.vocab_size * self.model.hidden_size / degrees.tensor
-        if stage in (0, degrees.pipeline - 1):
-            total += self.outside.on(degrees.tensor) * tokens
-        return int(total)
-
-    def _kept_by_blocks(self, degrees: Degrees, stage: int) -> tuple[float, float]:
-        """Bytes per token of all blocks of a stage, and of the one that keeps most."""
-        key = (degrees.tensor, degrees.pipeline, stage)
-        if key not in self._kept:
-            here = self.stages(degrees.pipeline)[stage]
-            blocks = [self.blocks[layer].on(degrees.tensor) for layer in here]
-            self._kept[key] = sum(blocks), max(blocks)
-        return self._kept[key]
-
     def _buffers(self, arrangement: Arrangement, stage: int, kept: int) -> dict[str, int]:
         """What comes and goes within a step, by kind."""
         degrees, size = arrangement.degrees, self.numerics.element_bytes
-        tokens, width = self.tokens(arrangement), self.model.hidden_size
+        tokens, width = self.kept.tokens(arrangement), self.model.hidden_size
         buffers = {
             "gradient_buckets": self._buckets(arrangement, stage, kept),
             "workspace": self._workspace(arrangement, stage),
@@ -355,9 +311,9 @@ class MemoryModel:
         if stage == degrees.pipeline - 1:
             buffers["logits"] = self._logits(degrees, tokens)
         if degrees.expert > 1:
-            buffers["all_to_all"] = self._all_to_all(degrees, tokens)
-        if degrees.sequence > 1:  # r, w, k, v, a, b in one tensor, sent and received
-            buffers["sequence_exchange"] = 2 * 6 * tokens * width * size // degrees.tensor
+            buffers["all_to_all"] = self._all_to_all(degrees, self.kept.span_tokens(arrangement))
+        if degrees.sequence > 1:
+            buffers["sequence_exchange"] = self._sequence_exchange(arrangement)
         if arrangement.zero_stage == 3:
             elements = [e.on(1) for _, e in self._listed if e.on(1) > zero.PERSISTENT_ELEMENTS]
             whole = zero.gathered(sum(elements), largest=self._largest(degrees))
@@ -392,7 +348,8 @@ class MemoryModel:
     def _workspace(self, arrangement: Arrangement, stage: int) -> int:
         """Gradients of one block's activations and of its largest parameters, on their way."""
         degrees, size = arrangement.degrees, self.numerics.element_bytes
-        tokens, model = self.tokens(arrangement), self.model
+        tokens, span = self.kept.tokens(arrangement), self.kept.span_tokens(arrangement)
+        model = self.model
         inner = model.ffn_hidden_size
         if model.moe is not None:
             inner = model.moe.top_k * model.moe.expert_hidden_size
@@ -400,7 +357,9 @@ class MemoryModel:
         mixer = 12 * model.hidden_size * size  # six mixes, and what enters the mixer
         if self.numerics.wkv == "fla" and "rwkv" in model.layer_kinds():
             mixer += _FLA_WORKSPACE * model.hidden_size
-        passing = max(feed_forward, mixer) * tokens // degrees.tensor
+        # where a sequence is spread, its mixers are recomputed over all tokens of the rank
+        mixed = span if self.kept.sequence_form(degrees) == "whole" else tokens
+        passing = max(feed_forward * span, mixer * mixed) // degrees.tensor
         layer = self._layers[self.stages(degrees.pipeline)[stage][0]]
         matrices = layer["experts"].on(degrees.expert) or 2 * model.hidden_size * inner
         return passing + size * matrices
@@ -411,6 +370,18 @@ class MemoryModel:
         size = self.numerics.element_bytes
         head = vocab * self.model.hidden_size * (4 if size == 4 else 4 + size)
         return 8 * min(LOGIT_POSITIONS, tokens) * vocab + head
+
+    def _sequence_exchange(self, arrangement: Arrangement) -> int:
+        """The larger message of both mixers, sent and received."""
+        degrees, tokens = arrangement.degrees, self.kept.tokens(arrangement)
+        size = self.numerics.element_bytes
+        largest = attention_bytes(self.model, tokens, size)
+        if self.kept.sequence_form(degrees) == "heads":
+            largest = max(largest, recurrence_bytes(self.model, tokens, size))
+        else:
+            samples = arrangement.micro_batch_size
+            largest = max(largest, state_bytes(self.model, samples, degrees.sequence))
+        return 2 * largest // degrees.tensor
 
     def _all_to_all(self, degrees: Degrees, tokens: int) -> int:
         """Rows leaving and arriving, and a layer's surplus if a rank's experts are in demand."""

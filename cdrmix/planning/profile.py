@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from cdrmix.config.schema import Config
 from cdrmix.planning import rules, scale
+from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Arrangement, Degrees, Layout, offloads
 from cdrmix.planning.memory import USABLE_SHARE, Memory, MemoryModel
 from cdrmix.planning.search import Candidate, candidates
+from cdrmix.planning.sequence import recurrence_bytes, sequence_form, state_bytes
 
 # Tokens of one forward pass that keep a small model's matrices busy; more only takes memory.
 SMALL_MICRO_STEP_TOKENS = 8_192
@@ -34,6 +36,7 @@ class Choice:
         micro_batch_size: samples per data rank and forward pass.
         gradient_accumulation_steps: forward passes per optimizer step.
         activation_checkpointing: whether blocks are recomputed in the backward pass.
+        sequence_checkpoint_tokens: tokens of a sample that are recomputed together; None: all.
         memory: estimated bytes on the fullest rank; None where the device is not known.
         deepspeed: complete settings for `deepspeed.initialize`.
         reasons: why each was chosen, one line each.
@@ -46,6 +49,7 @@ class Choice:
     micro_batch_size: int
     gradient_accumulation_steps: int
     activation_checkpointing: bool
+    sequence_checkpoint_tokens: int | None
     memory: Memory | None
     deepspeed: dict[str, Any]
     reasons: list[str]
@@ -66,6 +70,7 @@ class Choice:
             "micro_batch_size": self.micro_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "activation_checkpointing": self.activation_checkpointing,
+            "sequence_checkpoint_tokens": self.sequence_checkpoint_tokens,
             **memory,
             "reasons": self.reasons,
             "warnings": self.warnings,
@@ -79,6 +84,7 @@ class _Pick(NamedTuple):
     degrees: Degrees
     micro_batch_size: int
     activation_checkpointing: bool
+    sequence_checkpoint_tokens: int | None
     reasons: list[str]
 
 
@@ -160,6 +166,7 @@ def _completed(layout: Layout, pick: _Pick) -> Choice:
     config, degrees, micro = layout.config, pick.degrees, pick.micro_batch_size
     path, batch = profile_path(pick.profile), config.training.global_batch_size
     steps = batch // (micro * degrees.sample_ranks)
+    shared = f" / sequence {degrees.sequence}" if degrees.sequence > 1 else ""
     choice = Choice(
         name=path.stem,
         path=path,
@@ -167,12 +174,13 @@ def _completed(layout: Layout, pick: _Pick) -> Choice:
         micro_batch_size=micro,
         gradient_accumulation_steps=steps,
         activation_checkpointing=pick.activation_checkpointing,
+        sequence_checkpoint_tokens=pick.sequence_checkpoint_tokens,
         memory=None,
         deepspeed=layout.deepspeed | _of_the_run(layout, micro, steps),
         reasons=[
             *pick.reasons,
             f"accumulation {steps} = global batch {batch} / "
-            f"(micro batch {micro} * {degrees.sample_ranks} data ranks)",
+            f"(micro batch {micro} * {degrees.data} data ranks{shared})",
         ],
         warnings=rules.advise(layout),
     )
@@ -191,6 +199,7 @@ def arrangement(choice: Choice) -> Arrangement:
         choice.micro_batch_size,
         choice.gradient_accumulation_steps,
         choice.activation_checkpointing,
+        choice.sequence_checkpoint_tokens,
         offloads_optimizer=offloads(choice.deepspeed, "offload_optimizer"),
         offloads_parameters=offloads(choice.deepspeed, "offload_param"),
         bucket_elements=int(zero.get("reduce_bucket_size", Arrangement.bucket_elements)),
@@ -218,7 +227,11 @@ def _by_size(config: Config, world_size: int, profile: str | None) -> _Pick:
         f"micro batch {micro}: {micro_reason}",
     ]
     recompute = config.training.activation_checkpointing
-    return _Pick(profile or usual, degrees, micro, recompute, reasons)
+    span, span_reason = scale.sequence_checkpoint_tokens(
+        config, sequence=degrees.sequence, recompute=recompute, total_params=total
+    )
+    reasons += _sequence_reasons(config, degrees, span, span_reason)
+    return _Pick(profile or usual, degrees, micro, recompute, span, reasons)
 
 
 def _by_memory(best: Candidate, config: Config, cluster: Cluster, profile: str | None) -> _Pick:
@@ -245,11 +258,19 @@ def _by_memory(best: Candidate, config: Config, cluster: Cluster, profile: str |
     ]
     if made.activation_checkpointing:
         reasons.append("activation checkpointing: " + _checkpointing_reason(config))
+    span, span_reason = scale.sequence_checkpoint_tokens(
+        config,
+        sequence=degrees.sequence,
+        recompute=made.activation_checkpointing,
+        total_params=total,
+    )
+    reasons += _sequence_reasons(config, degrees, span, span_reason)
     return _Pick(
         profile or best.profile,
         degrees,
         made.micro_batch_size,
         made.activation_checkpointing,
+        span,
         reasons,
     )
 
@@ -281,6 +302,27 @@ def _degrees_reason(degrees: Degrees, world_size: int) -> str:
         f"degrees: data {degrees.data} = {world_size} ranks / (tensor {degrees.tensor} * "
         f"pipeline {degrees.pipeline}), sequence {degrees.sequence}"
     )
+
+
+def _sequence_reasons(
+    config: Config, degrees: Degrees, span: int | None, span_reason: str
+) -> list[str]:
+    """How a recurrence meets the tokens of other ranks, and how it is recomputed."""
+    reasons = []
+    if span is not None:
+        reasons.append(f"sequence checkpointing by {span:,} tokens: {span_reason}")
+    if degrees.sequence == 1:
+        return reasons
+    model, length = config.model, config.training.sequence_length
+    size = ELEMENT_BYTES[config.training.precision]
+    form = sequence_form(
+        model, sequence_length=length, sequence=degrees.sequence, element_bytes=size
+    )
+    state = state_bytes(model, 1, degrees.sequence) / 2**20
+    heads = recurrence_bytes(model, length // degrees.sequence, size) / 2**20
+    compared = f"{state:.3g} MiB of states a layer and sample, {heads:.3g} MiB of heads"
+    how = "recurrences pass their state" if form == "state" else "recurrences exchange heads"
+    return [*reasons, f"sequence {degrees.sequence}: {how}: {compared}"]
 
 
 def _micro_batch_size(config: Config, degrees: Degrees, total_params: int) -> tuple[int, str]:

@@ -2,8 +2,8 @@
 
 Rules of the product, so that a layout does not hang on the second digit of an estimate:
 below 1e9 parameters ZeRO-1; up to 5e10 (the 1B and 4B variants) ZeRO-2 with accumulation; beyond
-(40B) tensor and pipeline with ZeRO-1 and activation checkpointing; from 5e11 (200B) sequence and
-expert parallelism as well.
+(40B) tensor and pipeline with ZeRO-1, activation and sequence checkpointing; from 5e11 (200B)
+sequence and expert parallelism as well.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ LARGE_PARAMS = 1_000_000_000
 # Total parameters from which a model is cut into stages and matrices, and into tokens too.
 STAGED_PARAMS = 50_000_000_000
 SEQUENCED_PARAMS = 500_000_000_000
+# Tokens of a sample that a large model recomputes together at most: enough to keep its matrices
+# busy. Of a shorter part of a sample, half.
+SPAN_TOKENS = 2_048
 # Experts are held whole by every rank up to here; weight and gradient in bf16 are 4 bytes.
 WHOLE_EXPERT_BYTES = 2**30
 EXPERT_BYTES_PER_PARAM = 4
@@ -45,6 +48,23 @@ def profile(stage: int, degrees: Degrees, *, offloaded: bool = False) -> str:
     if stage == 2 and degrees.expert > 1 and not offloaded:
         return "expert"
     return f"zero{stage}_offload" if offloaded else f"zero{stage}"
+
+
+def sequence_checkpoint_tokens(
+    config: Config, *, sequence: int, recompute: bool, total_params: int
+) -> tuple[int | None, str]:
+    """Tokens of a sample that a rank recomputes together, None for all of them, and why."""
+    training = config.training
+    if "sequence_checkpoint_tokens" in training.model_fields_set:
+        return training.sequence_checkpoint_tokens, "training.sequence_checkpoint_tokens as given"
+    if not recompute or total_params < STAGED_PARAMS:
+        return None, "not needed"
+    part = training.sequence_length // sequence
+    span = min(SPAN_TOKENS, -(-part // 2))
+    return span, (
+        f"{total_params / 1e9:.3g}B parameters: of a block that is recomputed, the activations of "
+        f"{span:,} tokens are there at a time, not those of {part:,}"
+    )
 
 
 def expert_degree(config: Config, *, ranks: int, tensor: int, pipeline: int) -> tuple[int, str]:

@@ -64,6 +64,8 @@ class Candidate:
         axes = ("data", "tensor", "pipeline", "sequence", "expert")
         spread = " x ".join(f"{axis} {getattr(d, axis)}" for axis in axes if getattr(d, axis) > 1)
         recomputed = ", activation checkpointing" if a.activation_checkpointing else ""
+        if a.sequence_checkpoint_tokens is not None:
+            recomputed += f" by {a.sequence_checkpoint_tokens:,} tokens"
         batch = f"micro batch {a.micro_batch_size}"
         return f"{self.profile}, {spread or 'one rank'}, {batch}{recomputed}"
 
@@ -76,6 +78,7 @@ class Candidate:
             "micro_batch_size": made.micro_batch_size,
             "gradient_accumulation_steps": made.gradient_accumulation_steps,
             "activation_checkpointing": made.activation_checkpointing,
+            "sequence_checkpoint_tokens": made.sequence_checkpoint_tokens,
             "memory_per_rank_bytes": self.memory.to_json(),
             "buffers_bytes": self.memory.buffers,
             "host_memory_per_rank_bytes": self.memory.host,
@@ -104,7 +107,7 @@ def candidates(
     total = count(config.model, config.training.sequence_length).total_params
     usual: dict[tuple[Degrees, int, bool], bool] = {}
     found = []
-    for arrangement, missing in _arrangements(config, cluster, settings):
+    for arrangement, missing in _arrangements(config, cluster, settings, total):
         memory = memory_model.estimate(arrangement)
         fits = memory.fits(cluster)
         profile = _profile_name(arrangement)
@@ -148,7 +151,7 @@ def _profile_name(arrangement: Arrangement) -> str:
 
 
 def _arrangements(
-    config: Config, cluster: Cluster, settings: dict[str, Any] | None
+    config: Config, cluster: Cluster, settings: dict[str, Any] | None, total_params: int
 ) -> Iterator[tuple[Arrangement, tuple[str, ...]]]:
     """Legal arrangements, and what this version lacks for each."""
     zero = (settings or read_profile(profile_path("zero2"))).get("zero_optimization", {})
@@ -162,12 +165,19 @@ def _arrangements(
             missing = tuple(rule.id.removesuffix("-unavailable") for rule in broken)
             for micro, steps in _batches(config, degrees):
                 for recompute in _checkpointing(config):
+                    span, _ = scale.sequence_checkpoint_tokens(
+                        config,
+                        sequence=degrees.sequence,
+                        recompute=recompute,
+                        total_params=total_params,
+                    )
                     made = Arrangement(
                         degrees,
                         kind.stage,
                         micro,
                         steps,
                         recompute,
+                        span,
                         offloads_optimizer=kind.offloads_optimizer,
                         offloads_parameters=kind.offloads_parameters,
                         bucket_elements=bucket,

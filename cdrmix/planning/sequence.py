@@ -5,31 +5,42 @@ heads   tokens of a rank and all heads become all tokens and heads of a rank: r,
 state   every rank runs its own tokens and says what they add to the state and how they map the one
         that enters: [V + K, K] a head, float32, gathered by all
 
-Bytes are of what a rank receives, its own part included, in a forward pass; a backward pass takes
-as many. The state's form also runs the recurrence over V + K values a head instead of V.
+Attention exchanges heads in both. Bytes are of what a rank receives, its own part included, in a
+forward pass; a backward pass takes as many. The state's form also runs the recurrence over V + K
+values a head instead of V.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 from cdrmix.config.schema import ModelConfig
 
+SequenceForm = Literal["whole", "heads", "state"]  # whole: one rank has the sequence
 FLOAT32_BYTES = 4
 
 
-def head_scatter_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> int:
-    """Bytes of the exchange of heads for `tokens` tokens of a rank, one layer."""
+def recurrence_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> int:
+    """Bytes of the exchange of heads for `tokens` tokens of a rank, one RWKV layer."""
     return tokens * model.hidden_size * (6 * element_bytes + FLOAT32_BYTES)
 
 
+def attention_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> int:
+    """Bytes of the exchange of heads for `tokens` tokens of a rank, one Transformer layer."""
+    kv_width = model.num_kv_heads * model.head_dim
+    return tokens * 2 * (model.hidden_size + kv_width) * element_bytes
+
+
 def state_bytes(model: ModelConfig, samples: int, sequence: int) -> int:
-    """Bytes of the states of `samples` samples, gathered from `sequence` ranks, one layer."""
+    """Bytes of the states of `samples` samples, gathered from `sequence` ranks, one RWKV layer."""
     return sequence * samples * 2 * model.head_dim * model.hidden_size * FLOAT32_BYTES
 
 
-def passes_state(
+def sequence_form(
     model: ModelConfig, *, sequence_length: int, sequence: int, element_bytes: int
-) -> bool:
-    """Whether the recurrence of a sequence spread over `sequence` ranks is cheaper by its state."""
-    tokens = sequence_length // sequence
-    by_heads = head_scatter_bytes(model, tokens, element_bytes)
-    return sequence > 1 and state_bytes(model, 1, sequence) < by_heads
+) -> SequenceForm:
+    """The form that exchanges fewer bytes where a sequence is spread over `sequence` ranks."""
+    if sequence == 1:
+        return "whole"
+    by_heads = recurrence_bytes(model, sequence_length // sequence, element_bytes)
+    return "state" if state_bytes(model, 1, sequence) < by_heads else "heads"

@@ -19,13 +19,16 @@ from cdrmix.planning.profile import arrangement, choose
 from tests.harness import run_ranks
 from tools.benchmark.memory import Case, make_config
 
-# by the collective's name, and whether the tensor group calls it
+# by the collective's name, and the axis whose group calls it
 KINDS = {
-    ("all_reduce", False): "gradients_all_reduce",
-    ("all_gather_into_tensor", False): "weights_all_gather",
-    ("all_to_all_single", False): "expert_all_to_all",
-    ("all_reduce", True): "tensor_all_reduce",
-    ("all_gather_into_tensor", True): "tensor_all_gather",
+    ("all_reduce", ""): "gradients_all_reduce",
+    ("all_gather_into_tensor", ""): "weights_all_gather",
+    ("all_to_all_single", ""): "expert_all_to_all",
+    ("all_reduce", "tensor"): "tensor_all_reduce",
+    ("all_gather_into_tensor", "tensor"): "tensor_all_gather",
+    ("all_to_all_single", "sequence"): "sequence_all_to_all",
+    ("all_gather_into_tensor", "sequence"): "sequence_states_gathered",
+    ("reduce_scatter_tensor", "sequence"): "sequence_states_reduced",
 }
 SMALL_BYTES = 2_000  # of one message that does not grow with the model
 TOLERANCE = 0.01
@@ -39,7 +42,8 @@ def count_calls() -> collections.Counter[tuple[str, Any]]:
         called = getattr(torch.distributed, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[0] if args else next(iter(kwargs.values()))
+            given = args or tuple(kwargs.values())
+            tensor = given[1] if name == "reduce_scatter_tensor" else given[0]
             size = tensor.numel() * tensor.element_size()
             # DeepSpeed reduces experts that nobody else holds in a group of one
             if size > SMALL_BYTES and torch.distributed.get_world_size(kwargs.get("group")) > 1:
@@ -70,14 +74,15 @@ def exchanged(fields: dict[str, Any]) -> dict[str, int]:
     torch.manual_seed(topology.data_rank)
     counted.clear()
     for _ in range(choice.gradient_accumulation_steps):
-        ids = torch.randint(0, 512, (case.micro_batch, case.length))
+        ids = torch.randint(0, 512, (case.micro_batch, case.length // case.sequence))
         engine.backward(
             micro_step(engine, config, topology, ids, ids.clone(), nats_scale=1e-3).loss
         )
         engine.step()
     found: collections.Counter[str] = collections.Counter()
+    axes = {topology.tensor_group: "tensor", topology.sequence_group: "sequence", None: ""}
     for (name, group), size in counted.items():
-        found[KINDS[name, group is not None and group is topology.tensor_group]] += size
+        found[KINDS[name, axes.get(group, "")]] += size
     runtime.destroy_distributed()
     return dict(found)
 
@@ -88,6 +93,10 @@ def planned(case: Case) -> dict[str, int]:
     choice = choose(config, world_size=case.world, profile=case.profile)
     cost = CostModel(MemoryModel(config, "cpu"), cluster).estimate(arrangement(choice))
     return {kind: traffic.payload for kind, traffic in cost.traffic.items() if traffic.payload}
+
+
+# Samples enough for the tokens that shifts take from other ranks to count.
+SEQUENCE: dict[str, Any] = {"world": 2, "sequence": 2, "micro_batch": 4}
 
 
 @pytest.mark.parametrize(
@@ -119,11 +128,24 @@ def planned(case: Case) -> dict[str, int]:
             length=512,
             checkpointing=True,
         ),
+        Case("sequence by heads", length=32, kv_heads=2, **SEQUENCE),
+        Case(
+            "sequence by heads, spans", length=32, moe=False, checkpointing=True, span=8, **SEQUENCE
+        ),
+        Case("bf16, sequence by heads", length=32, precision="bf16", expert=2, **SEQUENCE),
+        Case("sequence by states", length=512, **SEQUENCE),
+        Case(
+            "sequence of 4 by states, recomputed",
+            length=512,
+            checkpointing=True,
+            moe=False,
+            **SEQUENCE | {"world": 4, "sequence": 4},
+        ),
     ],
     ids=lambda case: case.name,
 )
 def test_ranks_exchange_as_many_bytes_as_planned(case: Case) -> None:
     ranks, plan = run_ranks(exchanged, case.world, asdict(case)), planned(case)
-    for kind in KINDS.values():
-        found = sum(rank.get(kind, 0) for rank in ranks) / case.world
-        assert found == pytest.approx(plan.get(kind, 0), rel=TOLERANCE), kind
+    for name, payload in plan.items():
+        found = sum(rank.get(name, 0) for rank in ranks) / case.world
+        assert found == pytest.approx(payload, rel=TOLERANCE), name

@@ -109,6 +109,24 @@ def test_sequence_checkpointing_changes_rounding_only(changes: dict, packed: boo
             assert (found - expected).norm() <= 2e-6 * expected.norm().clamp(min=1e-3)
 
 
+def test_sequence_checkpointing_computes_nothing_more_than_twice() -> None:
+    model = small_model()
+    model.activation_checkpointing, model.sequence_checkpoint_tokens = True, 8
+    tokens_seen: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        def counting(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            tokens_seen[name] = tokens_seen.get(name, 0) + inputs[0].numel() // 64
+
+        model.get_submodule(name).register_forward_pre_hook(counting)
+
+    names = [f"blocks.{i}.{half}" for i in range(4) for half in ("mixer", "ffn")]
+    for name in names:
+        count(name)
+    results(model, tokens(2, 19))
+    assert tokens_seen == dict.fromkeys(names, 2 * 2 * 19)
+
+
 def test_every_parameter_gets_a_gradient() -> None:
     model = small_model()
     model(tokens(2, 9)).hidden.square().sum().backward()

@@ -1,8 +1,8 @@
 """The plan's bytes per rank against what DeepSpeed holds and autograd saves on CPU ranks.
 
 Weights, gradients and optimizer must be equal to the byte. Activations are within 1 % (5 % are
-asked for): what the model leaves out are the angles of rotary positions, the mix vectors of token
-shifts and a few scalars, which shrink with width and length.
+asked for): what the model leaves out are the mix vectors of token shifts and a few scalars, which
+shrink with width and length.
 """
 
 import pytest

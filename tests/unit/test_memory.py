@@ -49,9 +49,9 @@ def test_activations_follow_the_tokens_of_a_micro_batch() -> None:
     model = MemoryModel(config("1b"), "cuda")
     head = 4 * 2048 * 50272  # the embedding's gradient, formed in the forward pass
     one, four = (model.estimate(arranged(8, micro=n)).activations - head for n in (1, 4))
-    assert four == pytest.approx(4 * one, rel=1e-6)
+    assert four == pytest.approx(4 * one, rel=1e-3)  # the angles of positions are there once
     half = model.estimate(arranged(8, sequence=2)).activations - head
-    assert half == pytest.approx(one / 2, rel=1e-6)
+    assert one / 2 < half < 0.6 * one  # and what the exchange between the two keeps
 
 
 def test_checkpointing_keeps_the_borders_and_one_block() -> None:
@@ -59,6 +59,16 @@ def test_checkpointing_keeps_the_borders_and_one_block() -> None:
     tokens, width, layers = 4096, 2048, 24
     borders = 2 * tokens * width * (layers + 1)  # inputs of blocks, and v_first
     assert borders < recomputed < plain / 5
+
+
+def test_sequence_checkpointing_keeps_states_instead_of_the_activations_of_all_tokens() -> None:
+    whole = arranged(8, recompute=True)
+    spans = replace(whole, sequence_checkpoint_tokens=512)
+    head = 4 * 2048 * 50272
+    borders = 2 * 4096 * 2048 * (24 + 1) + 2 * 4096 * 2048 * 6  # also between halves of attention
+    plain, spanned = (estimate("1b", made).activations - head for made in (whole, spans))
+    states = 18 * 7 * (4 * 128 * 2048 + 2 * 2 * 2048)
+    assert borders + states < spanned < borders + states + (plain - borders) / 3
 
 
 def test_a_wider_layout_never_takes_more_weights_or_optimizer() -> None:

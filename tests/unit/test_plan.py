@@ -81,6 +81,21 @@ def test_large_models_are_cut_along_the_axes_of_their_size(
     assert not made.pick.missing
 
 
+@pytest.mark.parametrize("scale", ["40b", "200b"])
+def test_large_models_are_recomputed_in_spans_of_tokens(scale: str) -> None:
+    made = planned(f"core-{scale}", 32, "mi300x-192")
+    for candidate in (made.pick, *made.runners_up, *made.later):
+        tokens = 4096 // candidate.arrangement.degrees.sequence
+        assert candidate.arrangement.activation_checkpointing
+        assert candidate.arrangement.sequence_checkpoint_tokens == min(2048, tokens // 2)
+    assert made.to_json()["sequence_checkpoint_tokens"] is not None
+    assert any("sequence checkpointing by" in reason for reason in made.reasons)
+    given = planned(f"core-{scale}", 32, "mi300x-192", "training.sequence_checkpoint_tokens=null")
+    assert given.pick.arrangement.sequence_checkpoint_tokens is None
+    small = planned("core-4b", 4, "a100-80")
+    assert small.pick.arrangement.sequence_checkpoint_tokens is None
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 4, 16, 64])
 @pytest.mark.parametrize("path", sorted(shipped("model_configs").glob("*.yaml")),
                          ids=lambda path: path.stem)  # fmt: skip

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -40,11 +41,13 @@ class Case:
     moe: bool = True
     kv_heads: int | None = None
     checkpointing: bool = False
+    span: int | None = None
     precision: str = "fp32"
     profile: str = "zero1"
     world: int = 1
     expert: int = 1
     tensor: int = 1
+    sequence: int = 1
 
 
 CASES = (
@@ -74,6 +77,19 @@ CASES = (
          checkpointing=True),
     Case("MoE, bf16, 2 tensor x 2 data ranks, experts spread, ZeRO-2", precision="bf16", world=4,
          tensor=2, expert=2, profile="zero2", length=512),
+    Case("MoE, spans of a long sequence", length=512, checkpointing=True, span=128),
+    Case("dense, wide, spans, micro batch 2", moe=False, hidden=256, micro_batch=2, length=256,
+         checkpointing=True, span=100),
+    Case("MoE, bf16, spans", precision="bf16", length=512, checkpointing=True, span=64),
+    Case("MoE, 2 ranks, sequence by heads", world=2, sequence=2, length=32, micro_batch=4),
+    Case("MoE, 2 ranks, sequence by states", world=2, sequence=2, length=512),
+    Case("MoE, bf16, 2 ranks, sequence by states", world=2, sequence=2, precision="bf16",
+         length=512),
+    Case("dense, 4 ranks, sequence 4 by states", moe=False, world=4, sequence=4, length=512),
+    Case("MoE, 2 ranks, sequence, checkpointing", world=2, sequence=2, length=512,
+         checkpointing=True),
+    Case("MoE, 2 ranks, sequence, spans", world=2, sequence=2, length=512, checkpointing=True,
+         span=64),
 )  # fmt: skip
 
 CUDA_CASES = tuple(
@@ -89,6 +105,7 @@ CUDA_CASES = tuple(
 def make_config(case: Case) -> Config:
     """A whole configuration of a case; nothing of it is read from disk."""
     experts = {"num_experts": 4, "expert_hidden_size": 3 * case.hidden // 2}
+    readers = case.world // (case.tensor * case.sequence)
     return Config.model_validate(
         {
             "name": "memory",
@@ -100,14 +117,19 @@ def make_config(case: Case) -> Config:
                 "vocab_size": 512,
                 "moe": experts if case.moe else None,
             },
-            "parallel": {"expert": case.expert, "tensor": case.tensor},
+            "parallel": {
+                "expert": case.expert,
+                "tensor": case.tensor,
+                "sequence": case.sequence,
+            },
             "training": {
                 "max_steps": 2,
-                "global_batch_size": case.micro_batch * case.world // case.tensor * ACCUMULATION,
+                "global_batch_size": case.micro_batch * readers * ACCUMULATION,
                 "micro_batch_size": case.micro_batch,
                 "sequence_length": case.length,
                 "precision": case.precision,
                 "activation_checkpointing": case.checkpointing,
+                "sequence_checkpoint_tokens": case.span,
                 "learning_rate": 1e-3,
                 "min_learning_rate": 1e-4,
                 "warmup_steps": 1,
@@ -143,14 +165,14 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     weights = storages(engine.module.parameters())
     torch.manual_seed(topology.data_rank)
-    ids = torch.randint(0, 512, (case.micro_batch, case.length))
+    ids = torch.randint(0, 512, (case.micro_batch, case.length // case.sequence))
 
     def forward() -> Tensor:
         return micro_step(engine, config, topology, ids, ids.clone(), nats_scale=1e-3).loss
 
     kept, loss = saved(forward, known=weights)
     if case.checkpointing:
-        kept |= largest_block(engine.module, case, known=weights)
+        kept |= largest_unit(forward, known=weights)
     found = {"weights": total(weights), "activations": total(kept)}
     del kept
     for last in (False, True):
@@ -186,7 +208,7 @@ def total(pieces: Storages) -> int:
     return sum(piece.nbytes() for piece in pieces.values())
 
 
-def saved(run: Callable[[], Tensor], *, known: Storages) -> tuple[Storages, Tensor]:
+def saved(run: Callable[[], Any], *, known: Storages) -> tuple[Storages, Any]:
     """What autograd saves while `run` computes, but for what is known; and its result."""
     kept: list[Tensor] = []
 
@@ -199,20 +221,33 @@ def saved(run: Callable[[], Tensor], *, known: Storages) -> tuple[Storages, Tens
     return {key: piece for key, piece in storages(kept).items() if key not in known}, result
 
 
-def largest_block(module: torch.nn.Module, case: Case, *, known: Storages) -> Storages:
-    """What the block with the most activations saves when it is recomputed, inputs not counted."""
-    most: Storages = {}
-    dtype = next(module.parameters()).dtype
-    for block in module.blocks:  # type: ignore[union-attr]
-        x = torch.randn(case.micro_batch, case.length, case.hidden, dtype=dtype)
-        x.requires_grad_()
-        creates = getattr(block.mixer, "creates_v_first", False)
-        heads = x.detach()[..., : case.hidden // case.tensor].clone().requires_grad_()
-        v_first = None if creates else heads
-        inputs = storages([x, v_first])
-        kept, _ = saved(lambda: block(x, v_first)[0], known=known | inputs)  # noqa: B023
-        most = max(most, kept, key=total)
-    return most
+def largest_unit(run: Callable[[], Tensor], *, known: Storages) -> Storages:
+    """What the unit with the most activations saves when it is recomputed, inputs not counted.
+
+    Of units inside it, which are recomputed one by one, it has the largest and that one's inputs.
+    """
+    from cdrmix.models import recompute
+
+    depth = 0
+    most: list[Storages] = [{}, {}]  # by depth: units, and units inside of one
+
+    def measuring(unit: Callable[..., Any], *inputs: Any, again: Any = None) -> Any:
+        nonlocal depth
+        read = storages(x for x in inputs if torch.is_tensor(x))
+        depth += 1
+        kept, result = saved(lambda: unit(*inputs), known=known | read)
+        depth -= 1
+        if depth == 0:
+            kept |= most[1]
+            most[1] = {}
+        else:
+            kept |= {key: piece for key, piece in read.items() if key not in known}
+        most[depth] = max(most[depth], kept, key=total)
+        return result
+
+    with mock.patch.object(recompute, "_recomputed", measuring):
+        run()
+    return most[0]
 
 
 def gradient_storages(engine: Any) -> Storages:

@@ -1,0 +1,161 @@
+"""Bytes that autograd keeps on a rank: figures per token over blocks and micro-batches.
+
+Blocks are kept, recomputed whole, or recomputed in spans of tokens, as models/recompute.py does it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cdrmix.config.schema import Config, LayerKind
+from cdrmix.planning import activations
+from cdrmix.planning.activations import Halves, Numerics
+from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.sequence import SequenceForm, sequence_form
+
+
+class BlockKind(NamedTuple):
+    """What a block's activations follow from."""
+
+    kind: LayerKind
+    creates_v_first: bool
+
+
+class KeptActivations:
+    """Activations of one configuration; what does not depend on the layout is computed once.
+
+    Args:
+        config: of the run.
+        numerics: how operations are computed.
+        stages: gives the blocks of each stage of a pipeline of so many.
+    """
+
+    def __init__(
+        self, config: Config, numerics: Numerics, stages: Callable[[int], list[range]]
+    ) -> None:
+        self.model, self.training, self.numerics = config.model, config.training, numerics
+        kinds = self.model.layer_kinds()
+        first_rwkv = kinds.index("rwkv") if "rwkv" in kinds else None
+        self._has_rwkv = first_rwkv is not None
+        self._block_kinds = [BlockKind(kind, i == first_rwkv) for i, kind in enumerate(kinds)]
+        self._stages = stages
+        self._outside = activations.outside_blocks(self.model, numerics)
+        self._kinds_on: dict[tuple[int, int], Counter[BlockKind]] = {}
+        self._halves: dict[tuple[BlockKind, SequenceForm], Halves] = {}
+
+    def tokens(self, arrangement: Arrangement) -> int:
+        """Tokens of a rank's micro-batch."""
+        tokens = arrangement.micro_batch_size * self.training.sequence_length
+        return tokens // arrangement.degrees.sequence
+
+    def sequence_form(self, degrees: Degrees) -> SequenceForm:
+        """How a recurrence meets the tokens of other ranks."""
+        return sequence_form(
+            self.model,
+            sequence_length=self.training.sequence_length,
+            sequence=degrees.sequence,
+            element_bytes=self.numerics.element_bytes,
+        )
+
+    def spans(self, arrangement: Arrangement) -> int:
+        """Spans in which a rank's part of a sample is recomputed."""
+        part = self.training.sequence_length // arrangement.degrees.sequence
+        return -(-part // (arrangement.sequence_checkpoint_tokens or part))
+
+    def span_tokens(self, arrangement: Arrangement) -> int:
+        """Tokens of a rank's micro-batch in the longest of its spans."""
+        part = self.tokens(arrangement) // arrangement.micro_batch_size
+        span = min(arrangement.sequence_checkpoint_tokens or part, part)
+        return span * arrangement.micro_batch_size
+
+    def on_stage(self, arrangement: Arrangement, stage: int) -> int:
+        """Bytes of the micro-batches that are in flight at a stage."""
+        degrees, tokens = arrangement.degrees, self.tokens(arrangement)
+        # 1F1B: a stage has started as many micro-batches as stages follow it, itself included
+        in_flight = min(degrees.pipeline - stage, arrangement.gradient_accumulation_steps)
+        border = activations.border(self.model, self.numerics)
+        v_first = border // degrees.tensor * tokens if self._has_rwkv else 0
+        if arrangement.activation_checkpointing:
+            borders, unit = self._recomputed(arrangement, stage)
+            total = in_flight * (borders + v_first) + unit
+        else:
+            # v_first counts with the block that makes it, or is received
+            total = in_flight * (self._kept(arrangement, stage) + (v_first if stage else 0))
+        if stage == degrees.pipeline - 1:
+            # the loss forms the embedding's gradient, float32, in its forward pass
+            total += 4 * self.model.vocab_size * self.model.hidden_size / degrees.tensor
+        if stage in (0, degrees.pipeline - 1):
+            total += self._outside.on(degrees.tensor) * tokens
+        return int(total)
+
+    def _kept(self, arrangement: Arrangement, stage: int) -> float:
+        """Bytes that the blocks of a stage keep of a micro-batch, none of them recomputed."""
+        degrees, tokens = arrangement.degrees, self.tokens(arrangement)
+        total = 0.0
+        for kind, number in self.kinds_on(degrees.pipeline, stage).items():
+            halves = self._block(kind, degrees)
+            kept = (halves.mixer + halves.feed_forward).on(degrees.tensor) * tokens
+            total += number * (kept + self._besides(kind, arrangement))
+        return total
+
+    def _recomputed(self, arrangement: Arrangement, stage: int) -> tuple[float, float]:
+        """Bytes that recomputed blocks of a stage keep of a micro-batch, and those of the largest
+        unit while it is recomputed: a block, a span of it, or its mixer with a span of the rest."""
+        degrees, tokens = arrangement.degrees, self.tokens(arrangement)
+        spans, span = self.spans(arrangement), self.span_tokens(arrangement)
+        border = activations.border(self.model, self.numerics)
+        # what is recomputed reads its border, unless its norm copies it
+        twice = 0 if self.numerics.norm_copies_input else border
+        carried = activations.carried_state(self.model, self.numerics).on(degrees.tensor)
+        carried *= (spans - 1) * arrangement.micro_batch_size
+        borders = unit = 0.0
+        for kind, number in self.kinds_on(degrees.pipeline, stage).items():
+            halves = self._block(kind, degrees)
+            mixer, feed_forward = (
+                half.on(degrees.tensor) for half in (halves.mixer, halves.feed_forward)
+            )
+            besides = self._besides(kind, arrangement)
+            borders += number * border * tokens
+            if spans == 1:
+                unit = max(unit, (mixer + feed_forward - twice) * tokens + besides)
+            elif kind.kind == "rwkv" and self.sequence_form(degrees) == "whole":
+                borders += number * carried
+                unit = max(unit, (mixer + feed_forward - twice) * span)
+            else:  # the mixer sees all tokens at once, and leaves a border for the feed-forward
+                mixed = (mixer - twice + border) * tokens + besides
+                unit = max(unit, mixed + (feed_forward - twice) * span)
+        return borders, unit
+
+    def kinds_on(self, pipeline: int, stage: int) -> Counter[BlockKind]:
+        """How many blocks of each kind a stage has."""
+        key = (pipeline, stage)
+        if key not in self._kinds_on:
+            here = self._stages(pipeline)[stage]
+            self._kinds_on[key] = Counter(self._block_kinds[layer] for layer in here)
+        return self._kinds_on[key]
+
+    def _block(self, kind: BlockKind, degrees: Degrees) -> Halves:
+        form = self.sequence_form(degrees)
+        if (kind, form) not in self._halves:
+            self._halves[kind, form] = activations.block(
+                self.model,
+                kind.kind,
+                creates_v_first=kind.creates_v_first,
+                numerics=self.numerics,
+                form=form,
+            )
+        return self._halves[kind, form]
+
+    def _besides(self, kind: BlockKind, arrangement: Arrangement) -> float:
+        """Bytes kept of a mixer that are not per token here: rotary angles of all positions, or the
+        states that sequence ranks gather."""
+        degrees = arrangement.degrees
+        if kind.kind == "transformer":
+            a_position = activations.rotary_angles(self.model, self.numerics)
+            return a_position * self.training.sequence_length
+        if self.sequence_form(degrees) != "state":
+            return 0.0
+        kept = activations.passed_states(self.model, self.numerics, degrees.sequence)
+        return kept * arrangement.micro_batch_size / degrees.tensor
