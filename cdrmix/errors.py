@@ -5,6 +5,7 @@ traceback, and the process ends with the error's `exit_code`.
 """
 
 EXIT_DONE = 0
+EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 EXIT_NO_USABLE_STATE = 3
 EXIT_STOPPED_BY_SIGNAL = 75

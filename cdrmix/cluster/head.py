@@ -25,12 +25,12 @@ from cdrmix.cluster.verdict import Peer, accuse
 from cdrmix.cluster.wire import Clock, Inbox, encode, read_line, say
 from cdrmix.errors import (
     EXIT_DONE,
+    EXIT_FAULT,
     EXIT_NO_USABLE_STATE,
     EXIT_STOPPED_BY_SIGNAL,
     EXIT_USER_ERROR,
 )
 
-_EXIT_FAULT = 1
 # Ranks that end by agreement do so together; one that failed alone leaves the others waiting.
 _SECONDS_TO_FOLLOW = 10.0
 _SECONDS_FOR_STACKS = 3.0
@@ -182,7 +182,7 @@ class Head:
         if not is_lost and self._stacks_due > time.monotonic() and self._wait_for_stacks():
             return None
         why = accuse(peers, deadline_seconds=self._settings.deadline_seconds)
-        return Outcome(_EXIT_FAULT, why, _last_step(peers))
+        return Outcome(EXIT_FAULT, why, _last_step(peers))
 
     def _ask_for_stacks(self) -> None:
         for peer in self._peers.values():

@@ -15,11 +15,12 @@ from types import FrameType
 
 from cdrmix.cluster.hosts import reachable, read_hostfile
 from cdrmix.cluster.outcome import LAUNCH_FOLDER, Outcome, ask_to_stop
-from cdrmix.cluster.starter import EXIT_FAULT, Place, Start
+from cdrmix.cluster.starter import Place, Start
 from cdrmix.config.load import load_config, new_run_dir
 from cdrmix.config.schema import Config
 from cdrmix.errors import (
     EXIT_DONE,
+    EXIT_FAULT,
     EXIT_NO_USABLE_STATE,
     EXIT_STOPPED_BY_SIGNAL,
     EXIT_USER_ERROR,

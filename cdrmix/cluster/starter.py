@@ -23,11 +23,10 @@ from cdrmix.cluster.hosts import (
 )
 from cdrmix.cluster.outcome import Outcome, await_outcome, have_met, read_outcome
 from cdrmix.config.load import shipped
-from cdrmix.errors import EXIT_DONE, EXIT_USER_ERROR
+from cdrmix.errors import EXIT_DONE, EXIT_FAULT, EXIT_USER_ERROR
 
 TRAIN = shipped("launch") / "train.py"
 FOLDER_VARIABLE = "CDRMIX_LAUNCH_FOLDER"
-EXIT_FAULT = 1
 _POLL_SECONDS = 0.2
 # DeepSpeed's launcher looks at its ranks once a second and gives them 30 s after a SIGTERM.
 _SECONDS_TO_FOLLOW = 20.0
