@@ -29,7 +29,7 @@ from cdrmix.planning.activations import Numerics, WKVForm
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.counts import Parameter, parameters
 from cdrmix.planning.layout import Arrangement, Degrees
-from cdrmix.planning.stages import stage_layers
+from cdrmix.planning.stages import border_values, stage_layers
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
 LOGIT_POSITIONS = 1024
@@ -150,9 +150,10 @@ class MemoryModel:
             )
             for layer, kind in enumerate(kinds)
         ]
-        self.outside = activations.outside_blocks(model, self.numerics)
+        self.before = activations.before_blocks(model, self.numerics)
+        self.after = activations.after_blocks(model, self.numerics)
         self._layers: list[_Groups] = [_no_elements() for _ in kinds]
-        self._tied, self._final = _no_elements(), _no_elements()
+        self._tied, self._first, self._final = (_no_elements() for _ in range(3))
         for parameter in parameters(model):
             self._groups_of(parameter)[_group(parameter)] += _elements(parameter)
         self._stages: dict[int, list[range]] = {}
@@ -162,7 +163,8 @@ class MemoryModel:
     def _groups_of(self, parameter: Parameter) -> _Groups:
         if parameter.layer is not None:
             return self._layers[parameter.layer]
-        return self._final if parameter.name == "final_norm.weight" else self._tied
+        ends = {"embedding_norm.weight": self._first, "final_norm.weight": self._final}
+        return ends.get(parameter.name, self._tied)
 
     # --- what a rank holds ----------------------------------------------------------------------
 
@@ -202,6 +204,8 @@ class MemoryModel:
             here = [self._layers[layer] for layer in self.stages(degrees.pipeline)[stage]]
             if stage in (0, degrees.pipeline - 1):
                 here.append(self._tied)
+            if stage == 0:
+                here.append(self._first)
             if stage == degrees.pipeline - 1:
                 here.append(self._final)
             groups = {g: sum((part[g] for part in here), _Elements()) for g in GROUPS}
@@ -315,8 +319,7 @@ class MemoryModel:
         """What autograd keeps of the micro-batches that are in flight at a stage."""
         degrees, tokens = arrangement.degrees, self.tokens(arrangement)
         here = self.stages(degrees.pipeline)[stage]
-        # 1F1B: a stage has started as many micro-batches as stages follow it, itself included
-        in_flight = min(degrees.pipeline - stage, arrangement.gradient_accumulation_steps)
+        in_flight = self._in_flight(arrangement, stage)
         every, largest = self._kept_by_blocks(degrees, stage)
         border = activations.border(self.model, self.numerics)
         v_first = border // degrees.tensor if "rwkv" in self.model.layer_kinds() else 0
@@ -327,13 +330,27 @@ class MemoryModel:
         else:
             # v_first counts with the block that makes it, or is received
             kept = in_flight * (every + (v_first if stage else 0))
+        if stage == 0:
+            kept += in_flight * self.before.on(degrees.tensor)
         total = kept * tokens
         if stage == degrees.pipeline - 1:
             # the loss forms the embedding's gradient, float32, in its forward pass
             total += 4 * self.model.vocab_size * self.model.hidden_size / degrees.tensor
-        if stage in (0, degrees.pipeline - 1):
-            total += self.outside.on(degrees.tensor) * tokens
+            total += self.after.on(degrees.tensor) * tokens
         return int(total)
+
+    def _in_flight(self, arrangement: Arrangement, stage: int) -> int:
+        """Micro-batches of which a stage keeps activations: one forward, one backward in turn, as
+        many are started as stages follow, this one included."""
+        started = arrangement.degrees.pipeline - stage
+        return min(started, arrangement.gradient_accumulation_steps)
+
+    def borders(self, arrangement: Arrangement) -> list[int]:
+        """Bytes of a micro-batch that cross the border before each stage, and after the last."""
+        degrees, size = arrangement.degrees, self.numerics.element_bytes
+        stages, tokens = self.stages(degrees.pipeline), self.tokens(arrangement)
+        values = border_values(self.model, stages, tensor=degrees.tensor)
+        return [size * tokens * each for each in values]
 
     def _kept_by_blocks(self, degrees: Degrees, stage: int) -> tuple[float, float]:
         """Bytes per token of all blocks of a stage, and of the one that keeps most."""
@@ -364,8 +381,9 @@ class MemoryModel:
             buffers["gathered_weights"] = size * whole
         elif arrangement.offloads_optimizer:  # a gradient on its way to the host
             buffers["offloaded_gradient"] = size * self._largest(degrees)
-        if degrees.pipeline > 1:  # x and v_first, sent and received
-            buffers["pipeline"] = 4 * tokens * width * size
+        if degrees.pipeline > 1:  # of each micro-batch in flight, and those that are being sent
+            before, after = self.borders(arrangement)[stage : stage + 2]
+            buffers["pipeline"] = (self._in_flight(arrangement, stage) + 1) * (before + after)
         if self.numerics.device == "cuda":
             moving = kept + sum(buffers.values())
             buffers["fragmentation"] = int(FRAGMENTED_SHARE * moving)
@@ -386,7 +404,9 @@ class MemoryModel:
             total += size * min(bucket, sum(held.values()))  # slices for one rank, flattened
         if self.precision != "bf16":  # the step flattens a group's partition in float32
             largest = max(n // shared[g] for g, n in held.items())
-            total += max(0, 4 * largest - kept)
+            # the pipeline engine asks for another bucket, too, after the last backward pass
+            again = size * bucket if arrangement.degrees.pipeline > 1 else 0
+            total += max(0, 4 * largest + again - kept)
         return total
 
     def _workspace(self, arrangement: Arrangement, stage: int) -> int:

@@ -45,6 +45,12 @@ class Case:
     world: int = 1
     expert: int = 1
     tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def data(self) -> int:
+        """Data ranks."""
+        return self.world // (self.tensor * self.pipeline)
 
 
 CASES = (
@@ -100,10 +106,14 @@ def make_config(case: Case) -> Config:
                 "vocab_size": 512,
                 "moe": experts if case.moe else None,
             },
-            "parallel": {"expert": case.expert, "tensor": case.tensor},
+            "parallel": {
+                "expert": case.expert,
+                "tensor": case.tensor,
+                "pipeline": case.pipeline,
+            },
             "training": {
                 "max_steps": 2,
-                "global_batch_size": case.micro_batch * case.world // case.tensor * ACCUMULATION,
+                "global_batch_size": case.micro_batch * case.data * ACCUMULATION,
                 "micro_batch_size": case.micro_batch,
                 "sequence_length": case.length,
                 "precision": case.precision,
