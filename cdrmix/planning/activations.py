@@ -127,11 +127,14 @@ def carried_state(model: ModelConfig, numerics: Numerics) -> PerToken:
     return PerToken(2 * last, 4 * model.head_dim * model.hidden_size)
 
 
-def outside_blocks(model: ModelConfig, numerics: Numerics) -> PerToken:
-    """Token ids, embedding norm, final norm, and the gradient of the hidden states that the loss
-    forms in its forward pass."""
-    norms = rms_norm(model, numerics) + rms_norm(model, numerics)
-    return norms + PerToken(8 + numerics.element_bytes * model.hidden_size)
+def before_blocks(model: ModelConfig, numerics: Numerics) -> PerToken:
+    """Token ids and embedding norm."""
+    return rms_norm(model, numerics) + PerToken(8)
+
+
+def after_blocks(model: ModelConfig, numerics: Numerics) -> PerToken:
+    """Final norm, and the gradient of the hidden states that the loss forms in its forward pass."""
+    return rms_norm(model, numerics) + PerToken(numerics.element_bytes * model.hidden_size)
 
 
 def border(model: ModelConfig, numerics: Numerics) -> int:

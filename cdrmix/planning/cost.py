@@ -8,13 +8,14 @@ rings that carry them. Nothing is taken to overlap: DeepSpeed's profiles here do
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops, parameters
 from cdrmix.planning.layout import Arrangement, Degrees
-from cdrmix.planning.memory import MemoryModel, sharing
+from cdrmix.planning.memory import Group, MemoryModel, sharing
 from cdrmix.planning.sequence import attention_bytes, recurrence_bytes, state_bytes
 from cdrmix.planning.zero import gathered_in_a_micro_step
 
@@ -113,7 +114,7 @@ class CostModel:
         traffic |= self._gradients_and_weights(arrangement)
         once = sum(t.seconds for t in traffic.values()) - passing * steps
         if arrangement.offloads_optimizer:
-            parameters = sum(self.memory.held(arrangement.degrees, 0).values())
+            parameters = sum(self._held_by_fullest(arrangement.degrees).values())
             shared = parameters / arrangement.degrees.data
             once += shared * self.cluster.gpus_per_node / HOST_PARAMS_PER_SECOND
         seconds = (compute + passing) * (steps + pipeline - 1) + once
@@ -182,8 +183,10 @@ class CostModel:
             if states:
                 add("sequence_states_gathered", (1 + again) * states, moved=moved, span=span)
                 add("sequence_states_reduced", states, moved=moved, span=span)
-        if degrees.pipeline > 1:  # x and v_first, forward and backward
-            add("pipeline", 4 * stream, moved=1, span=degrees.data * tensor + 1)
+        if degrees.pipeline > 1:
+            # forward to the next stage, and as many bytes of gradients to the one before
+            payload = max(map(sum, pairwise(self.memory.borders(arrangement))))
+            add("pipeline_send", payload, moved=1, span=degrees.data * tensor + 1)
         return traffic
 
     def _between_tensor_ranks(self, arrangement: Arrangement, stream: int) -> tuple[int, int]:
@@ -240,7 +243,7 @@ class CostModel:
         if arrangement.zero_stage == 3:
             return self._of_zero3(arrangement)
         reductions = 1 if arrangement.zero_stage == 1 else arrangement.gradient_accumulation_steps
-        held = self.memory.held(degrees, 0)
+        held = self._held_by_fullest(degrees)
         reduced = gathered = reducing = gathering = 0.0
         bandwidth = self._bandwidth(degrees.data * degrees.tensor)
         for group, elements in held.items():
@@ -255,7 +258,26 @@ class CostModel:
         return {
             "gradients_all_reduce": Traffic(int(reduced), reducing),
             "weights_all_gather": Traffic(int(gathered), gathering),
+            **self._tied_embedding(degrees),
         }
+
+    def _held_by_fullest(self, degrees: Degrees) -> dict[Group, int]:
+        """Elements of each group on the stage that holds most: an end, or one with most blocks."""
+        sizes = [len(stage) for stage in self.memory.stages(degrees.pipeline)]
+        stages = sorted({0, sizes.index(max(sizes)), len(sizes) - 1})
+        return max((self.memory.held(degrees, s) for s in stages), key=lambda h: sum(h.values()))
+
+    def _tied_embedding(self, degrees: Degrees) -> dict[str, Traffic]:
+        """First and last stage sum its gradients, in float32, and then share the first one's."""
+        if degrees.pipeline == 1:
+            return {}
+        elements = self.model.vocab_size * self.model.hidden_size // degrees.tensor
+        amounts = {
+            "embedding_all_reduce": 4 * elements,
+            "embedding_broadcast": self.size * elements,
+        }
+        bandwidth = self._bandwidth(degrees.world_size)
+        return {kind: Traffic(amount, amount / bandwidth) for kind, amount in amounts.items()}
 
     def _of_zero3(self, arrangement: Arrangement) -> dict[str, Traffic]:
         """Each micro-step gathers the weights and scatters the gradients, which a rank averages

@@ -41,7 +41,8 @@ class KeptActivations:
         self._has_rwkv = first_rwkv is not None
         self._block_kinds = [BlockKind(kind, i == first_rwkv) for i, kind in enumerate(kinds)]
         self._stages = stages
-        self._outside = activations.outside_blocks(self.model, numerics)
+        self._before = activations.before_blocks(self.model, numerics)
+        self._after = activations.after_blocks(self.model, numerics)
         self._kinds_on: dict[tuple[int, int], Counter[BlockKind]] = {}
         self._halves: dict[tuple[BlockKind, SequenceForm], Halves] = {}
 
@@ -73,8 +74,7 @@ class KeptActivations:
     def on_stage(self, arrangement: Arrangement, stage: int) -> int:
         """Bytes of the micro-batches that are in flight at a stage."""
         degrees, tokens = arrangement.degrees, self.tokens(arrangement)
-        # 1F1B: a stage has started as many micro-batches as stages follow it, itself included
-        in_flight = min(degrees.pipeline - stage, arrangement.gradient_accumulation_steps)
+        in_flight = self.in_flight(arrangement, stage)
         border = activations.border(self.model, self.numerics)
         v_first = border // degrees.tensor * tokens if self._has_rwkv else 0
         if arrangement.activation_checkpointing:
@@ -83,12 +83,19 @@ class KeptActivations:
         else:
             # v_first counts with the block that makes it, or is received
             total = in_flight * (self._kept(arrangement, stage) + (v_first if stage else 0))
+        if stage == 0:
+            total += in_flight * self._before.on(degrees.tensor) * tokens
         if stage == degrees.pipeline - 1:
             # the loss forms the embedding's gradient, float32, in its forward pass
             total += 4 * self.model.vocab_size * self.model.hidden_size / degrees.tensor
-        if stage in (0, degrees.pipeline - 1):
-            total += self._outside.on(degrees.tensor) * tokens
+            total += self._after.on(degrees.tensor) * tokens
         return int(total)
+
+    def in_flight(self, arrangement: Arrangement, stage: int) -> int:
+        """Micro-batches of which a stage keeps activations: one forward, one backward in turn, as
+        many are started as stages follow, this one included."""
+        started = arrangement.degrees.pipeline - stage
+        return min(started, arrangement.gradient_accumulation_steps)
 
     def _kept(self, arrangement: Arrangement, stage: int) -> float:
         """Bytes that the blocks of a stage keep of a micro-batch, none of them recomputed."""

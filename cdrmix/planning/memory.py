@@ -31,7 +31,7 @@ from cdrmix.planning.counts import Parameter, parameters
 from cdrmix.planning.kept import KeptActivations
 from cdrmix.planning.layout import Arrangement, Degrees
 from cdrmix.planning.sequence import attention_bytes, recurrence_bytes, state_bytes
-from cdrmix.planning.stages import stage_layers
+from cdrmix.planning.stages import border_values, stage_layers
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
 LOGIT_POSITIONS = 1024
@@ -146,7 +146,7 @@ class MemoryModel:
         self.precision = config.training.precision
         self.numerics = Numerics.of(self.precision, device, wkv)
         self._layers: list[_Groups] = [_no_elements() for _ in range(model.num_layers)]
-        self._tied, self._final = _no_elements(), _no_elements()
+        self._tied, self._first, self._final = (_no_elements() for _ in range(3))
         for parameter in parameters(model):
             self._groups_of(parameter)[_group(parameter)] += _elements(parameter)
         self._stages: dict[int, list[range]] = {}
@@ -156,7 +156,8 @@ class MemoryModel:
     def _groups_of(self, parameter: Parameter) -> _Groups:
         if parameter.layer is not None:
             return self._layers[parameter.layer]
-        return self._final if parameter.name == "final_norm.weight" else self._tied
+        ends = {"embedding_norm.weight": self._first, "final_norm.weight": self._final}
+        return ends.get(parameter.name, self._tied)
 
     # --- what a rank holds ----------------------------------------------------------------------
 
@@ -196,6 +197,8 @@ class MemoryModel:
             here = [self._layers[layer] for layer in self.stages(degrees.pipeline)[stage]]
             if stage in (0, degrees.pipeline - 1):
                 here.append(self._tied)
+            if stage == 0:
+                here.append(self._first)
             if stage == degrees.pipeline - 1:
                 here.append(self._final)
             groups = {g: sum((part[g] for part in here), _Elements()) for g in GROUPS}
@@ -300,10 +303,17 @@ class MemoryModel:
 
     # --- what a micro-step takes ----------------------------------------------------------------
 
+    def borders(self, arrangement: Arrangement) -> list[int]:
+        """Bytes of a micro-batch that cross the border before each stage, and after the last."""
+        degrees, size = arrangement.degrees, self.numerics.element_bytes
+        stages, tokens = self.stages(degrees.pipeline), self.kept.tokens(arrangement)
+        values = border_values(self.model, stages, tensor=degrees.tensor)
+        return [size * tokens * each for each in values]
+
     def _buffers(self, arrangement: Arrangement, stage: int, kept: int) -> dict[str, int]:
         """What comes and goes within a step, by kind."""
         degrees, size = arrangement.degrees, self.numerics.element_bytes
-        tokens, width = self.kept.tokens(arrangement), self.model.hidden_size
+        tokens = self.kept.tokens(arrangement)
         buffers = {
             "gradient_buckets": self._buckets(arrangement, stage, kept),
             "workspace": self._workspace(arrangement, stage),
@@ -320,8 +330,9 @@ class MemoryModel:
             buffers["gathered_weights"] = size * whole
         elif arrangement.offloads_optimizer:  # a gradient on its way to the host
             buffers["offloaded_gradient"] = size * self._largest(degrees)
-        if degrees.pipeline > 1:  # x and v_first, sent and received
-            buffers["pipeline"] = 4 * tokens * width * size
+        if degrees.pipeline > 1:  # of each micro-batch in flight, and those that are being sent
+            before, after = self.borders(arrangement)[stage : stage + 2]
+            buffers["pipeline"] = (self.kept.in_flight(arrangement, stage) + 1) * (before + after)
         if self.numerics.device == "cuda":
             moving = kept + sum(buffers.values())
             buffers["fragmentation"] = int(FRAGMENTED_SHARE * moving)
@@ -342,7 +353,9 @@ class MemoryModel:
             total += size * min(bucket, sum(held.values()))  # slices for one rank, flattened
         if self.precision != "bf16":  # the step flattens a group's partition in float32
             largest = max(n // shared[g] for g, n in held.items())
-            total += max(0, 4 * largest - kept)
+            # the pipeline engine asks for another bucket, too, after the last backward pass
+            again = size * bucket if arrangement.degrees.pipeline > 1 else 0
+            total += max(0, 4 * largest + again - kept)
         return total
 
     def _workspace(self, arrangement: Arrangement, stage: int) -> int:

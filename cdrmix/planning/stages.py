@@ -20,6 +20,20 @@ def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> lis
     return _even_cuts(flops, head_flops(model), pipeline)
 
 
+def border_values(model: ModelConfig, stages: list[range], *, tensor: int) -> list[int]:
+    """Values of a token that cross the border before each stage, and after the last one: of its
+    residual stream, and of v_first once it is made. At the ends there is no border.
+
+    Args:
+        model: dimensions.
+        stages: blocks of each stage.
+        tensor: ranks that share out the heads of v_first.
+    """
+    kinds, width = model.layer_kinds(), model.hidden_size
+    made = ["rwkv" in kinds[: stage.start] for stage in stages[1:]]
+    return [0, *(width + there * width // tensor for there in made), 0]
+
+
 def _even_cuts(flops: list[int], head: int, pipeline: int) -> list[range]:
     """Contiguous blocks for each stage, each stage with one at least; the last has the head too."""
     reached = list(accumulate(flops))

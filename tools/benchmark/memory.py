@@ -48,6 +48,12 @@ class Case:
     expert: int = 1
     tensor: int = 1
     sequence: int = 1
+    pipeline: int = 1
+
+    @property
+    def readers(self) -> int:
+        """Ranks that read samples of their own."""
+        return self.world // (self.tensor * self.pipeline * self.sequence)
 
 
 CASES = (
@@ -105,7 +111,6 @@ CUDA_CASES = tuple(
 def make_config(case: Case) -> Config:
     """A whole configuration of a case; nothing of it is read from disk."""
     experts = {"num_experts": 4, "expert_hidden_size": 3 * case.hidden // 2}
-    readers = case.world // (case.tensor * case.sequence)
     return Config.model_validate(
         {
             "name": "memory",
@@ -121,10 +126,11 @@ def make_config(case: Case) -> Config:
                 "expert": case.expert,
                 "tensor": case.tensor,
                 "sequence": case.sequence,
+                "pipeline": case.pipeline,
             },
             "training": {
                 "max_steps": 2,
-                "global_batch_size": case.micro_batch * readers * ACCUMULATION,
+                "global_batch_size": case.micro_batch * case.readers * ACCUMULATION,
                 "micro_batch_size": case.micro_batch,
                 "sequence_length": case.length,
                 "precision": case.precision,
