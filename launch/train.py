@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from cdrmix import log, runtime
-from cdrmix.cluster.outcome import Outcome, write_outcome
 from cdrmix.config.load import load_config
+from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import ConfigError, TrainingError
 from cdrmix.planning.profile import choose
-
-_EXIT_FAULT = 1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,7 +58,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Parse, plan, run, tear down; returns the exit code of this rank."""
-    code = _EXIT_FAULT
+    code = 1  # a fault of ours, unless something better is known
     try:
         runtime.map_environment()
         log.configure(rank=runtime.environment_rank())
@@ -89,17 +87,9 @@ def main(arguments: list[str]) -> int:
         if runtime.speaks_for_errors():
             log.get_logger(__name__).error("error: %s", error)
     finally:
-        _tell_launch(code)
+        tell_launch(code)
         runtime.destroy_distributed()
     return code
-
-
-def _tell_launch(code: int) -> None:
-    """Tell `cdrmix launch` of an end before the ranks have met; afterwards the head does."""
-    folder = runtime.launch_folder()
-    if folder and not runtime.have_met():
-        rank = runtime.environment_rank()
-        write_outcome(folder, Outcome(code, f"rank {rank} ended before the ranks met", 0))
 
 
 if __name__ == "__main__":
