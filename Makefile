@@ -24,7 +24,7 @@ PRINT_FREE_PORT := 'import socket; s = socket.socket(); s.bind(("", 0)); print(s
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format bench coverage clean FORCE
+.PHONY: help setup train test lint format bench faults coverage clean FORCE
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1 \t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -49,6 +49,9 @@ format: setup  ## rewrite the sources in the house's layout
 
 bench: setup  ## run the paired benchmarks of docs/benchmarks.md
 	@$(BIN)/python -m tools.benchmark.run $(ARGS)
+
+faults: setup  ## break runs in every known way and print which ways they survive
+	@$(BIN)/python -m tests.faults $(ARGS)
 
 coverage: setup  ## run the tests and list the lines that none of them reached
 	@$(BIN)/coverage run -m pytest $(ARGS)

@@ -8,6 +8,7 @@ the identity.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import platform
 import random
@@ -31,6 +32,7 @@ from cdrmix.network import address_of_this_host, first_host, free_port, interfac
 T = TypeVar("T")
 logger = get_logger(__name__)
 
+_SECONDS_TO_TEAR_DOWN = 60.0
 # What launchers call the four numbers that a rank needs: (rank, world, local rank, local world).
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
@@ -266,9 +268,14 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
 
 
 def destroy_distributed() -> None:
-    """End the process group, if there is one."""
+    """End the process group, if there is one; where that hangs, show it and end the process.
+
+    Nobody watches a rank that has told its exit code, and its launcher would wait for it.
+    """
     if torch.distributed.is_initialized():
+        faulthandler.dump_traceback_later(_SECONDS_TO_TEAR_DOWN, exit=True)
         torch.distributed.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def rank() -> int:

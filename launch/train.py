@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from cdrmix import log, runtime
-from cdrmix.cluster.outcome import tell_early_end
 from cdrmix.config.load import load_config
+from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
 from cdrmix.planning.profile import choose
 
@@ -87,8 +87,7 @@ def main(arguments: list[str]) -> int:
         if runtime.speaks_for_errors():
             log.get_logger(__name__).error("error: %s", error)
     finally:
-        if not runtime.have_met():
-            tell_early_end(runtime.launch_folder(), runtime.environment_rank(), code)
+        tell_launch(code)
         runtime.destroy_distributed()
     return code
 

@@ -104,6 +104,8 @@ class Heartbeat:
         self._step_began: float | None = None
         read_end, self._stacks = os.pipe()
         os.set_blocking(self._stacks, False)  # a full pipe must not hold up who fills it
+        # what is restored by `leave`: a request that comes too late must not end the rank
+        signal.signal(_STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(_STACK_SIGNAL, file=self._stacks, all_threads=True)
         settings = watchdog.Settings(
             rank=rank,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import time
@@ -13,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
+from cdrmix.cluster.goodput import StartRecord, append_start, goodput
 from cdrmix.cluster.hosts import reachable, read_hostfile
 from cdrmix.cluster.outcome import LAUNCH_FOLDER, Outcome, ask_to_stop
 from cdrmix.cluster.starter import Place, Start
@@ -129,7 +131,7 @@ def launch(job: Job) -> int:
     _check_hosts(job.place)
     place, resume = job.place, job.resume
     for restarts in range(job.max_restarts + 1):
-        began = datetime.now(UTC)
+        began, resumed_at = datetime.now(UTC), _resumed_at(job.run_dir, resume)
         try:
             outcome = _start_once(job, place, resume, signals)
         except ConfigError as error:
@@ -137,7 +139,7 @@ def launch(job: Job) -> int:
                 raise
             outcome = Outcome(EXIT_FAULT, str(error), 0)  # a host that was there at first
         if outcome.exit_code != EXIT_USER_ERROR:
-            _record(job.run_dir, began, place, outcome)
+            _record(job.run_dir, place, outcome, began=began, resumed_at=resumed_at)
         if outcome.exit_code in _FINAL:
             return outcome.exit_code
         if signals.name is not None:
@@ -206,18 +208,38 @@ def _new_folder(parent: Path) -> Path:
     return folder
 
 
-def _record(run_dir: Path, began: datetime, place: Place, outcome: Outcome) -> None:
-    """One line for each start, beside the run's other files."""
+def _record(
+    run_dir: Path, place: Place, outcome: Outcome, *, began: datetime, resumed_at: int
+) -> None:
+    """A line for a start, beside the run's other files; the goodput with the run's end."""
     if not run_dir.is_dir():
         return
-    line = {
-        "began": began.isoformat(timespec="seconds"),
-        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hosts": [host.name for host in place.hosts],
-        **asdict(outcome),
-    }
-    with (run_dir / _STARTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    hosts = tuple(host.name for host in place.hosts)
+    ended = datetime.now(UTC)
+    start = StartRecord(began, ended, hosts, resumed_at=resumed_at, **asdict(outcome))
+    starts = append_start(run_dir / _STARTS, start)
+    summary = run_dir / "metrics.json"
+    if outcome.exit_code != EXIT_DONE or not summary.is_file():
+        return
+    cost = goodput(starts)
+    measured = json.loads(summary.read_text(encoding="utf-8"))
+    temporary = summary.with_suffix(".launch")
+    temporary.write_text(json.dumps(measured | {"goodput": cost}, indent=2), encoding="utf-8")
+    os.replace(temporary, summary)
+    logger.info(
+        "goodput: %d of %d steps were new (%.1f %%), starts: %d, %.0f s between them",
+        *(cost["productive_steps"], cost["productive_steps"] + cost["redone_steps"]),
+        *(100 * cost["share"], cost["starts"], cost["seconds_between_starts"]),
+    )
+
+
+def _resumed_at(run_dir: Path, resume: str) -> int:
+    """Step of the newest checkpoint, where the start goes on from it."""
+    latest = run_dir / "checkpoints" / "latest"
+    if resume != "auto" or not latest.is_file():
+        return 0
+    text = latest.read_text(encoding="utf-8", errors="replace").strip()
+    return int(text) if text.isdecimal() else 0
 
 
 def _has_checkpoint(run_dir: Path) -> bool:

@@ -60,13 +60,6 @@ def await_outcome(folder: Path, seconds: float) -> Outcome | None:
     return found
 
 
-def tell_early_end(folder: Path | None, rank: int, exit_code: int) -> None:
-    """Tell `cdrmix launch`, where it waits in `folder`, of a rank that ends before the ranks have
-    met; afterwards the head tells."""
-    if folder is not None:
-        write_outcome(folder, Outcome(exit_code, f"rank {rank} ended before the ranks met", 0))
-
-
 def ask_to_stop(folder: Path) -> None:
     """Ask the ranks of this start to save and stop."""
     (folder / _STOP).touch()

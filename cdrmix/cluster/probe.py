@@ -21,7 +21,8 @@ from cdrmix.network import interface_towards
 PACKAGES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers", "safetensors", "pydantic")
 _SHARED_MEMORY = Path("/dev/shm")
 _OURS_IN_SHARED_MEMORY = ("deepspeed_", "torch_")
-_OUR_PROGRAMS = ("launch/train.py", "deepspeed.launcher.launch", "cdrmix.cluster.watchdog")
+_WATCHDOG = "cdrmix.cluster.watchdog"
+_OUR_PROGRAMS = ("launch/train.py", "deepspeed.launcher.launch", _WATCHDOG)
 _SECONDS_TO_CONNECT = 5.0
 _SECONDS_TO_LISTEN = 60.0
 
@@ -126,7 +127,11 @@ def _free(path: Path) -> int | None:
 
 
 def _processes() -> Iterator[tuple[int, str]]:
-    """This user's ranks, launchers and watchdogs whose starter is gone."""
+    """This user's ranks, launchers and watchdogs whose starter is gone.
+
+    A rank with a watchdog is none: it trains, started by a shell that has been left (nohup).
+    """
+    found: dict[int, tuple[int, str]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if folder.stat().st_uid != os.getuid():
@@ -135,8 +140,12 @@ def _processes() -> Iterator[tuple[int, str]]:
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
         except OSError:  # it ended meanwhile
             continue
-        if parent == "1" and any(program in words for program in _OUR_PROGRAMS):
-            yield int(folder.name), words[:80]
+        if any(program in words for program in _OUR_PROGRAMS):
+            found[int(folder.name)] = (int(parent), words)
+    watched = {parent for parent, words in found.values() if _WATCHDOG in words}
+    for number, (starter, command) in found.items():
+        if starter == 1 and number not in watched:
+            yield number, command[:80]
 
 
 def _files() -> Iterator[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cdrmix.config.load import load_config, new_run_dir, shipped
 from cdrmix.config.schema import Config
-from cdrmix.errors import ConfigError, PlanError, StateError
+from cdrmix.errors import ConfigError, StateError
 from cdrmix.planning.profile import choose
 
 STARTERS = ("srun", "deepspeed")
@@ -108,11 +108,6 @@ def make_batch(
     loaded = load_config(config, overrides)
     device = "cpu" if on_cpu else "cuda"
     choose(loaded, world_size=nodes * ranks_per_node, profile=profile, device=device)
-    if loaded.data.path == "sample" and nodes > 1:
-        raise PlanError(
-            "data.path = sample: each node would build its own. Try `cdrmix data sample --out DIR` "
-            "in a folder that all nodes see, and --set data.path=DIR"
-        )
     arguments = ["--config", str(config.resolve())]
     for override in overrides:
         arguments += ["--set", override]

@@ -23,7 +23,7 @@ from cdrmix.cluster.hosts import (
 )
 from cdrmix.cluster.outcome import Outcome, await_outcome, have_met, read_outcome
 from cdrmix.config.load import shipped
-from cdrmix.errors import EXIT_DONE, EXIT_FAULT, EXIT_USER_ERROR
+from cdrmix.errors import EXIT_FAULT, EXIT_USER_ERROR
 
 TRAIN = shipped("launch") / "train.py"
 FOLDER_VARIABLE = "CDRMIX_LAUNCH_FOLDER"
@@ -164,7 +164,7 @@ def _environment(ours: Mapping[str, str], folder: Path) -> dict[str, str]:
     ssh = environment.get("PDSH_SSH_ARGS_APPEND", "")
     environment["PDSH_SSH_ARGS_APPEND"] = f"{ssh} {_SSH_KEEPALIVE}".strip()
     file = folder / "deepspeed_env"
-    accelerator = {k: v for k, v in environment.items() if k in ("DS_ACCELERATOR",)}
+    accelerator = {name: environment[name] for name in ["DS_ACCELERATOR"] if name in environment}
     users_own = [Path.home() / ".deepspeed_env", Path(".deepspeed_env")]
     write_environment_file(file, inherited=users_own, variables={**accelerator, **ours})
     environment["DS_ENV_FILE"] = str(file)
@@ -178,7 +178,7 @@ def _outcome_without_word(code: int | None) -> Outcome:
     """
     if code == EXIT_USER_ERROR:
         return Outcome(EXIT_USER_ERROR, "the launcher refused to start", 0)
-    told = "did not end" if code is None else f"ended with code {code or EXIT_DONE}"
+    told = "did not end" if code is None else f"ended with code {code}"
     return Outcome(EXIT_FAULT, f"the deepspeed launcher {told} and no rank said why", 0)
 
 

@@ -20,8 +20,6 @@ from typing import Any
 
 from cdrmix.cluster.wire import Clock, Inbox, encode, read_line, say
 
-# A rank that has said how it ends is out of the run; what is left is Python shutting down.
-_SECONDS_TO_LEAVE = 60.0
 _SECONDS_FOR_STACK = 1.0
 # Between the end of a process's pipes and its own end.
 _SECONDS_TO_END = 0.05
@@ -61,7 +59,6 @@ class Watchdog:
         self._clock = Clock(settings.interval_seconds, time.monotonic())
         self._beat: dict[str, Any] = {}
         self._quiet_seconds = self._unheard_seconds = 0.0
-        self._leaving_seconds: float | None = None
         self._stack, self._stack_due = b"", 0.0
         self._is_over = False
         self._due = 0.0
@@ -81,6 +78,8 @@ class Watchdog:
         while not self._is_over:
             for key, _ in self._selector.select(max(0.0, self._due - time.monotonic())):
                 self._hear(key.data, key.fd)
+            if self._is_over:
+                return
             if time.monotonic() >= self._due:
                 self._due = time.monotonic() + self._settings.interval_seconds
                 self._look()
@@ -88,6 +87,8 @@ class Watchdog:
                 self._send_stack()
 
     def _hear(self, sender: str, descriptor: int) -> None:
+        if self._is_over:
+            return  # of what arrived together, the end of our rank is the last that matters
         try:
             data = os.read(descriptor, 65536)
         except OSError:  # a broken connection is an ended one
@@ -95,7 +96,7 @@ class Watchdog:
         if not data:
             self._selector.unregister(descriptor)
             self._due = time.monotonic() + _SECONDS_TO_END
-            if sender == "head" and self._leaving_seconds is None:
+            if sender == "head":
                 self._end_rank("the connection to the host of rank 0 broke")
         elif sender == "stacks":
             self._stack += data
@@ -105,9 +106,9 @@ class Watchdog:
 
     def _note(self, beat: dict[str, Any]) -> None:
         self._quiet_seconds = 0.0
-        if "left" in beat:
-            self._leaving_seconds = 0.0
+        if "left" in beat:  # it is out of the run, and what it does now is its own affair
             self._send(beat)
+            self._is_over = True
         self._beat = beat
 
     def _obey(self, order: dict[str, Any]) -> None:
@@ -117,7 +118,7 @@ class Watchdog:
             self._stack_due = time.monotonic() + _SECONDS_FOR_STACK
         if "stop" in order:
             self._signal(signal.SIGUSR1)
-        if "end" in order and self._leaving_seconds is None:
+        if "end" in order:
             self._signal(signal.SIGKILL)
             self._is_over = True
 
@@ -126,13 +127,7 @@ class Watchdog:
         elapsed = self._clock.advance(time.monotonic())
         if os.getppid() != self._settings.process:
             self._is_over = True
-            if self._leaving_seconds is None:
-                self._send({**self._beat, "died": True})
-            return
-        if self._leaving_seconds is not None:
-            self._leaving_seconds += elapsed
-            if self._leaving_seconds > _SECONDS_TO_LEAVE:
-                self._end_rank(f"it did not end {_SECONDS_TO_LEAVE:.0f} s after its last word")
+            self._send({**self._beat, "died": True})
             return
         self._quiet_seconds += elapsed
         self._unheard_seconds += elapsed

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cdrmix import runtime
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, start_head
-from cdrmix.cluster.outcome import await_outcome
+from cdrmix.cluster.outcome import Outcome, await_outcome, write_outcome
 from cdrmix.config.schema import SupervisionConfig
 from cdrmix.errors import TrainingError
 
@@ -59,3 +59,11 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
             # srun ends the head with the last rank: it may write first
             await_outcome(folder, _SECONDS_FOR_OUTCOME)
     return code
+
+
+def tell_launch(code: int) -> None:
+    """Tell `cdrmix launch` of an end before the ranks have met; afterwards the head does."""
+    folder = runtime.launch_folder()
+    if folder is not None and not runtime.have_met():
+        rank = runtime.environment_rank()
+        write_outcome(folder, Outcome(code, f"rank {rank} ended before the ranks met", 0))

@@ -70,6 +70,11 @@ def test_a_lost_run_goes_on_and_ends_as_if_nothing_had_happened(
 
     assert [line["exit_code"] for line in starts(run_dir)] == [1, 75, 0]
     assert not (run_dir / "launch").exists()
+    lost, resumed = starts(run_dir)[:2]
+    assert resumed["resumed_at"] >= 10
+    cost = json.loads((run_dir / "metrics.json").read_text())["goodput"]
+    assert (cost["starts"], cost["productive_steps"]) == (3, STEPS)
+    assert cost["redone_steps"] == lost["step"] - resumed["resumed_at"]
     assert [deterministic_part(line) for line in logged(run_dir)] == [
         deterministic_part(line) for line in logged(uninterrupted)
     ]

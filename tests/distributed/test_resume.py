@@ -25,13 +25,13 @@ def train(argv: list[str], fault: str = "", step: int = 0, rank: int = 0) -> int
     return start(argv)
 
 
-def _in_save(function: str, step: int) -> None:
-    """Die inside the save of `step`, when `function` of the store is called."""
+def _in_save(function: str, step: int, number: int = signal.SIGKILL) -> None:
+    """Be signalled inside the save of `step`, when `function` of the store is called."""
     original = getattr(store, function)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if any(f"{step}.tmp" in str(arg) for arg in args):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
     setattr(store, function, wrapped)
@@ -47,6 +47,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "USR2": _signal(signal.SIGUSR2),
     "KILL": _signal(signal.SIGKILL),
     "KILL while tensors are written": lambda step: _in_save("write_tensors", step),
+    "TERM while tensors are written": lambda step: _in_save("write_tensors", step, signal.SIGTERM),
     "KILL before the rename": lambda step: _in_save("_publish", step),
 }
 
@@ -102,6 +103,17 @@ def test_a_signal_saves_and_stops_and_the_resumed_run_is_the_uninterrupted_one(
     assert (run_dir / "checkpoints" / "latest").read_text() == "5\n"
     assert run_ranks(train, world, [*argv, "--resume", "auto"]) == [0] * world
     assert_equal_results(run_dir, uninterrupted(world))
+
+
+def test_a_signal_in_the_middle_of_a_save_waits_for_its_end(
+    small_corpus: Path, tmp_path: Path, uninterrupted: Callable
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = arguments(small_corpus, run_dir)
+    assert run_ranks(train, 2, argv, "TERM while tensors are written", 6, 1) == [75, 75]
+    assert (run_dir / "checkpoints" / "latest").read_text() == "6\n"
+    assert run_ranks(train, 2, [*argv, "--resume", "auto"]) == [0, 0]
+    assert_equal_results(run_dir, uninterrupted(2))
 
 
 @pytest.mark.parametrize(

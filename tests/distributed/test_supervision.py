@@ -50,6 +50,11 @@ def stand_still() -> None:
     time.sleep(600)
 
 
+def lose_the_host() -> None:
+    lose_the_watchdog()
+    die()
+
+
 def raise_a_fault_of_ours() -> None:
     raise ZeroDivisionError("of this test")
 
@@ -127,6 +132,7 @@ def run_with_fault(data: Path, run_dir: Path, fault: Callable[[], Any], folder: 
             r"rank 1 on HOST is stuck for \d+ s at step 5 \(training\), in",
             DEADLINE_SECONDS,
         ),
+        (lose_the_host, r"rank 1 on HOST (is gone with its watchdog|died)", 0),
         (lose_the_watchdog, r"rank 1 on HOST is gone with its watchdog, last seen at step \d", 0),
     ],
 )

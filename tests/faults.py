@@ -1,0 +1,106 @@
+"""`make faults`: every fault that a run is made to survive, and whether it does, in one table.
+
+The faults are those of the tests named here; this runs them and prints a line for each.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+SUPERVISION = "tests/distributed/test_supervision.py::test_all_ranks_end_within_the_deadline"
+LAUNCH = "tests/cluster/test_launch.py::test_"
+RESUME = "tests/distributed/test_resume.py::test_"
+STORE = "tests/distributed/test_store_faults.py::test_"
+DAMAGE = "tests/unit/test_store.py::test_"
+SLURM = "tests/cluster/test_slurm.py::test_"
+INPUT = "tests/distributed/test_bad_input.py::test_"
+
+# (fault, beginning of the ids of the tests that cause it, text that the ids must hold)
+FAULTS = (
+    ("kill -9 of a rank", f"{LAUNCH}a_lost_run_goes_on", ""),
+    ("kill -9 of a rank: all end", SUPERVISION, "[die"),
+    ("kill -9 of a host's processes", SUPERVISION, "[lose_the_host"),
+    ("kill -9 of a watchdog", SUPERVISION, "[lose_the_watchdog"),
+    ("kill -9 of cdrmix launch", f"{LAUNCH}ranks_save_and_end", ""),
+    ("kill -9 and TERM of the launchers", "tests/integration/test_train.py::test_ranks_that", ""),
+    ("SIGSTOP of a rank", SUPERVISION, "[stop"),
+    ("a rank that hangs", SUPERVISION, "[stand_still"),
+    ("link down, host left out", "tests/cluster/test_hosts.py::test_a_run_that_loses", ""),
+    ("lost too often", f"{LAUNCH}a_run_that_is_lost_too_often", ""),
+    ("two jobs on one run directory", f"{LAUNCH}two_jobs", ""),
+    ("TERM and USR1 between steps", f"{RESUME}a_signal_saves_and_stops", ""),
+    ("TERM during a save", f"{RESUME}a_signal_in_the_middle", ""),
+    ("kill during a save", f"{RESUME}a_killed_run_resumes", "KILL while"),
+    ("kill before the rename", f"{RESUME}a_killed_run_resumes", "before the rename"),
+    ("kill at every durable operation", f"{STORE}a_kill_before_or_after", ""),
+    ("kills at random times", f"{STORE}kills_at_random_times", ""),
+    ("disk full in a save", f"{STORE}a_full_disk", ""),
+    ("disk full in a run", f"{INPUT}a_disk_that_fills_up", ""),
+    ("truncated, altered or missing file", f"{DAMAGE}a_damaged_checkpoint", ""),
+    ("damaged checkpoint in a run", f"{RESUME}a_damaged_checkpoint", ""),
+    ("corrupt or missing latest", f"{DAMAGE}what_verifies_counts", ""),
+    ("every checkpoint damaged", f"{RESUME}state_that_is_damaged_throughout", ""),
+    ("unreadable data shard", f"{INPUT}a_shard_that_disappears", ""),
+    ("non-finite loss", "tests/distributed/test_loop.py::test_a_diverged_run", ""),
+    ("scontrol requeue, preemption", f"{SLURM}a_requeued_and_preempted", ""),
+    ("USR1 of a time limit", f"{SLURM}under_the_deepspeed_launcher", ""),
+)
+
+
+@dataclass
+class Matrix:
+    """Results of the tests, by fault; a plugin of pytest's."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    outcomes: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep the tests of the table."""
+        items[:] = [item for item in items if _faults_of(item.nodeid)]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note how a test, its set-up or its end went."""
+        for fault in _faults_of(report.nodeid):
+            self.seconds[fault] += report.duration
+            if report.when == "call" or report.outcome != "passed":
+                self.outcomes[fault].add(report.outcome)
+            if report.skipped and isinstance(report.longrepr, tuple):
+                self.reasons[fault] = str(report.longrepr[2]).removeprefix("Skipped: ")
+
+    def line(self, fault: str) -> str:
+        """One line of the table."""
+        outcomes = self.outcomes[fault]
+        if "failed" in outcomes:
+            verdict = "FAILED"
+        elif "passed" in outcomes:
+            verdict = "survived"
+        else:
+            verdict = "skipped" if outcomes else "NO TEST"
+        note = self.reasons.get(fault, f"{self.seconds[fault]:.0f} s")
+        return f"{verdict:9} {fault:36} {note}"
+
+
+def _faults_of(test: str) -> list[str]:
+    return [
+        fault for fault, beginning, text in FAULTS if test.startswith(beginning) and text in test
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the tests of all faults; 0 when none failed and each has a test."""
+    files = sorted({beginning.partition("::")[0] for _, beginning, _ in FAULTS})
+    matrix = Matrix()
+    code = pytest.main(["-q", "--no-header", *arguments, *files], plugins=[matrix])
+    lines = [matrix.line(fault) for fault, _, _ in FAULTS]
+    print("\n".join(["", "fault matrix", *lines]))
+    return code or any(line.startswith("NO TEST") for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
