@@ -82,7 +82,7 @@ def _tiles(inspected: Values) -> str:
     ]
     if "steps" in inspected:
         read = inspected["read"]["documents"]
-        kept = inspected["steps"][-1]["out"] if inspected["steps"] else read
+        kept = sum(source["documents"] for source in inspected["source"]["sources"].values())
         aside = sum(inspected["read"]["set_aside"].values())
         items += [
             ("Documents kept", page.compact(kept), f"of {read:,}, {kept / max(1, read):.1%}"),
@@ -100,10 +100,14 @@ def _steps(inspected: Values) -> str:
     if "steps" not in inspected:
         return page.section("Steps", page.missing("This folder has no report of a build."))
     read = inspected["read"]
-    most = max(1, read["documents"])
-    rows = [_step_row("read", None, read["documents"], most), *_reason_rows(read["set_aside"], 0)]
+    left = read["documents"]
+    rows = [page.row("<b>read</b>", "", f"{left:,}", "", "", page.bar(min(left, 1), own=True))]
+    rows += _reason_rows(read["set_aside"], 0)
     for step in inspected["steps"]:
-        rows.append(_step_row(step["name"], step["in"], step["out"], most))
+        left -= step["in"] - step["out"]
+        some = step["by_domain"].keys() < inspected["tokens"].keys()
+        domains = f" {', '.join(step['by_domain'])} only" if some else ""
+        rows.append(_step_row(step, domains, left / max(1, read["documents"])))
         rows += _reason_rows(step["dropped"], step["in"])
     others = [
         f"{source}: {', '.join(f'{count:,} {suffix}' for suffix, count in kinds.items())}"
@@ -115,11 +119,17 @@ def _steps(inspected: Values) -> str:
     return page.section("Documents, step by step", table, passed_over if others else "")
 
 
-def _step_row(name: str, num_in: int | None, num_out: int, most: int) -> str:
-    shown_in = "" if num_in is None else f"{num_in:,}"
-    dropped = "" if num_in is None or num_in == num_out else f"{num_in - num_out:,}"
-    bar = page.bar(num_out / most, own=True)
-    return page.row(f"<b>{page.text(name)}</b>", shown_in, f"{num_out:,}", dropped, "", bar)
+def _step_row(step: Values, domains: str, share_left: float) -> str:
+    """A step's counts, and a bar of what is left of the whole corpus after it."""
+    dropped = step["in"] - step["out"]
+    return page.row(
+        f"<b>{page.text(step['name'])}</b><i>{page.text(domains)}</i>",
+        f"{step['in']:,}",
+        f"{step['out']:,}",
+        f"{dropped:,}" if dropped else "",
+        "",
+        page.bar(share_left, own=True),
+    )
 
 
 def _reason_rows(reasons: Mapping[str, int], of: int) -> Iterable[str]:

@@ -59,7 +59,7 @@ tr:last-child > * { border-bottom: 0; }
 .counts td + td:not(:last-child), .counts th + th { text-align: right; }
 .counts td:last-child { width: 36%; padding-right: 0; }
 .counts i { font-style: normal; color: var(--muted); }
-.counts td:first-child i { padding-left: 16px; }
+.counts td:first-child > i:first-child { padding-left: 16px; }
 .bars td { border: 0; padding-top: 2px; padding-bottom: 2px; } .bars td:last-child { width: 60%; }
 .plain td:last-child, .plain th:last-child { width: auto; text-align: right; }
 table + .panels, .scroll + .panels { margin-top: 16px; }

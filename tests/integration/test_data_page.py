@@ -91,6 +91,9 @@ def test_the_page_shows_what_inspect_knows(built: Path) -> None:
     assert dropped == {"too short", "exact duplicate", "near duplicate"}
     for reason in (*dropped, "NUL characters", "texts/copy.txt#0", "<script>alert"):
         assert reason in text
+    assert "filter prose only 23" in text, "a step that some domains take says so"
+    kept = sum(source["documents"] for source in inspected["source"]["sources"].values())
+    assert f"Documents kept {kept} of {inspected['read']['documents']}" in text
     for shard in inspected["shards"]:
         assert f"{shard['stem']} {shard['tokens']:,} {shard['documents']:,} " in text
     assert text.count(inspected["source"]["recipe_hash"]) == 1 + len(inspected["shards"])

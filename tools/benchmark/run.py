@@ -272,12 +272,12 @@ def machine() -> str:
     return f"{name}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}"
 
 
-def section(name: str, python: str) -> str:
-    """Run one benchmark with an interpreter; its section of the page."""
+def section(name: str, python: str, flags: list[str]) -> str:
+    """Run one benchmark with an interpreter and flags; its section of the page."""
     module = f"tools.benchmark.{name}"
     print(f"measuring {name} ...", file=sys.stderr, flush=True)
     done = subprocess.run(
-        ["env", "OMP_NUM_THREADS=1", python, "-m", module, "--json"],
+        ["env", "OMP_NUM_THREADS=1", python, "-m", module, "--json", *flags],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -318,9 +318,11 @@ def main() -> None:
         metavar="PATH",
         help="interpreter of an environment that has the peers; default: this one",
     )
+    parser.add_argument("--rounds", type=int, help="measured rounds; default: each one's own")
     arguments = parser.parse_args()
+    flags = [] if arguments.rounds is None else ["--rounds", str(arguments.rounds)]
     for name in arguments.names or list(SECTIONS):
-        text = section(name, arguments.python)
+        text = section(name, arguments.python, flags)
         print(text)
         PAGE.write_text(place(PAGE.read_text(encoding="utf-8"), name, text), encoding="utf-8")
 
