@@ -104,8 +104,7 @@ class MixedDataset:
 
     def expect(self, indices: NDArray[np.int64]) -> None:
         """Have the shards of samples that are read soon, any shape, at hand; see `TokenStream`."""
-        for stream in (self._stream, self._roles):
-            stream.expect(self._positions(indices))
+        self._stream.expect(self._positions(indices))
 
     def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where in the stream of all domains each sample begins."""

@@ -69,12 +69,17 @@ class RemoteFiles:
         Raises:
             DataError: if it cannot be copied, or is not what it should be.
         """
-        with locked(self._lock_of(file.name), blocking=True):
-            path = self._cache / file.name
-            if not self._is_good(path, file):
-                self._copy(file, path)
-            os.utime(path)
-            yield path
+        path = self._cache / file.name
+        try:
+            with locked(self._lock_of(file.name), blocking=True):
+                if not self._is_good(path, file):
+                    self._copy(file, path)
+                os.utime(path)
+                yield path
+        except OSError as error:
+            raise DataError(
+                f"data.cache_folder: {error.filename or path}: {error.strerror}"
+            ) from error
 
     def expect(self, files: Sequence[RemoteFile]) -> None:
         """Copy these files, in the order in which they are needed, without waiting for them; as
@@ -99,7 +104,7 @@ class RemoteFiles:
             try:
                 with self.held(file):
                     pass
-            except (DataError, OSError) as error:
+            except DataError as error:
                 # Who needs the file tries again, and tells.
                 _logger.warning("reading ahead: %s", error)
 
@@ -207,10 +212,13 @@ def copy(
 def _copy_once(url: str, path: Path) -> str:
     """Copy, wait until it is on the disk; its sha256."""
     digest = hashlib.sha256()
-    with _open(url) as source, path.open("wb") as target:
+    # Without cutting it first, so that the room that was reserved for it stays reserved.
+    mode = "r+b" if path.exists() else "wb"
+    with _open(url) as source, path.open(mode) as target:
         while chunk := source.read(_CHUNK_BYTES):
             target.write(chunk)
             digest.update(chunk)
+        target.truncate()
         target.flush()
         os.fsync(target.fileno())
     return digest.hexdigest()

@@ -28,6 +28,7 @@ from cdrmix.errors import DataError
 MANIFEST_FILE = "manifest.json"
 MAX_SHARD_TOKENS = 2**27
 SHARD_SUFFIXES = ("bin", "idx", "roles")
+_READ_SUFFIXES = ("bin", "roles")  # by training
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_VERSION = 1
@@ -416,11 +417,12 @@ class TokenStream:
         return np.concatenate(pieces)
 
     def expect(self, positions: NDArray[np.int64]) -> None:
-        """Have the shards of these positions, which are read soon and in this order, at hand."""
+        """Have the shards of these positions, which are read soon and in this order, at hand, with
+        their roles."""
         if self._remote is not None:
             shards = np.searchsorted(self._ends, positions.ravel(), side="right")
             first_uses = np.sort(np.unique(shards, return_index=True)[1])
-            files = [self._file(shard) for shard in shards[first_uses]]
+            files = [self._file(i, suffix) for i in shards[first_uses] for suffix in _READ_SUFFIXES]
             self._remote.expect([file for file in files if file is not None])
 
     def _max_open_shards(self) -> int:
@@ -433,7 +435,7 @@ class TokenStream:
 
     def _map(self, shard: int) -> NDArray[Any]:
         """One shard, memory-mapped. A file shorter than mapped would be a SIGBUS."""
-        file = self._file(shard)
+        file = self._file(shard, self._suffix)
         if file is None:
             return np.broadcast_to(np.zeros(1, self._dtype), self._shards[shard].tokens)
         if self._remote is not None:
@@ -445,12 +447,12 @@ class TokenStream:
             raise DataError(f"{problem}\n{_REBUILD}")
         return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
 
-    def _file(self, shard: int) -> RemoteFile | None:
+    def _file(self, shard: int, suffix: str) -> RemoteFile | None:
         info = self._shards[shard]
-        file = info.files().get(self._suffix)
-        if file is None:
-            return None
-        return RemoteFile(f"{info.stem}.{self._suffix}", file.bytes, file.sha256)
+        file = info.files().get(suffix)
+        return (
+            None if file is None else RemoteFile(f"{info.stem}.{suffix}", file.bytes, file.sha256)
+        )
 
 
 class TokenDataset:
@@ -507,8 +509,7 @@ class TokenDataset:
 
     def expect(self, indices: NDArray[np.int64]) -> None:
         """Have the shards of samples that are read soon, any shape, at hand; see `TokenStream`."""
-        for stream in (self._stream, self._roles):
-            stream.expect(indices * self.sequence_length)
+        self._stream.expect(indices * self.sequence_length)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Samples `indices` [n] as an array [n, T + 1], int64.

@@ -106,6 +106,15 @@ class _ArrayExecutor(SlurmPipelineExecutor):
     """datatrove's executor without its second job, which adds up statistics that we do not read
     and would wait in the queue for ever where a task has failed."""
 
+    def launch_job(self) -> None:
+        try:
+            super().launch_job()
+        except subprocess.CalledProcessError as error:
+            raise DataError(
+                "--engine slurm: sbatch refused the tasks, as it says above. See --sbatch, and "
+                f"{self.logging_dir.resolve_paths('launch_script.slurm')}"
+            ) from error
+
     def launch_merge_stats(self) -> None:
         pass
 
@@ -140,6 +149,9 @@ class SlurmEngine(DatatroveEngine):
         super().__init__(folder, self._array, lambda executor, show: self._wait_for_queue(show))
 
     def __enter__(self) -> Self:
+        asked = self._ask_queue()
+        if asked.returncode != 0:
+            raise DataError(f"--engine slurm: squeue: {asked.stderr.strip()}")
         self._cancel()
         return super().__enter__()
 
@@ -172,23 +184,26 @@ class SlurmEngine(DatatroveEngine):
     def _cancel(self) -> None:
         """End what is in the queue, and wait for its end."""
         if self._in_queue():
-            subprocess.run(["scancel", "--me", "--name", self._job_name], check=True)
+            subprocess.run(["scancel", "--me", "--name", self._job_name], check=False)
             self._wait_for_queue(lambda: None)
 
     def _in_queue(self) -> bool:
         """Whether any task is pending, running or ending; True where the controller is away."""
+        asked = self._ask_queue()
+        if asked.returncode != 0:
+            _logger.warning("squeue: %s; asking again", asked.stderr.strip())
+            time.sleep(_POLL_SECONDS)
+        return asked.returncode != 0 or bool(asked.stdout.strip())
+
+    def _ask_queue(self) -> subprocess.CompletedProcess[str]:
         command = ["squeue", "--noheader", "--me", "--name", self._job_name, "--format", "%i"]
         try:
-            done = subprocess.run(
+            return subprocess.run(
                 command,
                 capture_output=True,
                 text=True,
                 check=False,
                 timeout=_SQUEUE_TIMEOUT_SECONDS,
             )
-        except subprocess.TimeoutExpired:
-            return True
-        if done.returncode != 0:
-            _logger.warning("squeue: %s; waiting for it", done.stderr.strip())
-            time.sleep(_POLL_SECONDS)
-        return done.returncode != 0 or bool(done.stdout.strip())
+        except subprocess.TimeoutExpired as error:
+            return subprocess.CompletedProcess(command, 1, "", str(error))

@@ -19,8 +19,8 @@ import pytest
 from cdrmix.data.build import build_dataset
 from cdrmix.data.remote_jobs import Engine
 from cdrmix.errors import DataError
+from tests.cluster.slurm_lab import slurm_lab
 from tests.harness import ROOT
-from tests.slurm_machine import slurm_machine, why_not
 
 pytest.importorskip("rensa", reason="the [data] extra is not installed")
 
@@ -58,11 +58,10 @@ def built(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A running SLURM that commands of this process and its children find."""
     pytest.importorskip("datatrove", reason="the [slurm] extra is not installed")
-    if reason := why_not():
-        pytest.skip(f"SLURM: {reason}")
     folder = tmp_path_factory.mktemp("slurm")
-    with slurm_machine(folder) as configuration, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", str(configuration))
+    with slurm_lab(folder) as lab, pytest.MonkeyPatch.context() as patch:
+        for name in ("SLURM_CONF", "PATH"):
+            patch.setenv(name, lab.environment[name])
         patch.setenv("PYTHONPATH", str(ROOT))  # tasks import this module
         yield
 
@@ -138,10 +137,16 @@ def test_slurm_gives_the_same_bytes(
         tmp_path / "out",
         workers=3,
         engine="slurm",
-        sbatch={"partition": "all", "time": "5"},
+        sbatch={"partition": "low", "time": "5"},
         task_bytes=TASK_BYTES,
     )
     assert digests(tmp_path / "out") == built
+
+
+def test_tasks_that_sbatch_refuses_are_told(slurm: None, recipe: Path, tmp_path: Path) -> None:
+    options = {"partition": "none"}
+    with pytest.raises(DataError, match="sbatch refused the tasks.*launch_script"):
+        build_dataset(recipe, tmp_path / "out", workers=1, engine="slurm", sbatch=options)
 
 
 def test_slurm_does_a_killed_task_again_and_no_other(slurm: None, tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ import pytest
 
 from cdrmix.config.schema import DataConfig
 from cdrmix.data import remote
+from cdrmix.data.encode import write_roles
 from cdrmix.data.loader import Loader
 from cdrmix.data.remote import RemoteFile, RemoteFiles, copy
 from cdrmix.data.remote_folder import local_folder
-from cdrmix.data.shards import TokenDataset, read_manifest, verify_shards
+from cdrmix.data.shards import TokenDataset, read_manifest, verify_shards, write_manifest
 from cdrmix.errors import DataError
 from tests.harness import ROOT
 from tests.unit.token_folder import write_counting_folder
@@ -167,6 +168,31 @@ def test_shards_are_there_before_they_are_asked_for(server: Server, tmp_path: Pa
     requests = sum(server.requests.values())
     dataset.rows(np.arange(150, 349))
     assert sum(server.requests.values()) == requests
+
+
+def test_roles_come_with_their_tokens(server: Server, folder: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(folder)
+    roles = np.arange(10 * SHARD_TOKENS + 1, dtype=np.uint8) % 4
+    shards = tuple(write_roles(folder, manifest.shards, [roles]))
+    write_manifest(folder, manifest.model_copy(update={"shards": shards}))
+    settings = config(server.url, tmp_path / "cache", cache_bytes=6 * SHARD_BYTES)
+    local = local_folder(settings, LENGTH)
+    dataset = TokenDataset(local, "train", LENGTH)
+    dataset.expect(np.arange(50, 150))
+    wait_until(lambda: len(list(local.glob("*.roles"))) == len(copies(local)) == 2)
+    requests = sum(server.requests.values())
+    assert dataset.roles(np.arange(60, 62)).tolist() == 2 * [[0, 1, 2, 3, 0]]
+    assert sum(server.requests.values()) == requests
+
+
+def test_a_cache_that_cannot_be_written_is_told(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="data.cache_folder.*Not a directory"):
+        local_folder(config(server.url, tmp_path / "file" / "cache"), LENGTH)
+    local = local_folder(config(server.url, tmp_path / "cache"), LENGTH)
+    (local / ".locks").write_text("")
+    with pytest.raises(DataError, match="data.cache_folder.*locks: File exists"):
+        TokenDataset(local, "train", LENGTH).rows(np.arange(3))
 
 
 def wait_until(happened: Any) -> None:
