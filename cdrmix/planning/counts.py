@@ -215,34 +215,63 @@ class StageBCounts:
 
     Attributes:
         adapters: low-rank factors of the plastic adapters (parameters).
-        heads: linear policy head over four memory actions, and value head (parameters).
-        summariser: projections into and out of the summary slots (parameters).
+        gates: gain, modulator and trace of every adapter (parameters).
+        heads: policy head over four memory actions, and value head (parameters).
+        summariser: projections into and out of the summary slots, and their gate (parameters).
+        retrieval: projections to keys and queries of episodic memory (parameters).
         plastic_state: fast weights of one sequence (float32 values, not parameters).
     """
 
     adapters: int
+    gates: int
     heads: int
     summariser: int
+    retrieval: int
     plastic_state: int
 
     @property
     def total_params(self) -> int:
         """Parameters that Stage B trains beside the backbone."""
-        return self.adapters + self.heads + self.summariser
+        return self.adapters + self.gates + self.heads + self.summariser + self.retrieval
+
+
+# As cdrmix/reasoning builds them; tests/unit/test_model_size.py holds both to each other.
+_SUMMARY_SLOTS = 8
+_POLICY_ACTIONS, _POLICY_FEATURES, _VALUE_WIDTH = 4, 9, 64
+_SCALARS_PER_ADAPTER = 3
 
 
 def stage_b_params(model: ModelConfig, stage_b: StageBConfig) -> StageBCounts:
-    """Parameters of Stage B: adapters on receptance, key and value of RWKV blocks and on query,
-    key, value and output of Transformer blocks; experts are not adapted.
-    """
+    """Parameters of Stage B, exactly as built."""
     width, rank = model.hidden_size, stage_b.adapters.rank
-    kv_width = model.num_kv_heads * model.head_dim
-    transformer = model.layer_kinds().count("transformer")
-    rwkv = model.num_layers - transformer
-    per_transformer = rank * (2 * (width + width) + 2 * (width + kv_width))
+    adapted = _adapted_matrices(model)
+    summary = stage_b.memory.summary_dim
+    slot = summary // _SUMMARY_SLOTS
+    features = _POLICY_FEATURES
     return StageBCounts(
-        adapters=rwkv * rank * 3 * (width + width) + transformer * per_transformer,
-        heads=width * 4 + width,
-        summariser=2 * width * stage_b.memory.summary_dim,
-        plastic_state=(3 * rwkv + 4 * transformer) * rank**2,
+        adapters=sum(rank * (inner + outer) for inner, outer in adapted),
+        gates=sum(inner + _SCALARS_PER_ADAPTER for inner, _ in adapted),
+        heads=width * (_POLICY_ACTIONS + 1)
+        + (features + 1) * (_POLICY_ACTIONS + _VALUE_WIDTH)
+        + _VALUE_WIDTH
+        + 1,
+        summariser=4 * width * slot + (2 * slot + 1) * slot + _SUMMARY_SLOTS * slot,
+        retrieval=2 * width * summary,
+        plastic_state=len(adapted) * rank**2,
     )
+
+
+def _adapted_matrices(model: ModelConfig) -> list[tuple[int, int]]:
+    """Inputs and outputs of every layer with an adapter: receptance, key and value of RWKV blocks,
+    query, key, value and output of Transformer blocks, dense feed-forwards; experts have none.
+    """
+    width, inner = model.hidden_size, model.ffn_hidden_size
+    kv_width = model.num_kv_heads * model.head_dim
+    time_mix = [(width, width)] * 3
+    attention = [(width, width), (width, kv_width), (width, kv_width), (width, width)]
+    dense = [(width, inner), (inner, width)] if model.moe is None else []
+    return [
+        matrix
+        for kind in model.layer_kinds()
+        for matrix in (time_mix if kind == "rwkv" else attention) + dense
+    ]

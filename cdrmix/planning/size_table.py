@@ -77,8 +77,10 @@ def as_json(size: Size) -> dict[str, Any]:
         row["stage_b_params"] = size.stage_b.total_params
         row["stage_b"] = {
             "adapters": size.stage_b.adapters,
+            "gates": size.stage_b.gates,
             "heads": size.stage_b.heads,
             "summariser": size.stage_b.summariser,
+            "retrieval": size.stage_b.retrieval,
             "plastic_state_per_sequence": size.stage_b.plastic_state,
         }
     return row

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import AdapterConfig
 from cdrmix.models.attention import Attention
-from cdrmix.models.backbone import Backbone, BlockState, Output
+from cdrmix.models.backbone import Backbone, Output
+from cdrmix.models.block import BlockState
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.rwkv7 import TimeMix
 from cdrmix.reasoning.adapter import Adapted, Guards, PlasticAdapter
@@ -101,7 +102,7 @@ class PlasticBackbone(nn.Module):
                 for name, layer in self._layers.items()
             }
         )
-        self.rank = config.rank
+        self.adapter_config = config
 
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
@@ -112,7 +113,10 @@ class PlasticBackbone(nn.Module):
     def start(self, batch_size: int) -> EpisodeState:
         """State of a batch of episodes before their first token."""
         device = self.backbone.embedding.weight.device
-        layers = {name: blank(batch_size, self.rank, device=device) for name in self._layers}
+        layers = {
+            name: blank(batch_size, self.adapter_config.rank, device=device)
+            for name in self._layers
+        }
         return EpisodeState(blocks=None, plastic=PlasticState(layers, num_tokens=0))
 
     def forward(

@@ -8,7 +8,12 @@ import torch
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import ModelConfig
 from cdrmix.models.backbone import Backbone, logical_name
-from cdrmix.planning.counts import count, parameter_shapes
+from cdrmix.planning.counts import count, parameter_shapes, stage_b_params
+from cdrmix.reasoning.hebbian import PlasticBackbone
+from cdrmix.reasoning.policy import MemoryPolicy
+from cdrmix.reasoning.retrieval import RetrievalEncoder
+from cdrmix.reasoning.stream import NUM_FEATURES
+from cdrmix.reasoning.working_memory import WorkingMemory
 
 VARIANTS = sorted(shipped("model_configs").glob("cdrmix-*.yaml"))
 
@@ -43,3 +48,27 @@ def test_other_shapes_are_built_as_counted(changes: dict) -> None:
     tiny = load_config(shipped("model_configs") / "cdrmix-core-tiny.yaml").model
     config = ModelConfig.model_validate({**tiny.model_dump(), **changes})
     assert built_shapes(config) == parameter_shapes(config)
+
+
+@pytest.mark.parametrize("with_experts", [True, False], ids=["experts", "dense"])
+def test_stage_b_is_counted_as_it_is_built(with_experts: bool) -> None:
+    config = load_config(shipped("model_configs") / "cdrmix-reason-4b.yaml")
+    stage_b = config.stage_b
+    assert stage_b is not None
+    dense = {"hidden_size": 64, "num_layers": 4, "num_heads": 2, "vocab_size": 256}
+    experts = {"num_experts": 2, "top_k": 1, "expert_hidden_size": 32}
+    model = ModelConfig.model_validate({**dense, "moe": experts if with_experts else None})
+    counts = stage_b_params(model, stage_b)
+    plastic = PlasticBackbone(Backbone(model), stage_b.adapters)
+    adapters = dict(plastic.adapters.named_parameters())
+    assert counts.adapters == sum(p.numel() for p in adapters.values() if p.dim() == 2)
+    assert counts.gates == sum(p.numel() for p in adapters.values() if p.dim() < 2)
+    state = plastic.start(1).plastic.layers.values()
+    assert counts.plastic_state == sum(layer.weights.numel() for layer in state)
+    summary = stage_b.memory.summary_dim
+    for counted, module in (
+        (counts.heads, MemoryPolicy(64, NUM_FEATURES)),
+        (counts.summariser, WorkingMemory(64, stage_b.memory)),
+        (counts.retrieval, RetrievalEncoder(64, summary)),
+    ):
+        assert counted == sum(parameter.numel() for parameter in module.parameters())
