@@ -5,13 +5,14 @@ leaves out what does not grow with the model: router statistics and their counts
 """
 
 import collections
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
 from cdrmix import runtime
+from cdrmix.planning import zero
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.cost import CostModel
 from cdrmix.planning.memory import MemoryModel
@@ -23,6 +24,7 @@ from tools.benchmark.memory import ACCUMULATION, Case, make_config
 KINDS = {
     ("all_reduce", ""): "gradients_all_reduce",
     ("all_gather_into_tensor", ""): "weights_all_gather",
+    ("reduce_scatter_tensor", ""): "gradients_reduce_scatter",
     ("all_to_all_single", ""): "expert_all_to_all",
     ("all_reduce", "tensor_group"): "tensor_all_reduce",
     ("all_gather_into_tensor", "tensor_group"): "tensor_all_gather",
@@ -45,6 +47,7 @@ def count_calls() -> collections.Counter[tuple[str, Any]]:
         called = getattr(torch.distributed, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            # what a rank has of a message: a reduce-scatter's output comes first, and is less
             given = args or tuple(kwargs.values())
             tensor = given[1] if name == "reduce_scatter_tensor" else given[0]
             size = tensor.numel() * tensor.element_size()
@@ -60,8 +63,11 @@ def count_calls() -> collections.Counter[tuple[str, Any]]:
     return counted
 
 
-def exchanged(fields: dict[str, Any]) -> tuple[int, dict[str, int]]:
-    """Stage of this rank, and its payload of one step by the plan's names."""
+def exchanged(
+    fields: dict[str, Any], zero: dict[str, Any] | None = None
+) -> tuple[int, dict[str, int]]:
+    """Stage of this rank, and its payload of one step by the plan's names, once DeepSpeed knows
+    the model."""
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.step import train_step
     from cdrmix.parallel.apply import build_model
@@ -72,13 +78,17 @@ def exchanged(fields: dict[str, Any]) -> tuple[int, dict[str, int]]:
     runtime.initialize_distributed()
     config = make_config(case)
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
+    changed = choice.deepspeed["zero_optimization"] | (zero or {})
+    choice = replace(choice, deepspeed=choice.deepspeed | {"zero_optimization": changed})
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     torch.manual_seed(topology.data_rank)
-    counted.clear()
     shape = (ACCUMULATION, case.micro_batch, case.length // case.sequence)
-    ids = torch.randint(0, 512, shape)
-    train_step(engine, config, topology, {"input_ids": ids, "labels": ids}, step=0, tokens=1000)
+    for step in range(2):  # ZeRO-3 learns which modules follow; then one is counted
+        counted.clear()
+        ids = torch.randint(0, 512, shape)
+        batch = {"input_ids": ids, "labels": ids}
+        train_step(engine, config, topology, batch, step=step, tokens=1000)
     ours = {id(getattr(topology, name)): name for _, name in KINDS if name}
     found: collections.Counter[str] = collections.Counter()
     for (name, group), size in counted.items():
@@ -155,6 +165,17 @@ SEQUENCE: dict[str, Any] = {"world": 2, "sequence": 2, "micro_batch": 4}
             moe=False,
             **SEQUENCE | {"world": 4, "sequence": 4},
         ),
+        Case("dense, ZeRO-3", world=2, profile="zero3", moe=False, hidden=512),
+        Case(
+            "dense, ZeRO-3 offloaded, bf16, recomputed",
+            world=2,
+            profile="zero3_offload",
+            moe=False,
+            hidden=512,
+            precision="bf16",
+            checkpointing=True,
+        ),
+        Case("ZeRO-2 offloaded", world=2, profile="zero2_offload", expert=2, length=512),
     ],
     ids=lambda case: case.name,
 )
@@ -167,3 +188,23 @@ def test_ranks_exchange_as_many_bytes_as_planned(case: Case) -> None:
             stages[stage].append(sent.get(kind, 0))
         found = max(sum(sent) / len(sent) for sent in stages.values())
         assert found == pytest.approx(plan.get(kind, 0), rel=TOLERANCE), kind
+
+
+# with recomputation a block is read three times in a row: no distance is shorter than that
+@pytest.mark.parametrize(
+    ("distance", "recompute"), [(0, False), (8_000_000, False), (8_000_000, True)]
+)
+def test_what_zero3_lets_go_of_it_gathers_again(
+    distance: int, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a model does that is larger than DeepSpeed's reuse distance of 1e9 elements."""
+    case = Case(
+        "large", world=2, profile="zero3", moe=False, hidden=512, checkpointing=recompute
+    )  # 14e6 elements
+    small = {"stage3_max_reuse_distance": distance, "stage3_prefetch_bucket_size": 0}
+    monkeypatch.setattr(zero, "REUSE_DISTANCE", distance)
+    _, found = run_ranks(exchanged, case.world, asdict(case), small)[0]
+    # whole modules are let go of, the largest of which has a fifteenth of the elements
+    assert found["weights_all_gather"] == pytest.approx(
+        planned(case)["weights_all_gather"], rel=0.05
+    )

@@ -1,9 +1,10 @@
 """The plan's bytes per rank against what a run allocates, part by part.
 
 Small models on CPU ranks: weights, gradients and optimizer are the storages that DeepSpeed holds
-between two micro-steps and after a step; activations are the storages that autograd saves, seen by
-torch's saved-tensor hooks. Where there is a GPU, the peak of CUDA's allocator over two steps is
-compared with the plan's total, without its allowances for fragmentation and context.
+between two micro-steps and after a step, and host those of them that a GPU's rank would have on the
+host; activations are the storages that autograd saves, seen by torch's saved-tensor hooks. Where
+there is a GPU, the peak of CUDA's allocator over two steps is compared with the plan's total,
+without its allowances for fragmentation and context.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.profile import Choice, arrangement, choose
 
 ACCUMULATION = 2  # a micro-step that does not end a step shows what is kept between them
-PARTS = ("weights", "gradients", "optimizer", "activations")
+PARTS = ("weights", "gradients", "optimizer", "host", "activations")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,17 @@ CASES = (
          checkpointing=True),
     Case("MoE, 2 ranks, sequence, spans", world=2, sequence=2, length=512, checkpointing=True,
          span=64),
+    Case("dense, ZeRO-3", moe=False, profile="zero3"),
+    Case("dense, 2 ranks, ZeRO-3", world=2, moe=False, hidden=384, profile="zero3"),
+    Case("dense, bf16, 2 ranks, ZeRO-3", world=2, moe=False, precision="bf16", profile="zero3"),
+    Case("dense, 2 ranks, ZeRO-3 offloaded", world=2, moe=False, hidden=384,
+         profile="zero3_offload"),
+    Case("dense, bf16, ZeRO-3 offloaded", moe=False, precision="bf16", profile="zero3_offload"),
+    Case("dense, ZeRO-2 offloaded", moe=False, profile="zero2_offload"),
+    Case("MoE, 2 ranks, experts spread, ZeRO-2 offloaded", world=2, expert=2, length=512,
+         profile="zero2_offload"),
+    Case("MoE, bf16, 2 ranks, ZeRO-2 offloaded", world=2, precision="bf16",
+         profile="zero2_offload"),
 )  # fmt: skip
 
 CUDA_CASES = tuple(
@@ -152,7 +164,8 @@ def predicted(case: Case) -> dict[str, int]:
     config = make_config(case)
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
     model = MemoryModel(config, "cpu", wkv="chunked" if isinstance(load(), str) else "cpp")
-    return model.estimate(arrangement(choice)).to_json()
+    memory = model.estimate(arrangement(choice))
+    return memory.to_json() | {"host": memory.host}
 
 
 def measured(fields: dict[str, Any]) -> dict[str, int]:
@@ -169,26 +182,34 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     choice = _with_small_buckets(choice)
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
-    weights = storages(engine.module.parameters())
     torch.manual_seed(topology.data_rank)
     ids = torch.randint(0, 512, (case.micro_batch, case.length // case.sequence))
 
     def forward() -> Tensor:
         return micro_step(engine, config, topology, ids, ids.clone(), nats_scale=1e-3).loss
 
+    if choice.zero_stage == 3:  # learns which modules follow, and makes whole what stays so
+        for _ in range(ACCUMULATION):
+            engine.backward(forward())
+            engine.step()
+    weights = weight_storages(engine)
     kept, loss = saved(forward, known=weights)
+    gathered = storages(engine.module.parameters())
+    kept = {key: piece for key, piece in kept.items() if key not in gathered}
     if case.checkpointing:
         kept |= largest_unit(forward, known=weights)
-    found = {"weights": total(weights), "activations": total(kept)}
+    found = {"activations": total(kept)}
     del kept
-    for last in (False, True):
-        engine.backward(loss)
-        if not last:
-            found["gradients"] = total(gradient_storages(engine))
-        engine.step()
-        if not last:
-            loss = forward()
-    found["optimizer"] = total(optimizer_storages(engine))
+    engine.backward(loss)
+    gradients = gradient_storages(engine)
+    found["gradients"] = total(without(gradients, host_storages(engine)))
+    engine.step()
+    engine.backward(forward())
+    engine.step()
+    host = host_storages(engine)
+    found["weights"] = total(without(weights, host))
+    found["optimizer"] = total(without(optimizer_storages(engine), host))
+    found["host"] = total(host)
     runtime.destroy_distributed()
     return found
 
@@ -214,6 +235,11 @@ def total(pieces: Storages) -> int:
     return sum(piece.nbytes() for piece in pieces.values())
 
 
+def without(pieces: Storages, others: Storages) -> Storages:
+    """The first that are not among the second."""
+    return {key: piece for key, piece in pieces.items() if key not in others}
+
+
 def saved(run: Callable[[], Any], *, known: Storages) -> tuple[Storages, Any]:
     """What autograd saves while `run` computes, but for what is known; and its result."""
     kept: list[Tensor] = []
@@ -224,7 +250,7 @@ def saved(run: Callable[[], Any], *, known: Storages) -> tuple[Storages, Any]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()
-    return {key: piece for key, piece in storages(kept).items() if key not in known}, result
+    return without(storages(kept), known), result
 
 
 def largest_unit(run: Callable[[], Tensor], *, known: Storages) -> Storages:
@@ -256,10 +282,20 @@ def largest_unit(run: Callable[[], Tensor], *, known: Storages) -> Storages:
     return most[0]
 
 
+def weight_storages(engine: Any) -> Storages:
+    """Weights: under ZeRO-3 a rank's shares, and what it keeps whole beside them."""
+    parameters = list(engine.module.parameters())
+    if engine.zero_optimization_stage() < 3:
+        return storages(parameters)
+    whole = [parameter for parameter in parameters if parameter.ds_persist]
+    return storages([*(parameter.ds_tensor for parameter in parameters), *whole])
+
+
 def gradient_storages(engine: Any) -> Storages:
     """Gradients that are kept from one micro-step to the next."""
     optimizer = engine.optimizer
     tensors = [parameter.grad for parameter in engine.module.parameters()]
+    tensors.append(getattr(optimizer, "grad_partitions_flat_buffer", None))
     tensors += getattr(optimizer, "fp32_groups_gradients_flat", [])
     for kind in ("averaged_gradients", "all_grad_tensors"):
         for group in getattr(optimizer, kind, {}).values():
@@ -269,9 +305,30 @@ def gradient_storages(engine: Any) -> Storages:
 
 def optimizer_storages(engine: Any) -> Storages:
     """Masters, moments and step counts."""
-    masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
-    return storages([*masters, *(value for value in states if torch.is_tensor(value))])
+    return storages([*masters(engine), *(value for value in states if torch.is_tensor(value))])
+
+
+def masters(engine: Any) -> list[Tensor]:
+    """Float32 masters, which the optimizer's groups hold but for ZeRO-3."""
+    groups = engine.optimizer.param_groups
+    cut = getattr(engine.optimizer, "fp32_partitioned_groups_flat", [])
+    return [*cut, *(master for group in groups for master in group["params"])]
+
+
+def host_storages(engine: Any) -> Storages:
+    """What offloading moves to the host, whatever this machine's device is."""
+    settings, optimizer, tensors = engine._config.zero_config, engine.optimizer, []
+    if settings.offload_optimizer is not None:
+        tensors += [master.grad for master in masters(engine)]
+        tensors += getattr(optimizer, "param_buffer_of_bit16_for_cpu_offload_groups", [])
+        tensors += getattr(optimizer, "accumulated_grads_in_cpu", {}).values()
+        for buffer in ("temp_grad_buffer_for_cpu_offload", "grad_partitions_flat_buffer"):
+            tensors.append(getattr(optimizer, buffer, None))
+    if settings.offload_param is not None:
+        tensors += [parameter.ds_tensor for parameter in engine.module.parameters()]
+    states = optimizer_storages(engine) if settings.offload_optimizer is not None else {}
+    return storages(tensors) | states
 
 
 def compare(case: Case) -> dict[str, Any]:
@@ -372,7 +429,8 @@ def main() -> None:
         print(row["case"]["name"])
         for part in PARTS:
             guess, found = row["predicted"][part], row["measured"][part]
-            print(f"  {part:12} {guess:12,} {found:12,} {guess / found - 1:+8.2%}")
+            if found:
+                print(f"  {part:12} {guess:12,} {found:12,} {guess / found - 1:+8.2%}")
     print("\n".join(peak_lines(result["cuda"])))
 
 
