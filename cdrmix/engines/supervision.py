@@ -9,9 +9,8 @@ from cdrmix import runtime
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, start_head
 from cdrmix.cluster.outcome import Outcome, await_outcome, write_outcome
 from cdrmix.config.schema import SupervisionConfig
-from cdrmix.errors import TrainingError
+from cdrmix.errors import EXIT_FAULT, TrainingError
 
-_EXIT_FAULT = 1
 _INTERVALS_FOR_THE_HEAD = 3
 _SECONDS_FOR_OUTCOME = 2.0
 
@@ -38,7 +37,7 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
     )
     assert meeting is not None, "rank 0 made it"
     heartbeat = Heartbeat(meeting, limits, rank=runtime.rank())
-    code = _EXIT_FAULT
+    code = EXIT_FAULT
     try:
         code = action(heartbeat)
     except TrainingError as error:
@@ -50,7 +49,7 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
         time.sleep(_INTERVALS_FOR_THE_HEAD * limits.interval_seconds)
         raise
     except SystemExit as end:  # of a signal, outside the loop
-        code = end.code if isinstance(end.code, int) else _EXIT_FAULT
+        code = end.code if isinstance(end.code, int) else EXIT_FAULT
         raise
     finally:
         heartbeat.leave(code)
