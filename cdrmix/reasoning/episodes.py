@@ -260,8 +260,8 @@ def try_branches(environment: SegmentStream, policy: MemoryPolicy, state: Stream
 
     All branches of all states are rows of one batch and share nothing. A branch's advantage is
     r + gamma V(s') - V(s); of those with at least `accept_threshold` the likeliest action is kept,
-    and where there is none the state stays as it was. (Of the best advantage instead, a trained
-    agent's success fell from 1.00 to .33: the value head errs more often than the policy.)
+    and where there is none the state stays as it was. A value head errs more often than a trained
+    policy: see the branches' success in docs/reasoning.md before acting on this.
     """
     config, decision = environment.config, policy(*environment.observe(state))
     count = min(config.max_branches, len(Action))

@@ -1,7 +1,4 @@
-"""The memory agent: legality, rewards, rollouts, branches, and that it learns.
-
-The long form of the learning runs is tools/benchmark/learn_policy.py.
-"""
+"""The memory agent: legality, rewards, rollouts and branches."""
 
 import dataclasses
 import math
@@ -17,10 +14,8 @@ from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, StreamState
 from tools.benchmark.learn_policy import (
     HIDDEN,
     NUM_SEGMENTS,
-    collapse,
     environment,
     fresh_policy,
-    learn,
     make_streams,
 )
 
@@ -206,18 +201,3 @@ def test_of_the_branches_that_are_good_enough_the_likeliest_is_kept() -> None:
     for row in range(6):
         kept = [int(order[row, k]) for k in range(3) if good[row, k]]
         assert tried.actions[row] == (kept[0] if kept else -1)
-
-
-def test_the_agent_learns_to_store_retrieve_and_splice() -> None:
-    found = learn(0, iterations=60)
-    assert found["trained"]["success"] >= 0.90
-    assert found["trained"]["operations"] <= 8
-    assert found["random"]["success"] <= 0.15
-    assert found["cache_write masked"]["success"] <= 0.02
-    assert found["largest kl"] <= 1.5 * environment().config.kl_target
-
-
-def test_returns_divided_by_their_deviation_teach_to_do_nothing() -> None:
-    found = collapse(iterations=50)
-    assert found["ours"]["success"] >= 0.90
-    assert (found["divided"]["success"], found["divided"]["operations"]) == (0.0, 0.0)

@@ -21,6 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools.benchmark.learn_rows import (
+    binding_rows,
+    policy_rows,
+    registers_rows,
+    retrieval_rows,
+)
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 
@@ -259,6 +266,10 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "layouts": ("Layouts on two ranks", layouts_rows),
     "train": ("make train", train_rows),
     "memory": ("Memory against the plan", memory_rows),
+    "learn_binding": ("Stage B: plastic adapters bind beyond the window", binding_rows),
+    "learn_registers": ("Stage B: working memory tracks registers", registers_rows),
+    "learn_retrieval": ("Stage B: episodic retrieval", retrieval_rows),
+    "learn_policy": ("Stage B: the memory agent", policy_rows),
 }
 
 

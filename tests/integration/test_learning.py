@@ -1,0 +1,51 @@
+"""Every part of Stage B learns what it is for, and its controls do not.
+
+Seed 0 and as few steps as it takes; three seeds and longer runs are in `make bench`, by the same
+functions.
+"""
+
+import pytest
+
+from tools.benchmark import learn_binding as binding
+from tools.benchmark import learn_policy as policy
+from tools.benchmark import learn_registers as registers
+from tools.benchmark import learn_retrieval as retrieval
+
+
+@pytest.mark.parametrize("rank", binding.ROWS)
+def test_adapters_bind_what_has_left_the_window(rank: int) -> None:
+    found = binding.learn(rank, seed=0)
+    assert found["trained"] >= 0.90
+    assert found["gap x4"] >= 0.75
+    assert found["plastic off"] <= 0.15
+    assert found["largest weight"] <= binding.adapter_config(rank).clamp
+
+
+def test_registers_are_tracked_beyond_the_window() -> None:
+    found = registers.learn(seed=0, steps=350)
+    assert found["trained"] >= 0.95
+    assert found["4x longer"] >= 0.80
+    assert found["window alone"] <= 0.20
+
+
+def test_trained_keys_are_found_among_distractors_and_raw_ones_are_not() -> None:
+    found = retrieval.learn(0, steps=150, num_distractors=2048)
+    assert found["trained"] >= 0.95
+    assert found["among distractors"] >= 0.90
+    assert found["untrained"] <= 0.15
+    assert found["raw"] <= 0.15
+
+
+def test_the_agent_learns_to_store_retrieve_and_splice() -> None:
+    found = policy.learn(0, iterations=60)
+    assert found["trained"]["success"] >= 0.90
+    assert found["trained"]["operations"] <= 8
+    assert found["random"]["success"] <= 0.15
+    assert found["cache_write masked"]["success"] <= 0.02
+    assert found["largest kl"] <= 1.5 * policy.environment().config.kl_target
+
+
+def test_returns_divided_by_their_deviation_teach_to_do_nothing() -> None:
+    found = policy.collapse(iterations=50)
+    assert found["ours"]["success"] >= 0.90
+    assert (found["divided"]["success"], found["divided"]["operations"]) == (0.0, 0.0)
