@@ -106,7 +106,7 @@ def planned(case: Case) -> dict[str, int]:
 
 
 # Samples enough for the tokens that shifts take from other ranks to count.
-SEQUENCE: dict[str, Any] = {"world": 2, "sequence": 2, "micro_batch": 4}
+SEQUENCE: dict[str, Any] = {"world": 2, "sequence": 2, "micro_batch": 8}
 
 
 @pytest.mark.parametrize(

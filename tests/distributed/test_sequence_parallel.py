@@ -1,0 +1,84 @@
+"""Runs whose ranks split the tokens of a sample: other layouts at resume, evaluation, bf16.
+
+That losses, gradients and weights are those of one process is in test_layouts.py.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdrmix import runtime
+from cdrmix.monitoring.sinks import read_metrics
+from tests.distributed.test_resume import train
+from tests.harness import run_ranks
+from tests.layouts import Case, deviation, reference, trained
+from tests.small_run import STEPS, arguments, overrides
+
+LENGTH = "training.sequence_length=128"
+
+
+def measured(run_dir: Path, name: str) -> list[float]:
+    return [line[name] for line in read_metrics(run_dir / "metrics.jsonl") if name in line]
+
+
+@pytest.fixture(scope="module")
+def not_moved(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directory of an uninterrupted run on two sequence ranks."""
+    run_dir = tmp_path_factory.mktemp("not-moved") / "run"
+    argv = [*arguments(small_corpus, run_dir), *overrides([LENGTH, "parallel.sequence=2"])]
+    assert run_ranks(train, 2, argv) == [0, 0]
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ranks"), [(2, 1, 1), (2, 1, 2), (1, 2, 2)],
+    ids=["to one rank", "to two data ranks", "from two data ranks"],
+)  # fmt: skip
+def test_a_run_goes_on_with_another_split_of_its_samples(
+    before: int, after: int, ranks: int, small_corpus: Path, tmp_path: Path, not_moved: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = arguments(small_corpus, run_dir)
+    first = overrides([LENGTH, f"parallel.sequence={before}"])
+    assert run_ranks(train, 2, [*argv, *first], "TERM", 3, 1) == [75, 75]
+    then = overrides([LENGTH, f"parallel.sequence={after}"])
+    assert run_ranks(train, ranks, [*argv, *then, "--resume", "auto"]) == [0] * ranks
+    for name in ("loss", "grad_norm", "eval/loss"):
+        assert measured(run_dir, name) == pytest.approx(measured(not_moved, name), rel=1e-5), name
+    assert measured(run_dir, "tokens_seen") == [8 * 128 * step for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("length", [24, 64], ids=["by heads", "by state"])
+def test_half_precision_differs_by_its_rounding_from_one_process(length: int) -> None:
+    case = Case(data=2, sequence=2, length=length, training={"precision": "bf16"})
+    found, expected = trained(case), reference(case.in_one_process())
+    assert deviation(found.losses, expected.losses) < 1e-3  # bf16 rounds by up to 2^-9
+    assert deviation(found.norms, expected.norms) < 5e-3
+
+
+def exchange() -> list[list[torch.Tensor]]:
+    """Tensors of different types and widths there, and back; the first of them, and both."""
+    from cdrmix.parallel.sequence import _Exchange, _Part
+
+    runtime.initialize_distributed()
+    part = _Part(torch.distributed.group.WORLD, runtime.world_size(), runtime.rank())
+    source = torch.Generator().manual_seed(runtime.rank())
+    given = [
+        torch.randn(2, 3, 4, 6, generator=source).bfloat16(),
+        torch.randn(2, 3, 2, 8, generator=source),
+    ]
+    there = _Exchange.apply(part, True, *given)
+    back = _Exchange.apply(part, False, *there)
+    runtime.destroy_distributed()
+    return [[x.float().numpy() for x in tensors] for tensors in (given, there, back)]
+
+
+def test_tokens_are_exchanged_for_heads_and_back_bit_by_bit() -> None:
+    ranks = run_ranks(exchange, 2)
+    for i in range(2):
+        whole = torch.cat([torch.from_numpy(given[i]) for given, _, _ in ranks], dim=1)
+        for rank, (given, there, back) in enumerate(ranks):
+            own_heads = whole.chunk(2, dim=2)[rank]
+            assert torch.equal(torch.from_numpy(there[i]), own_heads)
+            assert (back[i] == given[i]).all()
