@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config
+from cdrmix.planning.activations import WKVForm
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.profile import Choice, arrangement, choose
 
@@ -157,14 +158,18 @@ def make_config(case: Case) -> Config:
     )
 
 
-def predicted(case: Case) -> dict[str, int]:
-    """The plan's figures for a case on CPU ranks."""
+def wkv_form() -> WKVForm:
+    """Form of the WKV-7 op that CPU ranks of this machine take."""
     from cdrmix.models.wkv7_cpu import load
 
+    return "chunked" if isinstance(load(), str) else "cpp"
+
+
+def predicted(case: Case) -> dict[str, int]:
+    """The plan's figures for a case on CPU ranks."""
     config = make_config(case)
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
-    model = MemoryModel(config, "cpu", wkv="chunked" if isinstance(load(), str) else "cpp")
-    memory = model.estimate(arrangement(choice))
+    memory = MemoryModel(config, "cpu", wkv=wkv_form()).estimate(arrangement(choice))
     return memory.to_json() | {"host": memory.host}
 
 
@@ -179,7 +184,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     runtime.initialize_distributed()
     config = make_config(case)
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
-    choice = _with_small_buckets(choice)
+    choice = with_small_buckets(choice)
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     torch.manual_seed(topology.data_rank)
@@ -214,7 +219,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-def _with_small_buckets(choice: Choice) -> Choice:
+def with_small_buckets(choice: Choice) -> Choice:
     """Buckets of a million elements: the shipped ones take a gigabyte on each rank."""
     small = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     zero = choice.deepspeed["zero_optimization"] | small
@@ -289,6 +294,22 @@ def weight_storages(engine: Any) -> Storages:
         return storages(parameters)
     whole = [parameter for parameter in parameters if parameter.ds_persist]
     return storages([*(parameter.ds_tensor for parameter in parameters), *whole])
+
+
+def largest_block(blocks: Iterable[torch.nn.Module], case: Case, *, known: Storages) -> Storages:
+    """What the block with the most activations saves when it is recomputed, inputs not counted."""
+    most: Storages = {}
+    for block in blocks:
+        dtype = next(block.parameters()).dtype
+        x = torch.randn(case.micro_batch, case.length, case.hidden, dtype=dtype)
+        x.requires_grad_()
+        creates = getattr(block.mixer, "creates_v_first", False)
+        heads = x.detach()[..., : case.hidden // case.tensor].clone().requires_grad_()
+        v_first = None if creates else heads
+        inputs = storages([x, v_first])
+        kept, _ = saved(lambda: block(x, v_first)[0], known=known | inputs)  # noqa: B023
+        most = max(most, kept, key=total)
+    return most
 
 
 def gradient_storages(engine: Any) -> Storages:
