@@ -112,7 +112,7 @@ class PlasticBackbone(nn.Module):
 
     def start(self, batch_size: int) -> EpisodeState:
         """State of a batch of episodes before their first token."""
-        device = self.backbone.embedding.weight.device
+        device = self.backbone.device
         layers = {
             name: blank(batch_size, self.adapter_config.rank, device=device)
             for name in self._layers
