@@ -134,10 +134,10 @@ def gathered(total: int, *, largest: int) -> int:
 def gathered_in_a_micro_step(blocks: int, *, embedding: int, recompute: bool) -> int:
     """Elements that a rank gathers under ZeRO-3 in one micro-step, persistent ones left out.
 
-    A parameter is gathered for the forward pass, and again for the backward pass unless the reader
-    meets it again within the reuse distance: on the way up and back again it passes twice, and with
-    recomputation three times, what lies above. The embedding is read at the start of both passes,
-    so to say: below, and as the head on top.
+    A block's parameter is gathered for the forward pass, and again for the backward pass unless it
+    is read again within the reuse distance: between the two readings what lies above is read twice,
+    with recomputation three times. The embedding is read first and as the head, and in the backward
+    pass as the head and last; the head's two readings follow each other.
 
     Args:
         blocks: elements of all blocks.

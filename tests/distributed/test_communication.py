@@ -64,10 +64,12 @@ def count_calls() -> collections.Counter[tuple[str, Any]]:
 
 
 def exchanged(
-    fields: dict[str, Any], zero: dict[str, Any] | None = None
+    fields: dict[str, Any], settings: dict[str, Any] | None = None
 ) -> tuple[int, dict[str, int]]:
-    """Stage of this rank, and its payload of one step by the plan's names, once DeepSpeed knows
-    the model."""
+    """Stage of this rank, and its payload of one step by the plan's names.
+
+    Of the second step: in the first one ZeRO-3 learns which modules follow.
+    """
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.step import train_step
     from cdrmix.parallel.apply import build_model
@@ -78,7 +80,7 @@ def exchanged(
     runtime.initialize_distributed()
     config = make_config(case)
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
-    changed = choice.deepspeed["zero_optimization"] | (zero or {})
+    changed = choice.deepspeed["zero_optimization"] | (settings or {})
     choice = replace(choice, deepspeed=choice.deepspeed | {"zero_optimization": changed})
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)

@@ -228,3 +228,26 @@ def test_state_that_is_damaged_throughout_ends_with_3(
         )
     text = refused([*argv, "--resume", "auto"], capfd, code=3)
     assert "every checkpoint is damaged" in text
+
+
+def test_a_zero3_run_of_a_dense_model_goes_on_where_it_was_stopped(
+    small_corpus: Path, tmp_path: Path
+) -> None:
+    dense = ("--set", "model.moe=null", "--profile")
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    argv = arguments(small_corpus, stopped, *dense, "zero3_offload")
+    assert run_ranks(train, 2, argv, "TERM", 4, 1) == [75, 75]
+    assert run_ranks(train, 2, [*argv, "--resume", "auto"]) == [0, 0]
+    assert run_ranks(train, 2, arguments(small_corpus, whole, *dense, "zero3_offload")) == [0, 0]
+    assert_equal_results(stopped, whole)
+    unpartitioned = tmp_path / "unpartitioned"
+    assert run_ranks(train, 1, arguments(small_corpus, unpartitioned, *dense, "zero1")) == [0]
+    found, expected = (
+        [
+            (line["loss"], line.get("eval/loss", 1.0))
+            for line in read_metrics(path / "metrics.jsonl")
+        ]
+        for path in (whole, unpartitioned)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
