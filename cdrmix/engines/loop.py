@@ -6,6 +6,8 @@ What is trained on, and with which loss, is the stage's.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from collections.abc import Callable
 from functools import partial
@@ -63,13 +65,14 @@ def start_engine(
     deepspeed, degrees = runtime.import_deepspeed(), topology.degrees
     # a pipeline brings a grid of its own
     needs_telling = degrees.tensor > 1 and degrees.pipeline == 1
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer(model, config.training),
-        config=choice.deepspeed,
-        mpu=ModelParallelUnit(topology) if needs_telling else None,
-        dist_init_required=False,
-    )
+    with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer tells of memory at length
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer(model, config.training),
+            config=choice.deepspeed,
+            mpu=ModelParallelUnit(topology) if needs_telling else None,
+            dist_init_required=False,
+        )
     return engine
 
 

@@ -95,26 +95,21 @@ def _pass_through_stages(
     """DeepSpeed's schedule of one forward, one backward; losses are on the last stage only."""
     parts: list[MicroStep] = []
     pipeline: Pipeline = engine.module
+    coming = iter(micro_batches)
 
-    def loss_of(output: Output, wanted: tuple[Tensor, ...]) -> Tensor:
-        embedding, (labels, *weights) = pipeline.stage.embedding, wanted
-        weights_or_none = weights[0] if weights else None
+    def objective(output: Output) -> Tensor:  # of each micro-batch in turn
+        inputs, embedding = next(coming), pipeline.stage.embedding
         part = loss(
-            *(output, embedding, labels, config, topology),
+            *(output, embedding, inputs["labels"], config, topology),
             nats_scale=nats_scale,
-            weights=weights_or_none,
+            weights=inputs.get("weights"),
         )
         parts.append(part)
         return part.loss
 
-    pipeline.loss_fn = loss_of
-
-    def named(inputs: Batch, *names: str) -> tuple[Tensor, ...]:
-        return tuple(inputs[name] for name in names if name in inputs)
-
-    engine.train_batch(
-        (named(inputs, "input_ids", "segment_ids"), named(inputs, "labels", "weights"))
-        for inputs in micro_batches
-    )
+    pipeline.stage.objective = objective
+    names = [name for name in ("input_ids", "segment_ids") if name in micro_batches[0]]
+    # DeepSpeed takes pairs: what enters the first stage, and what its own loss would be given
+    engine.train_batch((tuple(inputs[name] for name in names), ()) for inputs in micro_batches)
     pipeline.align_embeddings()
     return parts

@@ -70,6 +70,10 @@ class Stage(nn.Module):
         self.micro_batch = micro_batch
         self.activation_checkpointing = activation_checkpointing
         self.sequence_checkpoint_tokens = sequence_checkpoint_tokens
+        # Loss of the next micro-batch on the last stage; set for each step. It belongs to the
+        # forward pass: DeepSpeed's bf16 optimizer clears gradients where the backward pass reaches
+        # what forward gave (0.19.8, runtime/bf16_optimizer.py), and the head's would be among them.
+        self.objective: Callable[[Output], Tensor] | None = None
         if topology.is_first_stage or topology.is_last_stage:
             self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size)
         if topology.is_first_stage:
@@ -78,20 +82,23 @@ class Stage(nn.Module):
         if topology.is_last_stage:
             self.final_norm = RMSNorm(config.hidden_size)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Output:
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
         """A micro-batch of training through this stage.
 
         Args:
             inputs: input ids [B, T] on the first stage, elsewhere what crossed the border; then
                 segment ids [B, T] if documents are apart.
         Returns:
-            what crosses the next border, with the same segment ids; `Output` on the last stage.
+            what crosses the next border, with the same segment ids; on the last stage the loss.
         """
         arrived, *segment_ids = inputs
         output, leaving = self.advance(
             arrived, self.micro_batch, segment_ids=segment_ids[0] if segment_ids else None
         )
-        return output if leaving is None else (leaving, *segment_ids)
+        if leaving is not None:
+            return leaving, *segment_ids
+        assert self.objective is not None, "the step sets it"
+        return self.objective(output)
 
     def advance(
         self,
@@ -164,7 +171,7 @@ class Stage(nn.Module):
 
 
 class Pipeline(PipelineModule):
-    """This rank's stage as DeepSpeed's pipeline engine takes it; the step sets its `loss_fn`."""
+    """This rank's stage as DeepSpeed's pipeline engine takes it."""
 
     def __init__(self, stage: Stage) -> None:
         degrees = stage.topology.degrees

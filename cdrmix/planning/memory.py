@@ -176,9 +176,10 @@ class MemoryModel:
         """
         sizes = [len(stage) for stage in self.stages(arrangement.degrees.pipeline)]
         stages = {0, min(1, len(sizes) - 1), sizes.index(max(sizes)), len(sizes) - 1}
-        return max((self._on_stage(arrangement, stage) for stage in sorted(stages)), key=_total)
+        return max((self.on_stage(arrangement, stage) for stage in sorted(stages)), key=_total)
 
-    def _on_stage(self, arrangement: Arrangement, stage: int) -> Memory:
+    def on_stage(self, arrangement: Arrangement, stage: int) -> Memory:
+        """Bytes on a rank of one pipeline stage."""
         states = self._states(arrangement, stage)
         kept = self.kept.on_stage(arrangement, stage)
         buffers = self._buffers(arrangement, stage, kept)

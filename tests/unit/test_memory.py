@@ -148,5 +148,5 @@ def test_parameters_are_listed_in_the_order_in_which_deepspeed_flattens_them() -
 def test_no_stage_takes_more_than_the_estimate(pipeline: int) -> None:
     model = MemoryModel(config("200b"), "cuda")
     wide = arranged(4, 2, pipeline, 2, 8, stage=1, steps=64, recompute=True)
-    every = [model._on_stage(wide, stage).total for stage in range(pipeline)]
+    every = [model.on_stage(wide, stage).total for stage in range(pipeline)]
     assert max(every) == model.estimate(wide).total

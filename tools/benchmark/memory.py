@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config
+from cdrmix.planning.activations import WKVForm
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.profile import Choice, arrangement, choose
 
@@ -145,13 +146,18 @@ def make_config(case: Case) -> Config:
     )
 
 
-def predicted(case: Case) -> dict[str, int]:
-    """The plan's figures for a case on CPU ranks."""
+def wkv_form() -> WKVForm:
+    """Form of the WKV-7 op that CPU ranks of this machine take."""
     from cdrmix.models.wkv7_cpu import load
 
+    return "chunked" if isinstance(load(), str) else "cpp"
+
+
+def predicted(case: Case) -> dict[str, int]:
+    """The plan's figures for a case on CPU ranks."""
     config = make_config(case)
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
-    model = MemoryModel(config, "cpu", wkv="chunked" if isinstance(load(), str) else "cpp")
+    model = MemoryModel(config, "cpu", wkv=wkv_form())
     return model.estimate(arrangement(choice)).to_json()
 
 
@@ -166,7 +172,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     runtime.initialize_distributed()
     config = make_config(case)
     choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
-    choice = _with_small_buckets(choice)
+    choice = with_small_buckets(choice)
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     weights = storages(engine.module.parameters())
@@ -193,7 +199,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-def _with_small_buckets(choice: Choice) -> Choice:
+def with_small_buckets(choice: Choice) -> Choice:
     """Buckets of a million elements: the shipped ones take a gigabyte on each rank."""
     small = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     zero = choice.deepspeed["zero_optimization"] | small
