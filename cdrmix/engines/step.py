@@ -95,18 +95,21 @@ def _pass_through_stages(
     """DeepSpeed's schedule of one forward, one backward; losses are on the last stage only."""
     parts: list[MicroStep] = []
     pipeline: Pipeline = engine.module
-
-    labels = iter([inputs["labels"] for inputs in micro_batches])
+    coming = iter(micro_batches)
 
     def objective(output: Output) -> Tensor:  # of each micro-batch in turn
-        embedding = pipeline.stage.embedding
-        part = loss(output, embedding, next(labels), config, topology, nats_scale=nats_scale)
+        inputs, embedding = next(coming), pipeline.stage.embedding
+        part = loss(
+            *(output, embedding, inputs["labels"], config, topology),
+            nats_scale=nats_scale,
+            weights=inputs.get("weights"),
+        )
         parts.append(part)
         return part.loss
 
     pipeline.stage.objective = objective
     names = [name for name in ("input_ids", "segment_ids") if name in micro_batches[0]]
-    # DeepSpeed takes pairs of what enters the first stage and the last one's labels
+    # DeepSpeed takes pairs: what enters the first stage, and what its own loss would be given
     engine.train_batch((tuple(inputs[name] for name in names), ()) for inputs in micro_batches)
     pipeline.align_embeddings()
     return parts
