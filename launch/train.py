@@ -14,7 +14,7 @@ from cdrmix import log, runtime
 from cdrmix.config.load import load_config
 from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
-from cdrmix.planning.profile import choose
+from cdrmix.planning.profile import check_world
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
         if args.max_steps is not None:
             overrides.append(f"training.max_steps={args.max_steps}")
         config = load_config(args.config, overrides)
-        choice = choose(
+        check_world(
             config,
             world_size=runtime.environment_world_size(),
             profile=args.profile,
@@ -77,10 +77,10 @@ def main(arguments: list[str]) -> int:
             runtime.keep_freed_memory()
         runtime.set_threads()
         runtime.initialize_distributed()
-        from cdrmix.engines.devices import fitted
+        from cdrmix.engines.devices import choose_here
         from cdrmix.engines.session import run_training  # imports DeepSpeed, with its ops chosen
 
-        choice = fitted(config, choice, profile=args.profile)
+        choice = choose_here(config, profile=args.profile)
         code = run_training(config, choice, run_dir=args.run_dir, resume=args.resume)
     except TrainingError as error:
         code = error.exit_code

@@ -86,6 +86,10 @@ class Case:
         changes = {"training": kept, "profile": "zero1", "broken": "", "zero": {}, "note": ""}
         return replace(self, **alone, **changes)
 
+    def on_data_ranks(self) -> Case:
+        """The same micro-steps on two data ranks, without any other axis."""
+        return replace(self.in_one_process(), data=2)
+
     def __str__(self) -> str:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
         spread = [f"{axis}{getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]

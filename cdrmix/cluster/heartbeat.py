@@ -102,6 +102,7 @@ class Heartbeat:
         self._beat: dict[str, Any] = {}
         self._stuck_seconds = 0.0
         self._step_began: float | None = None
+        self._step_seconds: float | None = None  # of the last step that was measured
         read_end, self._stacks = os.pipe()
         os.set_blocking(self._stacks, False)  # a full pipe must not hold up who fills it
         # what is restored by `leave`: a request that comes too late must not end the rank
@@ -127,9 +128,12 @@ class Heartbeat:
     def step_done(self, step: int) -> None:
         """Tell that optimizer step `step` is done; the next may take about as long."""
         now = time.monotonic()
-        seconds = 0.0 if self._step_began is None else now - self._step_began
+        if self._step_began is not None:
+            self._step_seconds = now - self._step_began
         self._step_began = now
-        allowed = max(self._limits.deadline_seconds, _SLOWER_STEP * seconds)
+        allowed = self._limits.phase_seconds  # nobody knows how long a step takes
+        if self._step_seconds is not None:
+            allowed = max(self._limits.deadline_seconds, _SLOWER_STEP * self._step_seconds)
         self._enter("training", allowed, step=step)
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ from cdrmix.errors import (
     StateError,
 )
 from cdrmix.log import get_logger
-from cdrmix.planning.profile import choose
+from cdrmix.planning.profile import check_world
 
 logger = get_logger(__name__)
 
@@ -255,7 +255,7 @@ def _without_lost_hosts(job: Job) -> Place:
         return place
     num_ranks = sum(place.ranks_per_host or host.slots for host in alive)
     try:
-        choose(job.config, world_size=num_ranks, profile=job.profile)
+        check_world(job.config, world_size=num_ranks, profile=job.profile)
     except PlanError as error:
         logger.warning("%s cannot be reached, and the rest will not do: %s", lost, error)
         return place

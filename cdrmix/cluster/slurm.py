@@ -12,7 +12,7 @@ from pathlib import Path
 from cdrmix.config.load import load_config, new_run_dir, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, StateError
-from cdrmix.planning.profile import choose
+from cdrmix.planning.profile import check_world
 
 STARTERS = ("srun", "deepspeed")
 # The ranks hear of the signal within two seconds and finish their step before they save.
@@ -107,7 +107,7 @@ def make_batch(
     """
     loaded = load_config(config, overrides)
     device = "cpu" if on_cpu else "cuda"
-    choose(loaded, world_size=nodes * ranks_per_node, profile=profile, device=device)
+    check_world(loaded, world_size=nodes * ranks_per_node, profile=profile, device=device)
     arguments = ["--config", str(config.resolve())]
     for override in overrides:
         arguments += ["--set", override]

@@ -10,21 +10,18 @@ from cdrmix.planning.cluster import Cluster, make_cluster
 from cdrmix.planning.profile import Choice, choose
 
 
-def fitted(config: Config, choice: Choice, *, profile: str | None) -> Choice:
-    """The layout of `cdrmix plan` for these devices, where the user left it open; collective.
+def choose_here(config: Config, *, profile: str | None) -> Choice:
+    """The layout of `cdrmix plan` for the devices of this run; collective.
 
     Args:
-        config: of the run.
-        choice: the layout that follows from sizes alone.
-        profile: --profile; with it, or with any degree given, `choice` stands.
+        config: of the run; what it gives is kept.
+        profile: --profile, or None.
     Raises:
         PlanError: on every rank, if no layout can run.
     """
-    if profile is not None or config.parallel.model_fields_set:
-        return choice
     cluster = seen_cluster()
     return runtime.first_rank_does(
-        lambda: choose(config, world_size=cluster.world_size, cluster=cluster)
+        lambda: choose(config, world_size=cluster.world_size, profile=profile, cluster=cluster)
     )
 
 

@@ -72,9 +72,10 @@ def diverged(run: Run, sign: str) -> StateError:
         run: the run, its step counted.
         sign: what was seen.
     """
+    saved = f"that of step {run.saved_step}" if run.saved_step is not None else "none yet"
     return StateError(
         f"step {run.step}: {sign}: the run has diverged and was stopped. The newest checkpoint is "
-        f"that of step {run.saved_step}. Try a lower training.learning_rate, more "
+        f"{saved}. Try a lower training.learning_rate, more "
         "training.warmup_steps or training.precision = fp32"
     )
 

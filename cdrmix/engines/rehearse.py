@@ -20,12 +20,12 @@ from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.schema import Config
 from cdrmix.data.sample import build_sample
 from cdrmix.engines.local_ranks import RanksFailed, run_ranks
-from cdrmix.errors import TrainingError
+from cdrmix.errors import PlanError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.layout import Degrees
-from cdrmix.planning.plan import Plan, plan
+from cdrmix.planning.plan import Plan, plan, unavailable
 from cdrmix.planning.rehearsal import (
     SAVED_STEP,
     STEPS,
@@ -135,9 +135,11 @@ def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
     """Plan a run on a cluster and run the plan's layout, shrunk, on this machine's processors.
 
     Raises:
-        PlanError: if there is no plan to rehearse.
+        PlanError: if there is no plan that this version can run.
     """
     began, made = time.monotonic(), plan(config, cluster)
+    if made.pick.missing:
+        raise PlanError("\n".join(unavailable(made.pick, config, cluster)))
     small = rehearsals(config, made.pick)
     with tempfile.TemporaryDirectory(prefix="cdrmix-rehearsal-") as folder:
         root = Path(folder)

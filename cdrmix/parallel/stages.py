@@ -199,7 +199,7 @@ class Pipeline(PipelineModule):
 
     @torch.no_grad()
     def align_embeddings(self) -> None:
-        """Give the last stage the first one's embedding; after each step and each load."""
+        """Give the last stage the first one's embedding; after each step."""
         topology = self.stage.topology
         if topology.embedding_group is not None:
             torch.distributed.broadcast(

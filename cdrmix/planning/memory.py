@@ -10,8 +10,8 @@ runtime/bf16_optimizer.py) and equal to the byte in tests/parity/test_memory.py:
 * under ZeRO-2 it keeps a float32 partition; without a separate type of accumulation it keeps every
   gradient that its partition touches, whole.
 
-ZeRO-3 and offloading are in `zero`. Pipeline and sequence parallelism are estimated as they will be
-built, and have not been measured.
+ZeRO-3 and offloading are in `zero`. What stages of a pipeline hold is held against a run in
+tests/parity/test_stage_memory.py.
 """
 
 from __future__ import annotations

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cdrmix.config.schema import Config
+from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.memory import USABLE_SHARE, MemoryModel, describe
-from cdrmix.planning.profile import carried_out, check_given, memory_reason
+from cdrmix.planning.profile import carried_out, laid_out, memory_reason
 from cdrmix.planning.rules import UNAVAILABLE
-from cdrmix.planning.search import Candidate, candidates
+from cdrmix.planning.search import Candidate
 
 RUNNERS_UP = 4
 # How many times the nodes may be doubled in looking for a cluster that would do.
@@ -74,15 +75,13 @@ def plan(config: Config, cluster: Cluster) -> Plan:
         PlanError: if what the configuration gives cannot be laid out on the cluster, naming
             everything that is wrong with the nearest legal choice.
     """
-    check_given(config, cluster)
-    found = candidates(config, cluster)
+    found = laid_out(config, cluster)
     pick = found[0]
     available = [candidate for candidate in found[1:] if not candidate.missing]
     later = [candidate for candidate in found if candidate.missing and candidate is not pick]
     later.sort(key=lambda candidate: not candidate.fits)  # stable: the best that fit come first
     if pick.missing:
-        needed = " and ".join(pick.missing)
-        reasons = [f"{needed}: {UNAVAILABLE}", memory_reason(pick, cluster)]
+        reasons = [*unavailable(pick, config, cluster), memory_reason(pick, cluster)]
     else:
         reasons = carried_out(pick, config, cluster).reasons
     made = Plan(
@@ -98,6 +97,15 @@ def plan(config: Config, cluster: Cluster) -> Plan:
     return made if made.fits else replace(made, changes=list(_changes(made)))
 
 
+def unavailable(pick: Candidate, config: Config, cluster: Cluster) -> list[str]:
+    """What this version lacks for a layout, one message each; none if it can run it."""
+    try:
+        carried_out(pick, config, cluster)
+    except PlanError as error:
+        return str(error).splitlines()
+    return []
+
+
 def _unlike(found: list[Candidate]) -> list[Candidate]:
     """The first candidate of each profile and set of degrees."""
     first: dict[Any, Candidate] = {}
@@ -109,9 +117,7 @@ def _unlike(found: list[Candidate]) -> list[Candidate]:
 def _changes(made: Plan) -> Iterator[str]:
     """What would have to change for this version to run it, and what will fit later."""
     pick, training, cluster = made.pick, made.config.training, made.cluster
-    if pick.fits:
-        names = ", ".join(f"parallel.{name}" for name in pick.missing)
-        yield f"this version could run it without {names}"
+    if pick.fits:  # what this version lacks for it is among the reasons, with what to try
         return
     fitting = next((candidate for candidate in made.later if candidate.fits), None)
     if fitting is not None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cdrmix.config.schema import Config
+from cdrmix.errors import PlanError
 from cdrmix.planning import rules, scale
 from cdrmix.planning.activations import ELEMENT_BYTES
-from cdrmix.planning.cluster import GIB, Cluster
+from cdrmix.planning.cluster import GIB, PRESETS, Cluster, make_cluster
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Arrangement, Degrees, Layout, offloads
@@ -108,12 +109,46 @@ def choose(
     Raises:
         PlanError: if the combination cannot run, naming everything that is wrong with it.
     """
-    layout, pick = _checked(config, _by_size(config, world_size, profile), world_size, device)
     if cluster is None:
-        return _completed(layout, pick)
+        return _completed(
+            *_checked(config, _by_size(config, world_size, profile), world_size, device)
+        )
     assert cluster.world_size == world_size, "the cluster is the run's"
-    given = layout.deepspeed if profile is not None else None
-    return carried_out(candidates(config, cluster, settings=given)[0], config, cluster, profile)
+    best = laid_out(config, cluster, profile)[0]
+    return carried_out(best, config, cluster, profile)
+
+
+def check_world(
+    config: Config, *, world_size: int, profile: str | None = None, device: str | None = None
+) -> None:
+    """Refuse what cannot run on so many ranks, before it is known what devices they have.
+
+    Raises:
+        PlanError: naming everything that is wrong with it.
+    """
+    try:
+        _checked(config, _by_size(config, world_size, profile), world_size, device)
+    except PlanError:
+        # data ranks alone may be more than there are samples; other axes may take some of them
+        gpu = "cpu" if device == "cpu" else next(iter(PRESETS))
+        nominal = make_cluster(nodes=1, gpus_per_node=world_size, gpu=gpu)
+        best = laid_out(config, nominal, profile)[0]
+        _checked(config, _by_memory(best, config, nominal, profile), world_size, device)
+
+
+def laid_out(config: Config, cluster: Cluster, profile: str | None = None) -> list[Candidate]:
+    """Every legal layout on a cluster, best first; at least one.
+
+    Raises:
+        PlanError: if there is none, naming what is wrong with the one that follows from sizes.
+    """
+    settings = read_profile(profile_path(profile)) if profile is not None else None
+    found = candidates(config, cluster, settings=settings)
+    if not found:
+        pick = _by_size(config, cluster.world_size, profile)
+        rules.check(_layout(config, pick, cluster.world_size, cluster.device))
+        raise PlanError(f"{config.name}: no layout of {cluster.world_size} ranks is legal")
+    return found
 
 
 def carried_out(
@@ -129,17 +164,6 @@ def carried_out(
     if best.fits:
         return choice
     return replace(choice, warnings=[*choice.warnings, memory_reason(best, cluster)])
-
-
-def check_given(config: Config, cluster: Cluster) -> None:
-    """Refuse degrees and batch sizes of a configuration that no version could lay out.
-
-    Raises:
-        PlanError: naming everything that is wrong, with the nearest legal choice.
-    """
-    pick = _by_size(config, cluster.world_size, None)
-    layout = _layout(config, pick, cluster.world_size, cluster.device)
-    rules.check(layout, of_this_version=False)
 
 
 def _layout(config: Config, pick: _Pick, world_size: int, device: str | None) -> Layout:

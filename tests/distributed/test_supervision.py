@@ -25,6 +25,7 @@ from tests.small_run import arguments, before_step, overrides, start
 DEADLINE_SECONDS = 8  # a crowded machine makes a step of 0.1 s last
 STEP_OF_FAULT = 5
 SECONDS_TO_WRITE = 5
+SECONDS_TO_BE_HEARD = 2  # watchdogs start beside the ranks; five small steps may be over before
 FAULTY_RANK = 1
 
 
@@ -74,6 +75,7 @@ def start_with_fault(argv: list[str], folder: str, rank: int, fault: Callable[[]
     os.environ["CDRMIX_LAUNCH_FOLDER"] = folder
 
     def note_and_fail() -> None:
+        time.sleep(SECONDS_TO_BE_HEARD)
         Path(folder, "began").write_text(str(time.time()))
         fault()
 
@@ -200,3 +202,29 @@ def test_a_step_that_is_done_ends_the_time_in_which_a_rank_got_no_further() -> N
     assert max(stuck["starting"]) > 1.0
     assert max(stuck["training"]) < 1.0
     assert [each["left"] for each in messages if "left" in each] == [0]
+
+
+def allowed_between_long_steps(seconds: float) -> list[float]:
+    """Seconds that a rank asks for after each of four steps of so many, with a save in between."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        meeting = Meeting("127.0.0.1", listener.getsockname()[1], "token")
+        heartbeat = Heartbeat(meeting, Limits(deadline_seconds=1.0, phase_seconds=100.0), rank=0)
+        connection, _ = listener.accept()
+        connection.sendall(encode({"alive": True}))
+        asked = []
+        for step in range(1, 5):
+            time.sleep(seconds)
+            connection.sendall(encode({"alive": True}))
+            heartbeat.step_done(step)
+            asked.append(heartbeat._beat["allowed_seconds"])
+            if step == 2:
+                with heartbeat.phase("saving"):
+                    pass
+        heartbeat.leave(0)
+        return asked
+
+
+def test_steps_longer_than_the_deadline_are_given_their_time() -> None:
+    (asked,) = run_ranks(allowed_between_long_steps, 1, 0.6)
+    assert asked[0] == 100.0, "nobody knows yet how long a step takes"
+    assert all(4 * 0.6 <= each < 100 for each in asked[1:]), "as long as those before, and more"
