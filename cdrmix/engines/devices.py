@@ -11,17 +11,20 @@ from cdrmix.planning.profile import Choice, choose
 
 
 def choose_here(config: Config, *, profile: str | None) -> Choice:
-    """The layout of `cdrmix plan` for the devices of this run; collective.
+    """The layout of `cdrmix plan` for these devices, where the user left it open; collective.
 
     Args:
-        config: of the run; what it gives is kept.
-        profile: --profile, or None.
+        config: of the run; with any degree given, the rest follows from sizes alone.
+        profile: --profile, or None; with it too.
     Raises:
         PlanError: on every rank, if no layout can run.
     """
     cluster = seen_cluster()
+    if profile is not None or config.parallel.model_fields_set:
+        world_size, device = cluster.world_size, cluster.device
+        return choose(config, world_size=world_size, profile=profile, device=device)
     return runtime.first_rank_does(
-        lambda: choose(config, world_size=cluster.world_size, profile=profile, cluster=cluster)
+        lambda: choose(config, world_size=cluster.world_size, cluster=cluster)
     )
 
 

@@ -129,7 +129,9 @@ def check_world(
     try:
         _checked(config, _by_size(config, world_size, profile), world_size, device)
     except PlanError:
-        # data ranks alone may be more than there are samples; other axes may take some of them
+        if world_size <= config.training.global_batch_size:
+            raise
+        # data ranks alone are more than there are samples; other axes may take some of them
         gpu = "cpu" if device == "cpu" else next(iter(PRESETS))
         nominal = make_cluster(nodes=1, gpus_per_node=world_size, gpu=gpu)
         best = laid_out(config, nominal, profile)[0]
@@ -144,9 +146,11 @@ def laid_out(config: Config, cluster: Cluster, profile: str | None = None) -> li
     """
     settings = read_profile(profile_path(profile)) if profile is not None else None
     found = candidates(config, cluster, settings=settings)
-    if not found:
+    if not found or cluster.world_size <= config.training.global_batch_size:
         pick = _by_size(config, cluster.world_size, profile)
-        rules.check(_layout(config, pick, cluster.world_size, cluster.device))
+        layout = _layout(config, pick, cluster.world_size, cluster.device)
+        rules.check(layout, of_this_version=False)
+    if not found:
         raise PlanError(f"{config.name}: no layout of {cluster.world_size} ranks is legal")
     return found
 
