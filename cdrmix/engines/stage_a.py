@@ -18,7 +18,8 @@ from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.recipe import built_mixture
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
-from cdrmix.data.shards import Manifest, TokenDataset, check_vocab, read_manifest, verify_shards
+from cdrmix.data.shards import Manifest, check_vocab, read_manifest, verify_shards
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Output, TokenEmbedding

@@ -13,7 +13,7 @@ from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.schema import Config
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
-from cdrmix.data.shards import TokenDataset
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import StateError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from cdrmix.checkpoint import store
-from cdrmix.data.shards import TokenDataset, new_manifest, read_manifest, write_manifest
+from cdrmix.data.shards import new_manifest, read_manifest, write_manifest
 from cdrmix.data.shards import write_shards as write_token_shards
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import ROOT, run_ranks
 from tests.small_run import CONFIG, STEPS, arguments, before_step, refused, start
