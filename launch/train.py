@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from cdrmix import log, runtime
+from cdrmix.cluster.start_up import StartUp
 from cdrmix.config.load import load_config
 from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
@@ -58,7 +59,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Parse, plan, run, tear down; returns the exit code of this rank."""
-    code = EXIT_FAULT
+    code, start_up = EXIT_FAULT, StartUp()
     try:
         runtime.map_environment()
         log.configure(rank=runtime.environment_rank())
@@ -77,11 +78,15 @@ def main(arguments: list[str]) -> int:
             runtime.keep_freed_memory()
         runtime.set_threads()
         runtime.initialize_distributed()
+        start_up.done("process_group")
         from cdrmix.engines.devices import choose_here
         from cdrmix.engines.session import run_training  # imports DeepSpeed, with its ops chosen
 
         choice = choose_here(config, profile=args.profile)
-        code = run_training(config, choice, run_dir=args.run_dir, resume=args.resume)
+        start_up.done("imports")
+        code = run_training(
+            config, choice, run_dir=args.run_dir, resume=args.resume, start_up=start_up
+        )
     except TrainingError as error:
         code = error.exit_code
         if runtime.speaks_for_errors():

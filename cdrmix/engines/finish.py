@@ -90,6 +90,8 @@ def _summary(
         "loss": lines[-1]["loss"] if lines else None,
         "seconds": run.seconds,
         "tokens_per_second_median": statistics.median(speeds) if speeds else None,
+        "goodput": run.wall_time.to_json(),
+        "start_up": run.start_up.to_json(),
         "evaluation": evaluation.as_json(),
         "baselines": baselines,
         "samples": run.samples,

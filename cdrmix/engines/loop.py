@@ -105,6 +105,8 @@ def train(run: Run) -> bool:
         )
         run.step += 1
         run.heartbeat.step_done(run.step)
+        if run.start_up.step_done():
+            logger.info("start-up: %s", run.start_up)
         if run.engine.skipped_steps > skipped and run.config.training.precision != "fp16":
             raise diverged(run, "the gradients are not finite")  # fp16 lowers its scale instead
         _observe(run, result._replace(seconds=waited + result.seconds))
@@ -129,6 +131,7 @@ def _observe(run: Run, result: StepResult) -> None:
     config, last = run.config, run.step == run.config.training.num_steps
     evaluated: dict[str, float] = {}
     run.observer.step_done(run.step, result.seconds)
+    run.wall_time.step_done(run.step, result.seconds)
     if _is_due(run.step, config.evaluation.every_steps) and not last:  # the end has its own
         share = _EVALUATED_SHARE * (config.evaluation.every_steps or 0)
         tokens = int(share * config.training.tokens_per_step)

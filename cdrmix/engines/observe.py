@@ -107,7 +107,7 @@ def _router_metrics(moe: MoEConfig, router: RouterMeasures) -> list[float]:
 def evaluate_now(run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, float]]:
     """Held-out loss and a sample of text at the current step; the eval/* metrics of both."""
     began = time.monotonic()
-    with run.heartbeat.phase("evaluating"):
+    with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
         evaluation = evaluate(
             for_inference(run.engine.module),
             run.corpus.validation,

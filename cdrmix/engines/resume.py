@@ -29,8 +29,9 @@ def save(run: Run, position: dict[str, Any]) -> None:
     """
     if run.saved_step == run.step:
         return
-    with run.heartbeat.phase("saving"):
+    with run.heartbeat.phase("saving"), run.wall_time.spent("checkpoint_stall"):
         _save(run, position)
+    run.wall_time.save()
     run.saved_step, run.saved_time = run.step, time.monotonic()
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from cdrmix.cluster.heartbeat import Heartbeat
+from cdrmix.cluster.start_up import StartUp
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
 from cdrmix.engines.observer import Observer
 from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.engines.stage_a import Corpus
 from cdrmix.engines.stopping import Requests
+from cdrmix.monitoring.goodput import WallTime
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
 
@@ -32,6 +34,8 @@ class Run:
         observer: metrics file and progress.
         requests: what signals ask for.
         heartbeat: tells the watchdogs how far this rank is.
+        start_up: how long this start took, by its parts.
+        wall_time: what the time of all starts went to.
         step: optimizer steps completed.
         samples: generated texts, one per evaluation.
         saved_step: step of the newest checkpoint in the run directory, or None.
@@ -48,6 +52,8 @@ class Run:
     observer: Observer
     requests: Requests
     heartbeat: Heartbeat
+    start_up: StartUp
+    wall_time: WallTime = field(default_factory=WallTime)
     step: int = 0
     samples: list[dict[str, Any]] = field(default_factory=list)
     saved_step: int | None = None
@@ -70,5 +76,6 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         """Stop reading ahead, close the files."""
+        self.wall_time.save()
         self.loader.close()
         self.observer.close()

@@ -8,6 +8,8 @@ from pathlib import Path
 from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.cluster.heartbeat import Heartbeat
+from cdrmix.cluster.start_up import StartUp
+from cdrmix.cluster.starts import read_starts
 from cdrmix.config.load import resolved_yaml
 from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
@@ -30,7 +32,9 @@ from cdrmix.planning.profile import Choice
 logger = get_logger(__name__)
 
 
-def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume: str) -> int:
+def run_training(
+    config: Config, choice: Choice, *, run_dir: Path | None, resume: str, start_up: StartUp
+) -> int:
     """Train as configured; every rank calls this once its process group is there.
 
     Args:
@@ -38,6 +42,7 @@ def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume
         choice: profile, degrees and batch sizes for this world.
         run_dir: --run-dir, or None for a new one.
         resume: --resume: never, auto, or a run directory or checkpoint.
+        start_up: of this process.
     Returns:
         Exit code of the process: 0 done, 75 stopped by a signal after saving.
     Raises:
@@ -50,7 +55,9 @@ def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume
         )
     requests = Requests()
     requests.listen()  # before a watchdog can pass a signal on
-    action = partial(_train, config, choice, requests, run_dir=run_dir, resume=resume)
+    action = partial(
+        _train, config, choice, requests, run_dir=run_dir, resume=resume, start_up=start_up
+    )
     return supervised(config.supervision, action)
 
 
@@ -62,6 +69,7 @@ def _train(
     *,
     run_dir: Path | None,
     resume: str,
+    start_up: StartUp,
 ) -> int:
     runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
     found = find_at(Path(resume)) if resume not in ("never", "auto") else None
@@ -71,13 +79,16 @@ def _train(
             heartbeat.log_to(directory.path / LOG)
         if resume == "auto":
             found = store.find(directory.path)
-        with _set_up(config, choice, directory, requests, heartbeat) as run:
+        start_up.done("supervision")
+        with _set_up(config, choice, directory, requests, heartbeat, start_up) as run:
             if found is not None:
                 resume_from(run, found)
             elif resume == "auto":
                 logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
             # only now, so that a start that is refused leaves an earlier run as it was
             runtime.together(lambda: _describe(directory, config, choice))
+            start_up.done("resume")
+            runtime.together(partial(_account, run))
             num_steps = config.training.num_steps
             runtime.together(
                 lambda: run.observer.open(directory.path, step=run.step, num_steps=num_steps)
@@ -97,19 +108,40 @@ def _set_up(
     directory: RunDirectory,
     requests: Requests,
     heartbeat: Heartbeat,
+    start_up: StartUp,
 ) -> Run:
     corpus, topology = open_corpus(config), make_topology(choice.degrees)
+    loader = make_loader(config, choice, topology, corpus.train)
+    start_up.done("data")
+    model = build_model(config, choice, topology)
+    start_up.done("model")
+    engine = start_engine(model, config, choice, topology)
+    start_up.done("engine")
     return Run(
         config=config,
         choice=choice,
         topology=topology,
         directory=directory,
         corpus=corpus,
-        loader=make_loader(config, choice, topology, corpus.train),
-        engine=start_engine(build_model(config, choice, topology), config, choice, topology),
+        loader=loader,
+        engine=engine,
         observer=Observer(),
         requests=requests,
         heartbeat=heartbeat,
+        start_up=start_up,
+    )
+
+
+def _account(run: Run) -> None:
+    """Open the account of the wall time, before the metrics of an earlier start are cut back."""
+    if runtime.rank() != 0:
+        return
+    folder, starts = run.directory.path, read_starts(run.directory.path)
+    run.wall_time.open(
+        folder,
+        step=run.step,
+        start_up_seconds=run.start_up.seconds,
+        watched=(starts[-1].step, starts[-1].ended.timestamp()) if starts else None,
     )
 
 

@@ -17,6 +17,7 @@ from cdrmix.monitoring import page
 from cdrmix.monitoring.plots import Curve, Mark, line_plot
 from cdrmix.monitoring.recorded_run import Run, read_run
 from cdrmix.monitoring.sinks import duration, write_text_atomic
+from cdrmix.monitoring.time_section import time_section
 
 _MAX_SAMPLES = 50  # pages of hundreds of evaluations stay readable
 _OVERFLOW_LIMIT = 0.05  # above it, capacity is too small or routing too uneven
@@ -36,6 +37,7 @@ def write_report(run_dir: Path) -> Path:
         _loss,
         _optimizer,
         _speed,
+        time_section,
         _routing,
         _experts,
         _samples,
@@ -314,7 +316,7 @@ def _environment(run: Run) -> str:
 
 
 def _summary(run: Run) -> str:
-    elsewhere = ("evaluation", "baselines", "samples")
+    elsewhere = ("evaluation", "baselines", "samples", "goodput", "start_up")
     rest = {name: value for name, value in run.summary.items() if name not in elsewhere}
     if not rest:
         why = run.problems.get("metrics.json", "It is empty.")
