@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.config.schema import Config
@@ -15,6 +15,34 @@ from cdrmix.engines.stage_a import Corpus
 from cdrmix.engines.stopping import Requests
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
+
+
+class Stage(Protocol):
+    """What the one loop leaves to a stage of training.
+
+    Attributes:
+        num_steps: step at which the stage ends.
+    """
+
+    num_steps: int
+
+    def next_batch(self, run: Run) -> Any:
+        """This rank's share of the next batch. Raises DataError if it cannot be read."""
+
+    def weight(self, run: Run, batch: Any) -> float:
+        """What that share counts in the mean over the global batch."""
+
+    def train_step(self, run: Run, batch: Any, *, weight: float) -> Any:
+        """One step; `weight` is that of the global batch. Gives something with `seconds`."""
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Metrics of an evaluation on the way."""
+
+    def log(self, run: Run, result: Any, evaluated: dict[str, float]) -> None:
+        """Write and show what a step measured, and an evaluation if there was one."""
+
+    def saved(self, run: Run) -> dict[str, Any]:
+        """What a checkpoint's state says of this stage, as JSON."""
 
 
 @dataclass
@@ -32,6 +60,7 @@ class Run:
         observer: metrics file and progress.
         requests: what signals ask for.
         heartbeat: tells the watchdogs how far this rank is.
+        stage: what is trained, on what.
         step: optimizer steps completed.
         samples: generated texts, one per evaluation.
         saved_step: step of the newest checkpoint in the run directory, or None.
@@ -48,6 +77,7 @@ class Run:
     observer: Observer
     requests: Requests
     heartbeat: Heartbeat
+    stage: Stage
     step: int = 0
     samples: list[dict[str, Any]] = field(default_factory=list)
     saved_step: int | None = None

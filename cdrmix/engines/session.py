@@ -13,6 +13,7 @@ from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
 from cdrmix.engines.loop import start_engine, train
 from cdrmix.engines.observer import Observer
+from cdrmix.engines.pretraining import Pretraining
 from cdrmix.engines.resume import find_at, resume_from
 from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import LOG, RunDirectory, open_run_directory
@@ -110,6 +111,7 @@ def _set_up(
         observer=Observer(),
         requests=requests,
         heartbeat=heartbeat,
+        stage=Pretraining(config.training.num_steps),
     )
 
 
