@@ -364,7 +364,10 @@ class MixtureConfig(Section):
         "are seen more often (ratio).",
     )
     phases: tuple[MixturePhase, ...] = Field(
-        (MixturePhase(),), min_length=1, description="In order; the last goes on after its end."
+        (MixturePhase(),),
+        min_length=1,
+        strict=False,  # a list is what JSON has: a checkpoint's copy of the configuration
+        description="In order; the last goes on after its end.",
     )
 
 
@@ -548,7 +551,7 @@ class StageBTraining(Section):
     length_ratios: tuple[int, ...] = Field(
         (1, 2, 4, 8),
         min_length=1,
-        strict=False,  # a list is what JSON has: a checkpoint's copy of the configuration
+        strict=False,
         description="Lengths of the texts, in turn (windows).",
     )
     tasks: tuple[ReasoningTask, ...] = Field(
