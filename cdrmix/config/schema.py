@@ -540,9 +540,9 @@ class StageBLosses(Section):
 class StageBTraining(Section):
     """Texts, batches, lengths and rates of Stage B.
 
-    Four phases in this order: memory (retrieval encoder and summariser), adapters, policy (GRPO),
-    joint (all of them, and the backbone where it is trained). A lesson is a batch of texts that is
-    made and learned from as a whole; lessons are what ranks share out.
+    Four phases in this order: memory (retrieval encoder and summariser), adapters, joint (both, and
+    the backbone where it is trained), policy (GRPO, on what the others have become). A lesson is a
+    batch of texts that is made and learned from as a whole; lessons are what ranks share out.
     """
 
     window_tokens: int | None = Field(
@@ -616,8 +616,8 @@ class StageBTraining(Section):
         lengths: tuple[tuple[Phase, int], ...] = (
             ("memory", self.memory_steps),
             ("adapters", self.adapter_steps),
-            ("policy", self.policy_steps),
             ("joint", self.joint_steps),
+            ("policy", self.policy_steps),
         )
         return tuple((phase, steps) for phase, steps in lengths if steps)
 
