@@ -28,7 +28,7 @@ from cdrmix.reasoning.speculation import map_tensors
 from cdrmix.reasoning.tasks import Example, generate
 
 # Segments of a text in all phases but the policy's: enough to confuse one with another.
-_TRAINED_SEGMENTS = 10
+_TRAINED_SEGMENTS = 6
 # How often a window holds a segment that does not belong there, as when retrieval has erred.
 _STRAY_SHARE = 0.3
 # How often a segment of a training text is folded into the slots.
@@ -129,8 +129,15 @@ class Lessons:
     def texts(
         self, segments: Sequence[Sequence[Sequence[int]]], examples: Sequence[Example]
     ) -> Texts:
-        """A batch from the segments of each text and its question."""
-        questions = [self.tokenizer.encode(example.question) for example in examples]
+        """A batch from the segments of each text and its task's question."""
+        return self.as_texts(
+            segments, [self.tokenizer.encode(example.question) for example in examples]
+        )
+
+    def as_texts(
+        self, segments: Sequence[Sequence[Sequence[int]]], questions: Sequence[Sequence[int]]
+    ) -> Texts:
+        """A batch from the segments of each text and the tokens of its question."""
         most = segment_tokens(self.window_tokens)
         return make_texts(segments, questions, self.marks, most=most)
 

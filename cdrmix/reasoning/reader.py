@@ -3,8 +3,8 @@
 The text is read segment by segment. The backbone forgets at every border, state and cache; what
 remains is fast weights (`hebbian`), slots (`working_memory`) and the segments that were written to
 memory. How a segment looks does not depend on what was done with those before it, so that one
-reading serves all branches of an agent. At the end the window holds segments fetched from memory,
-then the last ones of the text as far as there is room, then the question:
+reading serves all branches of an agent. At the end the window holds segments fetched from memory
+and the question:
 
     <memory> segment ... <memory> segment <memory> question <answer> the answer, token by token
 """
@@ -69,7 +69,7 @@ class Windows:
         tokens: [n, T] int64, filled up behind.
         lengths: [n].
         question_lengths: tokens of the question with the marks around it, which end the window.
-        room: tokens that were free before the last segments of the text were put there, [n].
+        room: tokens of segments that would still fit, [n].
     """
 
     rows: Tensor
@@ -188,27 +188,42 @@ class MemoryReader(nn.Module):
     def windows(
         self, texts: Texts, rows: Sequence[int], fetched: Sequence[Sequence[int]]
     ) -> Windows:
-        """Windows with the question: fetched segments, then the last ones as far as they fit.
+        """Windows with fetched segments, in the order of the text, and the question.
 
         Args:
             texts: N of them.
             rows: text of each window.
-            fetched: segments to put there, the most wanted first; those that find no room are
-                left out.
+            fetched: segments to put there, the most wanted first; from the first that finds no
+                room on they are left out.
         """
         built, rooms = [], []
         for row, wanted in zip(rows, fetched, strict=True):
             chosen, room = self.choose(texts, row, wanted)
-            last = range(texts.tokens.shape[1] - 1, -1, -1)
-            chosen, _ = _fitting(texts, row, last, room, chosen)
             rooms.append(room)
             built.append(self._window(texts, row, sorted(chosen)))
         return self._stacked(texts, rows, built, rooms)
 
+    def last_windows(self, texts: Texts) -> Windows:
+        """What a window of each text holds that was only read: its last segments, the question."""
+        latest = range(texts.tokens.shape[1] - 1, -1, -1)
+        rows = range(len(texts.questions))
+        return self.windows(texts, rows, [latest] * len(rows))
+
     def choose(self, texts: Texts, row: int, wanted: Sequence[int]) -> tuple[list[int], int]:
         """Which of the wanted segments fit into the window of a text, and how much room is left."""
-        room = self.window_tokens - ANSWER_TOKENS - len(texts.questions[row]) - 2
-        return _fitting(texts, row, wanted, room, [])
+        taken, room = list[int](), self.room(len(texts.questions[row]))
+        for place in wanted:
+            size = int(texts.lengths[row, place])
+            if size + 1 > room:
+                break
+            if size > 0:
+                taken.append(place)
+                room -= size + 1
+        return taken, room
+
+    def room(self, question_tokens: int) -> int:
+        """Tokens of segments that fit into a window beside a question and its answer."""
+        return self.window_tokens - ANSWER_TOKENS - question_tokens - 2
 
     def _window(self, texts: Texts, row: int, chosen: Sequence[int]) -> list[int]:
         ids: list[int] = []
@@ -320,30 +335,12 @@ class MemoryReader(nn.Module):
     @torch.no_grad()
     def answer_alone(self, texts: Texts) -> list[list[int]]:
         """What the backbone answers from the end of each text, without any memory."""
-        rows = range(len(texts.questions))
-        windows = self.windows(texts, rows, [()] * len(rows))
-        return self.answer(windows, slots=None, plastic=None)
+        return self.answer(self.last_windows(texts), slots=None, plastic=None)
 
 
 def plastic_rows(plastic: PlasticState | None, rows: Tensor) -> PlasticState | None:
     """Fast weights of chosen texts, [n]."""
     return None if plastic is None else select(plastic, rows)
-
-
-def _fitting(
-    texts: Texts, row: int, wanted: Sequence[int], room: int, chosen: Sequence[int]
-) -> tuple[list[int], int]:
-    """Segments in the order of preference until one does not fit, and the room that is left."""
-    taken = list(chosen)
-    for place in wanted:
-        if place in taken:
-            continue
-        size = int(texts.lengths[row, place])
-        if size == 0 or size + 1 > room:
-            break
-        taken.append(place)
-        room -= size + 1
-    return taken, room
 
 
 def _masked_mean(hidden: Tensor, mask: Tensor) -> Tensor:

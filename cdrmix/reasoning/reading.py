@@ -135,7 +135,7 @@ class ReadingEpisodes:
         features = torch.stack(
             [
                 (state.memory >= 0).float().mean(1),
-                state.time / self.config.step_budget,
+                state.operations / self.config.step_budget,
                 asked.float(),
                 (state.buffer >= 0).float().mean(1),
                 state.score,
@@ -147,14 +147,17 @@ class ReadingEpisodes:
         return Observation(hidden, torch.cat([features, last], dim=1), self._legal(state, asked))
 
     def _legal(self, state: ReadingState, asked: Tensor) -> Tensor:
-        """[N, A]. SPLICE_WINDOW moves on where there is nothing to splice: it is always legal."""
+        """[N, A]. SPLICE_WINDOW moves on where there is nothing to splice: it is always legal.
+
+        The budget is of retrievals and writes: a longer text may be passed by for nothing.
+        """
         legal = torch.ones(len(state.time), NUM_ACTIONS, dtype=torch.bool, device=asked.device)
         legal[:, Action.RETRIEVE] = (state.memory >= 0).any(1)
         legal[:, Action.CACHE_WRITE] = ~asked
         legal[:, Action.SUMMARIZE] = ~asked
         for action in self.forbidden:
             legal[:, action] = False
-        legal[state.time >= self.config.step_budget] = False
+        legal[state.operations >= self.config.step_budget] = False
         legal[:, Action.SPLICE_WINDOW] = True
         return legal
 
@@ -191,6 +194,10 @@ class ReadingEpisodes:
         after = self._looked(after, running & now_asked & ~done & (puts | ~asked))
         after = self._finished(after, done)
         return Transition(after, self._reward(after, done), done)
+
+    def segment_read(self, state: ReadingState) -> int | None:
+        """The segment that a single episode has before it; None once the question is asked."""
+        return None if bool(self._is_asked(state)[0]) else int(self._place(state)[0])
 
     def _looked(self, state: ReadingState, changed: Tensor) -> ReadingState:
         """The state with what windows that changed now look like."""

@@ -63,6 +63,10 @@ class Texts:
         """Segments of each text, [N]."""
         return (self.lengths > 0).sum(1)
 
+    def to(self, device: torch.device) -> Texts:
+        """The texts on a device."""
+        return Texts(self.tokens.to(device), self.lengths.to(device), self.questions)
+
     def segment(self, row: int, place: int) -> list[int]:
         """Tokens of one segment."""
         return self.tokens[row, place, : int(self.lengths[row, place])].tolist()

@@ -85,22 +85,37 @@ def test_a_segment_sees_nothing_of_those_before_but_by_fast_weights(
     assert not torch.equal(plastic[0][:, 1:], plastic[1][:, 1:])
 
 
-def test_windows_hold_what_was_fetched_the_end_and_the_question(
+def test_windows_hold_what_was_fetched_and_the_question(
     reader: MemoryReader, lesson: Lesson
 ) -> None:
-    rows = list(range(len(lesson.examples)))
-    windows = reader.windows(lesson.texts, rows, [[0], [], [1, 0], []])
-    length = lesson.texts.tokens.shape[1]
+    last = lesson.texts.tokens.shape[1] - 1
+    fetched = [[last], [], [last, last - 1], []]
+    windows = reader.windows(lesson.texts, range(4), fetched)
     for row, example in enumerate(lesson.examples):
-        ids = windows.tokens[row, : windows.lengths[row]].tolist()
-        text = tokenizer().decode(ids)
-        assert len(ids) <= WINDOW_TOKENS - ANSWER_TOKENS
-        assert text.endswith(f"<|memory|>{example.question}<|answer|>")
-        last = tokenizer().decode(lesson.texts.segment(row, length - 1))
-        assert f"{last}<|memory|>{example.question}" in text or row == 2
-    assert tokenizer().decode(lesson.texts.segment(2, 1)) in tokenizer().decode(
-        windows.tokens[2].tolist()
-    )
+        text = tokenizer().decode(windows.tokens[row, : windows.lengths[row]].tolist())
+        segments = [lesson.texts.segment(row, place) for place in sorted(fetched[row])]
+        held = [f"<|memory|>{tokenizer().decode(segment)}" for segment in segments]
+        assert text == "".join(held) + f"<|memory|>{example.question}<|answer|>"
+    assert windows.question_mask.sum(1).tolist() == windows.question_lengths.tolist()
+
+
+def test_no_window_is_longer_than_the_backbones(reader: MemoryReader, lesson: Lesson) -> None:
+    length = lesson.texts.tokens.shape[1]
+    windows = reader.windows(lesson.texts, range(4), [range(length)] * 4)
+    for row in range(4):
+        held = int((windows.tokens[row] == reader.marks.memory).sum()) - 1
+        assert windows.lengths[row] <= WINDOW_TOKENS - ANSWER_TOKENS
+        assert windows.lengths[row] + windows.room[row] == WINDOW_TOKENS - ANSWER_TOKENS
+        there = lesson.texts.lengths[row][lesson.texts.lengths[row] > 0]
+        assert held == len(there) or windows.room[row] <= there[held], "the next one did not fit"
+
+
+def test_alone_the_backbone_has_the_end_of_the_text(reader: MemoryReader, lesson: Lesson) -> None:
+    windows = reader.last_windows(lesson.texts)
+    for row, example in enumerate(lesson.examples):
+        text = tokenizer().decode(windows.tokens[row, : windows.lengths[row]].tolist())
+        last = tokenizer().decode(lesson.texts.segment(row, lesson.texts.tokens.shape[1] - 1))
+        assert text.endswith(f"{last}<|memory|>{example.question}<|answer|>")
 
 
 def test_without_memory_it_is_the_backbone_bit_by_bit(reader: MemoryReader, lesson: Lesson) -> None:
