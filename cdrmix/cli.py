@@ -171,8 +171,14 @@ def add_generate(verbs: Verbs) -> None:
         "--temperature", type=at_least(0.0), default=0.8, help="0 takes the likeliest; default 0.8"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling; default 0")
+    _add_memory_flags(parser)
 
     def run(arguments: argparse.Namespace) -> None:
+        if arguments.memory:
+            _answer_with_memory(arguments)
+            return
+        if arguments.file or arguments.question or arguments.show_memory:
+            parser.error("--file, --question and --show-memory go with --memory")
         from cdrmix.evaluation.trained import continue_text
 
         text = continue_text(
@@ -187,16 +193,63 @@ def add_generate(verbs: Verbs) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="read the prompt, or --file, however long, and answer --question from memory: the "
+        "likeliest answer of a reasoning model after Stage B",
+    )
+    parser.add_argument("--file", type=Path, metavar="TEXT", help="text to read, in place of it")
+    parser.add_argument("--question", default="", help="what is asked behind the text")
+    parser.add_argument(
+        "--show-memory", action="store_true", help="first what was written, retrieved and dropped"
+    )
+
+
+def _answer_with_memory(arguments: argparse.Namespace) -> None:
+    from cdrmix.evaluation.answering import answer_from, read_text
+
+    text = read_text(arguments.file) if arguments.file else arguments.prompt
+    answered = answer_from(arguments.run_dir, text, arguments.question)
+    if arguments.show_memory:
+        print(answered.memory_lines() + "\n")
+    print(answered.answer)
+
+
 def add_evaluate(verbs: Verbs) -> None:
-    """`cdrmix evaluate RUN_DIR`: held-out loss of a trained model."""
-    parser = verbs.add_parser("evaluate", help="held-out loss and routing of a trained model")
+    """`cdrmix evaluate RUN_DIR`: held-out loss of a trained model, or its reasoning."""
+    parser = verbs.add_parser(
+        "evaluate",
+        help="held-out loss and routing of a trained model, or how it reasons over long texts",
+    )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
     parser.add_argument(
         "--max-tokens", type=at_least(1), help="most tokens read; default: as at the end of the run"
     )
+    parser.add_argument(
+        "--suite",
+        choices=("text", "reasoning"),
+        default="text",
+        help="text: held-out loss (default); reasoning: tasks by length, with the backbone alone "
+        "beside it, stored as RUN_DIR/reasoning.json",
+    )
+    parser.add_argument(
+        "--examples",
+        type=at_least(1),
+        default=32,
+        metavar="N",
+        help="texts of each task and length in the reasoning suite; default 32",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def run(arguments: argparse.Namespace) -> None:
+        if arguments.suite == "reasoning":
+            from cdrmix.evaluation.long_context import as_json, evaluate_reasoning, table
+
+            rows = evaluate_reasoning(arguments.run_dir, num_examples=arguments.examples)
+            print(as_json(rows) if arguments.json else table(rows))
+            return
         from cdrmix.evaluation.trained import evaluate_run
 
         evaluation = evaluate_run(arguments.run_dir, max_tokens=arguments.max_tokens)

@@ -53,16 +53,16 @@ def start(argv: list[str]) -> int:
 
 def before_step(step: int, act: Callable[[], Any]) -> None:
     """Have this rank do something of the test's own just before it trains step `step`."""
-    from cdrmix.engines import loop
+    from cdrmix.engines import pretraining
 
-    original = loop.train_step
+    original = pretraining.train_step
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if kwargs["step"] == step:
             act()
         return original(*args, **kwargs)
 
-    loop.train_step = wrapped
+    pretraining.train_step = wrapped
 
 
 def refused(

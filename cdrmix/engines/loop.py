@@ -14,27 +14,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
-from cdrmix.engines.observe import diverged, evaluate_now, log_step
+from cdrmix.engines.observe import diverged
 from cdrmix.engines.optim import adamw
 from cdrmix.engines.resume import save
 from cdrmix.engines.run import Run
-from cdrmix.engines.step import StepResult, train_step
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
-from cdrmix.objectives.language_model import sum_weights
 from cdrmix.parallel.mpu import ModelParallelUnit
-from cdrmix.parallel.topology import Topology, own_tokens
+from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
 
 logger = get_logger(__name__)
-
-# Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
-# Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
-_EVALUATED_SHARE = 0.07
 
 
 class Agreement(NamedTuple):
@@ -85,7 +79,7 @@ def train(run: Run) -> bool:
         DataError: on every rank, if a shard went missing for any of them; the state is saved.
         StateError: on every rank, if one could not write, or the run diverged.
     """
-    while run.step < run.config.training.num_steps:
+    while run.step < run.stage.num_steps:
         position, began = run.loader.state_dict(), time.perf_counter()
         batch, failure = _next_batch(run)
         # On GPUs this is also where the optimizer step before is waited for.
@@ -100,9 +94,7 @@ def train(run: Run) -> bool:
             return True
         assert batch is not None, "agreed.unread otherwise"
         skipped = run.engine.skipped_steps
-        result = train_step(
-            run.engine, run.config, run.topology, batch, step=run.step, tokens=agreed.tokens
-        )
+        result = run.stage.train_step(run, batch, weight=agreed.tokens)
         run.step += 1
         run.heartbeat.step_done(run.step)
         if run.start_up.step_done():
@@ -113,10 +105,10 @@ def train(run: Run) -> bool:
     return False
 
 
-def _next_batch(run: Run) -> tuple[dict[str, Tensor] | None, DataError | None]:
+def _next_batch(run: Run) -> tuple[Any, DataError | None]:
     """This rank's share of the next batch, or why it could not be read."""
     try:
-        return own_tokens(run.loader.next(), run.topology), None
+        return run.stage.next_batch(run), None
     except DataError as error:  # the others wait for this rank in `agree` and are told there
         return None, error
 
@@ -126,18 +118,16 @@ def _give_up(failure: DataError | None) -> None:
         raise failure
 
 
-def _observe(run: Run, result: StepResult) -> None:
+def _observe(run: Run, result: Any) -> None:
     """What is due after a step: evaluation, log line, checkpoint."""
-    config, last = run.config, run.step == run.config.training.num_steps
+    config, last = run.config, run.step == run.stage.num_steps
     evaluated: dict[str, float] = {}
     run.observer.step_done(run.step, result.seconds)
     run.wall_time.step_done(run.step, result.seconds)
     if _is_due(run.step, config.evaluation.every_steps) and not last:  # the end has its own
-        share = _EVALUATED_SHARE * (config.evaluation.every_steps or 0)
-        tokens = int(share * config.training.tokens_per_step)
-        _, evaluated = evaluate_now(run, max_tokens=tokens)
+        evaluated = run.stage.evaluate(run)
     if evaluated or last or _is_due(run.step, config.monitoring.log_every_steps):
-        log_step(run, result, evaluated)
+        run.stage.log(run, result, evaluated)
     if last or _is_due(run.step, config.checkpoint.every_steps):
         save(run, run.loader.state_dict())
 
@@ -154,19 +144,17 @@ def _minutes_are_over(run: Run) -> bool:
     return time.monotonic() - run.saved_time >= 60 * every
 
 
-def agree(run: Run, batch: dict[str, Tensor] | None, *, save_is_due: bool) -> Agreement:
+def agree(run: Run, batch: Any, *, save_is_due: bool) -> Agreement:
     """Sum the valid tokens of the global batch, or what they weigh, and every rank's wishes, in one
     collective.
 
     Args:
         run: the run, for its signals and this rank's place.
-        batch: this rank's share of the coming step, labels [A, B, T]; None: it has none.
+        batch: this rank's share of the coming step; None: it has none.
         save_is_due: whether this rank's clock says that a checkpoint is due.
     """
     stop, save_asked = run.requests.poll()
-    valid = 0.0
-    if batch is not None and run.topology.counts_tokens:
-        valid = float(sum_weights(batch["labels"], batch.get("weights")))
+    valid = run.stage.weight(run, batch) if batch is not None else 0.0
     # float64 counts tokens exactly, up to 9e15 of them.
     votes = torch.tensor(
         [valid, stop, save_asked or save_is_due, batch is None], dtype=torch.float64

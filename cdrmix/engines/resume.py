@@ -47,6 +47,7 @@ def _save(run: Run, position: dict[str, Any]) -> None:
             "config": run.config.model_dump(mode="json"),
             "seconds": run.seconds,
             "samples": run.samples,
+            **run.stage.saved(run),
         },
         rank_state={"random": random_state.random_state()},
         keep=run.config.checkpoint.keep,

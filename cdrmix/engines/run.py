@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.start_up import StartUp
@@ -17,6 +17,34 @@ from cdrmix.engines.stopping import Requests
 from cdrmix.monitoring.goodput import WallTime
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
+
+
+class Stage(Protocol):
+    """What the one loop leaves to a stage of training.
+
+    Attributes:
+        num_steps: step at which the stage ends.
+    """
+
+    num_steps: int
+
+    def next_batch(self, run: Run) -> Any:
+        """This rank's share of the next batch. Raises DataError if it cannot be read."""
+
+    def weight(self, run: Run, batch: Any) -> float:
+        """What that share counts in the mean over the global batch."""
+
+    def train_step(self, run: Run, batch: Any, *, weight: float) -> Any:
+        """One step; `weight` is that of the global batch. Gives something with `seconds`."""
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Metrics of an evaluation on the way."""
+
+    def log(self, run: Run, result: Any, evaluated: dict[str, float]) -> None:
+        """Write and show what a step measured, and an evaluation if there was one."""
+
+    def saved(self, run: Run) -> dict[str, Any]:
+        """What a checkpoint's state says of this stage, as JSON."""
 
 
 @dataclass
@@ -35,6 +63,7 @@ class Run:
         requests: what signals ask for.
         heartbeat: tells the watchdogs how far this rank is.
         start_up: how long this start took, by its parts.
+        stage: what is trained, on what.
         wall_time: what the time of all starts went to.
         step: optimizer steps completed.
         samples: generated texts, one per evaluation.
@@ -53,6 +82,7 @@ class Run:
     requests: Requests
     heartbeat: Heartbeat
     start_up: StartUp
+    stage: Stage
     wall_time: WallTime = field(default_factory=WallTime)
     step: int = 0
     samples: list[dict[str, Any]] = field(default_factory=list)

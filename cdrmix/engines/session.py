@@ -15,6 +15,7 @@ from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
 from cdrmix.engines.loop import start_engine, train
 from cdrmix.engines.observer import Observer
+from cdrmix.engines.pretraining import Pretraining
 from cdrmix.engines.resume import find_at, resume_from
 from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import LOG, RunDirectory, open_run_directory
@@ -129,6 +130,7 @@ def _set_up(
         requests=requests,
         heartbeat=heartbeat,
         start_up=start_up,
+        stage=Pretraining(config.training.num_steps),
     )
 
 

@@ -103,6 +103,7 @@ class PlasticAdapter(nn.Module):
         start: int,
         writes: bool,
         with_correlation: bool,
+        mask: Tensor | None = None,
     ) -> Adapted:
         """The layer's output with what is remembered, and the fast weights after the last token.
 
@@ -113,6 +114,7 @@ class PlasticAdapter(nn.Module):
             start: tokens of the episode before x.
             writes: False reads the fast weights and leaves them as they are.
             with_correlation: also give the local objective.
+            mask: which tokens are text, [B, T]; the others are filling and store nothing.
         """
         pre = F.normalize(F.linear(x, self.down).float(), dim=-1)  # p, [B, T, r]
         if not writes:
@@ -121,9 +123,10 @@ class PlasticAdapter(nn.Module):
         post = F.normalize((y0 @ self.up).float(), dim=-1)  # q, [B, T, r]
         strength = torch.sigmoid((x @ self.modulator + self.modulator_bias).float())  # m, [B, T]
         finite = (pre.sum(-1) + post.sum(-1) + strength).isfinite()
-        pre, post = (torch.where(finite.unsqueeze(-1), part, 0) for part in (pre, post))
+        stores = finite if mask is None else finite & mask
+        pre, post = (torch.where(stores.unsqueeze(-1), part, 0) for part in (pre, post))
         trace = traces(pre, before.trace, 0.5 * torch.sigmoid(self.trace_decay.float()))
-        wanted = torch.where(finite, strength, 0)
+        wanted = torch.where(stores, strength, 0)
         stored = Writes(post, trace[:, :-1], limited(wanted, post, trace[:, :-1]))
         lookups = [pre, stored.trace] if with_correlation else [pre]
         read, weights = scan_chunks(

@@ -1,6 +1,6 @@
 """Rollouts of the memory agent, what is learned from them, and branches tried before one is kept.
 
-An environment is anything with the methods of `SegmentStream`.
+Rules of episodes are an `Environment`.
 """
 
 # N rollouts, P prompts of G rollouts each, T steps, D hidden, F features, A actions, K branches
@@ -8,7 +8,7 @@ An environment is anything with the methods of `SegmentStream`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from cdrmix.objectives.grpo import (
     lambda_returns,
     zero_variance_groups,
 )
+from cdrmix.reasoning.environment import Environment, State
 from cdrmix.reasoning.policy import Action, Decision, MemoryPolicy
 from cdrmix.reasoning.speculation import branch, merge, select
-from cdrmix.reasoning.stream import SegmentStream, StreamState
 
 ENTROPY_WEIGHT = 0.003
 VALUE_WEIGHT = 0.5
@@ -36,7 +36,7 @@ _KL_MARGIN = 1.5
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class Rollouts(Generic[State]):
     """What a batch of episodes went through; steps not taken hold anything legal.
 
     Attributes:
@@ -59,17 +59,17 @@ class Rollouts:
     rewards: Tensor
     taken: Tensor
     returns: Tensor
-    final: StreamState
+    final: State
 
 
 @torch.no_grad()
 def roll_out(
-    environment: SegmentStream,
+    environment: Environment[State],
     policy: MemoryPolicy,
-    state: StreamState,
+    state: State,
     *,
     generator: torch.Generator | None,
-) -> Rollouts:
+) -> Rollouts[State]:
     """Play episodes to their end, or to the horizon.
 
     Args:
@@ -147,7 +147,7 @@ class Update(NamedTuple):
 
 def policy_loss(
     policy: MemoryPolicy,
-    rollouts: Rollouts,
+    rollouts: Rollouts[Any],
     advantages: Tensor,
     config: PolicyConfig,
     *,
@@ -196,7 +196,7 @@ def policy_loss(
 def learn_from(
     policy: MemoryPolicy,
     optimizer: torch.optim.Optimizer,
-    rollouts: Rollouts,
+    rollouts: Rollouts[Any],
     config: PolicyConfig,
     *,
     group_size: int,
@@ -237,7 +237,7 @@ def learn_from(
     return Update(metrics, epochs, explained, zero_variance_groups(grouped))
 
 
-class Branching(NamedTuple):
+class Branching(NamedTuple, Generic[State]):
     """What became of the branches of each state.
 
     Attributes:
@@ -247,7 +247,7 @@ class Branching(NamedTuple):
         reward, done: of the accepted branch, [N]; 0 and False where there is none.
     """
 
-    state: StreamState
+    state: State
     actions: Tensor
     advantages: Tensor
     reward: Tensor
@@ -255,7 +255,9 @@ class Branching(NamedTuple):
 
 
 @torch.no_grad()
-def try_branches(environment: SegmentStream, policy: MemoryPolicy, state: StreamState) -> Branching:
+def try_branches(
+    environment: Environment[State], policy: MemoryPolicy, state: State
+) -> Branching[State]:
     """Try the likeliest actions of each state side by side; keep the first that is good enough.
 
     All branches of all states are rows of one batch and share nothing. A branch's advantage is

@@ -128,6 +128,7 @@ class PlasticBackbone(nn.Module):
         return_blocks: bool = False,
         writes: bool = True,
         with_correlation: bool = False,
+        mask: Tensor | None = None,
     ) -> PlasticOutput:
         """Read tokens.
 
@@ -138,8 +139,10 @@ class PlasticBackbone(nn.Module):
             return_blocks: keep the backbone's state and cache in the state that is given back.
             writes: False reads the fast weights and leaves them as they are.
             with_correlation: also give the local objective.
+            mask: which tokens are text, [B, T]; the others are filling, and fast weights only
+                fade over them.
         """
-        reading = _Reading(self, state.plastic, writes, with_correlation and writes)
+        reading = _Reading(self, state.plastic, writes, with_correlation and writes, mask)
         with contextlib.ExitStack() as hooks:
             for name, layer in self._layers.items():
                 hooks.callback(layer.register_forward_hook(reading.hook(name)).remove)
@@ -173,9 +176,14 @@ class _Reading:
     """One forward pass: what goes into the adapters and what comes out, by layer."""
 
     def __init__(
-        self, model: PlasticBackbone, before: PlasticState, writes: bool, with_correlation: bool
+        self,
+        model: PlasticBackbone,
+        before: PlasticState,
+        writes: bool,
+        with_correlation: bool,
+        mask: Tensor | None,
     ) -> None:
-        self._model, self._before = model, before
+        self._model, self._before, self._mask = model, before, mask
         self._writes, self._with_correlation = writes, with_correlation
         self.results: dict[str, Adapted] = {}
 
@@ -190,6 +198,7 @@ class _Reading:
                 start=self._before.num_tokens,
                 writes=self._writes,
                 with_correlation=self._with_correlation,
+                mask=self._mask,
             )
             return self.results[name].y
 

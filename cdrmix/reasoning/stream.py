@@ -12,31 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.schema import PolicyConfig
+from cdrmix.reasoning.environment import Observation, Transition
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action
 
 # fill, budget used, question asked, entries in the buffer, its best score, last action one-hot
 NUM_FEATURES = 5 + NUM_ACTIONS
-
-
-class Observation(NamedTuple):
-    """What the agent sees.
-
-    Attributes:
-        hidden: of the window, [N, D].
-        features: of memory and budget, [N, NUM_FEATURES], between 0 and 1.
-        legal: actions that may be taken, [N, A].
-    """
-
-    hidden: Tensor
-    features: Tensor
-    legal: Tensor
 
 
 @dataclass(frozen=True)
@@ -85,14 +71,6 @@ class StreamState:
     operations: Tensor
     harm: Tensor
     solved: Tensor
-
-
-class Transition(NamedTuple):
-    """What a step gives: the next state, reward [N], and whether the episode is over [N]."""
-
-    state: StreamState
-    reward: Tensor
-    done: Tensor
 
 
 class SegmentStream:
@@ -168,7 +146,7 @@ class SegmentStream:
         legal[:, Action.SPLICE_WINDOW] = True
         return legal
 
-    def step(self, state: StreamState, actions: Tensor) -> Transition:
+    def step(self, state: StreamState, actions: Tensor) -> Transition[StreamState]:
         """Take one action per episode, [N] int64, legal ones."""
         asked = self._is_asked(state)
         memory, evicted = self._written(state, actions == Action.CACHE_WRITE)

@@ -22,12 +22,15 @@ class Puzzle(NamedTuple):
         statements: sentences that matter or mislead, in the order in which they must be read.
         question: asked behind the text.
         answers: words that answer it.
+        evidence: statements from which the answer follows, in the order in which one leads to the
+            next; none where it takes the whole text.
         match: all: every answer counts its share; any: one is enough.
     """
 
     statements: list[str]
     question: str
     answers: list[str]
+    evidence: list[str]
     match: Literal["all", "any"] = "all"
 
 
@@ -52,7 +55,9 @@ def needle(rng: random.Random, *, num_keys: int, num_values: int, num_queries: i
     asked = rng.sample(keys, num_queries)
     what = "What is the code" if num_queries * num_values == 1 else "What are the codes"
     question = f"{what} of {' and '.join(asked)}?"
-    return Puzzle(statements, question, [code for key in asked for code in codes[key]])
+    answers = [code for key in asked for code in codes[key]]
+    evidence = [f"The code of {key} is {code}." for key in asked for code in codes[key]]
+    return Puzzle(statements, question, answers, evidence)
 
 
 def variable_tracking(rng: random.Random, *, hops: int, num_chains: int = 2) -> Puzzle:
@@ -65,7 +70,7 @@ def variable_tracking(rng: random.Random, *, hops: int, num_chains: int = 2) -> 
         copies = [f"Let {b} = {a}." for a, b in itertools.pairwise(names)]
         queues.append([f"Let {names[0]} = {value}.", *copies])
     question = f"Which variables hold {values[0]}?"
-    return Puzzle(_interleaved(rng, queues), question, chains[0])
+    return Puzzle(_interleaved(rng, queues), question, chains[0], queues[0])
 
 
 def common_words(rng: random.Random, *, num_common: int = 3, repeats: int = 6) -> Puzzle:
@@ -76,7 +81,8 @@ def common_words(rng: random.Random, *, num_common: int = 3, repeats: int = 6) -
     listed = common * repeats + rare
     rng.shuffle(listed)
     statements = [f"Listed: {word}." for word in listed]
-    return Puzzle(statements, f"Which {num_common} words are listed most often?", common)
+    question = f"Which {num_common} words are listed most often?"
+    return Puzzle(statements, question, common, evidence=[])
 
 
 def look_up(rng: random.Random, *, num_people: int = 6) -> Puzzle:
@@ -89,8 +95,10 @@ def look_up(rng: random.Random, *, num_people: int = 6) -> Puzzle:
     statements += [f"The friend of {p} is {f}." for p, f in zip(people, friends, strict=True)]
     rng.shuffle(statements)
     asked = rng.randrange(num_people)
+    friend, city = friends[asked], cities[(asked + 1) % num_people]
     question = f"Where does the friend of {people[asked]} live?"
-    return Puzzle(statements, question, [cities[(asked + 1) % num_people]], "any")
+    evidence = [f"The friend of {people[asked]} is {friend}.", f"{friend} lives in {city}."]
+    return Puzzle(statements, question, [city], evidence, "any")
 
 
 def arithmetic(rng: random.Random, *, steps: int) -> Puzzle:
@@ -106,7 +114,7 @@ def arithmetic(rng: random.Random, *, steps: int) -> Puzzle:
         else:
             value, what = value - amount, f"{earlier} minus {amount}"
         statements.append(f"{name} is {what}.")
-    return Puzzle(statements, f"What is {name}?", [str(value)], "any")
+    return Puzzle(statements, f"What is {name}?", [str(value)], statements[::-1], "any")
 
 
 def logic(rng: random.Random, *, steps: int) -> Puzzle:
@@ -116,9 +124,10 @@ def logic(rng: random.Random, *, steps: int) -> Puzzle:
     queues = [[f"If {a} then {b}." for a, b in itertools.pairwise(names)] for names in chains]
     queues[0].insert(0, f"It holds that {chains[0][0]}.")
     holds = rng.random() < 0.5
-    asked = chains[0 if holds else 1][-1]
+    asked = 0 if holds else 1
     statements = _interleaved(rng, queues)
-    return Puzzle(statements, f"Does {asked} hold?", ["yes" if holds else "no"], "any")
+    question = f"Does {chains[asked][-1]} hold?"
+    return Puzzle(statements, question, ["yes" if holds else "no"], queues[asked][::-1], "any")
 
 
 def _interleaved(rng: random.Random, queues: list[list[str]]) -> list[str]:

@@ -41,6 +41,8 @@ class Example:
         question: asked behind it.
         answers: words that answer it.
         match: all: every answer counts its share; any: one is enough.
+        evidence: sentences of the text from which the answer follows, in the order in which one
+            leads to the next; training looks at them, evaluation does not.
     """
 
     task: str
@@ -49,6 +51,7 @@ class Example:
     question: str
     answers: tuple[str, ...]
     match: Match
+    evidence: tuple[str, ...] = ()
 
 
 def score(example: Example, answer: str) -> float:
@@ -68,7 +71,7 @@ def generate(
     task: str,
     *,
     number: int,
-    seed: int,
+    seed: int | str,
     length_ratio: int,
     window_tokens: int,
     count_tokens: CountTokens,
@@ -109,6 +112,7 @@ def generate(
         question=puzzle.question,
         answers=tuple(puzzle.answers),
         match=puzzle.match,
+        evidence=tuple(puzzle.evidence),
     )
 
 
@@ -186,10 +190,13 @@ def _parse(row: object) -> Example:
     for name, kind in {**kinds, "match": str}.items():
         if type(row.get(name)) is not kind:
             raise TypeError(f"{name} is {row.get(name)!r}, not {kind.__name__}")
-    if row.keys() - kinds.keys() - {"match"}:
-        raise ValueError(f"unknown keys {sorted(row.keys() - kinds.keys() - {'match'})}")
+    if unknown := sorted(row.keys() - kinds.keys() - {"match", "evidence"}):
+        raise ValueError(f"unknown keys {unknown}")
     if row["match"] not in get_args(Match):
         raise ValueError(f"match is {row['match']!r}; allowed are {', '.join(get_args(Match))}")
     if not row["answers"] or not all(type(word) is str and word for word in row["answers"]):
         raise ValueError(f"answers are {row['answers']!r}; at least one word is needed")
-    return Example(**{**row, "answers": tuple(row["answers"])})
+    evidence = row.get("evidence", [])
+    if not isinstance(evidence, list) or not all(type(line) is str for line in evidence):
+        raise TypeError(f"evidence is {evidence!r}, not a list of sentences")
+    return Example(**{**row, "answers": tuple(row["answers"]), "evidence": tuple(evidence)})

@@ -63,24 +63,30 @@ class WorkingMemory(nn.Module):
         """Slots of sequences of which nothing was read yet, [B, N, S]."""
         return self.slots.float().expand(batch_size, *self.slots.shape)
 
-    def write(self, memory: Tensor, hidden: Tensor) -> Tensor:
+    def write(self, memory: Tensor, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Fold tokens into the slots.
 
         Args:
             memory: slots before, [B, N, S], float32.
             hidden: hidden states of the tokens, [B, T, D]; a last stride may be shorter.
+            mask: which tokens are text, [B, T]; the others are not looked at, and a stride without
+                text changes nothing.
         Returns:
             Slots after, [B, N, S], float32.
         """
         keys, values = self.key(hidden).float(), self.value(hidden).float()  # [B, T, S]
         fit = _SHARPNESS * keys @ self.slots.float().transpose(0, 1)  # [B, T, N]
         fit = fit / self.slots.shape[1] ** 0.5
-        for scores, content in zip(
-            fit.split(self.stride, dim=1), values.split(self.stride, dim=1), strict=True
-        ):
-            seen = torch.softmax(scores, dim=1).transpose(1, 2) @ content  # [B, N, S]
+        if mask is not None:
+            fit = fit.masked_fill(~mask.unsqueeze(2), torch.finfo(fit.dtype).min)
+        for start in range(0, hidden.shape[1], self.stride):
+            stride = slice(start, start + self.stride)
+            weights = torch.softmax(fit[:, stride], dim=1)
+            seen = weights.transpose(1, 2) @ values[:, stride]  # [B, N, S]
             gate_input = torch.cat([seen, memory], dim=-1).to(self.gate.weight.dtype)
             gate = torch.sigmoid(self.gate(gate_input).float())
+            if mask is not None:
+                gate = gate * mask[:, stride].any(1).view(-1, 1, 1)
             memory = torch.lerp(memory, torch.tanh(seen), gate)
         return memory
 

@@ -292,6 +292,45 @@ def test_an_impossible_pair_names_both_and_the_overrides(overrides: list, told: 
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("length_ratios: [1, 2, 4, 8]", "length_ratios: [1, 0]", "a text has one window or more"),
+        ("length_ratios: [1, 2, 4, 8]", "length_ratios: [1, 2.5]", "given 2.5"),
+        ("length_ratios: [1, 2, 4, 8]", "tasks: [needle]", "given 'needle'"),
+        ("backbone_lr_scale: 0.0", "backbone_lr_scale: -0.1", "given -0.1"),
+    ],
+)
+def test_what_stage_b_cannot_train_by_is_refused(
+    old: str, new: str, told: str, tmp_path: Path
+) -> None:
+    text = REASON.read_text(encoding="utf-8")
+    assert old in text
+    (line,) = problems(written(tmp_path, text.replace(old, new)))
+    assert told in line
+
+
+def test_a_stage_b_without_steps_is_refused() -> None:
+    phases = ("memory", "adapter", "policy", "joint")
+    (line,) = problems(REASON, *(f"stage_b.training.{phase}_steps=0" for phase in phases))
+    assert "are all 0: nothing would be learned. Try training.stage = a" in line
+
+
+def test_lists_survive_the_json_of_a_checkpoint(tmp_path: Path) -> None:
+    mixture = "data:\n  mixture:\n    phases: [{weights: {web: 1.0}, tokens: 10}, {}]"
+    text = REASON.read_text(encoding="utf-8")
+    config = load_config(written(tmp_path, text.replace("data:", mixture)))
+    assert config.data.mixture is not None
+    assert Config.model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+
+
+def test_phases_of_no_steps_do_not_take_place() -> None:
+    stage_b = load_config(REASON, ["stage_b.training.policy_steps=0"]).stage_b
+    assert stage_b is not None
+    assert [phase for phase, _ in stage_b.training.phases] == ["memory", "adapters", "joint"]
+    assert stage_b.training.num_steps == sum(steps for _, steps in stage_b.training.phases)
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
         ("a: 1\nb: [1", "line 2, column 6: expected ',' or ']'"),

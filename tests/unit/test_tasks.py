@@ -4,9 +4,11 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from cdrmix.config.schema import ReasoningTask
 from cdrmix.errors import DataError
 from cdrmix.reasoning.task_kinds import KINDS, arithmetic, logic, look_up, variable_tracking
 from cdrmix.reasoning.tasks import Example, generate, read_examples, score, write_examples
@@ -175,3 +177,7 @@ def test_a_file_that_holds_no_rows_is_refused(tmp_path: Path) -> None:
     path.write_text('{"task": \n')
     with pytest.raises(DataError, match="tasks.jsonl:1: Expecting value"):
         read_examples(path)
+
+
+def test_the_configuration_knows_every_task() -> None:
+    assert get_args(ReasoningTask) == tuple(KINDS)

@@ -1,0 +1,56 @@
+"""Stage A as the loop sees it: predict the next token of the corpus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from cdrmix.engines.observe import evaluate_now, log_step
+from cdrmix.engines.run import Run
+from cdrmix.engines.step import StepResult, train_step
+from cdrmix.objectives.language_model import sum_weights
+from cdrmix.parallel.topology import own_tokens
+
+# Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
+# Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
+_EVALUATED_SHARE = 0.07
+
+
+class Pretraining:
+    """Stage A.
+
+    Attributes:
+        num_steps: see `Stage`.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+
+    def next_batch(self, run: Run) -> dict[str, Tensor]:
+        """This rank's share of the next batch, each tensor [A, B, T]."""
+        return own_tokens(run.loader.next(), run.topology)
+
+    def weight(self, run: Run, batch: dict[str, Tensor]) -> float:
+        """Valid tokens of this rank's share, or what they weigh."""
+        if not run.topology.counts_tokens:
+            return 0.0
+        return float(sum_weights(batch["labels"], batch.get("weights")))
+
+    def train_step(self, run: Run, batch: dict[str, Tensor], *, weight: float) -> StepResult:
+        """One optimizer step."""
+        return train_step(run.engine, run.config, run.topology, batch, step=run.step, tokens=weight)
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Held-out loss and a sample, at a cost in proportion to the steps since the last."""
+        share = _EVALUATED_SHARE * (run.config.evaluation.every_steps or 0)
+        tokens = int(share * run.config.training.tokens_per_step)
+        return evaluate_now(run, max_tokens=tokens)[1]
+
+    def log(self, run: Run, result: StepResult, evaluated: dict[str, float]) -> None:
+        """See `log_step`."""
+        log_step(run, result, evaluated)
+
+    def saved(self, run: Run) -> dict[str, Any]:
+        """What a checkpoint's state says beside what it says of every run."""
+        return {"stage": "a"}

@@ -1,0 +1,106 @@
+"""Lessons: pure functions of their number, whose evidence is where they say; losses of phases."""
+
+import torch
+
+from cdrmix.config.schema import Phase
+from cdrmix.reasoning.course import ReaderCourse
+from cdrmix.reasoning.parts import part_of
+from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.reading import ReadingEpisodes
+from tests.unit.small_reader import TASKS, small_config, small_lessons, small_reader, tokenizer
+
+
+def test_a_lesson_follows_from_seed_phase_and_number() -> None:
+    lessons = small_lessons(small_config())
+    first, again = (lessons.lesson("joint", 3) for _ in range(2))
+    assert torch.equal(first.texts.tokens, again.texts.tokens)
+    assert (first.found, first.gathered, first.seed) == (again.found, again.gathered, again.seed)
+    others = [lessons.lesson("joint", 4), lessons.lesson("memory", 3)]
+    assert len({first.examples, *(other.examples for other in others)}) == 3
+
+
+def test_what_is_sought_is_evidence_and_what_is_gathered_all_of_it() -> None:
+    lessons = small_lessons(small_config(texts_per_lesson=16, tasks=TASKS))
+    lesson = lessons.lesson("joint", 0)
+    for row, example in enumerate(lesson.examples):
+        said = [
+            tokenizer().decode(lesson.texts.segment(row, place)) for place in lesson.gathered[row]
+        ]
+        assert all(any(line in text for text in said) for line in example.evidence)
+        assert (lesson.sought[row] >= 0) == bool(example.evidence)
+        if example.evidence:
+            sought = tokenizer().decode(lesson.texts.segment(row, int(lesson.sought[row])))
+            assert any(line in sought for line in example.evidence)
+            assert int(lesson.sought[row]) not in lesson.found[row]
+
+
+def test_the_policy_reads_whole_texts() -> None:
+    lessons = small_lessons(small_config(length_ratios=(8,), tasks=("needle_keys",)))
+    joint, policy = lessons.lesson("joint", 0), lessons.lesson("policy", 0)
+    assert joint.texts.tokens.shape[1] <= 10 < policy.texts.tokens.shape[1]
+
+
+def test_each_phase_gives_gradients_to_what_learns_in_it_and_to_nothing_else() -> None:
+    config = small_config()
+    for phase in ("memory", "adapters", "joint"):
+        reader = small_reader(config)
+        course = ReaderCourse(reader, small_lessons(config), config)
+        learning = course.learning(phase)
+        for name, parameter in reader.named_parameters():
+            parameter.requires_grad_(part_of(name) in learning)
+        loss, metrics = course.loss(phase, course.lesson(phase, 0))
+        loss.backward()
+        assert loss.isfinite() and all(value.isfinite() for value in metrics.values())
+        with_gradient = {
+            part_of(name)
+            for name, parameter in reader.named_parameters()
+            if parameter.grad is not None and bool(parameter.grad.any())
+        }
+        assert with_gradient == learning, phase
+
+
+def test_the_policy_learns_from_episodes() -> None:
+    config = small_config(texts_per_lesson=2, length_ratios=(2,))
+    reader = small_reader(config)
+    course = ReaderCourse(reader, small_lessons(config), config)
+    phase: Phase = "policy"
+    lesson = course.lesson(phase, 0)
+    collected, again = course.collect(lesson), course.collect(lesson)
+    assert torch.equal(collected.rollouts.actions, again.rollouts.actions)
+    assert collected.rollouts.final.solved.all(), "every episode ends with an answer"
+    loss, metrics = course.rollout_loss(collected)
+    loss.backward()
+    assert reader.policy.feature_policy.weight.grad.any()
+    assert float(metrics["kl"]) == 0 and float(metrics["entropy"]) > 0
+
+
+def test_an_episode_writes_fetches_and_answers() -> None:
+    config = small_config(tasks=("needle_keys",), length_ratios=(1,))
+    reader, lessons = small_reader(config), small_lessons(config)
+    lesson = lessons.lesson("policy", 0)
+    seen: list[tuple[int, list[int]]] = []
+
+    def grade(row: int, answer: list[int]) -> float:
+        seen.append((row, list(answer)))
+        return 1.0
+
+    episodes = ReadingEpisodes(reader, reader.read(lesson.texts), grade)
+    state = episodes.start()
+    count = int(lesson.texts.num_segments.max())
+    for _ in range(count):
+        actions = torch.full((4,), int(Action.CACHE_WRITE))
+        legal = episodes.observe(state).legal
+        actions = torch.where(legal[:, Action.CACHE_WRITE], actions, int(Action.RETRIEVE))
+        state = episodes.step(state, actions).state
+    assert (state.memory >= 0).sum(1).tolist() == lesson.texts.num_segments.tolist()
+    for action in (Action.RETRIEVE, Action.SPLICE_WINDOW):
+        state = episodes.step(state, torch.full((4,), int(action))).state
+    assert (state.fetched >= 0).any(1).all() and not state.solved.any()
+    best = reader.config.memory.top_k
+    assert (state.fetched >= 0).sum(1).max() <= 2 * best
+    after = episodes.step(state, torch.full((4,), int(Action.SPLICE_WINDOW)))
+    assert after.done.all() and len(seen) == 4
+    policy = config.stage_b.policy
+    operations = state.operations * policy.latency_penalty
+    assert (after.reward <= 1 + policy.stability_bonus - operations + 1e-6).all()
+    assert (after.reward > 0.5).all()

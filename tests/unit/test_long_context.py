@@ -1,0 +1,145 @@
+"""The table of reasoning tasks, and answers from texts longer than the window."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdrmix.cli import main
+from cdrmix.errors import DataError
+from cdrmix.evaluation.answering import answer_with
+from cdrmix.evaluation.long_context import Row, as_json, score_tasks, table
+from cdrmix.evaluation.readers import TrainedReader
+from cdrmix.evaluation.trained import Trained
+from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.reader import MemoryReader
+from tests.unit.small_reader import small_config, small_lessons, small_reader, tokenizer
+
+
+class Knowing:
+    """Decodes every answer to the same words."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(tokenizer(), name)
+
+    def decode(self, ids: object) -> str:
+        return self._words
+
+
+def loaded(*, favourite: Action | None = None) -> TrainedReader:
+    config = small_config()
+    reader = small_reader(config)
+    if favourite is not None:
+        with torch.no_grad():
+            reader.policy.feature_policy.bias[favourite] = 10.0
+    trained = Trained(config, reader.backbone, tokenizer(), Path("data"), 1)
+    return TrainedReader(trained, reader, small_lessons(config))
+
+
+@pytest.fixture(scope="module")
+def reader() -> MemoryReader:
+    return loaded().reader
+
+
+def test_rows_are_scores_of_both_on_unseen_texts(reader: MemoryReader) -> None:
+    rows = score_tasks(
+        reader, small_lessons(small_config()), ["logic"], length_ratios=(4, 6), num_examples=3
+    )
+    assert [(row.task, row.length_ratio, row.n) for row in rows] == [
+        ("logic", 4, 3),
+        ("logic", 6, 3),
+    ]
+    assert all(0 <= row.score <= 1 and 0 <= row.backbone_score <= 1 for row in rows)
+
+
+def test_the_checker_of_the_reward_is_the_checker_of_the_score(reader: MemoryReader) -> None:
+    lessons = dataclasses.replace(small_lessons(small_config()), tokenizer=Knowing("yes"))
+    (row,) = score_tasks(reader, lessons, ["logic"], length_ratios=(4,), num_examples=20)
+    held = [
+        lessons.example("logic", f"{lessons.seed}/evaluation", number, 4).answers == ("yes",)
+        for number in range(20)
+    ]
+    assert row.score == row.backbone_score == pytest.approx(sum(held) / 20)
+    assert 0 < row.score < 1
+
+
+def test_a_length_without_room_has_no_row(reader: MemoryReader) -> None:
+    lessons = small_lessons(small_config())
+    rows = score_tasks(reader, lessons, ["common_words"], length_ratios=(1,), num_examples=1)
+    assert rows == []
+    assert table(rows).endswith("no task fits")
+
+
+def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
+    rows = [
+        Row("logic", 1, 0.5, 0.25, 8),
+        Row("logic", 4, 0.75, 0.0, 8),
+        Row("look_up", 4, 1, 0, 8),
+    ]
+    assert table(rows).splitlines() == [
+        "score, backbone alone               1x            4x",
+        "logic                       0.50, 0.25    0.75, 0.00",
+        "look_up                              -    1.00, 0.00",
+        "8 texts each; lengths in windows",
+    ]
+    assert json.loads(as_json(rows))["rows"][0] == {
+        "task": "logic",
+        "length_ratio": 1,
+        "score": 0.5,
+        "backbone_score": 0.25,
+        "n": 8,
+    }
+
+
+TEXT = "The code of bami is 1234. It rained in lolo again. They spoke of dudu for an hour. " * 4
+
+
+@pytest.mark.parametrize(
+    ("favourite", "kind"),
+    [
+        (Action.CACHE_WRITE, "written"),
+        (Action.SUMMARIZE, "summarised"),
+        (Action.SPLICE_WINDOW, "dropped"),
+    ],
+)
+def test_what_became_of_every_segment_is_told(favourite: Action, kind: str) -> None:
+    reader = loaded(favourite=favourite)
+    answered = answer_with(reader, TEXT, "What is the code of bami?")
+    read = [
+        event for event in answered.events if event.kind in ("written", "summarised", "dropped")
+    ]
+    assert "".join(event.text for event in read) == TEXT
+    assert {event.kind for event in read} == {kind}
+    assert len(answered.memory_lines().splitlines()) == len(answered.events)
+
+
+def test_what_is_retrieved_was_written() -> None:
+    reader = loaded(favourite=Action.CACHE_WRITE)
+    with torch.no_grad():  # once writing is over, retrieve while there is room, then splice
+        reader.reader.policy.feature_policy.bias[Action.RETRIEVE] = 5.0
+        reader.reader.policy.feature_policy.weight[Action.SPLICE_WINDOW, 3] = 50.0
+    events = answer_with(reader, TEXT, "What is the code of bami?").events
+    written = {event.text for event in events if event.kind == "written"}
+    retrieved = [event.text for event in events if event.kind == "retrieved"]
+    assert retrieved and set(retrieved) <= written
+
+
+def test_a_question_must_be_asked_and_leave_room() -> None:
+    reader = loaded()
+    with pytest.raises(DataError, match="takes a text and a question"):
+        answer_with(reader, TEXT, "")
+    with pytest.raises(DataError, match="takes a text and a question"):
+        answer_with(reader, "", "What?")
+    with pytest.raises(DataError, match="more than a window of 64 tokens has room for"):
+        answer_with(reader, TEXT, "What is the code of bami? " * 10)
+
+
+def test_flags_of_memory_are_refused_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "run", "--question", "Why?"])
+    assert "go with --memory" in capsys.readouterr().err
