@@ -16,6 +16,7 @@ from cdrmix.config.load import load_config
 from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
 from cdrmix.planning.profile import check_world
+from cdrmix.verbs.flags import add_config_flags
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,15 +33,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         ConfigError: if a flag is unknown, missing or has a wrong value.
     """
     parser = _Parser(description="Train a CDRmix variant.")
-    parser.add_argument("--config", required=True, type=Path, help="YAML file of the variant")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="override one value, such as training.max_steps=100; may be repeated",
-    )
+    add_config_flags(parser)
     parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
     parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
     parser.add_argument(
