@@ -20,10 +20,10 @@ from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.observe import diverged, evaluate_now, log_step
 from cdrmix.engines.optim import adamw
-from cdrmix.engines.resume import save
+from cdrmix.engines.resume import save, settle
 from cdrmix.engines.run import Run
 from cdrmix.engines.step import StepResult, train_step
-from cdrmix.errors import DataError
+from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.parallel.mpu import ModelParallelUnit
@@ -77,7 +77,7 @@ def start_engine(
 
 
 def train(run: Run) -> bool:
-    """Train up to the run's length.
+    """Train up to the run's length, and wait for the last checkpoint.
 
     Returns:
         Whether a signal stopped it before; the state is then saved.
@@ -85,6 +85,21 @@ def train(run: Run) -> bool:
         DataError: on every rank, if a shard went missing for any of them; the state is saved.
         StateError: on every rank, if one could not write, or the run diverged.
     """
+    try:
+        is_stopped = _train(run)
+    except TrainingError:  # the same on all ranks, which can still wait for each other
+        try:
+            settle(run)
+        except StateError as another:
+            logger.warning("warning: %s", another)
+        raise
+    settle(run)
+    if is_stopped:
+        _say_goodbye(run)
+    return is_stopped
+
+
+def _train(run: Run) -> bool:
     while run.step < run.config.training.num_steps:
         position, began = run.loader.state_dict(), time.perf_counter()
         batch, failure = _next_batch(run)
@@ -96,7 +111,6 @@ def train(run: Run) -> bool:
         if agreed.unread:
             runtime.together(partial(_give_up, failure))
         if agreed.stop:
-            _say_goodbye(run)
             return True
         assert batch is not None, "agreed.unread otherwise"
         skipped = run.engine.skipped_steps
@@ -152,25 +166,27 @@ def _minutes_are_over(run: Run) -> bool:
 
 
 def agree(run: Run, batch: dict[str, Tensor] | None, *, save_is_due: bool) -> Agreement:
-    """Sum the valid tokens of the global batch, or what they weigh, and every rank's wishes, in one
-    collective.
+    """Sum the valid tokens of the global batch, or what they weigh, every rank's wishes, and how
+    far it is with the checkpoint that it writes in the background, in one collective.
 
     Args:
         run: the run, for its signals and this rank's place.
         batch: this rank's share of the coming step, labels [A, B, T]; None: it has none.
         save_is_due: whether this rank's clock says that a checkpoint is due.
+    Raises:
+        StateError: on every rank, if any of them could not write that checkpoint.
     """
     stop, save_asked = run.requests.poll()
     valid = 0.0
     if batch is not None and run.topology.counts_tokens:
         valid = float(sum_weights(batch["labels"], batch.get("weights")))
     # float64 counts tokens exactly, up to 9e15 of them.
-    votes = torch.tensor(
-        [valid, stop, save_asked or save_is_due, batch is None], dtype=torch.float64
-    )
+    wishes = [stop, save_asked or save_is_due, batch is None]
+    votes = torch.tensor([valid, *wishes, *run.saver.votes()], dtype=torch.float64)
     tokens, *asked = runtime.all_reduce_sum(votes.to(runtime.device())).tolist()
+    run.saver.advance(asked[len(wishes) :])
     # A batch of nothing but prompts may weigh nothing: its loss is 0, not 0 / 0.
-    return Agreement(tokens or 1.0, *(count > 0 for count in asked))
+    return Agreement(tokens or 1.0, *(count > 0 for count in asked[: len(wishes)]))
 
 
 def _say_goodbye(run: Run) -> None:

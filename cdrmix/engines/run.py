@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
@@ -30,12 +31,13 @@ class Run:
         loader: batches of this data rank.
         engine: DeepSpeed engine around the backbone.
         observer: metrics file and progress.
+        saver: writes the checkpoints.
         requests: what signals ask for.
         heartbeat: tells the watchdogs how far this rank is.
         step: optimizer steps completed.
         samples: generated texts, one per evaluation.
-        saved_step: step of the newest checkpoint in the run directory, or None.
         earlier_seconds: wall time of earlier starts of this run.
+        earlier_stall_seconds: for which checkpoints held those up.
     """
 
     config: Config
@@ -46,12 +48,13 @@ class Run:
     loader: Loader
     engine: Any
     observer: Observer
+    saver: Saver
     requests: Requests
     heartbeat: Heartbeat
     step: int = 0
     samples: list[dict[str, Any]] = field(default_factory=list)
-    saved_step: int | None = None
     earlier_seconds: float = 0.0
+    earlier_stall_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
     saved_time: float = field(default_factory=time.monotonic)
 
@@ -65,10 +68,16 @@ class Run:
         """Wall time of all starts of this run."""
         return self.earlier_seconds + time.monotonic() - self.started
 
+    @property
+    def stall_seconds(self) -> float:
+        """Wall time of all starts of this run in which training waited for checkpoints."""
+        return self.earlier_stall_seconds + self.saver.stall_seconds
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop reading ahead, close the files."""
+        """Stop reading ahead, end the writing thread, close the files."""
         self.loader.close()
+        self.saver.close()
         self.observer.close()

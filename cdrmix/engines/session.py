@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
+from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.config.load import resolved_yaml
 from cdrmix.config.schema import Config
@@ -70,7 +71,7 @@ def _train(
         if runtime.rank() == 0:
             heartbeat.log_to(directory.path / LOG)
         if resume == "auto":
-            found = store.find(directory.path)
+            found = store.find(directory.path, *directory.copies)
         with _set_up(config, choice, directory, requests, heartbeat) as run:
             if found is not None:
                 resume_from(run, found)
@@ -108,6 +109,11 @@ def _set_up(
         loader=make_loader(config, choice, topology, corpus.train),
         engine=start_engine(build_model(config, choice, topology), config, choice, topology),
         observer=Observer(),
+        saver=Saver(
+            (directory.checkpoints, *directory.copies),
+            keep=config.checkpoint.keep,
+            background=config.checkpoint.background,
+        ),
         requests=requests,
         heartbeat=heartbeat,
     )
