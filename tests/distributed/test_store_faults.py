@@ -145,6 +145,14 @@ def test_a_kill_before_or_after_any_durable_operation_loses_nothing(
     assert kills > 30
 
 
+def await_step(root: Path, step: int) -> None:
+    """Wait until a process that saves has finished that step."""
+    deadline = time.monotonic() + 30
+    while int((root / "latest").read_text()) < step:
+        assert time.monotonic() < deadline, f"step {step} is not saved"
+        time.sleep(0.001)
+
+
 def kill_at_random_times(folder: str, background: bool) -> list[int]:
     """Step found after each kill of a process that does nothing but save."""
     root = Path(folder)
@@ -158,7 +166,10 @@ def kill_at_random_times(folder: str, background: bool) -> list[int]:
                 write(root, step, numel=200_000, background=background)
 
         child = in_child(save_on)
-        time.sleep(generator.uniform(0.0, 0.15))
+        began = time.monotonic()
+        await_step(root, steps[-1] + generator.randrange(3))
+        # somewhere in the save that follows, on a machine as busy as it is
+        time.sleep(generator.uniform(0.0, 0.02 + (time.monotonic() - began)))
         os.kill(child, signal.SIGKILL)
         assert killed(child)
         steps.append(check(root, at_least=steps[-1]))
@@ -169,7 +180,7 @@ def kill_at_random_times(folder: str, background: bool) -> list[int]:
 def test_kills_at_random_times_never_lose_a_finished_save(tmp_path: Path, background: bool) -> None:
     (steps,) = run_ranks(kill_at_random_times, 1, str(tmp_path), background)
     assert len(steps) == KILLS + 1
-    assert steps[-1] > KILLS / 2, "most processes lived long enough to save"
+    assert steps[-1] > KILLS / 2, "the processes saved before they were killed"
 
 
 def die_in_the_middle_on_one_rank(folder: str) -> None:
