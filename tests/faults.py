@@ -16,6 +16,7 @@ SUPERVISION = "tests/distributed/test_supervision.py::test_all_ranks_end_within_
 LAUNCH = "tests/cluster/test_launch.py::test_"
 RESUME = "tests/distributed/test_resume.py::test_"
 STORE = "tests/distributed/test_store_faults.py::test_"
+BEHIND = "tests/distributed/test_background_saves.py::test_a_"
 DAMAGE = "tests/unit/test_store.py::test_"
 SLURM = "tests/cluster/test_slurm.py::test_"
 INPUT = "tests/distributed/test_bad_input.py::test_"
@@ -37,6 +38,11 @@ FAULTS = (
     ("TERM during a save", f"{RESUME}a_signal_in_the_middle", ""),
     ("kill during a save", f"{RESUME}a_killed_run_resumes", "KILL while"),
     ("kill before the rename", f"{RESUME}a_killed_run_resumes", "before the rename"),
+    ("kill during a background write", f"{BEHIND}kill_while_a_checkpoint", ""),
+    ("TERM during a background write", f"{BEHIND}signal_while_a_checkpoint", ""),
+    ("write that fails for a while", f"{BEHIND}write_that_fails_at_first", ""),
+    ("write that goes on failing", f"{BEHIND}write_that_goes_on_failing", ""),
+    ("damaged checkpoint with a replica", f"{BEHIND}run_goes_on_from_the_copy", ""),
     ("kill at every durable operation", f"{STORE}a_kill_before_or_after", ""),
     ("kills at random times", f"{STORE}kills_at_random_times", ""),
     ("disk full in a save", f"{STORE}a_full_disk", ""),

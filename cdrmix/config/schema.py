@@ -427,6 +427,18 @@ class CheckpointConfig(Section):
     every_steps: int | None = Field(1_000, ge=1, description="Optimizer steps between saves.")
     every_minutes: float | None = Field(None, gt=0, description="Minutes between saves.")
     keep: int = Field(3, ge=1, description="Newest checkpoints kept (count).")
+    background: bool = Field(
+        True,
+        description="Training waits for a copy of the state in host memory only, which takes 12 "
+        "bytes per parameter of a rank's share, and goes on while it is written. "
+        "false: it waits for the disk.",
+    )
+    replica: str | None = Field(
+        None,
+        description="Second folder, seen by all ranks, in which each run keeps a copy of its "
+        "checkpoints, such as a local disk beside shared storage. --resume auto takes the newest "
+        "good one of both.",
+    )
 
 
 class EvaluationConfig(Section):

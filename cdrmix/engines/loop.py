@@ -20,9 +20,9 @@ from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.observe import diverged
 from cdrmix.engines.optim import adamw
-from cdrmix.engines.resume import save
+from cdrmix.engines.resume import save, settle
 from cdrmix.engines.run import Run
-from cdrmix.errors import DataError
+from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.parallel.mpu import ModelParallelUnit
 from cdrmix.parallel.topology import Topology
@@ -71,7 +71,7 @@ def start_engine(
 
 
 def train(run: Run) -> bool:
-    """Train up to the run's length.
+    """Train up to the run's length, and wait for the last checkpoint.
 
     Returns:
         Whether a signal stopped it before; the state is then saved.
@@ -79,6 +79,21 @@ def train(run: Run) -> bool:
         DataError: on every rank, if a shard went missing for any of them; the state is saved.
         StateError: on every rank, if one could not write, or the run diverged.
     """
+    try:
+        is_stopped = _train(run)
+    except TrainingError:  # the same on all ranks, which can still wait for each other
+        try:
+            settle(run)
+        except StateError as another:
+            logger.warning("warning: %s", another)
+        raise
+    settle(run)
+    if is_stopped:
+        _say_goodbye(run)
+    return is_stopped
+
+
+def _train(run: Run) -> bool:
     while run.step < run.stage.num_steps:
         position, began = run.loader.state_dict(), time.perf_counter()
         batch, failure = _next_batch(run)
@@ -90,7 +105,6 @@ def train(run: Run) -> bool:
         if agreed.unread:
             runtime.together(partial(_give_up, failure))
         if agreed.stop:
-            _say_goodbye(run)
             return True
         assert batch is not None, "agreed.unread otherwise"
         skipped = run.engine.skipped_steps
@@ -145,23 +159,25 @@ def _minutes_are_over(run: Run) -> bool:
 
 
 def agree(run: Run, batch: Any, *, save_is_due: bool) -> Agreement:
-    """Sum the valid tokens of the global batch, or what they weigh, and every rank's wishes, in one
-    collective.
+    """Sum the valid tokens of the global batch, or what they weigh, every rank's wishes, and how
+    far it is with the checkpoint that it writes in the background, in one collective.
 
     Args:
         run: the run, for its signals and this rank's place.
         batch: this rank's share of the coming step; None: it has none.
         save_is_due: whether this rank's clock says that a checkpoint is due.
+    Raises:
+        StateError: on every rank, if any of them could not write that checkpoint.
     """
     stop, save_asked = run.requests.poll()
     valid = run.stage.weight(run, batch) if batch is not None else 0.0
     # float64 counts tokens exactly, up to 9e15 of them.
-    votes = torch.tensor(
-        [valid, stop, save_asked or save_is_due, batch is None], dtype=torch.float64
-    )
+    wishes = [stop, save_asked or save_is_due, batch is None]
+    votes = torch.tensor([valid, *wishes, *run.saver.votes()], dtype=torch.float64)
     tokens, *asked = runtime.all_reduce_sum(votes.to(runtime.device())).tolist()
+    run.saver.advance(asked[len(wishes) :])
     # A batch of nothing but prompts may weigh nothing: its loss is 0, not 0 / 0.
-    return Agreement(tokens or 1.0, *(count > 0 for count in asked))
+    return Agreement(tokens or 1.0, *(count > 0 for count in asked[: len(wishes)]))
 
 
 def _say_goodbye(run: Run) -> None:

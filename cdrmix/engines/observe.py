@@ -12,6 +12,7 @@ import torch
 from cdrmix import runtime
 from cdrmix.config.schema import MoEConfig
 from cdrmix.engines.optim import learning_rate
+from cdrmix.engines.resume import settle
 from cdrmix.engines.run import Run
 from cdrmix.engines.stage_a import RouterMeasures
 from cdrmix.engines.step import StepResult
@@ -66,13 +67,16 @@ def log_step(run: Run, result: StepResult, evaluated: dict[str, float]) -> None:
 
 
 def diverged(run: Run, sign: str) -> StateError:
-    """The error that ends a run whose numbers are no longer finite, the same on every rank.
+    """The error that ends a run whose numbers are no longer finite, the same on every rank;
+    collective.
 
     Args:
         run: the run, its step counted.
         sign: what was seen.
     """
-    saved = f"that of step {run.saved_step}" if run.saved_step is not None else "none yet"
+    settle(run)
+    newest = run.saver.saved_step
+    saved = "none yet" if newest is None else f"that of step {newest}"
     return StateError(
         f"step {run.step}: {sign}: the run has diverged and was stopped. The newest checkpoint is "
         f"{saved}. Try a lower training.learning_rate, more "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +21,54 @@ logger = get_logger(__name__)
 
 
 def save(run: Run, position: dict[str, Any]) -> None:
-    """Write a checkpoint of the current step, unless the run directory has it already.
+    """Save the current step, unless the run directory has it already or is getting it; collective.
+
+    In the background if so configured: `agree` in the loop takes note of its end, or `settle` does.
 
     Args:
         run: the run, between two steps.
         position: the loader's state at which the next step's batch begins.
     Raises:
+        StateError: on every rank, if any of them could not write this checkpoint or, in the
+            background, the one before.
+    """
+    if run.saver.step == run.step:
+        return
+    with _stalled(run):
+        run.saver.start(
+            run.step,
+            engine_state.fragments(run.engine, logical_name),
+            state={
+                "loader": position,
+                "engine": engine_state.counters(run.engine),
+                "config": run.config.model_dump(mode="json"),
+                "seconds": run.seconds,
+                "samples": run.samples,
+                **run.stage.saved(run),
+            },
+            rank_state={"random": random_state.random_state()},
+            before=run.observer.sync,
+        )
+    run.wall_time.save()
+    run.saved_time = time.monotonic()
+    if not run.config.checkpoint.background:
+        settle(run)
+
+
+def settle(run: Run) -> None:
+    """Wait until what is being saved is saved; collective.
+
+    Raises:
         StateError: on every rank, if any of them could not write.
     """
-    if run.saved_step == run.step:
-        return
+    with _stalled(run):
+        run.saver.wait()
+
+
+@contextlib.contextmanager
+def _stalled(run: Run) -> Iterator[None]:
     with run.heartbeat.phase("saving"), run.wall_time.spent("checkpoint_stall"):
-        _save(run, position)
-    run.wall_time.save()
-    run.saved_step, run.saved_time = run.step, time.monotonic()
-
-
-def _save(run: Run, position: dict[str, Any]) -> None:
-    runtime.together(run.observer.sync)
-    store.save(
-        run.directory.checkpoints,
-        run.step,
-        engine_state.fragments(run.engine, logical_name),
-        state={
-            "loader": position,
-            "engine": engine_state.counters(run.engine),
-            "config": run.config.model_dump(mode="json"),
-            "seconds": run.seconds,
-            "samples": run.samples,
-            **run.stage.saved(run),
-        },
-        rank_state={"random": random_state.random_state()},
-        keep=run.config.checkpoint.keep,
-    )
+        yield
 
 
 def find_at(source: Path) -> store.Found:
@@ -93,7 +110,7 @@ def resume_from(run: Run, found: store.Found) -> None:
     run.step = found.step
     run.samples, run.earlier_seconds = list(state["samples"]), state["seconds"]
     if found.path.parent.resolve() == run.directory.checkpoints.resolve():
-        run.saved_step = found.step
+        run.saver.saved_step = found.step
     logger.info("resumed from %s", found.path)
 
 

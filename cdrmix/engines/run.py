@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
+from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.start_up import StartUp
 from cdrmix.config.schema import Config
@@ -60,6 +61,7 @@ class Run:
         loader: batches of this data rank.
         engine: DeepSpeed engine around the backbone.
         observer: metrics file and progress.
+        saver: writes the checkpoints.
         requests: what signals ask for.
         heartbeat: tells the watchdogs how far this rank is.
         start_up: how long this start took, by its parts.
@@ -67,7 +69,6 @@ class Run:
         wall_time: what the time of all starts went to.
         step: optimizer steps completed.
         samples: generated texts, one per evaluation.
-        saved_step: step of the newest checkpoint in the run directory, or None.
         earlier_seconds: wall time of earlier starts of this run.
     """
 
@@ -79,6 +80,7 @@ class Run:
     loader: Loader
     engine: Any
     observer: Observer
+    saver: Saver
     requests: Requests
     heartbeat: Heartbeat
     start_up: StartUp
@@ -86,7 +88,6 @@ class Run:
     wall_time: WallTime = field(default_factory=WallTime)
     step: int = 0
     samples: list[dict[str, Any]] = field(default_factory=list)
-    saved_step: int | None = None
     earlier_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
     saved_time: float = field(default_factory=time.monotonic)
@@ -105,7 +106,8 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop reading ahead, close the files."""
+        """Stop reading ahead, end the writing thread, close the files."""
         self.wall_time.save()
         self.loader.close()
+        self.saver.close()
         self.observer.close()

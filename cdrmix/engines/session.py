@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
+from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.start_up import StartUp
 from cdrmix.cluster.starts import read_starts
@@ -79,7 +80,7 @@ def _train(
         if runtime.rank() == 0:
             heartbeat.log_to(directory.path / LOG)
         if resume == "auto":
-            found = store.find(directory.path)
+            found = store.find(directory.path, *directory.copies)
         start_up.done("supervision")
         with _set_up(config, choice, directory, requests, heartbeat, start_up) as run:
             if found is not None:
@@ -127,6 +128,11 @@ def _set_up(
         loader=loader,
         engine=engine,
         observer=Observer(),
+        saver=Saver(
+            (directory.checkpoints, *directory.copies),
+            keep=config.checkpoint.keep,
+            background=config.checkpoint.background,
+        ),
         requests=requests,
         heartbeat=heartbeat,
         start_up=start_up,

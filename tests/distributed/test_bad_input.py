@@ -27,6 +27,8 @@ from tests.small_run import CONFIG, STEPS, arguments, before_step, refused, star
 
 # What a refused start may leave in a run directory of its own: nothing of a run.
 NOT_OF_A_RUN = {".lock", "train.log"}
+# Checkpoints of the steps before a fault are then on the disk when it comes.
+IN_FRONT = ("--set", "checkpoint.background=false")
 REASONING = "model_configs/cdrmix-reason-1b.yaml"
 
 
@@ -391,7 +393,7 @@ def test_one_rank_without_room_ends_all_and_loses_nothing(
     run_dir: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    argv = arguments(small_corpus, run_dir)
+    argv = arguments(small_corpus, run_dir, *IN_FRONT)
     text = refused(argv, capfd, fault, rank, 4, run=start_with_fault)
     assert told in text
     found = store.find(run_dir)
@@ -419,7 +421,7 @@ def test_a_disk_that_fills_up_ends_all_and_loses_nothing(
 ) -> None:
     with small_disk(tmp_path / "disk", "40m") as disk:
         run_dir = disk / "run"
-        argv = arguments(small_corpus, run_dir)
+        argv = arguments(small_corpus, run_dir, *IN_FRONT)
         text = refused(argv, capfd, str(disk), 4, run=start_and_fill)
         assert str(run_dir) in text
         assert "No space left on device" in text
