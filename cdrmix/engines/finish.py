@@ -95,8 +95,5 @@ def _summary(
         "evaluation": evaluation.as_json(),
         "baselines": baselines,
         "samples": run.samples,
-        "checkpoints": {
-            "last": run.saver.saved_step,
-            "folder": "checkpoints",
-        },
+        "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def save(run: Run, position: dict[str, Any]) -> None:
     """
     if run.saver.step == run.step:
         return
-    with run.heartbeat.phase("saving"), run.wall_time.spent("checkpoint_stall"):
+    with _stalled(run):
         run.saver.start(
             run.step,
             engine_state.fragments(run.engine, logical_name),
@@ -47,8 +49,8 @@ def save(run: Run, position: dict[str, Any]) -> None:
             rank_state={"random": random_state.random_state()},
             before=run.observer.sync,
         )
-    run.saved_time = time.monotonic()
     run.wall_time.save()
+    run.saved_time = time.monotonic()
     if not run.config.checkpoint.background:
         settle(run)
 
@@ -59,8 +61,14 @@ def settle(run: Run) -> None:
     Raises:
         StateError: on every rank, if any of them could not write.
     """
-    with run.heartbeat.phase("saving"), run.wall_time.spent("checkpoint_stall"):
+    with _stalled(run):
         run.saver.wait()
+
+
+@contextlib.contextmanager
+def _stalled(run: Run) -> Iterator[None]:
+    with run.heartbeat.phase("saving"), run.wall_time.spent("checkpoint_stall"):
+        yield
 
 
 def find_at(source: Path) -> store.Found:
