@@ -138,13 +138,14 @@ def save(
     return saved
 
 
-def find(path: Path, *, ranks: Ranks = _THIS_RUN) -> Found | None:
+def find(path: Path, *, before: int | None = None, ranks: Ranks = _THIS_RUN) -> Found | None:
     """The newest checkpoint under `path` whose every file has the size and digest written down.
 
     Every rank calls this and gets the same answer; the digests are shared out among them.
 
     Args:
         path: a run directory, its `checkpoints` folder, or one checkpoint.
+        before: only of steps before this one.
         ranks: who verifies together.
     Returns:
         None when there is no checkpoint at all.
@@ -152,6 +153,8 @@ def find(path: Path, *, ranks: Ranks = _THIS_RUN) -> Found | None:
         NoUsableStateError: when there are checkpoints and every one of them is damaged.
     """
     folders = _together(ranks, lambda: _candidates(path) if ranks.rank() == 0 else [])[0]
+    if before is not None:
+        folders = [folder for folder in folders if _step(folder) < before]
     skipped: list[tuple[str, str]] = []
     for folder in folders:
         share = damage(folder, part=ranks.rank(), parts=ranks.world_size())

@@ -12,7 +12,9 @@ from cdrmix.data.loader import Loader
 from cdrmix.engines.observer import Observer
 from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.engines.stage_a import Corpus
+from cdrmix.engines.step import StepResult
 from cdrmix.engines.stopping import Requests
+from cdrmix.monitoring.health import Health
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
 
@@ -32,7 +34,9 @@ class Run:
         observer: metrics file and progress.
         requests: what signals ask for.
         heartbeat: tells the watchdogs how far this rank is.
+        health: judges steps, and keeps what became of the unhealthy ones.
         step: optimizer steps completed.
+        unjudged: measures of the last step, whose loss is not known yet to all ranks.
         samples: generated texts, one per evaluation.
         saved_step: step of the newest checkpoint in the run directory, or None.
         earlier_seconds: wall time of earlier starts of this run.
@@ -48,7 +52,9 @@ class Run:
     observer: Observer
     requests: Requests
     heartbeat: Heartbeat
+    health: Health
     step: int = 0
+    unjudged: StepResult | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
     saved_step: int | None = None
     earlier_seconds: float = 0.0
@@ -58,7 +64,8 @@ class Run:
     @property
     def tokens_seen(self) -> int:
         """Tokens trained on, all ranks; earlier starts may have had another global batch."""
-        return self.loader.samples_consumed * self.config.training.sequence_length
+        samples = self.loader.samples_consumed - self.health.passed_over_samples
+        return samples * self.config.training.sequence_length
 
     @property
     def seconds(self) -> float:

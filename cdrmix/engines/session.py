@@ -13,6 +13,7 @@ from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
 from cdrmix.engines.loop import start_engine, train
 from cdrmix.engines.observer import Observer
+from cdrmix.engines.recovery import write_record
 from cdrmix.engines.resume import find_at, resume_from
 from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import LOG, RunDirectory, open_run_directory
@@ -21,6 +22,7 @@ from cdrmix.engines.stopping import Requests
 from cdrmix.engines.supervision import supervised
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, PlanError, StateError
 from cdrmix.log import get_logger, log_to_file
+from cdrmix.monitoring.health import Health
 from cdrmix.monitoring.sinks import write_json_atomic, write_text_atomic
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import make_topology
@@ -78,6 +80,7 @@ def _train(
                 logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
             # only now, so that a start that is refused leaves an earlier run as it was
             runtime.together(lambda: _describe(directory, config, choice))
+            runtime.together(lambda: write_record(run))
             num_steps = config.training.num_steps
             runtime.together(
                 lambda: run.observer.open(directory.path, step=run.step, num_steps=num_steps)
@@ -99,6 +102,7 @@ def _set_up(
     heartbeat: Heartbeat,
 ) -> Run:
     corpus, topology = open_corpus(config), make_topology(choice.degrees)
+    moe = config.model.moe
     return Run(
         config=config,
         choice=choice,
@@ -110,6 +114,7 @@ def _set_up(
         observer=Observer(),
         requests=requests,
         heartbeat=heartbeat,
+        health=Health(config.health, num_experts=moe.num_experts if moe else None),
     )
 
 
