@@ -18,6 +18,7 @@ RESUME = "tests/distributed/test_resume.py::test_"
 STORE = "tests/distributed/test_store_faults.py::test_"
 BEHIND = "tests/distributed/test_background_saves.py::test_a_"
 DAMAGE = "tests/unit/test_store.py::test_"
+HEALTH = "tests/distributed/test_health.py::test_"
 SLURM = "tests/cluster/test_slurm.py::test_"
 INPUT = "tests/distributed/test_bad_input.py::test_"
 
@@ -53,6 +54,11 @@ FAULTS = (
     ("every checkpoint damaged", f"{RESUME}state_that_is_damaged_throughout", ""),
     ("unreadable data shard", f"{INPUT}a_shard_that_disappears", ""),
     ("non-finite loss", "tests/distributed/test_loop.py::test_a_diverged_run", ""),
+    ("non-finite gradient: skipped", f"{HEALTH}a_step_with_a_spoilt_gradient", ""),
+    ("non-finite gradient: a run goes on", f"{HEALTH}a_skipped_step_takes", ""),
+    ("non-finite gradient: rollback", f"{HEALTH}a_run_that_went_back", "[non_finite"),
+    ("loss spike: rollback", f"{HEALTH}a_run_that_went_back", "[loss_spike"),
+    ("loss that stays high", f"{HEALTH}a_run_that_does_not_recover", ""),
     ("scontrol requeue, preemption", f"{SLURM}a_requeued_and_preempted", ""),
     ("USR1 of a time limit", f"{SLURM}under_the_deepspeed_launcher", ""),
 )

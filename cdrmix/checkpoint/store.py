@@ -71,7 +71,9 @@ def save(
     return saved
 
 
-def find(path: Path, *copies: Path, ranks: Ranks = THIS_RUN) -> Found | None:
+def find(
+    path: Path, *copies: Path, before: int | None = None, ranks: Ranks = THIS_RUN
+) -> Found | None:
     """The newest checkpoint under `path` whose every file has the size and digest written down.
 
     Every rank calls this and gets the same answer; the digests are shared out among them.
@@ -79,6 +81,7 @@ def find(path: Path, *copies: Path, ranks: Ranks = THIS_RUN) -> Found | None:
     Args:
         path: a run directory, its `checkpoints` folder, or one checkpoint.
         copies: other folders of checkpoints of the same run, for what `path` lacks.
+        before: only of steps before this one.
         ranks: who verifies together.
     Returns:
         None when there is no checkpoint at all.
@@ -87,6 +90,8 @@ def find(path: Path, *copies: Path, ranks: Ranks = THIS_RUN) -> Found | None:
     """
     is_first = ranks.rank() == 0
     folders = together(ranks, lambda: _candidates(path, copies) if is_first else [])[0]
+    if before is not None:
+        folders = [folder for folder in folders if step_of(folder) < before]
     skipped: list[tuple[str, str]] = []
     for folder in folders:
         share = damage(folder, part=ranks.rank(), parts=ranks.world_size())

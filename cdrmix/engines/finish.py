@@ -74,8 +74,9 @@ def _baselines(run: Run) -> dict[str, float]:
 
 def _trained_rows(run: Run, consumed: int) -> Iterator[np.ndarray]:
     """The samples trained on, in order, [n, T + 1] at a time."""
-    for start in range(0, consumed, _ROWS_AT_ONCE):
-        yield run.loader.sample_rows(start, min(start + _ROWS_AT_ONCE, consumed))
+    for first, end in run.health.trained_windows(consumed):
+        for start in range(first, end, _ROWS_AT_ONCE):
+            yield run.loader.sample_rows(start, min(start + _ROWS_AT_ONCE, end))
 
 
 def _summary(

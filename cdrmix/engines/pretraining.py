@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from cdrmix.engines.observe import evaluate_now, log_step
+from cdrmix.engines.observe import Measured, evaluate_now, judge, log_step, measure
 from cdrmix.engines.run import Run
 from cdrmix.engines.step import StepResult, train_step
+from cdrmix.monitoring.health import Verdict
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.parallel.topology import own_tokens
 
@@ -47,9 +48,23 @@ class Pretraining:
         tokens = int(share * run.config.training.tokens_per_step)
         return evaluate_now(run, max_tokens=tokens)[1]
 
-    def log(self, run: Run, result: StepResult, evaluated: dict[str, float]) -> None:
+    def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
+        """Nats of this rank's tokens, and what all tokens of the batch weigh."""
+        return result.nats, result.tokens
+
+    def measure(self, run: Run, result: StepResult) -> Measured:
+        """See `measure`."""
+        return measure(run, result)
+
+    def judge(self, run: Run, measured: Measured) -> list[Verdict | None]:
+        """See `judge`."""
+        return judge(run, measured)
+
+    def log(
+        self, run: Run, measured: Measured, evaluated: dict[str, float]
+    ) -> tuple[Verdict | None, ...]:
         """See `log_step`."""
-        log_step(run, result, evaluated)
+        return log_step(run, measured, evaluated)
 
     def saved(self, run: Run) -> dict[str, Any]:
         """What a checkpoint's state says beside what it says of every run."""

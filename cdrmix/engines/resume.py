@@ -44,6 +44,7 @@ def save(run: Run, position: dict[str, Any]) -> None:
                 "config": run.config.model_dump(mode="json"),
                 "seconds": run.seconds,
                 "samples": run.samples,
+                "health": run.health.state_dict(),
                 **run.stage.saved(run),
             },
             rank_state={"random": random_state.random_state()},
@@ -97,6 +98,21 @@ def resume_from(run: Run, found: store.Found) -> None:
         StateError: on every rank, if it belongs to another model or data order, or if any of them
             could not read it.
     """
+    state = restore(run, found)
+    run.earlier_seconds = state["seconds"]
+    if "health" in state:  # of older versions it has none
+        run.health.load_state_dict(state["health"])
+    logger.info("resumed from %s", found.path)
+
+
+def restore(run: Run, found: store.Found) -> dict[str, Any]:
+    """Put a checkpoint into a run, between two steps; collective.
+
+    Returns:
+        What was saved beside the engine.
+    Raises:
+        StateError: as `resume_from`.
+    """
     for name, why in found.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
     with runtime.together(lambda: CheckpointReader(found.path)) as reader:
@@ -107,11 +123,10 @@ def resume_from(run: Run, found: store.Found) -> None:
         saved_random = runtime.together(lambda: reader.rank_state(runtime.rank()))
         if saved_random is not None:
             random_state.restore_random_state(saved_random["random"])
-    run.step = found.step
-    run.samples, run.earlier_seconds = list(state["samples"]), state["seconds"]
-    if found.path.parent.resolve() == run.directory.checkpoints.resolve():
-        run.saver.saved_step = found.step
-    logger.info("resumed from %s", found.path)
+    run.step, run.samples = found.step, list(state["samples"])
+    is_ours = found.path.parent.resolve() == run.directory.checkpoints.resolve()
+    run.saver.saved_step = found.step if is_ours else None
+    return state
 
 
 def _check_config(run: Run, saved: dict[str, Any], path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
+
+from torch import Tensor
 
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
@@ -16,6 +19,7 @@ from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.engines.stage_a import Corpus
 from cdrmix.engines.stopping import Requests
 from cdrmix.monitoring.goodput import WallTime
+from cdrmix.monitoring.health import Health, Verdict
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
 
@@ -36,13 +40,24 @@ class Stage(Protocol):
         """What that share counts in the mean over the global batch."""
 
     def train_step(self, run: Run, batch: Any, *, weight: float) -> Any:
-        """One step; `weight` is that of the global batch. Gives something with `seconds`."""
+        """One step; `weight` is that of the global batch. Gives a named tuple with `seconds` and
+        `waited`."""
 
     def evaluate(self, run: Run) -> dict[str, float]:
         """Metrics of an evaluation on the way."""
 
-    def log(self, run: Run, result: Any, evaluated: dict[str, float]) -> None:
-        """Write and show what a step measured, and an evaluation if there was one."""
+    def own_loss(self, result: Any) -> tuple[Tensor, float] | None:
+        """This rank's part of a step's loss, scalar, and the weight of the global batch, by which
+        the sum over ranks is divided; None where only `measure` tells."""
+
+    def measure(self, run: Run, result: Any) -> Any:
+        """What a step measured, over all ranks; collective."""
+
+    def judge(self, run: Run, measured: Any) -> Sequence[Verdict | None]:
+        """Verdicts on that."""
+
+    def log(self, run: Run, measured: Any, evaluated: dict[str, float]) -> Sequence[Verdict | None]:
+        """Write and show that, and an evaluation if there was one; verdicts on the machine."""
 
     def saved(self, run: Run) -> dict[str, Any]:
         """What a checkpoint's state says of this stage, as JSON."""
@@ -66,8 +81,10 @@ class Run:
         heartbeat: tells the watchdogs how far this rank is.
         start_up: how long this start took, by its parts.
         stage: what is trained, on what.
+        health: judges steps, and keeps what became of the unhealthy ones.
         wall_time: what the time of all starts went to.
         step: optimizer steps completed.
+        unjudged: `Stage.own_loss` of the last step, where all ranks do not know its loss yet.
         samples: generated texts, one per evaluation.
         earlier_seconds: wall time of earlier starts of this run.
     """
@@ -85,8 +102,10 @@ class Run:
     heartbeat: Heartbeat
     start_up: StartUp
     stage: Stage
+    health: Health
     wall_time: WallTime = field(default_factory=WallTime)
     step: int = 0
+    unjudged: tuple[Tensor, float] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
     earlier_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
@@ -95,7 +114,8 @@ class Run:
     @property
     def tokens_seen(self) -> int:
         """Tokens trained on, all ranks; earlier starts may have had another global batch."""
-        return self.loader.samples_consumed * self.config.training.sequence_length
+        samples = self.loader.samples_consumed - self.health.passed_over_samples
+        return samples * self.config.training.sequence_length
 
     @property
     def seconds(self) -> float:

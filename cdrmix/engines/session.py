@@ -17,6 +17,7 @@ from cdrmix.engines.finish import finish
 from cdrmix.engines.loop import start_engine, train
 from cdrmix.engines.observer import Observer
 from cdrmix.engines.pretraining import Pretraining
+from cdrmix.engines.recovery import write_record
 from cdrmix.engines.resume import find_at, resume_from
 from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import LOG, RunDirectory, open_run_directory
@@ -25,6 +26,7 @@ from cdrmix.engines.stopping import Requests
 from cdrmix.engines.supervision import supervised
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, PlanError, StateError
 from cdrmix.log import get_logger, log_to_file
+from cdrmix.monitoring.health import Health
 from cdrmix.monitoring.sinks import write_json_atomic, write_text_atomic
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import make_topology
@@ -91,6 +93,7 @@ def _train(
             runtime.together(lambda: _describe(directory, config, choice))
             start_up.done("resume")
             runtime.together(partial(_account, run))
+            runtime.together(lambda: write_record(run))
             num_steps = config.training.num_steps
             runtime.together(
                 lambda: run.observer.open(directory.path, step=run.step, num_steps=num_steps)
@@ -119,6 +122,7 @@ def _set_up(
     start_up.done("model")
     engine = start_engine(model, config, choice, topology)
     start_up.done("engine")
+    moe = config.model.moe
     return Run(
         config=config,
         choice=choice,
@@ -137,6 +141,7 @@ def _set_up(
         heartbeat=heartbeat,
         start_up=start_up,
         stage=Pretraining(config.training.num_steps),
+        health=Health(config.health, num_experts=moe.num_experts if moe else None),
     )
 
 

@@ -45,6 +45,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens_seen", "tokens", "none"),
     Metric("tokens_per_second", "tokens", "none", "second", deterministic=False),
     Metric("step_seconds", "seconds", "none", "step", deterministic=False),
+    Metric("data_wait_seconds", "seconds of the slowest rank", "max", "step", deterministic=False),
     Metric("memory_peak_bytes", "bytes", "max", deterministic=False),
     # Overflow and entropy are not additive: they are computed from expert counts, and the router
     # losses from means, that were added up over the data ranks first.
@@ -52,6 +53,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/routing_entropy_bits", "bits, mean over layers", "none"),
     Metric("moe/load_balance_loss", "unweighted, mean over layers", "none"),
     Metric("moe/z_loss", "unweighted, mean over layers", "none"),
+    Metric("health/skipped_steps", "steps not taken, since the start of the run", "none"),
+    Metric("health/rollbacks", "times, since the start of the run", "none"),
+    Metric("health/passed_over_samples", "samples, since the start of the run", "none"),
+    Metric("health/warnings", "unhealthy judgements, since the start", "none", deterministic=False),
     Metric("eval/loss", "nats", "sum", "valid token"),
     Metric("eval/perplexity", "exp(nats per token)", "none"),
     Metric("eval/bits_per_byte", "bits", "sum", "byte of text"),

@@ -24,6 +24,7 @@ class Run:
     summary: Mapping[str, Any]
     plan: Mapping[str, Any]
     environment: Mapping[str, Any]
+    health: Mapping[str, Any]
     config_text: str
     config: Config | None
     problems: Mapping[str, str]
@@ -79,6 +80,7 @@ def read_run(run_dir: Path) -> Run:
         summary=_read_json(run_dir / "metrics.json", problems),
         plan=_read_json(run_dir / "plan.json", problems),
         environment=_read_json(run_dir / "environment.json", problems),
+        health=_read_json(run_dir / "health.json", problems),
         config_text=config_text,
         config=config,
         problems=problems,
