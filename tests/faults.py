@@ -20,6 +20,7 @@ BEHIND = "tests/distributed/test_background_saves.py::test_a_"
 DAMAGE = "tests/unit/test_store.py::test_"
 HEALTH = "tests/distributed/test_health.py::test_"
 HOSTS = "tests/cluster/test_hosts.py::test_"
+MEMORY = "tests/distributed/test_out_of_memory.py::test_"
 SLURM = "tests/cluster/test_slurm.py::test_"
 INPUT = "tests/distributed/test_bad_input.py::test_"
 
@@ -64,6 +65,9 @@ FAULTS = (
     ("non-finite gradient: a run goes on", f"{HEALTH}a_skipped_step_takes", ""),
     ("non-finite gradient: rollback", f"{HEALTH}a_run_that_went_back", "[non_finite"),
     ("loss spike: rollback", f"{HEALTH}a_run_that_went_back", "[loss_spike"),
+    ("out of memory: goes on in smaller parts", f"{LAUNCH}a_run_short_of_memory", ""),
+    ("out of memory: the same losses", f"{MEMORY}one_rank_short_of_memory", ""),
+    ("out of memory with one sample", f"{MEMORY}one_sample_that", ""),
     ("loss that stays high", f"{HEALTH}a_run_that_does_not_recover", ""),
     ("scontrol requeue, preemption", f"{SLURM}a_requeued_and_preempted", ""),
     ("time limit, srun and deepspeed", f"{SLURM}a_time_limit", ""),

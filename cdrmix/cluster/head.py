@@ -178,13 +178,15 @@ class Head:
             left = [peer.name for peer in peers if peer.code]
             why = f"{', '.join(left)} ended with exit code {worst} and the others did not follow"
             return Outcome(worst, why, _last_step(peers))
+        is_lost = any(peer.is_lost for peer in peers)
+        if codes - {EXIT_DONE} and not is_lost:
+            return None  # those that do not follow yet wait for the one that left
         if not any(peer.is_suspect(self._settings.deadline_seconds) for peer in peers):
             self._stacks_due = None
             return None
         if self._stacks_due is None:
             self._stacks_due = time.monotonic() + _SECONDS_FOR_STACKS
             self._ask_for_stacks()
-        is_lost = any(peer.is_lost for peer in peers)
         if not is_lost and self._stacks_due > time.monotonic() and self._wait_for_stacks():
             return None
         why = accuse(peers, deadline_seconds=self._settings.deadline_seconds)

@@ -218,6 +218,39 @@ def _completed(layout: Layout, pick: _Pick) -> Choice:
     return replace(choice, memory=model.estimate(arrangement(choice)))
 
 
+def smaller_micro_batch(choice: Choice, micro: int) -> int:
+    """The largest micro batch that is at most half of `micro` and divides a rank's samples of a
+    step; 1 where there is none."""
+    samples = choice.micro_batch_size * choice.gradient_accumulation_steps
+    return max((n for n in range(1, micro // 2 + 1) if samples % n == 0), default=1)
+
+
+def with_micro_batch(
+    choice: Choice, config: Config, micro: int, *, device: str, reason: str
+) -> Choice:
+    """The same layout in other micro batches; the global batch and the order of samples stay.
+
+    Args:
+        choice: as planned.
+        config: of the run.
+        micro: samples per data rank and forward pass; divides what a rank takes of a step.
+        device: "cpu" or "cuda".
+        reason: why.
+    """
+    steps, rest = divmod(choice.micro_batch_size * choice.gradient_accumulation_steps, micro)
+    assert rest == 0, f"micro batch {micro} does not divide a rank's samples"
+    batches = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    changed = replace(
+        choice,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=steps,
+        deepspeed=choice.deepspeed | batches,
+        reasons=[*choice.reasons, f"micro batch {micro} instead, accumulation {steps}: {reason}"],
+    )
+    model = MemoryModel(config, "cpu" if device == "cpu" else "cuda")
+    return replace(changed, memory=model.estimate(arrangement(changed)))
+
+
 def arrangement(choice: Choice) -> Arrangement:
     """What memory and time of a choice follow from."""
     zero = choice.deepspeed["zero_optimization"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from datetime import date
@@ -173,3 +174,55 @@ def test_a_run_that_is_lost_too_often_is_given_up(small_corpus: Path, run_dir: P
         run.rank_process(0).kill()
         assert run.wait() == 1
         assert "Given up after 0 restarts" in run.output
+
+
+# Read by every Python that finds it: rank 1 has memory for ten forward passes of two samples.
+SHORT_OF_MEMORY = """
+import importlib.abc, importlib.util, os, sys
+
+class Patch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "cdrmix.models.backbone":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (run(module), make_short(module.Backbone))
+        return spec
+
+def make_short(backbone):
+    import torch
+    forward, calls = backbone.forward, []
+    def fail(self, input_ids, *args, **kwargs):
+        calls.append(1)
+        if len(calls) > 10 and len(input_ids) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, input_ids, *args, **kwargs)
+    backbone.forward = fail
+
+if os.environ.get("RANK") == "1":
+    sys.meta_path.insert(0, Patch())
+"""
+
+
+def test_a_run_short_of_memory_goes_on_in_smaller_micro_batches(
+    small_corpus: Path, tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SHORT_OF_MEMORY)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    settings = ["training.micro_batch_size=2", "checkpoint.every_steps=2"]
+    flags = [*run_flags(small_corpus, *settings), "--max-steps", "10"]
+    with SupervisedLaunch(run_dir, ["--nproc", "2", "--max-restarts", "1", *flags]) as run:
+        assert run.wait() == 0, run.output
+        told = "rank 1 ran out of memory after step 5 with micro batches of 2 samples"
+        assert run.output.count(told) == 1
+        assert "rank 1 on" in run.output
+        assert "ended with exit code 1 and the others did not follow" in run.output
+        assert "Traceback" not in run.output
+    assert [line["exit_code"] for line in starts(run_dir)] == [1, 0]
+    assert starts(run_dir)[1]["resumed_at"] == 4
+    assert [line["step"] for line in logged(run_dir)] == [*range(1, 11)]
+    plan = json.loads((run_dir / "plan.json").read_text())
+    assert (plan["micro_batch_size"], plan["gradient_accumulation_steps"]) == (1, 4)

@@ -112,10 +112,12 @@ def two_ranks(argv: list[str], folder: str, fault: Callable[[], Any]) -> list[in
     return ends
 
 
-def run_with_fault(data: Path, run_dir: Path, fault: Callable[[], Any], folder: Path) -> Fault:
+def run_with_fault(
+    data: Path, run_dir: Path, fault: Callable[[], Any], folder: Path, *more: str
+) -> Fault:
     """What became of a run on two ranks of which one has a fault before step 5."""
     settings = [f"supervision.deadline_seconds={DEADLINE_SECONDS}"]
-    argv = arguments(data, run_dir, *overrides(settings))
+    argv = arguments(data, run_dir, *overrides(settings), *more)
     (ends,) = run_ranks(two_ranks, 1, argv, str(folder), fault, timeout=60)
     written = folder / "outcome.json"
     return Fault(

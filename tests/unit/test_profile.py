@@ -21,7 +21,7 @@ from cdrmix.planning.deepspeed_json import (
     Allowed,
     read_profile,
 )
-from cdrmix.planning.profile import Choice, choose
+from cdrmix.planning.profile import Choice, choose, smaller_micro_batch, with_micro_batch
 
 SHIPPED = sorted(shipped("model_configs").glob("*.yaml"))
 PROFILES = sorted(shipped("ds_configs").glob("*.json"))
@@ -291,3 +291,22 @@ def test_deepspeed_accepts_every_shipped_profile(profile: Path) -> None:
     parsed = DeepSpeedConfig(choice.deepspeed)
     assert parsed.zero_optimization_stage == choice.deepspeed["zero_optimization"]["stage"]
     assert parsed.gradient_clipping == 1.0
+
+
+def test_smaller_micro_batches_keep_what_a_rank_takes_of_a_step() -> None:
+    given = config("core-tiny", "training.global_batch_size=12", "training.micro_batch_size=6")
+    choice = choose(given, world_size=1, device="cpu")
+    sizes = [6]
+    while sizes[-1] > 1:
+        sizes.append(smaller_micro_batch(choice, sizes[-1]))
+    assert sizes == [6, 3, 1]
+    smaller = with_micro_batch(choice, given, 3, device="cpu", reason="of this test")
+    assert (smaller.micro_batch_size, smaller.gradient_accumulation_steps) == (3, 4)
+    assert smaller.deepspeed == choice.deepspeed | {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 4,
+    }
+    assert smaller.memory is not None
+    assert choice.memory is not None
+    assert smaller.memory.activations < choice.memory.activations
+    assert smaller.reasons[-1] == "micro batch 3 instead, accumulation 4: of this test"
