@@ -13,6 +13,7 @@ from typing import NoReturn
 from cdrmix import log, runtime
 from cdrmix.cluster.start_up import StartUp
 from cdrmix.config.load import load_config
+from cdrmix.engines.backbone_source import check_given
 from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
 from cdrmix.planning.profile import check_world
@@ -67,6 +68,7 @@ def main(arguments: list[str]) -> int:
             profile=args.profile,
             device="cpu" if runtime.use_cpu() else "cuda",
         )
+        check_given(config, run_dir=args.run_dir, resume=args.resume)
         if runtime.use_cpu():
             runtime.keep_freed_memory()
         runtime.set_threads()

@@ -71,6 +71,11 @@ def save(
     return saved
 
 
+def has_checkpoints(path: Path) -> bool:
+    """Whether there is anything under `path` that `find` would look at, good or damaged."""
+    return bool(_candidates(path, ()))
+
+
 def find(
     path: Path, *copies: Path, before: int | None = None, ranks: Ranks = THIS_RUN
 ) -> Found | None:

@@ -454,6 +454,12 @@ class EvaluationConfig(Section):
         "def", description="Text that the generated sample goes on from; not ending in a blank."
     )
     sample_tokens: int = Field(64, ge=0, description="Tokens generated at each evaluation.")
+    reasoning_examples: int = Field(
+        32,
+        ge=0,
+        description="Texts of each task and length that are read at the end of Stage B, with "
+        "memory and without (count); 0: none.",
+    )
     baselines: bool = Field(
         False,
         description="At the end, compare with a smoothed unigram and bigram model counted on the "

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
+from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.data.loader import Loader
 from cdrmix.engines.observe import Measured, evaluate_now, judge, log_step, measure
 from cdrmix.engines.run import Run
 from cdrmix.engines.step import StepResult, train_step
+from cdrmix.models.backbone import logical_name
 from cdrmix.monitoring.health import Verdict
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.parallel.topology import own_tokens
@@ -30,6 +36,7 @@ class Pretraining:
 
     def next_batch(self, run: Run) -> dict[str, Tensor]:
         """This rank's share of the next batch, each tensor [A, B, T]."""
+        assert isinstance(run.loader, Loader), "Stage A runs on tokens"
         return own_tokens(run.loader.next(), run.topology)
 
     def weight(self, run: Run, batch: dict[str, Tensor]) -> float:
@@ -65,6 +72,14 @@ class Pretraining:
     ) -> tuple[Verdict | None, ...]:
         """See `log_step`."""
         return log_step(run, measured, evaluated)
+
+    def fragments(self, run: Run) -> Iterator[Fragment]:
+        """What this rank saves of masters, moments and buffers."""
+        return engine_state.fragments(run.engine, logical_name)
+
+    def load(self, run: Run, reader: CheckpointReader) -> None:
+        """Put a checkpoint into the engine."""
+        engine_state.load(run.engine, reader, logical_name)
 
     def saved(self, run: Run) -> dict[str, Any]:
         """What a checkpoint's state says beside what it says of every run."""

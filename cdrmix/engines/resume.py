@@ -15,7 +15,6 @@ from cdrmix.config.load import changed_keys
 from cdrmix.engines.run import Run
 from cdrmix.errors import StateError
 from cdrmix.log import get_logger
-from cdrmix.models.backbone import logical_name
 
 logger = get_logger(__name__)
 
@@ -37,7 +36,7 @@ def save(run: Run, position: dict[str, Any]) -> None:
     with _stalled(run):
         run.saver.start(
             run.step,
-            engine_state.fragments(run.engine, logical_name),
+            run.stage.fragments(run),
             state={
                 "loader": position,
                 "engine": engine_state.counters(run.engine),
@@ -117,9 +116,9 @@ def restore(run: Run, found: store.Found) -> dict[str, Any]:
         logger.warning("skipped checkpoint %s: %s", name, why)
     with runtime.together(lambda: CheckpointReader(found.path)) as reader:
         state = reader.state
-        runtime.together(lambda: _check_config(run, state["config"], found.path))
+        runtime.together(lambda: check_config(run, state["config"], found.path))
         runtime.together(lambda: run.loader.load_state_dict(state["loader"]))
-        engine_state.load(run.engine, reader, logical_name)
+        run.stage.load(run, reader)
         saved_random = runtime.together(lambda: reader.rank_state(runtime.rank()))
         if saved_random is not None:
             random_state.restore_random_state(saved_random["random"])
@@ -129,7 +128,7 @@ def restore(run: Run, found: store.Found) -> dict[str, Any]:
     return state
 
 
-def _check_config(run: Run, saved: dict[str, Any], path: Path) -> None:
+def check_config(run: Run, saved: dict[str, Any], path: Path) -> None:
     """Refuse another model; log every other change."""
     changed = changed_keys(saved, run.config)
     model = [f"{key}: {old} -> {new}" for key, old, new in changed if key.startswith("model.")]

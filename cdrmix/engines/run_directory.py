@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
@@ -12,9 +13,12 @@ from cdrmix import runtime
 from cdrmix.checkpoint.folder import step_folders
 from cdrmix.checkpoint.manifest import is_checkpoint
 from cdrmix.cluster.outcome import LAUNCH_FOLDER
-from cdrmix.config.load import new_run_dir
+from cdrmix.config.load import new_run_dir, resolved_yaml
 from cdrmix.config.schema import Config
 from cdrmix.errors import StateError
+from cdrmix.monitoring.sinks import write_json_atomic, write_text_atomic
+from cdrmix.planning.counts import count
+from cdrmix.planning.profile import Choice
 
 _LOCK = ".lock"
 LOG = "train.log"
@@ -162,3 +166,40 @@ def _run_of(resume: str) -> Path | None:
     if is_checkpoint(path):
         return None
     return path.parent if path.name == "checkpoints" else path
+
+
+def describe(directory: RunDirectory, config: Config, choice: Choice) -> None:
+    """Write what this run is: configuration, plan, environment."""
+    if runtime.rank() != 0:
+        return
+    path = directory.path
+    write_text_atomic(path / "config_snapshot.yaml", resolved_yaml(config))
+    write_json_atomic(path / "ds_config.json", choice.deepspeed)
+    counts = count(config.model, config.training.sequence_length)
+    size = {"total_params": counts.total_params, "active_params": counts.active_params}
+    write_json_atomic(path / "plan.json", choice.to_json() | size)
+    (path / "metrics.json").unlink(missing_ok=True)  # the summary of an earlier end is not ours
+    write_json_atomic(path / "environment.json", runtime.describe_environment())
+
+
+def describe_stage_b(
+    directory: RunDirectory, config: Config, choice: Choice, num_steps: int
+) -> None:
+    """Add to what Stage A wrote of this run, or, in a run of its own, write it.
+
+    Args:
+        directory: of the run.
+        config: resolved.
+        choice: of Stage B.
+        num_steps: step at which the run ends, with those of Stage A.
+    """
+    if runtime.rank() != 0:
+        return
+    path = directory.path
+    write_text_atomic(path / "config_snapshot.yaml", resolved_yaml(config))
+    write_json_atomic(path / "ds_config_stage_b.json", choice.deepspeed)
+    plan_path = path / "plan.json"
+    plan = json.loads(plan_path.read_text(encoding="utf-8")) if plan_path.exists() else {}
+    plan["stage_b"] = {**choice.to_json(), "num_steps": num_steps}
+    write_json_atomic(plan_path, plan)
+    write_json_atomic(path / "environment.json", runtime.describe_environment())

@@ -38,6 +38,11 @@ class WallTime:
         self._productive_steps, self._redone_steps = 0, 0
         self._earlier_seconds, self._since = 0.0, time.monotonic()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` was called: on rank 0 only."""
+        return self._path is not None
+
     def open(
         self,
         run_dir: Path,

@@ -31,13 +31,16 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """Optimizer steps completed, as far as logged."""
+        """Steps completed, as far as logged."""
         logged = int(self.records[-1]["step"]) if self.records else 0
         return max(logged, self.summary.get("steps") or 0)
 
     @property
     def num_steps(self) -> int | None:
-        """Planned length in optimizer steps; None when the config cannot be read."""
+        """Planned length in steps, Stage B's among them; None when the config cannot be read."""
+        in_all = (self.plan.get("stage_b") or {}).get("num_steps")
+        if in_all is not None:
+            return int(in_all)
         return None if self.config is None else self.config.training.num_steps
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:

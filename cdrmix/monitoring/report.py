@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from cdrmix.config.schema import RoutingConfig
 from cdrmix.monitoring import page
-from cdrmix.monitoring.plots import Curve, Mark, line_plot
+from cdrmix.monitoring.figures import plot as _plot
+from cdrmix.monitoring.plots import Curve, Mark
 from cdrmix.monitoring.recorded_run import Run, read_run
 from cdrmix.monitoring.sinks import duration, write_text_atomic
+from cdrmix.monitoring.stage_b_page import stage_b_sections
 from cdrmix.monitoring.time_section import time_section
 
 _MAX_SAMPLES = 50  # pages of hundreds of evaluations stay readable
@@ -42,6 +42,7 @@ def write_report(run_dir: Path) -> Path:
         time_section,
         _routing,
         _experts,
+        stage_b_sections,
         _samples,
         _plan,
         _environment,
@@ -77,7 +78,10 @@ def _tiles(run: Run) -> str:
     def judged(name: str) -> float | None:
         return _number(evaluation.get(name, run.latest(f"eval/{name}")))
 
+    in_stage_b = _number((run.summary.get("stage_b") or {}).get("seconds"))
     seconds = _number(run.summary.get("seconds"))
+    if in_stage_b is not None:
+        seconds = (seconds or 0.0) + in_stage_b
     speeds = run.series("tokens_per_second")[1]
     speed = _number(run.summary.get("tokens_per_second_median"))
     if speed is None and len(speeds):
@@ -364,24 +368,6 @@ def _config(run: Run) -> str:
     return page.section(
         "Configuration", page.missing(why) if why else "", shown if run.config_text else ""
     )
-
-
-def _plot(
-    title: str,
-    unit: str,
-    key: str,
-    curves: Sequence[Curve],
-    marks: Sequence[Mark] = (),
-    **options: Any,
-) -> str:
-    """A figure of the curves that have points; a line that says so when none has."""
-    drawable = [curve for curve in curves if np.isfinite(curve.values).any()]
-    if not drawable:
-        return page.figure(title, unit, page.missing("Nothing has been logged."))
-    hidden = sum(int((~np.isfinite(curve.values)).sum()) for curve in curves)
-    drawing = line_plot(key, drawable, label=f"{title} over steps", marks=marks, **options)
-    note = f"Not drawn, because not finite: {hidden}." if hidden else ""
-    return page.figure(title, unit, drawing, note)
 
 
 def _number(value: Any) -> float | None:

@@ -235,13 +235,19 @@ def test_a_mended_start_takes_the_run_directory_of_the_refused_one(
     assert run_ranks(start, 2, arguments(small_corpus, run_dir, "--max-steps", "1")) == [0, 0]
 
 
-def test_stage_b_alone_is_refused_before_anything_is_written(
-    run_dir: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ([], "Stage B starts from a finished Stage A. Try --set stage_b.run=RUN_DIR"),
+        (["--resume", "auto"], "--resume auto: holds no checkpoint to take the backbone from"),
+        (["--set", "stage_b.run=nowhere"], "stage_b.run = nowhere: holds no checkpoint"),
+    ],
+)
+def test_stage_b_without_a_stage_a_is_refused_before_anything_is_written(
+    more: list[str], told: str, run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--set", "training.stage=b", "--run-dir", str(run_dir)]
-    text = refused(["--config", REASONING, *flags], capfd)
-    assert "training.stage = b: Stage B is not available in this version" in text
-    assert "Try training.stage = a" in text
+    flags = ["--set", "training.stage=b", "--run-dir", str(run_dir), *more]
+    assert told in refused(["--config", REASONING, *flags], capfd)
     assert not run_dir.exists()
 
 
