@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from cdrmix import log, runtime
+from cdrmix.cluster.start_up import StartUp
 from cdrmix.config.load import load_config
+from cdrmix.engines.backbone_source import check_given
 from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
 from cdrmix.planning.profile import check_world
+from cdrmix.verbs.flags import add_config_flags
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,15 +34,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         ConfigError: if a flag is unknown, missing or has a wrong value.
     """
     parser = _Parser(description="Train a CDRmix variant.")
-    parser.add_argument("--config", required=True, type=Path, help="YAML file of the variant")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="override one value, such as training.max_steps=100; may be repeated",
-    )
+    add_config_flags(parser)
     parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
     parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
     parser.add_argument(
@@ -58,7 +53,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Parse, plan, run, tear down; returns the exit code of this rank."""
-    code = EXIT_FAULT
+    code, start_up = EXIT_FAULT, StartUp()
     try:
         runtime.map_environment()
         log.configure(rank=runtime.environment_rank())
@@ -73,15 +68,20 @@ def main(arguments: list[str]) -> int:
             profile=args.profile,
             device="cpu" if runtime.use_cpu() else "cuda",
         )
+        check_given(config, run_dir=args.run_dir, resume=args.resume)
         if runtime.use_cpu():
             runtime.keep_freed_memory()
         runtime.set_threads()
         runtime.initialize_distributed()
+        start_up.done("process_group")
         from cdrmix.engines.devices import choose_here
         from cdrmix.engines.session import run_training  # imports DeepSpeed, with its ops chosen
 
         choice = choose_here(config, profile=args.profile)
-        code = run_training(config, choice, run_dir=args.run_dir, resume=args.resume)
+        start_up.done("imports")
+        code = run_training(
+            config, choice, run_dir=args.run_dir, resume=args.resume, start_up=start_up
+        )
     except TrainingError as error:
         code = error.exit_code
         if runtime.speaks_for_errors():

@@ -16,7 +16,9 @@ SUPERVISION = "tests/distributed/test_supervision.py::test_all_ranks_end_within_
 LAUNCH = "tests/cluster/test_launch.py::test_"
 RESUME = "tests/distributed/test_resume.py::test_"
 STORE = "tests/distributed/test_store_faults.py::test_"
+BEHIND = "tests/distributed/test_background_saves.py::test_a_"
 DAMAGE = "tests/unit/test_store.py::test_"
+HEALTH = "tests/distributed/test_health.py::test_"
 SLURM = "tests/cluster/test_slurm.py::test_"
 INPUT = "tests/distributed/test_bad_input.py::test_"
 
@@ -37,6 +39,11 @@ FAULTS = (
     ("TERM during a save", f"{RESUME}a_signal_in_the_middle", ""),
     ("kill during a save", f"{RESUME}a_killed_run_resumes", "KILL while"),
     ("kill before the rename", f"{RESUME}a_killed_run_resumes", "before the rename"),
+    ("kill during a background write", f"{BEHIND}kill_while_a_checkpoint", ""),
+    ("TERM during a background write", f"{BEHIND}signal_while_a_checkpoint", ""),
+    ("write that fails for a while", f"{BEHIND}write_that_fails_at_first", ""),
+    ("write that goes on failing", f"{BEHIND}write_that_goes_on_failing", ""),
+    ("damaged checkpoint with a replica", f"{BEHIND}run_goes_on_from_the_copy", ""),
     ("kill at every durable operation", f"{STORE}a_kill_before_or_after", ""),
     ("kills at random times", f"{STORE}kills_at_random_times", ""),
     ("disk full in a save", f"{STORE}a_full_disk", ""),
@@ -47,6 +54,11 @@ FAULTS = (
     ("every checkpoint damaged", f"{RESUME}state_that_is_damaged_throughout", ""),
     ("unreadable data shard", f"{INPUT}a_shard_that_disappears", ""),
     ("non-finite loss", "tests/distributed/test_loop.py::test_a_diverged_run", ""),
+    ("non-finite gradient: skipped", f"{HEALTH}a_step_with_a_spoilt_gradient", ""),
+    ("non-finite gradient: a run goes on", f"{HEALTH}a_skipped_step_takes", ""),
+    ("non-finite gradient: rollback", f"{HEALTH}a_run_that_went_back", "[non_finite"),
+    ("loss spike: rollback", f"{HEALTH}a_run_that_went_back", "[loss_spike"),
+    ("loss that stays high", f"{HEALTH}a_run_that_does_not_recover", ""),
     ("scontrol requeue, preemption", f"{SLURM}a_requeued_and_preempted", ""),
     ("USR1 of a time limit", f"{SLURM}under_the_deepspeed_launcher", ""),
 )

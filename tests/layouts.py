@@ -23,6 +23,12 @@ from tests.harness import run_ranks
 STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 10, 8, 24, 304
 # One process may round differently from another; what is wrong deviates by 1e-4 and more.
 TOLERANCE = 1e-5
+# Of AdamW. With its usual 1e-8, a weight whose gradient almost cancels out moves by rounding: one
+# of -1.7e-9 was off by 3e-10, the weight by 2.8e-5 after a step and by 4e-3 after two. Choices of
+# experts are then a coin toss: the closest of 20,480 (ten steps of 512 tokens) are within 5e-7, and
+# router probabilities were off by 1e-6 to 5e-6, on plain data ranks too. With 1e-6 all weights
+# stay within 5e-6.
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,6 @@ class Case:
         changes = {"training": kept, "profile": "zero1", "broken": "", "zero": {}, "note": ""}
         return replace(self, **alone, **changes)
 
-    def on_data_ranks(self) -> Case:
-        """The same micro-steps on two data ranks, without any other axis."""
-        return replace(self.in_one_process(), data=2)
-
     def __str__(self) -> str:
         axes = ("pipeline", "tensor", "data", "sequence", "expert")
         spread = [f"{axis}{getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
@@ -135,6 +137,7 @@ def make_config(case: Case, *, seed: int = 1234) -> Config:
         "min_learning_rate": 1e-3,
         "warmup_steps": 2,
         "gradient_clipping": 0.5,
+        "epsilon": EPSILON,
     }
     return Config(
         name="layout",

@@ -40,6 +40,8 @@ _PRELOADED = (
     "yaml",
 )
 _SECONDS_TO_END = 2.0  # for a rank that has sent its result or dumps its stacks, or was killed
+# A killed process closes its sockets, which others see, before it is gone.
+_SECONDS_TO_DIE = 0.2
 
 
 @dataclass
@@ -122,7 +124,10 @@ def _call(request: Request) -> bytes:
 
 
 def _collect(ranks: list[_Rank], deadline: float, requests: Connection) -> None:
-    """Wait for the outcomes; returns early at the first failure and at the deadline."""
+    """Wait for the outcomes; returns early at the first failure and at the deadline.
+
+    The first that is seen to fail may be one that lost another: that one's end is noted too.
+    """
     waiting = list(ranks)
     while waiting:
         connections = [requests, *(rank.results for rank in waiting)]
@@ -135,7 +140,14 @@ def _collect(ranks: list[_Rank], deadline: float, requests: Connection) -> None:
             waiting.remove(rank)
             rank.outcome = _outcome(rank)
             if rank.outcome.kind != "result":
+                _note_deaths(waiting)
                 return
+
+
+def _note_deaths(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        if rank.results.poll(_SECONDS_TO_DIE):
+            rank.outcome = _outcome(rank)
 
 
 def _outcome(rank: _Rank) -> Outcome:

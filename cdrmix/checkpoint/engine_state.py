@@ -13,7 +13,7 @@ single numbers (`step`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,21 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
             yield Fragment(name, kind, placement.shape, Span.whole(placement.block), values)
 
 
+def whole_fragments(
+    tensors: Mapping[str, torch.Tensor], logical_name: LogicalName = str
+) -> Iterator[Fragment]:
+    """Parameters that no engine holds, whole; for one rank to save.
+
+    Args:
+        tensors: by the module's name of each.
+        logical_name: as in `fragments`.
+    """
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        values = tensor.detach().reshape(-1).float()
+        yield Fragment(logical_name(name), "param", shape, Span.whole(Block.whole(shape)), values)
+
+
 def counters(engine: Any) -> dict[str, Any]:
     """The engine's step counts and its loss scaler's state, as JSON; the same on every rank."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -119,7 +134,13 @@ def counters(engine: Any) -> dict[str, Any]:
     }
 
 
-def load(engine: Any, reader: CheckpointReader, logical_name: LogicalName = str) -> None:
+def load(
+    engine: Any,
+    reader: CheckpointReader,
+    logical_name: LogicalName = str,
+    *,
+    others: Container[str] = (),
+) -> None:
     """Put a checkpoint into an engine, in place, whatever layout and precision it was saved at.
 
     Every rank calls this and reads only what it holds. The weights in use are refreshed from the
@@ -129,11 +150,12 @@ def load(engine: Any, reader: CheckpointReader, logical_name: LogicalName = str)
         engine: from deepspeed.initialize, fresh or between two optimizer steps.
         reader: an open checkpoint; its `state["engine"]` must be what `counters` gave.
         logical_name: the module's name of a parameter or buffer -> logical name.
+        others: logical names in the checkpoint that somebody else reads.
     Raises:
         StateError: on every rank, if any of them found another model or could not read.
     """
     shapes = _shapes(engine, logical_name)
-    runtime.together(lambda: check_names(reader, shapes))
+    runtime.together(lambda: check_names(reader, shapes, others=others))
     runtime.together(lambda: _read(engine, reader, logical_name))
     if _is_zero3(engine):
         zero3.refresh_weights(engine.optimizer)
@@ -146,6 +168,8 @@ def load_module(
     module: torch.nn.Module,
     reader: CheckpointReader,
     logical_name: LogicalName = str,
+    *,
+    others: Container[str] = (),
 ) -> None:
     """Fill a plain module, with all experts in this process, from the float32 master weights.
 
@@ -153,6 +177,7 @@ def load_module(
         module: parameters on any device, of any float type; one tensor at a time is read.
         reader: an open checkpoint.
         logical_name: module's name of a parameter or buffer -> logical name.
+        others: logical names in the checkpoint that somebody else reads.
     Raises:
         StateError: if names or shapes differ.
     """
@@ -160,7 +185,8 @@ def load_module(
         logical_name(name): tensor
         for name, tensor in (*module.named_parameters(), *_persistent_buffers(module))
     }
-    check_names(reader, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_names(reader, shapes, others=others)
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(reader.full(name, reader.content_kind(name)))

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
@@ -38,34 +38,68 @@ class FileRecord(TypedDict):
     sha256: str
 
 
-def write_json(path: Path, value: Any) -> FileRecord:
-    """Write `value` as JSON, durably. Raises OSError naming `path`."""
-    text = json.dumps(value, indent=1) + "\n"
+def json_text(value: Any) -> str:
+    """`value` as the text of a JSON file."""
+    return json.dumps(value, indent=1) + "\n"
+
+
+def write_text(path: Path, text: str) -> FileRecord:
+    """Write `text`, durably. Raises OSError naming `path`."""
     with _durable(path) as sink:
         sink.write(memoryview(text.encode()))
     return sink.record()
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> FileRecord:
+def write_json(path: Path, value: Any) -> FileRecord:
+    """Write `value` as JSON, durably. Raises OSError naming `path`."""
+    return write_text(path, json_text(value))
+
+
+def write_tensors(path: Path, header: bytes, data: Iterable[torch.Tensor]) -> FileRecord:
     """Write a safetensors file, one tensor in host memory at a time, durably.
 
     Args:
         path: file to create.
-        tensors: distinct keys with tensors on any device.
+        header: `safetensors_header` of the tensors.
+        data: tensors on any device, or pieces of memory, that hold the bytes of these tensors.
     Raises:
         OSError: naming `path`.
     """
-    assert len({key for key, _ in tensors}) == len(tensors), f"{path}: a key is there twice"
-    # Widest elements first: the format allows no gaps, and torch needs aligned offsets.
-    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     with _durable(path) as sink:
-        sink.write(memoryview(_safetensors_header(ordered)))
-        for _, tensor in ordered:
-            flat = tensor.detach().reshape(-1).cpu().contiguous()
-            # A single element counts as contiguous whatever its stride; a byte view does not.
-            flat = flat.as_strided((flat.numel(),), (1,))
-            sink.write(flat.view(torch.uint8).numpy().data)
+        sink.write(memoryview(header))
+        for tensor in data:
+            sink.write(flat_bytes(tensor).cpu().numpy().data)
     return sink.record()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, uint8, on its device; a view where it is contiguous."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    # A single element counts as contiguous whatever its stride; a byte view does not.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def in_file_order(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Widest elements first: safetensors allows no gaps, and torch needs aligned offsets."""
+    return sorted(tensors, key=lambda item: -item[1].element_size())
+
+
+def safetensors_header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+    """What stands before the data of `tensors`, distinct keys in the order of the file."""
+    assert len({key for key, _ in tensors}) == len(tensors), "a key is there twice"
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for key, tensor in tensors:
+        end = position + tensor.numel() * tensor.element_size()
+        entries[key] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -90,22 +124,6 @@ def digest(path: Path) -> str:
     """sha256 of a file's content, hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _safetensors_header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for key, tensor in tensors:
-        end = position + tensor.numel() * tensor.element_size()
-        entries[key] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 class _Sink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Container
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -144,16 +145,21 @@ class CheckpointReader:
             raise StateError(f"{self.path / name}: cannot be read: {error}") from error
 
 
-def check_names(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -> None:
+def check_names(
+    reader: CheckpointReader, shapes: dict[str, tuple[int, ...]], *, others: Container[str] = ()
+) -> None:
     """Raise StateError unless checkpoint and model have the same names with the same shapes.
 
     Args:
         reader: an open checkpoint.
         shapes: logical name -> logical shape of every parameter and persistent buffer.
+        others: names in the checkpoint that need not be in the model.
     """
     saved = {name: reader.shape(name, reader.content_kind(name)) for name in reader.names()}
     problems = [f"{name}: not in the checkpoint" for name in shapes if name not in saved]
-    problems += [f"{name}: not in the model" for name in saved if name not in shapes]
+    problems += [
+        f"{name}: not in the model" for name in saved if name not in shapes and name not in others
+    ]
     problems += [
         f"{name}: {saved[name]} in the checkpoint, {shape} in the model"
         for name, shape in shapes.items()

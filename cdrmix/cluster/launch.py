@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 
-from cdrmix.cluster.goodput import StartRecord, append_start, goodput
 from cdrmix.cluster.hosts import reachable, read_hostfile
 from cdrmix.cluster.outcome import LAUNCH_FOLDER, Outcome, ask_to_stop
+from cdrmix.cluster.start_up import COMMANDED_VARIABLE, seconds_since_this_process_began
 from cdrmix.cluster.starter import Place, Start
+from cdrmix.cluster.starts import StartRecord, append_start
 from cdrmix.config.load import load_config, new_run_dir
 from cdrmix.config.schema import Config
 from cdrmix.errors import (
@@ -39,7 +39,6 @@ logger = get_logger(__name__)
 _FINAL = (EXIT_DONE, EXIT_USER_ERROR, EXIT_NO_USABLE_STATE, EXIT_STOPPED_BY_SIGNAL)
 _FIRST_WAIT_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 60.0
-_STARTS = "starts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,10 @@ def launch(job: Job) -> int:
     place, resume = job.place, job.resume
     for restarts in range(job.max_restarts + 1):
         began, resumed_at = datetime.now(UTC), _resumed_at(job.run_dir, resume)
+        if restarts == 0:
+            began -= timedelta(seconds=seconds_since_this_process_began())
         try:
-            outcome = _start_once(job, place, resume, signals)
+            outcome = _start_once(job, place, resume, signals, began)
         except ConfigError as error:
             if restarts == 0:
                 raise
@@ -180,11 +181,14 @@ def _check_hosts(place: Place) -> None:
         )
 
 
-def _start_once(job: Job, place: Place, resume: str, signals: _Signals) -> Outcome:
+def _start_once(job: Job, place: Place, resume: str, signals: _Signals, began: datetime) -> Outcome:
     folder = _new_folder(job.run_dir / LAUNCH_FOLDER)
     signals.folder = folder
     arguments = [*job.arguments, "--run-dir", str(job.run_dir), "--resume", resume]
-    environment = job.config.launch.environment
+    environment = {
+        **job.config.launch.environment,
+        COMMANDED_VARIABLE: str(began.timestamp()),
+    }
     try:
         with Start(place, arguments, folder=folder, variables=environment) as start:
             return start.wait(start_seconds=job.config.supervision.phase_seconds)
@@ -211,25 +215,23 @@ def _new_folder(parent: Path) -> Path:
 def _record(
     run_dir: Path, place: Place, outcome: Outcome, *, began: datetime, resumed_at: int
 ) -> None:
-    """A line for a start, beside the run's other files; the goodput with the run's end."""
+    """A line for a start, beside the run's other files; what all of them cost, at the run's end."""
     if not run_dir.is_dir():
         return
     hosts = tuple(host.name for host in place.hosts)
     ended = datetime.now(UTC)
-    start = StartRecord(began, ended, hosts, resumed_at=resumed_at, **asdict(outcome))
-    starts = append_start(run_dir / _STARTS, start)
+    append_start(
+        run_dir, StartRecord(began, ended, hosts, resumed_at=resumed_at, **asdict(outcome))
+    )
     summary = run_dir / "metrics.json"
     if outcome.exit_code != EXIT_DONE or not summary.is_file():
         return
-    cost = goodput(starts)
-    measured = json.loads(summary.read_text(encoding="utf-8"))
-    temporary = summary.with_suffix(".launch")
-    temporary.write_text(json.dumps(measured | {"goodput": cost}, indent=2), encoding="utf-8")
-    os.replace(temporary, summary)
+    cost = json.loads(summary.read_text(encoding="utf-8"))["goodput"]
     logger.info(
-        "goodput: %d of %d steps were new (%.1f %%), starts: %d, %.0f s between them",
+        "goodput: %d of %d steps were new, %.1f %% of %.0f s went into them; starts: %d, %.0f s "
+        "between them",
         *(cost["productive_steps"], cost["productive_steps"] + cost["redone_steps"]),
-        *(100 * cost["share"], cost["starts"], cost["seconds_between_starts"]),
+        *(100 * cost["share"], cost["seconds"], cost["starts"], cost["down_seconds"]),
     )
 
 

@@ -76,7 +76,9 @@ class Watchdog:
     def run(self) -> None:
         """Watch until the rank is gone."""
         while not self._is_over:
-            for key, _ in self._selector.select(max(0.0, self._due - time.monotonic())):
+            ready = self._selector.select(max(0.0, self._due - time.monotonic()))
+            # of what arrived together, the rank's word that it has left comes before the head's end
+            for key, _ in sorted(ready, key=lambda each: each[0].data != "rank"):
                 self._hear(key.data, key.fd)
             if self._is_over:
                 return
@@ -168,6 +170,18 @@ def _process_state(process: int) -> str:
         return ""
 
 
+def _has_left() -> bool:
+    """Whether the rank has announced its end, or has ended, by what it wrote up to now."""
+    written = b""
+    os.set_blocking(sys.stdin.fileno(), False)
+    try:
+        while data := os.read(sys.stdin.fileno(), 65536):
+            written += data
+    except BlockingIOError:
+        return any("left" in beat for beat in Inbox().take(written))
+    return True
+
+
 def main() -> None:
     """Watch the rank that the first line of stdin, Settings as JSON, tells of."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -176,6 +190,8 @@ def main() -> None:
     try:
         watchdog = Watchdog(settings)
     except OSError as error:
+        if _has_left():  # a start that is refused is over before this program is under way
+            return
         say(
             f"error: rank {settings.rank} on {settings.host}: the watchdog cannot reach "
             f"{settings.address}:{settings.port} ({error}); the rank ends. Is there a firewall "

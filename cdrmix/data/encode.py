@@ -17,9 +17,10 @@ from cdrmix.data.document import Document, draw
 from cdrmix.data.fim import FimConfig, rearranged
 from cdrmix.data.folders import new_folder
 from cdrmix.data.ngrams import ngram_entropy
-from cdrmix.data.shards import Dtype, ShardInfo, TokenStream, write_file, write_pieces, write_shards
+from cdrmix.data.shards import Dtype, ShardInfo, write_file, write_pieces, write_shards
 from cdrmix.data.stage import close_synced, read_documents
 from cdrmix.data.tasks import Task
+from cdrmix.data.token_dataset import TokenStream
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cdrmix.config.schema import TokenWeights
 from cdrmix.data.chain_of_thought import ROLES
 from cdrmix.data.mixed import MixedDataset
-from cdrmix.data.shards import TokenDataset
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import PlanError, StateError
 
 # Sample numbers permuted in one call: a call costs 30 us for 8 numbers and 180 us for 4,096.

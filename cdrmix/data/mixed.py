@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from cdrmix.config.schema import MixtureConfig
 from cdrmix.data.mixture import Mixture, Phase, draw
 from cdrmix.data.permutation import permute_epochs
-from cdrmix.data.shards import Manifest, TokenStream, manifest_digest, read_manifest
+from cdrmix.data.shards import Manifest, manifest_digest, read_manifest
+from cdrmix.data.token_dataset import TokenStream
 from cdrmix.errors import DataError
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdrmix.data.shards import TokenStream
 from cdrmix.data.steps.shingles import mix
+from cdrmix.data.token_dataset import TokenStream
 
 MAX_TOKENS = 2**23  # 64 MB as int64; the peak is about six times that
 _WINDOW_TOKENS = 2**14

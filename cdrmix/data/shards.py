@@ -1,4 +1,4 @@
-"""Token shards on disk: writing, the manifest, verification, and samples cut from them.
+"""Token shards on disk: writing, the manifest, verification; token_dataset.py reads samples.
 
 A built folder holds `manifest.json`, `tokenizer.json` and, per split and domain, numbered pairs
 `train-code-00000.bin` (token ids, nothing else) and `.idx` (lengths and offsets of documents) in
@@ -10,10 +10,7 @@ import hashlib
 import json
 import os
 import struct
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,22 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cdrmix.data.permutation import permute_epochs
-from cdrmix.data.remote import RemoteFile, remote_files
+from cdrmix.data.remote import remote_files
 from cdrmix.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
 MAX_SHARD_TOKENS = 2**27
 SHARD_SUFFIXES = ("bin", "idx", "roles")
-_READ_SUFFIXES = ("bin", "roles")  # by training
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_VERSION = 1
 _IDX_HEADER = "<9sQBQQ"  # magic, version, code of the dtype, number of documents, of bounds
 _DTYPE_CODES = {"uint16": 6, "uint32": 7}
-# An open map holds a file descriptor, of which a process often has 1,024.
-_MAX_OPEN_SHARDS = 256
-_REBUILD = (
+REBUILD = (
     "Copy the folder again from where it is whole, or delete it and build it again "
     "(`cdrmix data sample` for the sample corpus)."
 )
@@ -282,7 +275,7 @@ def read_manifest(folder: Path) -> Manifest:
         problems = "; ".join(
             f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors()[:5]
         )
-        raise DataError(f"{path}: not a manifest of this version: {problems}. {_REBUILD}") from None
+        raise DataError(f"{path}: not a manifest of this version: {problems}. {REBUILD}") from None
 
 
 def manifest_digest(manifest: Manifest) -> str:
@@ -330,20 +323,20 @@ def verify_shards(
         DataError: naming every missing, truncated or altered file of the share.
     """
     problems = [
-        _file_problem(folder / f"{shard.stem}.{suffix}", info.bytes, info.sha256, mode=mode)
+        file_problem(folder / f"{shard.stem}.{suffix}", info.bytes, info.sha256, mode=mode)
         for shard in (() if remote_files(folder) else manifest.shards[part::parts])
         for suffix, info in shard.files().items()
     ]
     if part == 0:
         tokenizer = manifest.tokenizer
         path = folder / tokenizer.file
-        problems.append(_file_problem(path, None, tokenizer.sha256, mode="digest"))
+        problems.append(file_problem(path, None, tokenizer.sha256, mode="digest"))
     found = [problem for problem in problems if problem]
     if found:
-        raise DataError("\n".join([*found, _REBUILD]))
+        raise DataError("\n".join([*found, REBUILD]))
 
 
-def _file_problem(
+def file_problem(
     path: Path, num_bytes: int | None, sha256: str, *, mode: Literal["digest", "size"]
 ) -> str | None:
     """What is wrong with one file, or None. `num_bytes` None: the size is not known."""
@@ -360,172 +353,3 @@ def _file_problem(
     if actual != sha256:
         return f"{path}: altered: its sha256 is {actual}, the manifest says {sha256}."
     return None
-
-
-class TokenStream:
-    """The tokens of some shards, or their roles, end to end.
-
-    Args:
-        folder: a built folder.
-        shards: in the order of the stream.
-        dtype: how they are stored.
-        suffix: of the files; where a shard has none of roles, they are 0.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        shards: Sequence[ShardInfo],
-        dtype: Dtype | Literal["uint8"],
-        *,
-        suffix: Literal["bin", "roles"] = "bin",
-    ) -> None:
-        self._folder, self._shards, self._suffix = folder, shards, suffix
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._ends = list(accumulate(shard.tokens for shard in shards))
-        self._begins = [0, *self._ends]
-        self._remote = remote_files(folder)
-        self._tokens = lru_cache(maxsize=self._max_open_shards())(self._map)
-
-    def rows(self, positions: list[int], length: int) -> NDArray[np.int64]:
-        """The `length` tokens from each of n positions on, [n, length], int64.
-
-        Raises:
-            DataError: if a shard is missing or truncated.
-        """
-        rows = np.empty((len(positions), length), dtype=np.int64)
-        pieces = []
-        begin = end = 0
-        for position in positions:
-            if not begin <= position < end:  # rows of one shard in a row look it up once
-                shard = bisect_right(self._ends, position)
-                begin, end, tokens = self._begins[shard], self._ends[shard], self._tokens(shard)
-            row = tokens[position - begin : position - begin + length]
-            pieces.append(row if position + length <= end else self._go_on(row, shard, length))
-        if pieces:
-            # Copied and cast in one pass: 11 us for 8 rows of 2,048, where row by row took 12, and
-            # a gather, or a cast of gathered rows, 15 to 21.
-            np.concatenate(pieces, out=rows.reshape(-1))
-        return rows
-
-    def _go_on(self, row: NDArray[Any], shard: int, length: int) -> NDArray[Any]:
-        """`row`, which ends with `shard`, with what is missing from the shards after it."""
-        pieces, missing = [row], length - len(row)
-        while missing:
-            shard += 1
-            pieces.append(self._tokens(shard)[:missing])
-            missing -= len(pieces[-1])
-        return np.concatenate(pieces)
-
-    def expect(self, positions: NDArray[np.int64]) -> None:
-        """Have the shards of these positions, which are read soon and in this order, at hand, with
-        their roles."""
-        if self._remote is not None:
-            shards = np.searchsorted(self._ends, positions.ravel(), side="right")
-            first_uses = np.sort(np.unique(shards, return_index=True)[1])
-            files = [self._file(i, suffix) for i in shards[first_uses] for suffix in _READ_SUFFIXES]
-            self._remote.expect([file for file in files if file is not None])
-
-    def _max_open_shards(self) -> int:
-        """As many as there is room for: a file that was thrown out of a cache keeps its room on
-        the disk while it is mapped."""
-        if self._remote is None:
-            return _MAX_OPEN_SHARDS
-        largest = max((shard.bin.bytes for shard in self._shards), default=1)
-        return min(_MAX_OPEN_SHARDS, max(1, self._remote.max_bytes // largest))
-
-    def _map(self, shard: int) -> NDArray[Any]:
-        """One shard, memory-mapped. A file shorter than mapped would be a SIGBUS."""
-        file = self._file(shard, self._suffix)
-        if file is None:
-            return np.broadcast_to(np.zeros(1, self._dtype), self._shards[shard].tokens)
-        if self._remote is not None:
-            with self._remote.held(file) as path:
-                return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
-        path = self._folder / file.name
-        problem = _file_problem(path, file.bytes, file.sha256, mode="size")
-        if problem:
-            raise DataError(f"{problem}\n{_REBUILD}")
-        return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
-
-    def _file(self, shard: int, suffix: str) -> RemoteFile | None:
-        info = self._shards[shard]
-        file = info.files().get(suffix)
-        return (
-            None if file is None else RemoteFile(f"{info.stem}.{suffix}", file.bytes, file.sha256)
-        )
-
-
-class TokenDataset:
-    """Samples of a split: its shards, in manifest order, are one stream cut into equal pieces.
-
-    Sample i is the tokens i * T to i * T + T, T + 1 of them: neighbours share one token, so that
-    every token but the first is predicted exactly once. A tail shorter than T is left out.
-
-    Args:
-        folder: a built folder.
-        split: name of a split in its manifest.
-        sequence_length: T (tokens).
-    Attributes:
-        num_samples: samples in the split (count).
-        bytes_per_token: UTF-8 bytes of text per token, for bits per byte.
-        manifest_digest: names the data set.
-        mixture: None; what `cdrmix.data.mixed.MixedDataset` names its mixture by.
-    Raises:
-        DataError: if the split is missing or too short for one sample.
-    """
-
-    mixture: str | None = None
-
-    def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
-        self.folder, self.split, self.sequence_length = Path(folder), split, sequence_length
-        self.manifest = read_manifest(self.folder)
-        self.manifest_digest = manifest_digest(self.manifest)
-        totals = self.manifest.splits.get(split)
-        num_tokens = totals.tokens if totals else 0
-        self.num_samples = max(0, num_tokens - 1) // sequence_length
-        if totals is None or self.num_samples == 0:
-            raise DataError(
-                f"{self.folder / MANIFEST_FILE}: split '{split}' has {num_tokens} tokens; one "
-                f"sample of training.sequence_length = {sequence_length} needs "
-                f"{sequence_length + 1}. Splits here: {', '.join(self.manifest.splits) or 'none'}. "
-                "Use a larger corpus or a shorter sequence_length."
-            )
-        self.bytes_per_token = totals.text_bytes / totals.tokens
-        shards = [shard for shard in self.manifest.shards if shard.split == split]
-        self._stream = TokenStream(self.folder, shards, self.manifest.dtype)
-        self._roles = TokenStream(self.folder, shards, "uint8", suffix="roles")
-
-    def order(
-        self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
-    ) -> NDArray[np.int64]:
-        """Sample at each global sample number, any shape.
-
-        Args:
-            seed: key of a permutation per epoch; None: stored order.
-            window: permute windows of that many samples, and samples within each; None: all.
-        """
-        key = None if seed is None else (seed,)
-        return permute_epochs(numbers, self.num_samples, key, window=window)
-
-    def expect(self, indices: NDArray[np.int64]) -> None:
-        """Have the shards of samples that are read soon, any shape, at hand; see `TokenStream`."""
-        self._stream.expect(indices * self.sequence_length)
-
-    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples `indices` [n] as an array [n, T + 1], int64.
-
-        Raises:
-            IndexError: if an index is outside 0 .. num_samples - 1.
-            DataError: if a shard is missing or truncated.
-        """
-        positions = (indices * self.sequence_length).tolist()
-        end = self.num_samples * self.sequence_length
-        if positions and not 0 <= min(positions) <= max(positions) < end:
-            raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
-        return self._stream.rows(positions, self.sequence_length + 1)
-
-    def roles(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Roles of the tokens of `rows(indices)`, of the same shape; see `ShardInfo`."""
-        positions = (indices * self.sequence_length).tolist()
-        return self._roles.rows(positions, self.sequence_length + 1)

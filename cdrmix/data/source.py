@@ -19,6 +19,7 @@ from cdrmix.config.schema import Section
 from cdrmix.errors import DataError
 
 STANDARD_LIBRARY = "python:stdlib"
+_INSTALLED_FOLDERS = ("site-packages", "dist-packages")  # stand in it, and are others' code
 
 _SUFFIXES = {
     "text": ".txt .text .md .markdown .rst",
@@ -177,7 +178,10 @@ def find_files(source: SourceConfig, *, leave_out: Path | None = None) -> Found:
     elif root.is_file():
         _add(found, root, root.name)
     else:
-        hidden = {_identity(leave_out)} if leave_out is not None and leave_out.exists() else set()
+        passed_by = [leave_out] if leave_out is not None else []
+        if source.path == STANDARD_LIBRARY:
+            passed_by += [root / name for name in _INSTALLED_FOLDERS]
+        hidden = {_identity(path) for path in passed_by if path.exists()}
         _Walk(found, root, source, hidden).into(root, {_identity(root)})
     found.files.sort(key=lambda file: file.name)
     if not found.files:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cdrmix import runtime
+from cdrmix.data.loader import Loader
 from cdrmix.engines.observe import evaluate_now
 from cdrmix.engines.run import Run
 from cdrmix.evaluation.ngram import unigram_and_bigram
@@ -49,15 +50,12 @@ def _write(run: Run, evaluation: Evaluation) -> None:
             baselines["unigram_loss"],
         )
     logger.info("report: %s", report)
-    if run.config.variant == "reasoning" and run.config.training.stage == "all":
-        logger.warning(
-            "Stage A is done. Stage B (adapters, memory, policy) is not available in this version"
-        )
 
 
 def _baselines(run: Run) -> dict[str, float]:
     """Unigram and bigram loss on the rows just evaluated, counted on the tokens trained on."""
     # a second epoch would count its rows twice and leave the smoothing no rare bigrams
+    assert isinstance(run.loader, Loader), "Stage A runs on tokens"
     consumed = min(run.loader.samples_consumed, run.corpus.train.num_samples)
     validation = run.corpus.validation
     held_out = held_out_rows(validation, run.config.evaluation.final_tokens)
@@ -74,8 +72,10 @@ def _baselines(run: Run) -> dict[str, float]:
 
 def _trained_rows(run: Run, consumed: int) -> Iterator[np.ndarray]:
     """The samples trained on, in order, [n, T + 1] at a time."""
-    for start in range(0, consumed, _ROWS_AT_ONCE):
-        yield run.loader.sample_rows(start, min(start + _ROWS_AT_ONCE, consumed))
+    assert isinstance(run.loader, Loader), "Stage A runs on tokens"
+    for first, end in run.health.trained_windows(consumed):
+        for start in range(first, end, _ROWS_AT_ONCE):
+            yield run.loader.sample_rows(start, min(start + _ROWS_AT_ONCE, end))
 
 
 def _summary(
@@ -90,8 +90,10 @@ def _summary(
         "loss": lines[-1]["loss"] if lines else None,
         "seconds": run.seconds,
         "tokens_per_second_median": statistics.median(speeds) if speeds else None,
+        "goodput": run.wall_time.to_json(),
+        "start_up": run.start_up.to_json(),
         "evaluation": evaluation.as_json(),
         "baselines": baselines,
         "samples": run.samples,
-        "checkpoints": {"last": run.saved_step, "folder": "checkpoints"},
+        "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
     }

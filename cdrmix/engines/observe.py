@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,9 +14,9 @@ from cdrmix.engines.optim import learning_rate
 from cdrmix.engines.run import Run
 from cdrmix.engines.stage_a import RouterMeasures
 from cdrmix.engines.step import StepResult
-from cdrmix.errors import StateError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.models.generate import generate
+from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import memory_peak_bytes, record
 from cdrmix.objectives.router import router_monitors
 from cdrmix.parallel.apply import for_inference
@@ -31,53 +30,78 @@ _ROUTER_METRICS = (
 )
 
 
-def log_step(run: Run, result: StepResult, evaluated: dict[str, float]) -> None:
-    """Reduce a step's measurements over the ranks; rank 0 writes and shows them.
+class Measured(NamedTuple):
+    """What a step measured over all ranks, the same on each.
+
+    Attributes:
+        loss: nats per token.
+        routing: the router's metrics by name; none for a dense model.
+    """
+
+    loss: float
+    routing: dict[str, float]
+
+
+def measure(run: Run, result: StepResult) -> Measured:
+    """Reduce a step's measurements over the ranks; one collective."""
+    nats, routing = _over_all_ranks(run, result)
+    return Measured(nats / result.tokens, routing)
+
+
+def judge(run: Run, measured: Measured) -> list[Verdict | None]:
+    """Verdicts on the loss and routing of the last step."""
+    verdicts = [run.health.loss_known(run.step, measured.loss)]
+    if measured.routing:
+        overflow, entropy_bits = (measured.routing[name] for name in _ROUTER_METRICS[:2])
+        verdicts.append(
+            run.health.routing_known(run.step, entropy_bits=entropy_bits, overflow=overflow)
+        )
+    return verdicts
+
+
+def log_step(
+    run: Run, measured: Measured, evaluated: dict[str, float]
+) -> tuple[Verdict | None, Verdict | None]:
+    """Have rank 0 write and show what a step measured.
 
     Args:
         run: the run, its step counted.
-        result: of the step just completed.
+        measured: of the step just completed.
         evaluated: eval/* metrics of this step, or none.
+    Returns:
+        Verdicts on the wait for data and on memory.
     Raises:
-        StateError: on every rank, if the loss is no longer finite, or if the metrics could not be
-            written.
+        StateError: on every rank, if the metrics could not be written.
     """
-    nats, routing = _over_all_ranks(run, result)
-    loss = nats / result.tokens
-    steps, seconds = run.observer.take_window()
+    steps, seconds, waited = run.observer.take_window()
+    peak, total = memory_peak_bytes(), runtime.device_memory_gib() * 2**30
+    own = (peak, peak / total, waited, waited / seconds)
+    peak, peak_share, waited, waited_share = map(
+        max, zip(*runtime.all_gather_object(own), strict=True)
+    )
+    verdicts = (
+        run.health.wait_known(run.step, seconds=waited, share=waited_share),
+        run.health.memory_known(run.step, peak_share),
+    )
     training = run.config.training
     half = training.precision == "fp16"
     line = record(
         step=run.step,
-        loss=loss,
+        loss=measured.loss,
         learning_rate=learning_rate(run.step - 1, training),
         grad_norm=float(run.engine.get_global_grad_norm() or 0.0),
         loss_scale=float(run.engine.optimizer.cur_scale) if half else None,
         tokens_seen=run.tokens_seen,
         tokens_per_second=steps * training.tokens_per_step / seconds,
         step_seconds=seconds / steps,
-        memory_peak_bytes=max(runtime.all_gather_object(memory_peak_bytes())),
-        **routing,
+        data_wait_seconds=waited / steps,
+        memory_peak_bytes=peak,
+        **measured.routing,
+        **run.health.metrics(),
         **evaluated,
     )
     runtime.together(lambda: run.observer.write(run.step, line))
-    if not math.isfinite(loss):
-        raise diverged(run, f"loss = {loss}")
-
-
-def diverged(run: Run, sign: str) -> StateError:
-    """The error that ends a run whose numbers are no longer finite, the same on every rank.
-
-    Args:
-        run: the run, its step counted.
-        sign: what was seen.
-    """
-    saved = f"that of step {run.saved_step}" if run.saved_step is not None else "none yet"
-    return StateError(
-        f"step {run.step}: {sign}: the run has diverged and was stopped. The newest checkpoint is "
-        f"{saved}. Try a lower training.learning_rate, more "
-        "training.warmup_steps or training.precision = fp32"
-    )
+    return verdicts
 
 
 def _over_all_ranks(run: Run, result: StepResult) -> tuple[float, dict[str, float]]:
@@ -107,7 +131,7 @@ def _router_metrics(moe: MoEConfig, router: RouterMeasures) -> list[float]:
 def evaluate_now(run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, float]]:
     """Held-out loss and a sample of text at the current step; the eval/* metrics of both."""
     began = time.monotonic()
-    with run.heartbeat.phase("evaluating"):
+    with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
         evaluation = evaluate(
             for_inference(run.engine.module),
             run.corpus.validation,

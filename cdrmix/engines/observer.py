@@ -18,7 +18,7 @@ class Observer:
     def __init__(self) -> None:
         self._metrics: MetricsFile | None = None
         self._progress: Progress | None = None
-        self._steps, self._seconds = 0, 0.0
+        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
 
     def open(self, folder: Path, *, step: int, num_steps: int) -> None:
         """Start at `step` of `num_steps`; metrics beyond it are cut off.
@@ -32,18 +32,31 @@ class Observer:
         self._metrics.truncate_after(step)
         self._progress = Progress(num_steps, initial=step, stream=sys.stderr)
 
-    def step_done(self, step: int, seconds: float) -> None:
-        """Count a step and its wall time, logged or not."""
+    def step_done(self, step: int, seconds: float, *, waited: float) -> None:
+        """Count a step, its wall time, and what of it this rank waited for data, logged or not."""
         self._steps += 1
         self._seconds += seconds
+        self._waited += waited
         if self._progress is not None:
             self._progress.update(step)
 
-    def take_window(self) -> tuple[int, float]:
-        """Steps and their seconds since this was last asked; at least one step is done."""
-        window = self._steps, self._seconds
-        self._steps, self._seconds = 0, 0.0
+    def take_window(self) -> tuple[int, float, float]:
+        """Steps, their seconds, and those waited for data, since this was last asked; at least one
+        step is done."""
+        window = self._steps, self._seconds, self._waited
+        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
         return window
+
+    def go_back(self, step: int) -> None:
+        """Cut the metrics off behind `step`, from which the run goes on.
+
+        Raises:
+            StateError: if the metrics file cannot be written.
+        """
+        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        if self._metrics is not None and self._progress is not None:
+            self._metrics.truncate_after(step)
+            self._progress.update(step)
 
     def write(self, step: int, line: dict[str, float]) -> None:
         """Write and show one record.

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from cdrmix.engines.observe import evaluate_now, log_step
+from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.data.loader import Loader
+from cdrmix.engines.observe import Measured, evaluate_now, judge, log_step, measure
 from cdrmix.engines.run import Run
 from cdrmix.engines.step import StepResult, train_step
+from cdrmix.models.backbone import logical_name
+from cdrmix.monitoring.health import Verdict
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.parallel.topology import own_tokens
 
@@ -29,6 +36,7 @@ class Pretraining:
 
     def next_batch(self, run: Run) -> dict[str, Tensor]:
         """This rank's share of the next batch, each tensor [A, B, T]."""
+        assert isinstance(run.loader, Loader), "Stage A runs on tokens"
         return own_tokens(run.loader.next(), run.topology)
 
     def weight(self, run: Run, batch: dict[str, Tensor]) -> float:
@@ -47,9 +55,31 @@ class Pretraining:
         tokens = int(share * run.config.training.tokens_per_step)
         return evaluate_now(run, max_tokens=tokens)[1]
 
-    def log(self, run: Run, result: StepResult, evaluated: dict[str, float]) -> None:
+    def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
+        """Nats of this rank's tokens, and what all tokens of the batch weigh."""
+        return result.nats, result.tokens
+
+    def measure(self, run: Run, result: StepResult) -> Measured:
+        """See `measure`."""
+        return measure(run, result)
+
+    def judge(self, run: Run, measured: Measured) -> list[Verdict | None]:
+        """See `judge`."""
+        return judge(run, measured)
+
+    def log(
+        self, run: Run, measured: Measured, evaluated: dict[str, float]
+    ) -> tuple[Verdict | None, ...]:
         """See `log_step`."""
-        log_step(run, result, evaluated)
+        return log_step(run, measured, evaluated)
+
+    def fragments(self, run: Run) -> Iterator[Fragment]:
+        """What this rank saves of masters, moments and buffers."""
+        return engine_state.fragments(run.engine, logical_name)
+
+    def load(self, run: Run, reader: CheckpointReader) -> None:
+        """Put a checkpoint into the engine."""
+        engine_state.load(run.engine, reader, logical_name)
 
     def saved(self, run: Run) -> dict[str, Any]:
         """What a checkpoint's state says beside what it says of every run."""

@@ -246,6 +246,7 @@ class _Stage:
 def _train(config: Config, profile: str, run_dir: Path, resume: str) -> int:
     """What one rank does: a training run as launch/train.py starts it."""
     from cdrmix import log, runtime
+    from cdrmix.cluster.start_up import StartUp
     from cdrmix.engines.session import run_training
     from cdrmix.planning.profile import choose
 
@@ -254,7 +255,8 @@ def _train(config: Config, profile: str, run_dir: Path, resume: str) -> int:
         choice = choose(config, world_size=runtime.environment_world_size(), profile=profile)
         runtime.set_threads()
         runtime.initialize_distributed(timeout_minutes=_SECONDS / 60)
-        return run_training(config, choice, run_dir=run_dir, resume=resume)
+        start_up = StartUp()
+        return run_training(config, choice, run_dir=run_dir, resume=resume, start_up=start_up)
     except TrainingError as error:
         if runtime.speaks_for_errors():
             print(f"error: {error}")

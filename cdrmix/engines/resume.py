@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +15,60 @@ from cdrmix.config.load import changed_keys
 from cdrmix.engines.run import Run
 from cdrmix.errors import StateError
 from cdrmix.log import get_logger
-from cdrmix.models.backbone import logical_name
 
 logger = get_logger(__name__)
 
 
 def save(run: Run, position: dict[str, Any]) -> None:
-    """Write a checkpoint of the current step, unless the run directory has it already.
+    """Save the current step, unless the run directory has it already or is getting it; collective.
+
+    In the background if so configured: `agree` in the loop takes note of its end, or `settle` does.
 
     Args:
         run: the run, between two steps.
         position: the loader's state at which the next step's batch begins.
     Raises:
+        StateError: on every rank, if any of them could not write this checkpoint or, in the
+            background, the one before.
+    """
+    if run.saver.step == run.step:
+        return
+    with _stalled(run):
+        run.saver.start(
+            run.step,
+            run.stage.fragments(run),
+            state={
+                "loader": position,
+                "engine": engine_state.counters(run.engine),
+                "config": run.config.model_dump(mode="json"),
+                "seconds": run.seconds,
+                "samples": run.samples,
+                "health": run.health.state_dict(),
+                **run.stage.saved(run),
+            },
+            rank_state={"random": random_state.random_state()},
+            before=run.observer.sync,
+        )
+    run.wall_time.save()
+    run.saved_time = time.monotonic()
+    if not run.config.checkpoint.background:
+        settle(run)
+
+
+def settle(run: Run) -> None:
+    """Wait until what is being saved is saved; collective.
+
+    Raises:
         StateError: on every rank, if any of them could not write.
     """
-    if run.saved_step == run.step:
-        return
-    with run.heartbeat.phase("saving"):
-        _save(run, position)
-    run.saved_step, run.saved_time = run.step, time.monotonic()
+    with _stalled(run):
+        run.saver.wait()
 
 
-def _save(run: Run, position: dict[str, Any]) -> None:
-    runtime.together(run.observer.sync)
-    store.save(
-        run.directory.checkpoints,
-        run.step,
-        engine_state.fragments(run.engine, logical_name),
-        state={
-            "loader": position,
-            "engine": engine_state.counters(run.engine),
-            "config": run.config.model_dump(mode="json"),
-            "seconds": run.seconds,
-            "samples": run.samples,
-            **run.stage.saved(run),
-        },
-        rank_state={"random": random_state.random_state()},
-        keep=run.config.checkpoint.keep,
-    )
+@contextlib.contextmanager
+def _stalled(run: Run) -> Iterator[None]:
+    with run.heartbeat.phase("saving"), run.wall_time.spent("checkpoint_stall"):
+        yield
 
 
 def find_at(source: Path) -> store.Found:
@@ -79,24 +97,38 @@ def resume_from(run: Run, found: store.Found) -> None:
         StateError: on every rank, if it belongs to another model or data order, or if any of them
             could not read it.
     """
+    state = restore(run, found)
+    run.earlier_seconds = state["seconds"]
+    if "health" in state:  # of older versions it has none
+        run.health.load_state_dict(state["health"])
+    logger.info("resumed from %s", found.path)
+
+
+def restore(run: Run, found: store.Found) -> dict[str, Any]:
+    """Put a checkpoint into a run, between two steps; collective.
+
+    Returns:
+        What was saved beside the engine.
+    Raises:
+        StateError: as `resume_from`.
+    """
     for name, why in found.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
     with runtime.together(lambda: CheckpointReader(found.path)) as reader:
         state = reader.state
-        runtime.together(lambda: _check_config(run, state["config"], found.path))
+        runtime.together(lambda: check_config(run, state["config"], found.path))
         runtime.together(lambda: run.loader.load_state_dict(state["loader"]))
-        engine_state.load(run.engine, reader, logical_name)
+        run.stage.load(run, reader)
         saved_random = runtime.together(lambda: reader.rank_state(runtime.rank()))
         if saved_random is not None:
             random_state.restore_random_state(saved_random["random"])
-    run.step = found.step
-    run.samples, run.earlier_seconds = list(state["samples"]), state["seconds"]
-    if found.path.parent.resolve() == run.directory.checkpoints.resolve():
-        run.saved_step = found.step
-    logger.info("resumed from %s", found.path)
+    run.step, run.samples = found.step, list(state["samples"])
+    is_ours = found.path.parent.resolve() == run.directory.checkpoints.resolve()
+    run.saver.saved_step = found.step if is_ours else None
+    return state
 
 
-def _check_config(run: Run, saved: dict[str, Any], path: Path) -> None:
+def check_config(run: Run, saved: dict[str, Any], path: Path) -> None:
     """Refuse another model; log every other change."""
     changed = changed_keys(saved, run.config)
     model = [f"{key}: {old} -> {new}" for key, old, new in changed if key.startswith("model.")]

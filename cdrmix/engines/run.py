@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
+from torch import Tensor
+
+from cdrmix import runtime
+from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
+from cdrmix.cluster.start_up import StartUp
+from cdrmix.cluster.starts import read_starts
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
 from cdrmix.engines.observer import Observer
 from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.engines.stage_a import Corpus
+from cdrmix.engines.stage_b_lessons import Lessons
 from cdrmix.engines.stopping import Requests
+from cdrmix.monitoring.goodput import WallTime
+from cdrmix.monitoring.health import Health, Verdict
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
 
@@ -33,16 +45,58 @@ class Stage(Protocol):
         """What that share counts in the mean over the global batch."""
 
     def train_step(self, run: Run, batch: Any, *, weight: float) -> Any:
-        """One step; `weight` is that of the global batch. Gives something with `seconds`."""
+        """One step; `weight` is that of the global batch. Gives a named tuple with `seconds` and
+        `waited`."""
 
     def evaluate(self, run: Run) -> dict[str, float]:
         """Metrics of an evaluation on the way."""
 
-    def log(self, run: Run, result: Any, evaluated: dict[str, float]) -> None:
-        """Write and show what a step measured, and an evaluation if there was one."""
+    def own_loss(self, result: Any) -> tuple[Tensor, float] | None:
+        """This rank's part of a step's loss, scalar, and the weight of the global batch, by which
+        the sum over ranks is divided; None where only `measure` tells."""
+
+    def measure(self, run: Run, result: Any) -> Any:
+        """What a step measured, over all ranks; collective."""
+
+    def judge(self, run: Run, measured: Any) -> Sequence[Verdict | None]:
+        """Verdicts on that."""
+
+    def log(self, run: Run, measured: Any, evaluated: dict[str, float]) -> Sequence[Verdict | None]:
+        """Write and show that, and an evaluation if there was one; verdicts on the machine."""
+
+    def fragments(self, run: Run) -> Iterator[Fragment]:
+        """What this rank saves, so that over all ranks each element comes once."""
+
+    def load(self, run: Run, reader: CheckpointReader) -> None:
+        """Put a checkpoint of this stage into the engine; collective."""
 
     def saved(self, run: Run) -> dict[str, Any]:
         """What a checkpoint's state says of this stage, as JSON."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a start of a run has before it builds what it trains.
+
+    Attributes:
+        config: resolved configuration.
+        choice: profile, degrees and batch sizes.
+        directory: where everything is written.
+        requests: what signals ask for.
+        heartbeat: tells the watchdogs how far this rank is.
+        start_up: how long it took so far, by its parts.
+        health: judges steps, and keeps what became of the unhealthy ones.
+        wall_time: what the time of all starts went to.
+    """
+
+    config: Config
+    choice: Choice
+    directory: RunDirectory
+    requests: Requests
+    heartbeat: Heartbeat
+    start_up: StartUp
+    health: Health
+    wall_time: WallTime = field(default_factory=WallTime)
 
 
 @dataclass
@@ -55,15 +109,19 @@ class Run:
         topology: this rank's place in the layout.
         directory: where everything is written.
         corpus: token shards and tokenizer.
-        loader: batches of this data rank.
+        loader: batches of this data rank, or its lessons.
         engine: DeepSpeed engine around the backbone.
         observer: metrics file and progress.
+        saver: writes the checkpoints.
         requests: what signals ask for.
         heartbeat: tells the watchdogs how far this rank is.
+        start_up: how long this start took, by its parts.
         stage: what is trained, on what.
+        health: judges steps, and keeps what became of the unhealthy ones.
+        wall_time: what the time of all starts went to.
         step: optimizer steps completed.
+        unjudged: `Stage.own_loss` of the last step, where all ranks do not know its loss yet.
         samples: generated texts, one per evaluation.
-        saved_step: step of the newest checkpoint in the run directory, or None.
         earlier_seconds: wall time of earlier starts of this run.
     """
 
@@ -72,23 +130,29 @@ class Run:
     topology: Topology
     directory: RunDirectory
     corpus: Corpus
-    loader: Loader
+    loader: Loader | Lessons
     engine: Any
     observer: Observer
+    saver: Saver
     requests: Requests
     heartbeat: Heartbeat
+    start_up: StartUp
     stage: Stage
+    health: Health
+    wall_time: WallTime = field(default_factory=WallTime)
     step: int = 0
+    unjudged: tuple[Tensor, float] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
-    saved_step: int | None = None
     earlier_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
     saved_time: float = field(default_factory=time.monotonic)
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens trained on, all ranks; earlier starts may have had another global batch."""
-        return self.loader.samples_consumed * self.config.training.sequence_length
+        """Tokens of Stage A, all ranks; earlier starts may have had another global batch."""
+        assert isinstance(self.loader, Loader), "lessons are no tokens of the corpus"
+        samples = self.loader.samples_consumed - self.health.passed_over_samples
+        return samples * self.config.training.sequence_length
 
     @property
     def seconds(self) -> float:
@@ -99,6 +163,31 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop reading ahead, close the files."""
+        """Stop reading ahead, end the writing thread, close the files."""
+        self.wall_time.save()
         self.loader.close()
+        self.saver.close()
         self.observer.close()
+
+
+def make_saver(config: Config, directory: RunDirectory) -> Saver:
+    """What writes the checkpoints of a run directory."""
+    return Saver(
+        (directory.checkpoints, *directory.copies),
+        keep=config.checkpoint.keep,
+        background=config.checkpoint.background,
+    )
+
+
+def account(run: Run) -> None:
+    """Open the account of the wall time, before the metrics of an earlier start are cut back;
+    Stage B goes on with that of Stage A."""
+    if runtime.rank() != 0 or run.wall_time.is_open:
+        return
+    folder, starts = run.directory.path, read_starts(run.directory.path)
+    run.wall_time.open(
+        folder,
+        step=run.step,
+        start_up_seconds=run.start_up.seconds,
+        watched=(starts[-1].step, starts[-1].ended.timestamp()) if starts else None,
+    )

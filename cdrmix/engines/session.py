@@ -8,30 +8,33 @@ from pathlib import Path
 from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.cluster.heartbeat import Heartbeat
-from cdrmix.config.load import resolved_yaml
+from cdrmix.cluster.start_up import StartUp
 from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
 from cdrmix.engines.loop import start_engine, train
 from cdrmix.engines.observer import Observer
 from cdrmix.engines.pretraining import Pretraining
+from cdrmix.engines.recovery import write_record
 from cdrmix.engines.resume import find_at, resume_from
-from cdrmix.engines.run import Run
-from cdrmix.engines.run_directory import LOG, RunDirectory, open_run_directory
+from cdrmix.engines.run import Run, Start, account, make_saver
+from cdrmix.engines.run_directory import LOG, RunDirectory, describe, open_run_directory
 from cdrmix.engines.stage_a import make_loader, open_corpus
+from cdrmix.engines.stage_b_session import stage_of, train_stage_b
 from cdrmix.engines.stopping import Requests
 from cdrmix.engines.supervision import supervised
-from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, PlanError, StateError
+from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, StateError
 from cdrmix.log import get_logger, log_to_file
-from cdrmix.monitoring.sinks import write_json_atomic, write_text_atomic
+from cdrmix.monitoring.health import Health
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import make_topology
-from cdrmix.planning.counts import count
 from cdrmix.planning.profile import Choice
 
 logger = get_logger(__name__)
 
 
-def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume: str) -> int:
+def run_training(
+    config: Config, choice: Choice, *, run_dir: Path | None, resume: str, start_up: StartUp
+) -> int:
     """Train as configured; every rank calls this once its process group is there.
 
     Args:
@@ -39,19 +42,17 @@ def run_training(config: Config, choice: Choice, *, run_dir: Path | None, resume
         choice: profile, degrees and batch sizes for this world.
         run_dir: --run-dir, or None for a new one.
         resume: --resume: never, auto, or a run directory or checkpoint.
+        start_up: of this process.
     Returns:
         Exit code of the process: 0 done, 75 stopped by a signal after saving.
     Raises:
         TrainingError: on every rank, whichever met it.
     """
-    if config.training.stage == "b":
-        raise PlanError(
-            "training.stage = b: Stage B is not available in this version. "
-            "Try training.stage = a, or all, which ends after Stage A"
-        )
     requests = Requests()
     requests.listen()  # before a watchdog can pass a signal on
-    action = partial(_train, config, choice, requests, run_dir=run_dir, resume=resume)
+    action = partial(
+        _train, config, choice, requests, run_dir=run_dir, resume=resume, start_up=start_up
+    )
     return supervised(config.supervision, action)
 
 
@@ -63,55 +64,95 @@ def _train(
     *,
     run_dir: Path | None,
     resume: str,
+    start_up: StartUp,
 ) -> int:
-    runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
     found = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:
         runtime.together(lambda: _announce(directory, choice))
         if runtime.rank() == 0:
             heartbeat.log_to(directory.path / LOG)
         if resume == "auto":
-            found = store.find(directory.path)
-        with _set_up(config, choice, directory, requests, heartbeat) as run:
-            if found is not None:
-                resume_from(run, found)
-            elif resume == "auto":
+            found = store.find(directory.path, *directory.copies)
+            if found is None:
                 logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
-            # only now, so that a start that is refused leaves an earlier run as it was
-            runtime.together(lambda: _describe(directory, config, choice))
-            num_steps = config.training.num_steps
-            runtime.together(
-                lambda: run.observer.open(directory.path, step=run.step, num_steps=num_steps)
-            )
-            with requests.deferred():
-                stopped = train(run)
-            if stopped:
-                return EXIT_STOPPED_BY_SIGNAL
-            with heartbeat.phase("finishing"):
+        start_up.done("supervision")
+        moe = config.model.moe
+        health = Health(config.health, num_experts=moe.num_experts if moe else None)
+        start = Start(config, choice, directory, requests, heartbeat, start_up, health)
+        stopped = _run_stages(start, found)
+        return EXIT_STOPPED_BY_SIGNAL if stopped else EXIT_DONE
+
+
+def _run_stages(start: Start, found: store.Found | None) -> bool:
+    """The stages that are asked for and not over, from a checkpoint on; whether a signal stopped
+    one of them."""
+    stage, is_in_stage_b = start.config.training.stage, found is not None and stage_of(found) == "b"
+    if stage == "a" and is_in_stage_b and found is not None:
+        raise StateError(
+            f"{found.path}: was saved in Stage B. Try training.stage = b or all, or a new run "
+            "directory"
+        )
+    if stage == "b" or is_in_stage_b:
+        return train_stage_b(start, found)
+    if _pretrain(start, found):
+        return True
+    return stage == "all" and start.config.stage_b is not None and train_stage_b(start, None)
+
+
+def _pretrain(start: Start, found: store.Found | None) -> bool:
+    """Stage A; whether a signal stopped it."""
+    config, directory = start.config, start.directory
+    runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
+    with _set_up(start) as run:
+        if found is not None:
+            resume_from(run, found)
+        # only now, so that a start that is refused leaves an earlier run as it was
+        runtime.together(lambda: describe(directory, config, start.choice))
+        start.start_up.done("resume")
+        runtime.together(partial(account, run))
+        runtime.together(lambda: write_record(run))
+        num_steps = run.stage.num_steps
+        runtime.together(
+            lambda: run.observer.open(directory.path, step=run.step, num_steps=num_steps)
+        )
+        with start.requests.deferred():
+            stopped = train(run)
+        if not stopped:
+            with start.heartbeat.phase("finishing"):
                 finish(run)
-            return EXIT_DONE
+        return stopped
 
 
-def _set_up(
-    config: Config,
-    choice: Choice,
-    directory: RunDirectory,
-    requests: Requests,
-    heartbeat: Heartbeat,
-) -> Run:
+def _set_up(start: Start) -> Run:
+    config, choice, directory, start_up = (
+        start.config,
+        start.choice,
+        start.directory,
+        start.start_up,
+    )
     corpus, topology = open_corpus(config), make_topology(choice.degrees)
+    loader = make_loader(config, choice, topology, corpus.train)
+    start_up.done("data")
+    model = build_model(config, choice, topology)
+    start_up.done("model")
+    engine = start_engine(model, config, choice, topology)
+    start_up.done("engine")
     return Run(
         config=config,
         choice=choice,
         topology=topology,
         directory=directory,
         corpus=corpus,
-        loader=make_loader(config, choice, topology, corpus.train),
-        engine=start_engine(build_model(config, choice, topology), config, choice, topology),
+        loader=loader,
+        engine=engine,
         observer=Observer(),
-        requests=requests,
-        heartbeat=heartbeat,
+        saver=make_saver(config, directory),
+        requests=start.requests,
+        heartbeat=start.heartbeat,
+        start_up=start_up,
         stage=Pretraining(config.training.num_steps),
+        health=start.health,
+        wall_time=start.wall_time,
     )
 
 
@@ -129,17 +170,3 @@ def _announce(directory: RunDirectory, choice: Choice) -> None:
         logger.info("plan: %s", reason)
     for warning in choice.warnings:
         logger.warning("warning: %s", warning)
-
-
-def _describe(directory: RunDirectory, config: Config, choice: Choice) -> None:
-    """Write what this run is: configuration, plan, environment."""
-    if runtime.rank() != 0:
-        return
-    path = directory.path
-    write_text_atomic(path / "config_snapshot.yaml", resolved_yaml(config))
-    write_json_atomic(path / "ds_config.json", choice.deepspeed)
-    counts = count(config.model, config.training.sequence_length)
-    size = {"total_params": counts.total_params, "active_params": counts.active_params}
-    write_json_atomic(path / "plan.json", choice.to_json() | size)
-    (path / "metrics.json").unlink(missing_ok=True)  # the summary of an earlier end is not ours
-    write_json_atomic(path / "environment.json", runtime.describe_environment())

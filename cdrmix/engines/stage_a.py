@@ -18,7 +18,8 @@ from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.recipe import built_mixture
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
-from cdrmix.data.shards import Manifest, TokenDataset, check_vocab, read_manifest, verify_shards
+from cdrmix.data.shards import Manifest, check_vocab, read_manifest, verify_shards
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Output, TokenEmbedding
@@ -190,9 +191,18 @@ def loss(
     loss = nats * nats_scale
     moe, statistics = config.model.moe, output.router_statistics
     if moe is None or statistics is None:
-        return MicroStep(loss, nats.detach(), None)
+        return MicroStep(_all_or_nothing(loss), nats.detach(), None)
     per_token = mean_over_ranks(statistics, topology) / labels.numel()
     losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
     loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
     measured = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())
-    return MicroStep(loss, nats.detach(), measured)
+    return MicroStep(_all_or_nothing(loss), nats.detach(), measured)
+
+
+def _all_or_nothing(loss: Tensor) -> Tensor:
+    """The same loss, whose gradients are not finite where it is not.
+
+    DeepSpeed skips a step by its gradients. Those of an infinite loss can be finite: softmax minus
+    target, where the target's logit is minus infinity.
+    """
+    return loss * (1 + 0 * loss.detach())

@@ -28,12 +28,14 @@ class StepResult(NamedTuple):
         tokens: valid tokens of the global batch, or what they weigh.
         router: means over the micro-steps; None for a dense model, and before the last stage.
         seconds: wall time of the step; in the loop, with its wait for data and other ranks.
+        waited: seconds of them that this rank waited for data; known to the loop.
     """
 
     nats: Tensor
     tokens: float
     router: RouterMeasures | None
     seconds: float
+    waited: float = 0.0
 
 
 def train_step(

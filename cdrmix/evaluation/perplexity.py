@@ -15,7 +15,7 @@ from cdrmix import runtime
 from cdrmix.config.schema import ModelConfig
 from cdrmix.data.loader import split_documents
 from cdrmix.data.permutation import Permutation
-from cdrmix.data.shards import TokenDataset
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.models.backbone import LanguageModel, Output, TokenEmbedding
 from cdrmix.models.moe import num_statistics
 from cdrmix.objectives.language_model import count_valid

@@ -13,13 +13,14 @@ from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.schema import Config
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
-from cdrmix.data.shards import TokenDataset
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import StateError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.generate import generate
+from cdrmix.reasoning.parts import is_stage_b
 
 logger = get_logger(__name__)
 
@@ -64,7 +65,8 @@ def load_trained(source: Path) -> Trained:
         config = Config.model_validate(reader.state["config"])
         with torch.device(runtime.device()):
             model = Backbone(config.model)
-        engine_state.load_module(model, reader, logical_name)
+        stage_b = frozenset(filter(is_stage_b, reader.names()))
+        engine_state.load_module(model, reader, logical_name, others=stage_b)
     if config.data.path == "sample":
         data = ensure_sample(config.model.vocab_size)
     else:

@@ -24,19 +24,23 @@ class Run:
     summary: Mapping[str, Any]
     plan: Mapping[str, Any]
     environment: Mapping[str, Any]
+    health: Mapping[str, Any]
     config_text: str
     config: Config | None
     problems: Mapping[str, str]
 
     @property
     def last_step(self) -> int:
-        """Optimizer steps completed, as far as logged."""
+        """Steps completed, as far as logged."""
         logged = int(self.records[-1]["step"]) if self.records else 0
         return max(logged, self.summary.get("steps") or 0)
 
     @property
     def num_steps(self) -> int | None:
-        """Planned length in optimizer steps; None when the config cannot be read."""
+        """Planned length in steps, Stage B's among them; None when the config cannot be read."""
+        in_all = (self.plan.get("stage_b") or {}).get("num_steps")
+        if in_all is not None:
+            return int(in_all)
         return None if self.config is None else self.config.training.num_steps
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -79,6 +83,7 @@ def read_run(run_dir: Path) -> Run:
         summary=_read_json(run_dir / "metrics.json", problems),
         plan=_read_json(run_dir / "plan.json", problems),
         environment=_read_json(run_dir / "environment.json", problems),
+        health=_read_json(run_dir / "health.json", problems),
         config_text=config_text,
         config=config,
         problems=problems,

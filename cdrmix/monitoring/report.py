@@ -11,15 +11,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
+from cdrmix.config.schema import RoutingConfig
 from cdrmix.monitoring import page
-from cdrmix.monitoring.plots import Curve, Mark, line_plot
+from cdrmix.monitoring.figures import plot as _plot
+from cdrmix.monitoring.plots import Curve, Mark
 from cdrmix.monitoring.recorded_run import Run, read_run
 from cdrmix.monitoring.sinks import duration, write_text_atomic
+from cdrmix.monitoring.stage_b_page import stage_b_sections
+from cdrmix.monitoring.time_section import time_section
 
 _MAX_SAMPLES = 50  # pages of hundreds of evaluations stay readable
-_OVERFLOW_LIMIT = 0.05  # above it, capacity is too small or routing too uneven
+_MAX_EVENTS = 50
 
 
 def write_report(run_dir: Path) -> Path:
@@ -34,10 +36,13 @@ def write_report(run_dir: Path) -> Path:
         partial(_header, name),
         _tiles,
         _loss,
+        _health,
         _optimizer,
         _speed,
+        time_section,
         _routing,
         _experts,
+        stage_b_sections,
         _samples,
         _plan,
         _environment,
@@ -73,7 +78,10 @@ def _tiles(run: Run) -> str:
     def judged(name: str) -> float | None:
         return _number(evaluation.get(name, run.latest(f"eval/{name}")))
 
+    in_stage_b = _number((run.summary.get("stage_b") or {}).get("seconds"))
     seconds = _number(run.summary.get("seconds"))
+    if in_stage_b is not None:
+        seconds = (seconds or 0.0) + in_stage_b
     speeds = run.series("tokens_per_second")[1]
     speed = _number(run.summary.get("tokens_per_second_median"))
     if speed is None and len(speeds):
@@ -140,6 +148,31 @@ def _baselines(run: Run, baselines: Mapping[str, Any]) -> str:
     return page.table(head, rows, "wide") + page.note(counted + said, tone)
 
 
+def _health(run: Run) -> str:
+    if "health.json" in run.problems:
+        return page.section("Health", page.missing(run.problems["health.json"]))
+    events: Sequence[Mapping[str, Any]] = run.health.get("events") or []
+    if not events:
+        return page.section("Health", page.note("Nothing unhealthy was seen.", "good"))
+    shown = events[-_MAX_EVENTS:]
+    left_out = f" ({len(shown)} newest of {len(events)})" if len(shown) < len(events) else ""
+    counts = {
+        name: run.health.get(name) or 0 for name in ("skipped_steps", "rollbacks", "warnings")
+    }
+    said = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items())
+    rows = [_event_row(event) for event in shown]
+    head = ("steps", "what", "times", "at first", "action", "outcome")
+    return page.section("Health", page.table(head, rows, ""), page.note(f"{said}{left_out}."))
+
+
+def _event_row(event: Mapping[str, Any]) -> str:
+    first, last = event["first_step"], event["last_step"]
+    steps = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    what, times = event["watched"].replace("_", " "), f"{event['times']:,}"
+    cells = (steps, what, times, event["why"], event["action"], event["outcome"])
+    return page.row(*map(page.text, cells))
+
+
 def _optimizer(run: Run) -> str:
     rate = Curve("", *run.series("learning_rate"), "c3")
     norm = Curve("", *run.series("grad_norm"), "c4", smooth=True)
@@ -195,9 +228,10 @@ def _routing(run: Run) -> str:
         return page.section(
             "Routing", page.missing("Nothing has been logged; a dense model has no routing.")
         )
-    num_experts = _num_experts(run)
-    marks = _entropy_marks(num_experts) if num_experts else ()
-    limit = Mark(f"limit {_OVERFLOW_LIMIT:.0%}", 100 * _OVERFLOW_LIMIT)
+    num_experts, limits = _num_experts(run), _routing_limits(run)
+    marks = _entropy_marks(limits, num_experts) if num_experts else ()
+    most = limits.max_overflow_fraction
+    limit = Mark(f"limit {most:.0%}", 100 * most)
     percent = Curve("", steps, 100 * overflow, "c2", smooth=True)
     balance = Curve("", *run.series("moe/load_balance_loss"), "c3", smooth=True)
     z_loss = Curve("", *run.series("moe/z_loss"), "c4", smooth=True)
@@ -221,10 +255,15 @@ def _routing(run: Run) -> str:
     )
 
 
-def _entropy_marks(num_experts: int) -> tuple[Mark, Mark]:
-    """Where routing counts as collapsed (five sixths of the most) and the most, in bits."""
+def _routing_limits(run: Run) -> RoutingConfig:
+    return run.config.health.routing if run.config else RoutingConfig()
+
+
+def _entropy_marks(limits: RoutingConfig, num_experts: int) -> tuple[Mark, Mark]:
+    """Where routing counts as collapsed and the most, in bits."""
     most = math.log2(num_experts)
-    return Mark(f"at least {most * 5 / 6:.2f}", most * 5 / 6), Mark(f"even {most:.2f}", most)
+    least = limits.min_entropy_share * most
+    return Mark(f"at least {least:.2f}", least), Mark(f"even {most:.2f}", most)
 
 
 def _num_experts(run: Run) -> int | None:
@@ -240,7 +279,8 @@ def _experts(run: Run) -> str:
         return page.section("Experts at the final evaluation", page.missing(why))
     num_experts = max(len(layer["utilisation"]) for layer in layers)
     head = ["layer", *map(str, range(num_experts)), "entropy, bits", "overflow"]
-    rows = [_expert_row(layer, num_experts) for layer in layers]
+    limits = _routing_limits(run)
+    rows = [_expert_row(layer, limits, num_experts) for layer in layers]
     legend = (
         "Percent of the layer's token assignments that each expert got: "
         f"{100 / num_experts:.1f} is even, orange is more, blue is less. "
@@ -250,12 +290,12 @@ def _experts(run: Run) -> str:
     return page.section(title, page.table(head, rows, "heat"), page.note(legend))
 
 
-def _expert_row(layer: Mapping[str, Any], num_experts: int) -> str:
+def _expert_row(layer: Mapping[str, Any], limits: RoutingConfig, num_experts: int) -> str:
     cells = "".join(_share_cell(_number(share), num_experts) for share in layer["utilisation"])
     entropy = _number(layer.get("routing_entropy_bits"))
     overflow = _number(layer.get("overflow_fraction"))
-    collapsed = entropy is not None and entropy < _entropy_marks(num_experts)[0].value
-    too_full = overflow is not None and overflow > _OVERFLOW_LIMIT
+    collapsed = entropy is not None and entropy < _entropy_marks(limits, num_experts)[0].value
+    too_full = overflow is not None and overflow > limits.max_overflow_fraction
     return (
         f"<tr><th>{layer['layer']}</th>{cells}"
         f'<td class="{"bad" if collapsed else ""}">{_shown(entropy, "{:.3f}")}</td>'
@@ -314,7 +354,7 @@ def _environment(run: Run) -> str:
 
 
 def _summary(run: Run) -> str:
-    elsewhere = ("evaluation", "baselines", "samples")
+    elsewhere = ("evaluation", "baselines", "samples", "goodput", "start_up")
     rest = {name: value for name, value in run.summary.items() if name not in elsewhere}
     if not rest:
         why = run.problems.get("metrics.json", "It is empty.")
@@ -328,24 +368,6 @@ def _config(run: Run) -> str:
     return page.section(
         "Configuration", page.missing(why) if why else "", shown if run.config_text else ""
     )
-
-
-def _plot(
-    title: str,
-    unit: str,
-    key: str,
-    curves: Sequence[Curve],
-    marks: Sequence[Mark] = (),
-    **options: Any,
-) -> str:
-    """A figure of the curves that have points; a line that says so when none has."""
-    drawable = [curve for curve in curves if np.isfinite(curve.values).any()]
-    if not drawable:
-        return page.figure(title, unit, page.missing("Nothing has been logged."))
-    hidden = sum(int((~np.isfinite(curve.values)).sum()) for curve in curves)
-    drawing = line_plot(key, drawable, label=f"{title} over steps", marks=marks, **options)
-    note = f"Not drawn, because not finite: {hidden}." if hidden else ""
-    return page.figure(title, unit, drawing, note)
 
 
 def _number(value: Any) -> float | None:

@@ -166,6 +166,12 @@ def describe_step(record: Mapping[str, float]) -> list[str]:
     """Short texts of a record's metrics, most wanted first; what was not measured is left out."""
     formats = {
         "loss": "loss {:.4f}",
+        "stage_b/loss": "loss {:.4f}",
+        "stage_b/recall": "recall {:.3f}",
+        "stage_b/answered": "answered {:.3f}",
+        "policy/return": "return {:.3f}",
+        "policy/success": "success {:.3f}",
+        "policy/kl": "kl {:.4f}",
         "learning_rate": "lr {:.2e}",
         "grad_norm": "grad {:.2f}",
         "tokens_per_second": "{:,.0f} tok/s",

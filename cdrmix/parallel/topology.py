@@ -113,15 +113,17 @@ def own_tokens(batch: dict[str, Tensor], topology: Topology) -> dict[str, Tensor
     """The part of its samples' tokens that this rank trains on.
 
     Args:
-        batch: tensors [..., T] of whole samples; labels are shifted already.
+        batch: `input_ids` [..., T] of whole samples, and tensors of as many dimensions or more, of
+            which T is the same; labels are shifted already.
         topology: of this rank.
     Returns:
-        `input_ids`, `labels` and the like, [..., T / sequence]. `segment_ids` stay whole: what
-        mixes tokens looks beyond a rank's own.
+        `input_ids`, `labels` and the like, T / sequence long. `segment_ids` stay whole: what mixes
+        tokens looks beyond a rank's own.
     """
     parts, part = topology.degrees.sequence, topology.sequence_rank
+    time = batch["input_ids"].dim() - 1  # `targets` have another dimension after it
     return {
-        name: values if name == "segment_ids" else values.chunk(parts, dim=-1)[part]
+        name: values if name == "segment_ids" else values.chunk(parts, dim=time)[part]
         for name, values in batch.items()
     }
 

@@ -81,10 +81,11 @@ class PlasticAdapter(nn.Module):
         self.config, self.rule = config, rule
         self.down = nn.Parameter(torch.empty(config.rank, in_features))  # A
         self.up = nn.Parameter(torch.empty(out_features, config.rank))  # B
-        self.gain = nn.Parameter(torch.empty(()))  # g
+        # single numbers are vectors of one: DeepSpeed broadcasts no other (0.19.8, engine.py)
+        self.gain = nn.Parameter(torch.empty(1))  # g
         self.modulator = nn.Parameter(torch.empty(in_features))
-        self.modulator_bias = nn.Parameter(torch.empty(()))
-        self.trace_decay = nn.Parameter(torch.empty(()))  # before its sigmoid
+        self.modulator_bias = nn.Parameter(torch.empty(1))
+        self.trace_decay = nn.Parameter(torch.empty(1))  # before its sigmoid
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str) -> None:

@@ -22,11 +22,12 @@ class ReaderCourse:
 
     Attributes:
         model: the reader.
+        lessons: what from.
     """
 
     def __init__(self, reader: MemoryReader, lessons: Lessons, config: Config) -> None:
         self.model = reader
-        self._lessons, self._config = lessons, config
+        self.lessons, self._config = lessons, config
 
     def learning(self, phase: Phase) -> frozenset[Part]:
         """Parts that learn in a phase."""
@@ -39,7 +40,7 @@ class ReaderCourse:
         Raises:
             DataError: if a shard of the corpus is missing or truncated.
         """
-        return self._lessons.lesson(phase, number).to(self.model.backbone.device)
+        return self.lessons.lesson(phase, number).to(self.model.backbone.device)
 
     def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, Metrics]:
         """Loss of a lesson in a phase without rollouts, and what it measured."""
@@ -51,7 +52,7 @@ class ReaderCourse:
         Raises:
             DataError: if a reward is not finite.
         """
-        return phases.collect(self.model, lesson, self._config, self._lessons.tokenizer)
+        return phases.collect(self.model, lesson, self._config, self.lessons.tokenizer)
 
     def rollout_loss(self, collected: Collected) -> tuple[Tensor, Metrics]:
         """Loss of the present policy on collected episodes, and what it measured."""

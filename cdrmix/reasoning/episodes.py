@@ -32,7 +32,7 @@ VALUE_WEIGHT = 0.5
 REFERENCE_KL_WEIGHT = 1e-3
 EPOCHS = 4
 # Epochs on one batch of rollouts end where the policy has moved this many times its KL target.
-_KL_MARGIN = 1.5
+KL_MARGIN = 1.5
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def learn_from(
     epochs = 0
     for _ in range(EPOCHS):
         loss, metrics = policy_loss(policy, rollouts, advantages, config, reference=reference)
-        if epochs and float(metrics.kl / metrics.steps) > _KL_MARGIN * config.kl_target:
+        if epochs and float(metrics.kl / metrics.steps) > KL_MARGIN * config.kl_target:
             break
         optimizer.zero_grad()
         (loss / metrics.steps).backward()

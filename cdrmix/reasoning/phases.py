@@ -21,11 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cdrmix.config.schema import Config, ModelConfig, Phase, StageBConfig
+from cdrmix.config.schema import Config, ModelConfig, Phase, PolicyConfig, StageBConfig
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.models.backbone import Output
 from cdrmix.objectives.contrastive import TEMPERATURE
-from cdrmix.objectives.grpo import group_advantages, zero_variance_groups
+from cdrmix.objectives.grpo import (
+    group_advantages,
+    zero_variance_groups,
+)
 from cdrmix.objectives.language_model import IGNORED_LABEL, count_valid, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
@@ -263,8 +266,9 @@ def collect(
     generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
     rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
     returns = rollouts.returns.view(-1, group)
+    policy = section(config).policy
     return Collected(
-        rollouts, group_advantages(returns).flatten(), _episode_metrics(rollouts, returns)
+        rollouts, group_advantages(returns).flatten(), _episode_metrics(rollouts, returns, policy)
     )
 
 
@@ -302,7 +306,9 @@ def rollout_loss(
     return stage_b.losses.rl * loss / sums.steps, detached
 
 
-def _episode_metrics(rollouts: Rollouts[ReadingState], returns: Tensor) -> Metrics:
+def _episode_metrics(
+    rollouts: Rollouts[ReadingState], returns: Tensor, policy: PolicyConfig
+) -> Metrics:
     final, taken = rollouts.final, rollouts.taken
     operations = {
         f"operations/{action.name.lower()}": ((rollouts.actions == action) & taken).sum(1)

@@ -1,4 +1,9 @@
-"""Hosts of a test's own on one machine: network namespaces with names, addresses and sshd."""
+"""Hosts of a test's own on one machine: network namespaces with names, addresses and sshd.
+
+Names of hosts and their addresses live inside the namespaces. What this machine sees, namespaces
+and folders in /etc/netns, has the owner in its name: labs at the same time do not meet, and one
+removes what killed ones left.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.lab_names import is_dead, new_name
+
 _PROGRAMS = ("ip", "unshare", "sshd", "ssh", "ssh-keygen", "pdsh")
 _NETWORK = "10.213.77"
-_SWITCH = "cdrmix-sw"
+_PREFIX = "cdrmix-lab"
+_SWITCH = "switch"
+_NAMESPACES, _SETTINGS = Path("/run/netns"), Path("/etc/netns")
 _SECONDS_TO_START = 10
+_SECONDS_TO_DIE = 10
 _SSH = """\
 Host *
  IdentityFile {folder}/id
@@ -45,10 +55,11 @@ class HostLab:
     def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
         self.names = names
         self._folder = folder
+        self._prefix = f"{_PREFIX}.{new_name()}"
 
     def command(self, name: str) -> list[str]:
         """Prefix of a command that runs on a host, under its name."""
-        entered = ["ip", "netns", "exec", name, "unshare", "-u", "sh", "-c"]
+        entered = ["ip", "netns", "exec", self._namespace(name), "unshare", "-u", "sh", "-c"]
         return [*entered, f'hostname {name}; exec "$@"', "sh"]
 
     def hostfile(self, path: Path) -> Path:
@@ -58,23 +69,30 @@ class HostLab:
 
     def cut(self, name: str) -> None:
         """Take a host off the network."""
-        _run("ip", "-n", name, "link", "set", "eth0", "down")
+        _run("ip", "-n", self._namespace(name), "link", "set", "eth0", "down")
+
+    def end_host(self, name: str) -> None:
+        """Take a host off the network and kill all of its processes, as a power cut does."""
+        self.cut(name)
+        _end_processes(self._namespace(name))
 
     def start(self) -> None:
         """Make the hosts and their sshd."""
         for key in ("id", "host_key"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self._folder / key))
         Path("/run/sshd").mkdir(exist_ok=True)
-        _run("ip", "netns", "add", _SWITCH)
-        _run("ip", "-n", _SWITCH, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", _SWITCH, "link", "set", "br0", "up")
+        switch = self._namespace(_SWITCH)
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
         addresses = {name: f"{_NETWORK}.{n}" for n, name in enumerate(self.names, start=11)}
         lines = ["127.0.0.1 localhost", *(f"{a} {name}" for name, a in addresses.items())]
         for name, address in addresses.items():
             self._connect(name, address)
-            ssh = _settings(name) / "ssh"
+            settings = _SETTINGS / self._namespace(name)
+            ssh = settings / "ssh"
             ssh.mkdir(parents=True)
-            (_settings(name) / "hosts").write_text("\n".join(lines) + "\n")
+            (settings / "hosts").write_text("\n".join(lines) + "\n")
             (ssh / "ssh_config").write_text(_SSH.format(folder=self._folder))
             (ssh / "sshd_config").write_text(_SSHD.format(folder=self._folder, name=name))
         for name in self.names:
@@ -86,27 +104,24 @@ class HostLab:
 
     def stop(self) -> None:
         """End what lives on the hosts, and only that, and remove them."""
-        for name in (*self.names, _SWITCH):
-            listed = subprocess.run(
-                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
-            )
-            for process in listed.stdout.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(process), signal.SIGKILL)
-        for name in (*self.names, _SWITCH):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-            shutil.rmtree(_settings(name), ignore_errors=True)
+        with contextlib.ExitStack() as removals:  # all of them, should one fail
+            for name in (_SWITCH, *self.names):
+                removals.callback(_remove, self._namespace(name))
+
+    def _namespace(self, name: str) -> str:
+        return f"{self._prefix}.{name}"
 
     def _connect(self, name: str, address: str) -> None:
-        _run("ip", "netns", "add", name)
-        _run("ip", "-n", name, "link", "set", "lo", "up")
-        peer = f"v-{name}"
-        veth = ("type", "veth", "peer", "name", peer, "netns", _SWITCH)
-        _run("ip", "link", "add", "name", "eth0", "netns", name, *veth)
-        _run("ip", "-n", _SWITCH, "link", "set", peer, "master", "br0")
-        _run("ip", "-n", _SWITCH, "link", "set", peer, "up")
-        _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-        _run("ip", "-n", name, "link", "set", "eth0", "up")
+        host, switch = self._namespace(name), self._namespace(_SWITCH)
+        _run("ip", "netns", "add", host)
+        _run("ip", "-n", host, "link", "set", "lo", "up")
+        peer = f"port{self.names.index(name)}"
+        veth = ("type", "veth", "peer", "name", peer, "netns", switch)
+        _run("ip", "link", "add", "name", "eth0", "netns", host, *veth)
+        _run("ip", "-n", switch, "link", "set", peer, "master", "br0")
+        _run("ip", "-n", switch, "link", "set", peer, "up")
+        _run("ip", "-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
+        _run("ip", "-n", host, "link", "set", "eth0", "up")
 
     def _await_ssh(self, name: str) -> None:
         deadline = time.monotonic() + _SECONDS_TO_START
@@ -123,11 +138,11 @@ def missing() -> str | None:
     absent = [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]
     if absent:
         return f"no programs {', '.join(absent)} (apt-get install iproute2 openssh-server pdsh)"
-    made = subprocess.run(["ip", "netns", "add", "cdrmix-try"], capture_output=True, check=False)
-    if made.returncode:
-        return f"cannot make network namespaces: {made.stderr.decode().strip()}"
-    subprocess.run(["ip", "netns", "del", "cdrmix-try"], check=False)
-    return None
+    trial = f"{_PREFIX}.{new_name()}.trial"
+    made = subprocess.run(["ip", "netns", "add", trial], capture_output=True, check=False)
+    _remove(trial)
+    failed = made.returncode != 0
+    return f"cannot make network namespaces: {made.stderr.decode().strip()}" if failed else None
 
 
 @contextlib.contextmanager
@@ -136,6 +151,7 @@ def host_lab(folder: Path, *names: str) -> Iterator[HostLab]:
     reason = missing()
     if reason:
         pytest.skip(reason)
+    _remove_dead_labs()
     lab = HostLab(folder, names)
     try:
         lab.start()
@@ -144,8 +160,31 @@ def host_lab(folder: Path, *names: str) -> Iterator[HostLab]:
         lab.stop()
 
 
-def _settings(name: str) -> Path:
-    return Path("/etc/netns") / name
+def _remove_dead_labs() -> None:
+    """Remove the hosts of labs whose owner did not come to its end."""
+    for path in (*_NAMESPACES.glob(f"{_PREFIX}.*"), *_SETTINGS.glob(f"{_PREFIX}.*")):
+        if is_dead(path.name.split(".")[1]):
+            _remove(path.name)
+
+
+def _remove(namespace: str) -> None:
+    """Remove a namespace with all that lives in it, and its settings; there may be none."""
+    _end_processes(namespace)
+    subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(_SETTINGS / namespace)
+
+
+def _end_processes(namespace: str) -> None:
+    """Kill what lives in a namespace, with what it starts meanwhile."""
+    listing = ["ip", "netns", "pids", namespace]
+    deadline = time.monotonic() + _SECONDS_TO_DIE
+    while alive := subprocess.run(listing, capture_output=True, check=False).stdout.split():
+        for process in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        assert time.monotonic() < deadline, f"do not die on {namespace}: {alive}"
+        time.sleep(0.02)
 
 
 def _run(*command: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.network import free_port
+from tests.cluster.lab_names import VARIABLE, end_processes, end_processes_of_dead_labs, new_name
 from tests.harness import RANK_ENVIRONMENT, ROOT
 
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
@@ -60,10 +60,12 @@ class SlurmLab:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._name = new_name()
         self.environment = {
             **os.environ,
             **RANK_ENVIRONMENT,
             "SLURM_CONF": str(folder / "slurm.conf"),
+            VARIABLE: self._name,
         }
 
     def run(self, *command: str) -> str:
@@ -119,15 +121,13 @@ class SlurmLab:
             time.sleep(0.25)
 
     def stop(self) -> None:
-        """Cancel what runs and end the daemons."""
+        """Cancel what runs and end the daemons, and whatever they left."""
         with contextlib.suppress(AssertionError):
             self.run("scancel", "--user=root")
             deadline = time.monotonic() + 30
             while self.run("squeue", "-h") and time.monotonic() < deadline:
                 time.sleep(0.25)
-        for name in ("slurmctld.pid", "slurmd.n1.pid", "slurmd.n2.pid", "munged.pid"):
-            with contextlib.suppress(OSError, ValueError):
-                os.kill(int((self._folder / name).read_text()), signal.SIGTERM)
+        end_processes(self._name)
 
     def _logs(self) -> str:
         return "\n".join(path.read_text()[-2000:] for path in self._folder.glob("*.log"))
@@ -147,6 +147,7 @@ def slurm_lab(folder: Path) -> Iterator[SlurmLab]:
     reason = missing()
     if reason:
         pytest.skip(reason)
+    end_processes_of_dead_labs()
     folder.chmod(0o755)
     lab = SlurmLab(folder)
     lab.environment["PATH"] = _path()

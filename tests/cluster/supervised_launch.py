@@ -20,6 +20,23 @@ from tests.harness import RANK_ENVIRONMENT, ROOT, rank_environment, tail
 _FOLDER = "CDRMIX_LAUNCH_FOLDER"
 
 
+def launch_beside(
+    run_dir: Path, args: Sequence[str], *, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run `cdrmix launch` to its end in a directory where another one may be at work."""
+    return subprocess.run(
+        _command(run_dir, args),
+        cwd=ROOT,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
 class SupervisedLaunch:
     """`cdrmix launch` under way; leaving the context ends all that it started."""
 
@@ -31,14 +48,12 @@ class SupervisedLaunch:
             args: further flags.
             prefix: a command that starts ours in its turn, on a host of the test's.
         """
-        of_ranks = rank_environment(0, 1, 0)
-        inherited = {name: value for name, value in os.environ.items() if name not in of_ranks}
         self._run_dir = run_dir
         self._output = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "cdrmix.cli", "launch", "--run-dir", run_dir, *args],
+            [*prefix, *_command(run_dir, args)],
             cwd=ROOT,
-            env={**inherited, **RANK_ENVIRONMENT},
+            env=_environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -104,3 +119,14 @@ class SupervisedLaunch:
     def signal(self, number: int = signal.SIGTERM) -> None:
         """Signal the command itself."""
         self.process.send_signal(number)
+
+
+def _command(run_dir: Path, args: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "cdrmix.cli", "launch", "--run-dir", str(run_dir), *args]
+
+
+def _environment() -> dict[str, str]:
+    """The test's own variables, for CPU ranks, should it run under a launcher itself."""
+    of_ranks = rank_environment(0, 1, 0)
+    inherited = {name: value for name, value in os.environ.items() if name not in of_ranks}
+    return {**inherited, **RANK_ENVIRONMENT}

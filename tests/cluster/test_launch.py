@@ -12,7 +12,7 @@ import pytest
 from cdrmix.checkpoint import store
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
-from tests.cluster.supervised_launch import SupervisedLaunch
+from tests.cluster.supervised_launch import SupervisedLaunch, launch_beside
 from tests.harness import run_ranks
 from tests.small_run import arguments, overrides, start
 
@@ -96,10 +96,9 @@ def test_two_jobs_on_one_run_directory_do_not_meet(small_corpus: Path, run_dir: 
     flags = ["--nproc", "1", *run_flags(small_corpus), "--max-steps", "1000000"]
     with SupervisedLaunch(run_dir, flags) as first:
         first.wait_until(lambda: len(logged(run_dir)) >= 1)
-        # outside a context of its own, which would end whatever runs in the directory
-        second = SupervisedLaunch(run_dir, [*flags, "--resume", "auto"])
-        assert second.process.wait(120) == 2, second.output
-        assert "another job is running in this directory" in second.output
+        second = launch_beside(run_dir, [*flags, "--resume", "auto"])
+        assert second.returncode == 2, second.stdout
+        assert "another job is running in this directory" in second.stdout
         first.signal(signal.SIGTERM)
         assert first.wait() == 75, first.output
     assert [line["exit_code"] for line in starts(run_dir)] == [75]

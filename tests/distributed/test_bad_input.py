@@ -18,14 +18,17 @@ import numpy as np
 import pytest
 
 from cdrmix.checkpoint import store
-from cdrmix.data.shards import TokenDataset, new_manifest, read_manifest, write_manifest
+from cdrmix.data.shards import new_manifest, read_manifest, write_manifest
 from cdrmix.data.shards import write_shards as write_token_shards
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import ROOT, run_ranks
 from tests.small_run import CONFIG, STEPS, arguments, before_step, refused, start
 
 # What a refused start may leave in a run directory of its own: nothing of a run.
 NOT_OF_A_RUN = {".lock", "train.log"}
+# Checkpoints of the steps before a fault are then on the disk when it comes.
+IN_FRONT = ("--set", "checkpoint.background=false")
 REASONING = "model_configs/cdrmix-reason-1b.yaml"
 
 
@@ -229,13 +232,19 @@ def test_a_mended_start_takes_the_run_directory_of_the_refused_one(
     assert run_ranks(start, 2, arguments(small_corpus, run_dir, "--max-steps", "1")) == [0, 0]
 
 
-def test_stage_b_alone_is_refused_before_anything_is_written(
-    run_dir: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ([], "Stage B starts from a finished Stage A. Try --set stage_b.run=RUN_DIR"),
+        (["--resume", "auto"], "--resume auto: holds no checkpoint to take the backbone from"),
+        (["--set", "stage_b.run=nowhere"], "stage_b.run = nowhere: holds no checkpoint"),
+    ],
+)
+def test_stage_b_without_a_stage_a_is_refused_before_anything_is_written(
+    more: list[str], told: str, run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--set", "training.stage=b", "--run-dir", str(run_dir)]
-    text = refused(["--config", REASONING, *flags], capfd)
-    assert "training.stage = b: Stage B is not available in this version" in text
-    assert "Try training.stage = a" in text
+    flags = ["--set", "training.stage=b", "--run-dir", str(run_dir), *more]
+    assert told in refused(["--config", REASONING, *flags], capfd)
     assert not run_dir.exists()
 
 
@@ -390,7 +399,7 @@ def test_one_rank_without_room_ends_all_and_loses_nothing(
     run_dir: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    argv = arguments(small_corpus, run_dir)
+    argv = arguments(small_corpus, run_dir, *IN_FRONT)
     text = refused(argv, capfd, fault, rank, 4, run=start_with_fault)
     assert told in text
     found = store.find(run_dir)
@@ -418,7 +427,7 @@ def test_a_disk_that_fills_up_ends_all_and_loses_nothing(
 ) -> None:
     with small_disk(tmp_path / "disk", "40m") as disk:
         run_dir = disk / "run"
-        argv = arguments(small_corpus, run_dir)
+        argv = arguments(small_corpus, run_dir, *IN_FRONT)
         text = refused(argv, capfd, str(disk), 4, run=start_and_fill)
         assert str(run_dir) in text
         assert "No space left on device" in text

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from cdrmix import runtime
 from cdrmix.config.load import load_config
-from cdrmix.data.shards import TokenDataset
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.evaluation.perplexity import evaluate, held_out_rows
 from cdrmix.models import generate

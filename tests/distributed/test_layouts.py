@@ -12,7 +12,6 @@ import pytest
 from tests.layouts import (
     TOLERANCE,
     Case,
-    Trained,
     deviation,
     distance,
     make_config,
@@ -62,7 +61,7 @@ LAYOUTS = [
     Case(data=2, sequence=2, expert=2, profile="zero2"),
     Case(data=2, sequence=2, moe=False, optimizer="sgd", model={"num_kv_heads": 2}),
     Case(data=2, sequence=2, packed=True),
-    Case(data=2, sequence=2, length=96),
+    Case(data=2, sequence=2, length=64),
     Case(data=2, sequence=2, length=64, packed=True, optimizer="sgd", profile="zero2"),
     Case(data=4, sequence=2, profile="zero2", accumulation=2),
     Case(data=4, sequence=4, expert=2, optimizer="sgd"),
@@ -125,7 +124,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 # Final weights: AdamW divides by the root of the second moment, which enlarges rounding.
-WEIGHTS_TOLERANCE = {"sgd": 1e-5, "adamw": 1e-3}
+WEIGHTS_TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
@@ -133,23 +132,9 @@ def test_equals_one_process(case: Case) -> None:
     found, expected = trained(case), reference(case.in_one_process())
     clipping = make_config(case).training.gradient_clipping
     assert min(found.norms) > clipping, "clipping must be active"
-    off = deviations(found, expected)
-    allowed = (TOLERANCE, TOLERANCE, WEIGHTS_TOLERANCE[case.optimizer])
-    if all(here < most for here, most in zip(off, allowed, strict=True)):
-        return
-    # where a step is steep, rounding grows: no layout need be nearer than two data ranks are
-    plain = deviations(trained(case.on_data_ranks()), expected)
-    for here, most, usual in zip(off, allowed, plain, strict=True):
-        assert here < max(most, 2 * usual)
-
-
-def deviations(found: Trained, expected: Trained) -> tuple[float, float, float]:
-    """Of losses, gradient norms and final weights."""
-    return (
-        deviation(found.losses, expected.losses),
-        deviation(found.norms, expected.norms),
-        distance(found.parameters, expected.parameters),
-    )
+    assert deviation(found.losses, expected.losses) < TOLERANCE
+    assert deviation(found.norms, expected.norms) < TOLERANCE
+    assert distance(found.parameters, expected.parameters) < WEIGHTS_TOLERANCE[case.optimizer]
 
 
 # At the usual scale of initial values, attention hardly looks at positions.

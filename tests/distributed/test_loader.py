@@ -14,7 +14,8 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.data.loader import Loader
-from cdrmix.data.shards import TokenDataset, write_file
+from cdrmix.data.shards import write_file
+from cdrmix.data.token_dataset import TokenDataset
 from tests.harness import RanksFailed, run_ranks
 from tests.unit.token_folder import write_counting_folder
 

@@ -9,7 +9,7 @@ from cdrmix.checkpoint import store
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import run_ranks
-from tests.small_run import arguments, start
+from tests.small_run import arguments, overrides, start
 
 WAIT_SECONDS = 0.3
 
@@ -37,16 +37,30 @@ def test_throughput_counts_the_time_that_a_step_waits_for_its_data(
         assert line["tokens_per_second"] < 8 * 64 / WAIT_SECONDS
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["health.non_finite.action=stop"], "not finite"),
+        (["health.non_finite.max_consecutive=2"], "not finite, 3 steps in a row"),
+    ],
+)
 def test_a_diverged_run_stops_at_that_step_and_keeps_its_last_good_checkpoint(
-    small_corpus: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]
+    settings: list[str],
+    told: str,
+    small_corpus: Path,
+    run_dir: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     wild = ["--set", "training.learning_rate=1e30", "--set", "training.warmup_steps=0"]
     quiet = ["--set", "monitoring.log_every_steps=8", "--set", "checkpoint.every_steps=1"]
-    argv = arguments(small_corpus, run_dir, *wild, *quiet, "--set", "evaluation.every_steps=null")
+    argv = arguments(
+        *(small_corpus, run_dir, *wild, *quiet),
+        *overrides(["evaluation.every_steps=null", *settings]),
+    )
     assert run_ranks(start, 2, argv) == [2, 2]
     shown = capfd.readouterr().out
     assert shown.count("error: ") == 1
-    assert "the gradients are not finite: the run has diverged and was stopped" in shown
+    assert f"the gradients are {told}: the run has diverged and was stopped" in shown
     found = store.find(run_dir)
     assert found is not None
     assert f"The newest checkpoint is that of step {found.step}" in shown

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from cdrmix.checkpoint import store
+from cdrmix.checkpoint import folder, store
 from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import RanksFailed, run_ranks
 from tests.small_run import STEPS, arguments, before_step, refused, start
+
+# So that a step names what is on the disk; tests/distributed/test_background_saves.py has the rest.
+IN_FRONT = ("--set", "checkpoint.background=false")
 
 
 def train(argv: list[str], fault: str = "", step: int = 0, rank: int = 0) -> int:
@@ -26,15 +29,15 @@ def train(argv: list[str], fault: str = "", step: int = 0, rank: int = 0) -> int
 
 
 def _in_save(function: str, step: int, number: int = signal.SIGKILL) -> None:
-    """Be signalled inside the save of `step`, when `function` of the store is called."""
-    original = getattr(store, function)
+    """Be signalled inside the save of `step`, when `function` of a folder is called."""
+    original = getattr(folder, function)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if any(f"{step}.tmp" in str(arg) for arg in args):
             os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
-    setattr(store, function, wrapped)
+    setattr(folder, function, wrapped)
 
 
 def _signal(number: int) -> Callable[[int], None]:
@@ -48,7 +51,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "KILL": _signal(signal.SIGKILL),
     "KILL while tensors are written": lambda step: _in_save("write_tensors", step),
     "TERM while tensors are written": lambda step: _in_save("write_tensors", step, signal.SIGTERM),
-    "KILL before the rename": lambda step: _in_save("_publish", step),
+    "KILL before the rename": lambda step: _in_save("publish", step),
 }
 
 
@@ -109,7 +112,7 @@ def test_a_signal_in_the_middle_of_a_save_waits_for_its_end(
     small_corpus: Path, tmp_path: Path, uninterrupted: Callable
 ) -> None:
     run_dir = tmp_path / "run"
-    argv = arguments(small_corpus, run_dir)
+    argv = arguments(small_corpus, run_dir, *IN_FRONT)
     assert run_ranks(train, 2, argv, "TERM while tensors are written", 6, 1) == [75, 75]
     assert (run_dir / "checkpoints" / "latest").read_text() == "6\n"
     assert run_ranks(train, 2, [*argv, "--resume", "auto"]) == [0, 0]
@@ -134,7 +137,7 @@ def test_a_killed_run_resumes_from_the_last_whole_checkpoint(
     uninterrupted: Callable,
 ) -> None:
     run_dir = tmp_path / "run"
-    argv = arguments(small_corpus, run_dir)
+    argv = arguments(small_corpus, run_dir, *IN_FRONT)
     step = 5 if fault == "KILL" else 6
     with pytest.raises(RanksFailed, match="SIGKILL"):
         run_ranks(train, world, argv, fault, step, 0)

@@ -1,18 +1,21 @@
-"""Runs whose ranks split the tokens of a sample: other layouts at resume, evaluation, bf16.
+"""Ranks that split the tokens of a sample: what they pass, other layouts at resume, bf16.
 
 That losses, gradients and weights are those of one process is in test_layouts.py.
 """
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from cdrmix import runtime
+from cdrmix.models.wkv7_reference import wkv7_reference
 from cdrmix.monitoring.sinks import read_metrics
 from tests.distributed.test_resume import train
 from tests.harness import run_ranks
 from tests.layouts import Case, deviation, reference, trained
+from tests.parity.test_wkv7 import NAMES, assert_equal, random_inputs
 from tests.small_run import STEPS, arguments, overrides
 
 LENGTH = "training.sequence_length=128"
@@ -82,3 +85,42 @@ def test_tokens_are_exchanged_for_heads_and_back_bit_by_bit() -> None:
             own_heads = whole.chunk(2, dim=2)[rank]
             assert torch.equal(torch.from_numpy(there[i]), own_heads)
             assert (back[i] == given[i]).all()
+
+
+def pass_states(length: int, fastest: bool) -> dict[str, np.ndarray]:
+    """Output of this rank's tokens and the gradients of their inputs, in float32."""
+    from cdrmix.parallel.sequence import PassedState, _Part
+
+    runtime.initialize_distributed()
+    part = _Part(torch.distributed.group.WORLD, runtime.world_size(), runtime.rank())
+    *inputs, weight = (x.chunk(part.parts, dim=1)[part.index] for x in whole(length, fastest))
+    leaves = [x.float().requires_grad_() for x in inputs]
+    y, _ = PassedState(part).train()(*leaves)
+    gradients = torch.autograd.grad(y, leaves, weight.float())
+    runtime.destroy_distributed()
+    values = (x.detach().numpy() for x in (y, *gradients))
+    return dict(zip(("y", *NAMES[2:-1]), values, strict=True))
+
+
+def whole(length: int, fastest: bool) -> list[torch.Tensor]:
+    """Inputs of the recurrence over all tokens, and what its output is weighted by, in float64."""
+    inputs = random_inputs(length, 32, fastest=fastest)[:-1]
+    return [*inputs, torch.randn(inputs[3].shape, generator=torch.Generator().manual_seed(7))]
+
+
+# segments as long as a chunk of the kernel, twice that, and nothing like it
+@pytest.mark.parametrize(("length", "ranks"), [(64, 2), (64, 4), (200, 2)])
+@pytest.mark.parametrize("fastest", [False, True], ids=["", "all decay at its bound"])
+def test_a_passed_state_is_as_exact_as_one_run_of_the_recurrence(
+    length: int, ranks: int, fastest: bool
+) -> None:
+    *inputs, weight = whole(length, fastest)
+    leaves = [x.requires_grad_() for x in inputs]
+    y, _ = wkv7_reference(*leaves)
+    exact = (y, *torch.autograd.grad(y, leaves, weight.double()))
+    wanted = dict(zip(("y", *NAMES[2:-1]), (x.detach() for x in exact), strict=True))
+    parts = run_ranks(pass_states, ranks, length, fastest)
+    found = {
+        name: torch.cat([torch.from_numpy(part[name]) for part in parts], dim=1) for name in wanted
+    }
+    assert_equal(found, wanted)

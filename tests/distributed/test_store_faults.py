@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from cdrmix import runtime
+from cdrmix.checkpoint import saver
 from cdrmix.checkpoint.fragments import Block, Fragment, Span
 from cdrmix.checkpoint.manifest import damage
 from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.checkpoint.saver import Saver
 from cdrmix.checkpoint.store import find, save
 from cdrmix.errors import StateError
 from tests.harness import RanksFailed, run_ranks
@@ -29,11 +31,18 @@ KILLS = 25
 DURABLE_OPERATIONS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
-def write(root: Path, step: int, *, numel: int = 1000) -> None:
+def write(root: Path, step: int, *, numel: int = 1000, background: bool = False) -> None:
     shape = (numel,)
     weights = torch.full(shape, float(step))
     held = [Fragment("w", "param", shape, Span.whole(Block.whole(shape)), weights)]
-    save(root, step, held, state={"note": step}, rank_state={}, keep=2)
+    if not background:
+        save(root, step, held, state={"note": step}, rank_state={}, keep=2)
+        return
+    writing = Saver([root], keep=2, background=True)
+    writing.start(step, held, state={"note": step}, rank_state={})
+    weights.fill_(-1.0)  # training goes on
+    writing.wait()
+    writing.close()
 
 
 def check(root: Path, *, at_least: int) -> int:
@@ -74,7 +83,9 @@ def die() -> NoReturn:
     raise AssertionError("unreachable")
 
 
-def save_until_operation(root: Path, step: int, number: int, *, after: bool) -> None:
+def save_until_operation(
+    root: Path, step: int, number: int, *, after: bool, background: bool
+) -> None:
     """Save, and be killed just before or just after the `number`-th durable operation."""
     count = 0
 
@@ -96,10 +107,10 @@ def save_until_operation(root: Path, step: int, number: int, *, after: bool) -> 
 
     for name in DURABLE_OPERATIONS:
         setattr(os, name, counted(name))
-    write(root, step)
+    write(root, step, background=background)
 
 
-def kill_at_every_operation(folder: str, same_step: bool) -> int:
+def kill_at_every_operation(folder: str, same_step: bool, background: bool) -> int:
     """Kills survived, each from a run directory in which steps 1 and 2 are saved."""
     kills = 0
     for after in (False, True):
@@ -109,7 +120,11 @@ def kill_at_every_operation(folder: str, same_step: bool) -> int:
             write(root, 2)
             step = 2 if same_step else 3
             child = in_child(
-                lambda: save_until_operation(root, step, number, after=after)  # noqa: B023
+                lambda: save_until_operation(
+                    *(root, step, number),  # noqa: B023
+                    after=after,  # noqa: B023
+                    background=background,
+                )
             )
             if not killed(child):
                 break
@@ -122,15 +137,23 @@ def kill_at_every_operation(folder: str, same_step: bool) -> int:
     return kills
 
 
-@pytest.mark.parametrize("same_step", [False, True])
+@pytest.mark.parametrize(("same_step", "background"), [(False, False), (True, False), (True, True)])
 def test_a_kill_before_or_after_any_durable_operation_loses_nothing(
-    tmp_path: Path, same_step: bool
+    tmp_path: Path, same_step: bool, background: bool
 ) -> None:
-    (kills,) = run_ranks(kill_at_every_operation, 1, str(tmp_path), same_step)
+    (kills,) = run_ranks(kill_at_every_operation, 1, str(tmp_path), same_step, background)
     assert kills > 30
 
 
-def kill_at_random_times(folder: str) -> list[int]:
+def await_step(root: Path, step: int) -> None:
+    """Wait until a process that saves has finished that step."""
+    deadline = time.monotonic() + 30
+    while int((root / "latest").read_text()) < step:
+        assert time.monotonic() < deadline, f"step {step} is not saved"
+        time.sleep(0.001)
+
+
+def kill_at_random_times(folder: str, background: bool) -> list[int]:
     """Step found after each kill of a process that does nothing but save."""
     root = Path(folder)
     generator = random.Random(0)
@@ -140,20 +163,24 @@ def kill_at_random_times(folder: str) -> list[int]:
 
         def save_on(first: int = steps[-1] + 1) -> None:
             for step in range(first, first + 10_000):
-                write(root, step, numel=200_000)
+                write(root, step, numel=200_000, background=background)
 
         child = in_child(save_on)
-        time.sleep(generator.uniform(0.0, 0.15))
+        began = time.monotonic()
+        await_step(root, steps[-1] + generator.randrange(3))
+        # somewhere in the save that follows, on a machine as busy as it is
+        time.sleep(generator.uniform(0.0, 0.02 + (time.monotonic() - began)))
         os.kill(child, signal.SIGKILL)
         assert killed(child)
         steps.append(check(root, at_least=steps[-1]))
     return steps
 
 
-def test_kills_at_random_times_never_lose_a_finished_save(tmp_path: Path) -> None:
-    (steps,) = run_ranks(kill_at_random_times, 1, str(tmp_path))
+@pytest.mark.parametrize("background", [False, True])
+def test_kills_at_random_times_never_lose_a_finished_save(tmp_path: Path, background: bool) -> None:
+    (steps,) = run_ranks(kill_at_random_times, 1, str(tmp_path), background)
     assert len(steps) == KILLS + 1
-    assert steps[-1] > KILLS / 2, "most processes lived long enough to save"
+    assert steps[-1] > KILLS / 2, "the processes saved before they were killed"
 
 
 def die_in_the_middle_on_one_rank(folder: str) -> None:
@@ -177,6 +204,7 @@ def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(tmp_path: Path) 
 
 
 def save_with_a_file_size_limit(folder: str) -> str:
+    saver.RETRY_SECONDS = (0.0,)
     root = Path(folder)
     write(root, 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -209,7 +237,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_leaves_the_older_checkpoints_and_is_survived(small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_older_checkpoints_and_is_survived(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "RETRY_SECONDS", (0.0,))
     root = small_disk / "checkpoints"
     write(root, 1, numel=100_000)
     write(root, 2, numel=100_000)

@@ -19,7 +19,7 @@ import pytest
 
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, Meeting
 from cdrmix.cluster.wire import Inbox, encode
-from tests.harness import rank_environment, run_ranks
+from tests.harness import RanksFailed, rank_environment, run_ranks
 from tests.small_run import arguments, before_step, overrides, start
 
 DEADLINE_SECONDS = 8  # a crowded machine makes a step of 0.1 s last
@@ -228,3 +228,28 @@ def test_steps_longer_than_the_deadline_are_given_their_time() -> None:
     (asked,) = run_ranks(allowed_between_long_steps, 1, 0.6)
     assert asked[0] == 100.0, "nobody knows yet how long a step takes"
     assert all(4 * 0.6 <= each < 100 for each in asked[1:]), "as long as those before, and more"
+
+
+def without_a_head(leaves: bool) -> None:
+    """A rank whose head is gone before its watchdog is under way."""
+    meeting = Meeting("127.0.0.1", 1, "token")
+    heartbeat = Heartbeat(meeting, Limits(deadline_seconds=5.0, phase_seconds=100.0), rank=0)
+    (program,) = psutil.Process().children()
+    program.suspend()
+    if leaves:
+        heartbeat.leave(2)
+    program.resume()
+    psutil.wait_procs([program], timeout=5)
+
+
+def test_a_rank_that_has_left_is_not_told_that_its_head_is_gone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run_ranks(without_a_head, 1, True)
+    assert capfd.readouterr().out == ""
+
+
+def test_a_rank_without_a_head_ends_with_a_word() -> None:
+    with pytest.raises(RanksFailed, match=r"cannot reach 127.0.0.1:1 .* the rank ends") as failed:
+        run_ranks(without_a_head, 1, False)
+    assert failed.value.outcomes[0].value == "SIGKILL"

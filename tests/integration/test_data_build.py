@@ -27,8 +27,9 @@ from cdrmix.data import pool as pool_module
 from cdrmix.data import stage
 from cdrmix.data.build import build_dataset
 from cdrmix.data.pool import Pool
-from cdrmix.data.shards import TokenDataset, read_manifest
+from cdrmix.data.shards import read_manifest
 from cdrmix.data.steps.normalise import Normalise
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import DataError
 from tests.harness import ROOT, run_ranks
 from tests.small_run import arguments, start

@@ -21,7 +21,7 @@ from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import RANK_ENVIRONMENT, ROOT, reserved_port, run_ranks
 from tests.launcher import Launch, launch
-from tests.small_run import CONFIG, arguments, overrides, start
+from tests.small_run import arguments, overrides, start
 
 STEPS = 40
 CORES = len(os.sched_getaffinity(0))
@@ -203,17 +203,3 @@ def test_mpirun_starts_it_too(small_corpus: Path, run_dir: Path) -> None:
     argv = arguments(small_corpus, run_dir, "--max-steps", "2")
     started_by(mpirun, "-n", "2", sys.executable, argv=argv)
     assert read_json(run_dir / "environment.json")["world_size"] == 2
-
-
-def test_a_reasoning_variant_says_after_stage_a_that_stage_b_is_missing(
-    small_corpus: Path, run_dir: Path
-) -> None:
-    reasoning = "model_configs/cdrmix-reason-1b.yaml"
-    settings = ["model.vocab_size=4096", "training.global_batch_size=8", "training.precision=fp32"]
-    argv = arguments(small_corpus, run_dir, *overrides(settings), config=reasoning)
-    assert load_config(ROOT / CONFIG).variant == "core"
-    assert run_ranks(start, 1, argv) == [0]
-    *_, report, last = (run_dir / "train.log").read_text().splitlines()
-    assert "report: " in report
-    assert "Stage A is done. Stage B (adapters, memory, policy) is not available" in last
-    assert read_json(run_dir / "metrics.json")["steps"] == 8

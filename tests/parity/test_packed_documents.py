@@ -10,7 +10,7 @@ import torch
 
 from cdrmix.config.schema import ModelConfig
 from cdrmix.data.loader import Loader
-from cdrmix.data.shards import TokenDataset
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines.stage_a import MicroStep, micro_step
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import linear_cross_entropy

@@ -12,7 +12,8 @@ from cdrmix.config.schema import TokenWeights
 from cdrmix.data.chain_of_thought import ROLES, encoded, fields_of, joined, parted
 from cdrmix.data.encode import write_roles
 from cdrmix.data.loader import Loader
-from cdrmix.data.shards import TokenDataset, read_manifest, write_manifest
+from cdrmix.data.shards import read_manifest, write_manifest
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tests.unit.test_read import read
 from tests.unit.token_folder import write_counting_folder

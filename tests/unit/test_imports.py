@@ -13,6 +13,7 @@ from tests.harness import ROOT
 # Each row may import the rows below it; within a row, nobody imports a neighbour.
 ROWS = (
     ("launch", "cli", "tools"),
+    ("verbs",),
     ("engines",),
     ("evaluation",),
     ("checkpoint", "reasoning"),

@@ -327,6 +327,13 @@ def test_other_kinds_hidden_files_and_skipped_ones_are_not_read(tmp_path: Path) 
     assert found.other_kinds == {".png": 2}
 
 
+def test_the_standard_library_is_read_without_what_was_installed_beside_it() -> None:
+    source = SourceConfig(name="s", type="local", path="python:stdlib", domain="code")
+    names = {file.name for file in find_files(source).files}
+    assert "json/decoder.py" in names
+    assert not [name for name in names if name.startswith(("site-packages/", "dist-packages/"))]
+
+
 def test_the_folder_of_the_build_is_no_part_of_a_source_around_it(tmp_path: Path) -> None:
     for name in ("out/work/documents.jsonl", "a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

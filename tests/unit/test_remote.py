@@ -26,7 +26,8 @@ from cdrmix.data.encode import write_roles
 from cdrmix.data.loader import Loader
 from cdrmix.data.remote import RemoteFile, RemoteFiles, copy
 from cdrmix.data.remote_folder import local_folder
-from cdrmix.data.shards import TokenDataset, read_manifest, verify_shards, write_manifest
+from cdrmix.data.shards import read_manifest, verify_shards, write_manifest
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import DataError
 from tests.harness import ROOT
 from tests.unit.token_folder import write_counting_folder
@@ -274,7 +275,8 @@ def test_processes_share_the_copies_and_what_a_killed_one_left_is_removed(
     partial.write_bytes(bytes(SHARD_BYTES))
     os.utime(partial, (0, 0))
     code = (
-        "import sys, numpy; from pathlib import Path; from cdrmix.data.shards import TokenDataset; "
+        "import sys, numpy; from pathlib import Path; "
+        "from cdrmix.data.token_dataset import TokenDataset; "
         f"rows = TokenDataset(Path(sys.argv[1]), 'train', {LENGTH}).rows(numpy.arange(400)); "
         "assert rows[:, 0].tolist() == list(range(0, 1600, 4))"
     )

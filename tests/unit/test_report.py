@@ -46,6 +46,7 @@ ENVIRONMENT = {
     "devices": ["cpu"],
     "cpu_count": 2,
 }
+HEALTHY = {"skipped_steps": 0, "rollbacks": 0, "warnings": 0, "events": []}
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
@@ -120,6 +121,7 @@ def make_run(folder: Path, *, num_steps: int = 400, every: int = 1, num_layers: 
     write_json_atomic(folder / "metrics.json", summary)
     write_json_atomic(folder / "plan.json", PLAN)
     write_json_atomic(folder / "environment.json", ENVIRONMENT)
+    write_json_atomic(folder / "health.json", HEALTHY)
     (folder / "config_snapshot.yaml").write_text(CONFIG.replace("NUM_STEPS", str(num_steps)))
     return folder
 
@@ -220,7 +222,8 @@ def test_a_model_above_its_baselines_is_called_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.json", "plan.json", "environment.json", "config_snapshot.yaml"]
+    "name",
+    ["metrics.json", "plan.json", "environment.json", "health.json", "config_snapshot.yaml"],
 )
 def test_a_missing_or_broken_file_is_named_and_the_rest_is_shown(tmp_path, name):
     folder = make_run(tmp_path / "run", num_steps=8)
@@ -266,6 +269,22 @@ def test_a_diverged_run_has_a_report_that_says_so(tmp_path, loss):
     text = report_of(folder)[1].text
     assert "Logged steps with a loss that is not finite: 1." in text
     assert "NOT below the best baseline" in text
+
+
+def test_what_was_unhealthy_is_listed_with_what_was_done(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=8)
+    assert "Nothing unhealthy was seen." in report_of(folder)[1].text
+    event = {"watched": "loss_spike", "action": "rollback", "first_step": 7, "last_step": 7}
+    event |= {"times": 1, "why": "loss 9.1 is above 8.7", "outcome": "back to step 4"}
+    warned = event | {"watched": "memory", "action": "warn", "last_step": 1_200, "outcome": ""}
+    record = HEALTHY | {"rollbacks": 1, "warnings": 3, "events": [event, *[warned] * 60]}
+    write_json_atomic(folder / "health.json", record)
+    text = report_of(folder)[1].text
+    assert "7 to 1,200 memory 1 loss 9.1 is above 8.7 warn" in text
+    assert "skipped steps 0, rollbacks 1, warnings 3 (50 newest of 61)." in text
+    write_json_atomic(folder / "health.json", record | {"events": [event]})
+    text = report_of(folder)[1].text
+    assert "7 loss spike 1 loss 9.1 is above 8.7 rollback back to step 4" in text
 
 
 def test_a_dense_model_has_no_routing_plots(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,42 @@ def test_a_directory_that_cannot_be_made_is_told_with_its_reason(
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match=r"file/run: cannot write .* \(Not a directory\)"):
         take(config, tmp_path / "file" / "run")
+
+
+def with_copies(config: Config, folder: Path) -> Config:
+    checkpoint = config.checkpoint.model_copy(update={"replica": str(folder)})
+    return config.model_copy(update={"checkpoint": checkpoint})
+
+
+def test_runs_of_one_name_keep_their_copies_apart(config: Config, tmp_path: Path) -> None:
+    config = with_copies(config, tmp_path / "copies")
+    with take(config, tmp_path / "a" / "run") as one, take(config, tmp_path / "b" / "run") as other:
+        assert one.replica is not None
+        assert other.replica is not None
+        assert one.replica != other.replica
+        assert one.replica.is_dir()
+        assert one.copies == (one.replica,)
+
+
+def test_copies_of_an_earlier_run_are_only_resumed(
+    config: Config, tmp_path: Path, run_dir: Path
+) -> None:
+    config = with_copies(config, tmp_path / "copies")
+    with take(config, run_dir) as directory:
+        assert directory.replica is not None
+        (directory.replica / "10").mkdir()
+    shutil.rmtree(run_dir)
+    with pytest.raises(StateError, match="which are never overwritten. Give --resume auto"):
+        take(config, run_dir)
+    with take(config, run_dir, "auto") as again:
+        assert again.replica == directory.replica
+
+
+def test_a_folder_for_copies_that_cannot_be_made_is_refused(
+    config: Config, tmp_path: Path, run_dir: Path
+) -> None:
+    (tmp_path / "file").touch()
+    config = with_copies(config, tmp_path / "file" / "copies")
+    with pytest.raises(StateError, match=r"checkpoint.replica = .*cannot be written \(Not a dir"):
+        take(config, run_dir)
+    assert not (tmp_path / "file" / "copies").exists()

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from cdrmix.data.sample import Document, build_sample, ensure_sample, read_standard_library
-from cdrmix.data.shards import TokenDataset, check_vocab, read_manifest, verify_shards
+from cdrmix.data.shards import check_vocab, read_manifest, verify_shards
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.errors import DataError
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from cdrmix.data.shards import (
-    TokenDataset,
     check_vocab,
     manifest_digest,
     read_manifest,
     verify_shards,
     write_shards,
 )
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import DataError
 from tests.unit.token_folder import write_counting_folder, write_token_folder
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cdrmix.checkpoint import folder, saver
 from cdrmix.checkpoint.fragments import Block, Fragment, Span
 from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.checkpoint.saver import Saved
 from cdrmix.checkpoint.store import Found, find, save
 from cdrmix.errors import NoUsableStateError, StateError
-from tests.checkpoints import on_ranks, whole
+from tests.checkpoints import ThreadRanks, on_ranks, whole
 
 
 def save_steps(root: Path, *steps: int, keep: int = 10) -> None:
@@ -222,6 +224,59 @@ def test_leftovers_of_dead_saves_go_at_the_next_one(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["1", "3", "latest"]
 
 
+def test_the_newest_good_one_of_a_folder_and_its_copy_is_found(tmp_path: Path) -> None:
+    run, copy = tmp_path / "run" / "checkpoints", tmp_path / "copy"
+    save_steps(run, 10, 20, 30)
+    save_steps(copy, 10, 20, 30)
+
+    def found() -> Path:
+        (first, second) = on_ranks(2, lambda ranks: find(run.parent, copy, ranks=ranks))
+        assert first == second
+        return first.path
+
+    assert found() == run / "30"
+    flip_byte(run / "30" / "rank-00000.safetensors", -3)
+    assert found() == copy / "30"
+    (copy / "30" / "index.json").unlink()
+    assert found() == run / "20"
+    skipped = find(run.parent, copy)
+    assert skipped is not None
+    assert [name for name, _ in skipped.skipped] == ["30", str(copy / "30")]
+    shutil.rmtree(run)
+    assert found() == copy / "20"
+
+
+def test_old_checkpoints_that_cannot_be_dropped_leave_the_save_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unlistable(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(tmp_path))
+
+    monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
+    monkeypatch.setattr(folder, "drop_others", unlistable)
+    outcomes = on_ranks(2, lambda ranks: save_halves(tmp_path, ranks))
+    assert [type(outcome) for outcome in outcomes] == [Saved, Saved]
+    assert "old checkpoints cannot be dropped" in caplog.text
+    assert found_in(tmp_path).step == 1
+
+
+def test_a_fault_of_ours_in_the_folders_end_reaches_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(folder, "drop_others", broken)
+    outcomes = on_ranks(2, lambda ranks: save_halves(tmp_path, ranks))
+    assert [type(outcome) for outcome in outcomes] == [ZeroDivisionError, StateError]
+
+
+def save_halves(root: Path, ranks: ThreadRanks) -> Saved:
+    half = Span(Block.whole((8,)), 4 * ranks.rank(), 4)
+    held = [Fragment("w", "param", (8,), half, torch.ones(4))]
+    return save(root, 1, held, state={}, rank_state={}, keep=2, ranks=ranks)
+
+
 def failing_after_one(rank: int, error: Exception) -> Iterator[Fragment]:
     half = Span(Block.whole((8,)), 4 * rank, 4)
     yield Fragment("w", "param", (8,), half, torch.ones(4))
@@ -272,7 +327,8 @@ def test_a_fault_of_ours_keeps_its_type_where_it_happened_and_stops_the_others(
     assert names_in(tmp_path) == []
 
 
-def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver, "RETRY_SECONDS", (0.0,))
     (tmp_path / "file").write_text("")
     with pytest.raises(StateError, match="rank 0: .*file/checkpoints: Not a directory"):
         save_steps(tmp_path / "file" / "checkpoints", 1)

@@ -31,13 +31,8 @@ from cdrmix import runtime
 from cdrmix.config.schema import MixtureConfig
 from cdrmix.data.loader import Loader
 from cdrmix.data.mixed import MixedDataset
-from cdrmix.data.shards import (
-    TokenDataset,
-    TokenizerInfo,
-    new_manifest,
-    write_manifest,
-    write_shards,
-)
+from cdrmix.data.shards import TokenizerInfo, new_manifest, write_manifest, write_shards
+from cdrmix.data.token_dataset import TokenDataset
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds
 
 NUM_SAMPLES, SEQUENCE_LENGTH, BATCH_SIZE, VOCAB_SIZE = 40_000, 2048, 8, 50_272

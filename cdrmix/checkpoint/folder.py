@@ -1,0 +1,205 @@
+"""One checkpoint folder: written by all ranks beside its name, completed and named by rank 0.
+
+What is written here can be written again over what an earlier try left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cdrmix.checkpoint.files import (
+    FileRecord,
+    in_file_order,
+    json_text,
+    replace_text,
+    safetensors_header,
+    sync_directory,
+    write_json,
+    write_tensors,
+    write_text,
+)
+from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.checkpoint.host_memory import HostMemory
+from cdrmix.checkpoint.index import index_entry, merge_entries
+from cdrmix.checkpoint.manifest import damage, write_manifest
+from cdrmix.log import get_logger
+
+logger = get_logger(__name__)
+
+_STEP_FOLDER = re.compile(r"(\d+)(\.replaced)?")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank adds to a checkpoint.
+
+    Attributes:
+        name: of its files.
+        header, data: content of its tensor file.
+        index: what the index says of each fragment in it.
+        rank_state: JSON text of its small state.
+    """
+
+    name: str
+    header: bytes
+    data: list[torch.Tensor]
+    index: list[dict[str, Any]]
+    rank_state: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A share that is on the disk: its files, and where in them its fragments lie."""
+
+    files: dict[str, FileRecord]
+    index: list[dict[str, Any]]
+
+
+def make_share(
+    rank: int,
+    fragments: Iterable[Fragment],
+    rank_state: Mapping[str, Any],
+    memory: HostMemory | None,
+) -> Share:
+    """The share of this rank: a copy in `memory`, or views of the live state without one."""
+    held = [(f"{fragment.kind}/{fragment.name}", fragment) for fragment in fragments]
+    ordered = in_file_order((key, fragment.values) for key, fragment in held)
+    data = [values for _, values in ordered]
+    file = f"{_name(rank)}.safetensors"
+    return Share(
+        name=_name(rank),
+        header=safetensors_header(ordered),
+        data=data if memory is None else memory.copy(data),
+        index=[index_entry(file, key, fragment) for key, fragment in held],
+        rank_state=json_text(dict(rank_state)),
+    )
+
+
+def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
+    """Make the folder to write into; one rank also removes what dead saves left beside it."""
+    root = temporary.parent
+    root.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir(exist_ok=True)
+    if clears_leftovers:
+        sync_directory(root.parent)
+        for folder in root.glob("*.tmp-*"):
+            if folder != temporary:
+                _delete(folder)
+        for replaced in root.glob("*.replaced"):
+            _put_back(replaced)
+
+
+def write_share(temporary: Path, share: Share) -> None:
+    """Write one rank's files, and what rank 0 is to know of them."""
+    tensor_file, json_file = f"{share.name}.safetensors", f"{share.name}.json"
+    files = {
+        tensor_file: write_tensors(temporary / tensor_file, share.header, share.data),
+        json_file: write_text(temporary / json_file, share.rank_state),
+    }
+    write_json(temporary / f"{share.name}.part", {"files": files, "index": share.index})
+
+
+def read_parts(temporary: Path, world_size: int) -> list[Part]:
+    """What so many ranks have written."""
+    files = (temporary / f"{_name(rank)}.part" for rank in range(world_size))
+    return [Part(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+
+
+def complete(temporary: Path, parts: list[Part], state: str) -> None:
+    """Add what makes the files of all ranks a checkpoint: index, state, manifest."""
+    index = merge_entries(entry for part in parts for entry in part.index)
+    files = {name: record for part in parts for name, record in part.files.items()}
+    files["index.json"] = write_json(temporary / "index.json", {"tensors": index})
+    files["state.json"] = write_text(temporary / "state.json", state)
+    write_manifest(temporary, files)
+    for path in temporary.glob("*.part"):
+        path.unlink()
+    sync_directory(temporary)
+
+
+def publish(temporary: Path, step: int) -> None:
+    """Give a complete folder its name; a kill at any point leaves a whole one to find."""
+    root = temporary.parent
+    final = root / str(step)
+    replaced = root / f"{step}.replaced"
+    if temporary.exists():  # else an earlier try got further
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(temporary, final)
+    sync_directory(root)
+    if replaced.exists():
+        _remove(replaced)
+    replace_text(root / "latest", f"{step}\n")
+
+
+def drop_others(root: Path, step: int, keep: int) -> None:
+    """Remove checkpoints newer than `step`, and those older than the newest `keep` whole ones."""
+    folders = step_folders(root)
+    newer = [folder for folder in folders if step_of(folder) > step]
+    for folder in newer:
+        logger.warning("%s: removed, because the run has gone back to step %d", folder, step)
+        _remove(folder)
+    rest = folders[len(newer) :]
+    whole = [folder for folder in rest if not damage(folder, with_digests=False)]
+    if len(whole) >= keep:
+        for folder in rest[rest.index(whole[keep - 1]) + 1 :]:
+            _remove(folder)
+
+
+def is_step_folder(folder: Path) -> bool:
+    """Whether a folder has the name of a checkpoint."""
+    return _STEP_FOLDER.fullmatch(folder.name) is not None
+
+
+def step_folders(root: Path) -> list[Path]:
+    """Folders in `root` that are checkpoints by their name, newest first."""
+    if not root.is_dir():
+        return []
+    folders = [folder for folder in root.iterdir() if is_step_folder(folder)]
+    return sorted(folders, key=lambda folder: (-step_of(folder), folder.suffix))
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    return int(folder.name.removesuffix(".replaced"))
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _put_back(replaced: Path) -> None:
+    """End what a kill between the two renames of `publish`, or after them, left."""
+    final = replaced.with_suffix("")
+    if final.exists():
+        _remove(replaced)
+    else:
+        os.rename(replaced, final)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint so that a kill in the middle leaves no half of it under its name."""
+    doomed = folder.with_name(f"{folder.name}.tmp-removed")
+    try:
+        os.rename(folder, doomed)
+    except OSError as error:
+        logger.warning("%s: could not be removed: %s", folder, error.strerror)
+    else:
+        _delete(doomed)
+
+
+def _delete(folder: Path) -> None:
+    """Delete what is no checkpoint (any more); the next save tries again what remains."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s: could not be deleted: %s", error.filename or folder, error.strerror)

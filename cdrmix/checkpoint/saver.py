@@ -1,0 +1,321 @@
+"""Saves of a run: the state is copied at once and written while training goes on.
+
+A save has two phases. In the first each rank writes its share, in the second rank 0 completes the
+folder and gives it its name. A phase is over when no rank is at work any more. The ranks find that
+out together, in a collective of the main threads: with `votes` and `advance` in one that they have
+anyway, or in `wait`. The writing thread takes part in none, so that it cannot get in the way of
+those of the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from cdrmix.checkpoint import folder
+from cdrmix.checkpoint.files import json_text
+from cdrmix.checkpoint.folder import Share
+from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.checkpoint.host_memory import HostMemory
+from cdrmix.checkpoint.ranks import THIS_RUN, Ranks, by_rank, described
+from cdrmix.errors import StateError
+from cdrmix.log import get_logger
+
+T = TypeVar("T")
+logger = get_logger(__name__)
+
+# Waits before a failed write is tried again: a file server that is busy or moves is mostly back.
+RETRY_SECONDS = (1.0, 4.0)
+# What a disk can cause, and trying again can mend.
+_FAILED_WRITES = (OSError, StateError)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished save: its folder, what all ranks wrote, and how long it took."""
+
+    path: Path
+    bytes: int
+    seconds: float
+
+
+@dataclass
+class _Save:
+    """A save under way on this rank.
+
+    Attributes:
+        step: optimizer steps done.
+        began: on the monotonic clock.
+        stalled: `Saver.stall_seconds` at that time.
+        state: text of state.json.
+        before: what rank 0 does before the checkpoint gets its name.
+        job: what this rank does in this phase; its result is a problem, or "", for each root.
+        problems: what went wrong on any rank, or "", for each root.
+        fault: a failure of this rank that is no failed write.
+        is_named: whether this is the second phase.
+    """
+
+    step: int
+    began: float
+    stalled: float
+    state: str
+    before: Callable[[], None]
+    job: Future[list[str]]
+    problems: list[str]
+    fault: BaseException | None = None
+    is_named: bool = False
+
+
+class Saver:
+    """Writes the checkpoints of a run on this rank, one at a time.
+
+    Every rank makes one, with the same arguments, and calls the same methods in the same order.
+
+    Attributes:
+        saved_step: step of the newest checkpoint in the first root, or None.
+        last: rank 0's account of it, if this saver wrote it.
+        stall_seconds: spent in `start` and `wait`.
+    """
+
+    def __init__(
+        self, roots: Sequence[Path], *, keep: int, background: bool, ranks: Ranks = THIS_RUN
+    ) -> None:
+        """Collective.
+
+        Args:
+            roots: folders of checkpoints, seen by all ranks. What cannot be written is an error in
+                the first one and a warning in the others.
+            keep: number of whole checkpoints to keep in each (>= 1).
+            background: copy to memory and write from a thread; otherwise `start` itself writes.
+            ranks: who writes together.
+        """
+        self.saved_step: int | None = None
+        self.last: Saved | None = None
+        self.stall_seconds = 0.0
+        self._roots, self._keep, self._ranks = tuple(roots), keep, ranks
+        self._token = ranks.all_gather_object(uuid4().hex[:8])[0]
+        self._memory = HostMemory() if background else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._save: _Save | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Step of the save under way, or else of the newest checkpoint."""
+        return self.saved_step if self._save is None else self._save.step
+
+    def start(
+        self,
+        step: int,
+        fragments: Iterable[Fragment],
+        *,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Save step `step` as it is now, once the save under way is over; collective.
+
+        Args:
+            step: optimizer steps done.
+            fragments: what this rank holds; over all ranks each element exactly once.
+            state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
+            rank_state: JSON of this rank alone.
+            before: done by rank 0, on the thread, before the checkpoint gets its name.
+        Raises:
+            StateError, Exception: of the save under way, as `advance` does.
+        """
+        stalled = self.stall_seconds
+        with self._stall():
+            self._wait()
+            began, job = time.monotonic(), Future[list[str]]()
+            try:
+                rank, memory = self._ranks.rank(), self._memory
+                share = folder.make_share(rank, fragments, rank_state, memory)
+            except Exception as error:  # the other ranks are told with the outcome
+                job.set_exception(error)
+            else:
+                job = self._do(lambda: [self._write(root, step, share) for root in self._roots])
+            contents = {**state, "step": step, "world_size": self._ranks.world_size()}
+            text, problems = json_text(contents), self._no_problems()
+            self._save = _Save(step, began, stalled, text, before, job, problems)
+
+    def votes(self) -> list[float]:
+        """Whether this rank is at work in this phase, and for each root whether it failed there.
+
+        To be summed over all ranks.
+        """
+        if self._save is None or not self._save.job.done():
+            return [float(self._save is not None), *(0.0 for _ in self._roots)]
+        return [0.0, *(float(bool(problem)) for problem in self._own_problems(self._save))]
+
+    def advance(self, votes: Sequence[float]) -> None:
+        """Go on to the next phase, or end the save, where no rank is at work any more; collective.
+
+        Args:
+            votes: the sum of all ranks' `votes`.
+        Raises:
+            StateError: on every rank, if any of them could not write to the first root, tried
+                again or not. The older checkpoints and `latest` are then as before, and nothing of
+                this one is left there.
+            Exception: on a rank whose failure is a fault of ours, that failure itself.
+        """
+        save, (at_work, *failed) = self._save, votes
+        if save is None or at_work:
+            return
+        if any(failed):
+            self._gather_problems(save)
+        if save.is_named:
+            self._save = None
+            self._conclude(save)
+        else:
+            save.is_named = True
+            is_first = self._ranks.rank() == 0
+            save.job = self._do(lambda: self._name(save) if is_first else self._no_problems())
+
+    def wait(self) -> None:
+        """Wait until the save under way, if any, is over; collective.
+
+        Raises:
+            StateError, Exception: as `advance` does.
+        """
+        with self._stall():
+            self._wait()
+
+    def close(self) -> None:
+        """Wait for the thread of this rank alone; a save under way may stay without its name."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _wait(self) -> None:
+        while self._save is not None:
+            self._save.job.exception()  # waits, and raises nothing
+            votes = self._ranks.all_gather_object(self.votes())
+            self.advance([sum(of_one_kind) for of_one_kind in zip(*votes, strict=True)])
+
+    @contextlib.contextmanager
+    def _stall(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.stall_seconds += time.monotonic() - began
+
+    def _do(self, action: Callable[[], list[str]]) -> Future[list[str]]:
+        """Have the thread do it, or do it here if there is none."""
+        if self._thread is not None:
+            return self._thread.submit(action)
+        job = Future[list[str]]()
+        try:
+            job.set_result(action())
+        except Exception as error:
+            job.set_exception(error)
+        return job
+
+    def _write(self, root: Path, step: int, share: Share) -> str:
+        """This rank's part of the first phase, in one root."""
+        temporary, is_first = self._temporary(root, step), self._ranks.rank() == 0
+
+        def write() -> None:
+            folder.prepare(temporary, clears_leftovers=is_first)
+            folder.write_share(temporary, share)
+
+        return _problem(lambda: _tried(step, write))
+
+    def _name(self, save: _Save) -> list[str]:
+        """The second phase: the folders that are whole get their name, the others go."""
+        new = self._no_problems()
+        for number, (root, problem) in enumerate(zip(self._roots, save.problems, strict=True)):
+            try:
+                if not problem:
+                    new[number] = _problem(lambda root=root: self._name_in(root, save))  # type: ignore[misc]
+            finally:
+                shutil.rmtree(self._temporary(root, save.step), ignore_errors=True)
+        return new
+
+    def _name_in(self, root: Path, save: _Save) -> None:
+        step, temporary = save.step, self._temporary(root, save.step)
+        _tried(step, save.before)
+        parts = _tried(step, lambda: folder.read_parts(temporary, self._ranks.world_size()))
+        _tried(step, lambda: folder.complete(temporary, parts, save.state))
+        _tried(step, lambda: folder.publish(temporary, step))
+        if root == self._roots[0]:
+            num_bytes = sum(file["bytes"] for part in parts for file in part.files.values())
+            self.last = Saved(root / str(step), num_bytes, time.monotonic() - save.began)
+        try:
+            folder.drop_others(root, step, self._keep)
+        except OSError as error:
+            logger.warning("%s: old checkpoints cannot be dropped: %s", root, described(error))
+
+    def _conclude(self, save: _Save) -> None:
+        """Say how the save ended."""
+        if save.fault is not None:
+            raise save.fault
+        if save.problems[0]:
+            raise StateError(
+                f"the checkpoint of step {save.step} was not saved: {save.problems[0]}. The older "
+                "ones are as they were. Try freeing space, a smaller checkpoint.keep, or a "
+                "--run-dir elsewhere that every rank can write"
+            )
+        self.saved_step = save.step
+        if self._ranks.rank() == 0:
+            self._tell(save)
+
+    def _tell(self, save: _Save) -> None:
+        for root, problem in zip(self._roots[1:], save.problems[1:], strict=True):
+            if problem:
+                logger.warning(
+                    "warning: %s: has no checkpoint of step %d: %s", root, save.step, problem
+                )
+        assert self.last is not None, "it was given its name"
+        megabytes, seconds = self.last.bytes / 1e6, self.last.seconds
+        logger.info(
+            "saved %s: %.1f MB in %.2f s (%.0f MB/s), for %.3f s of which training waited",
+            *(self.last.path, megabytes, seconds, megabytes / seconds),
+            self.stall_seconds - save.stalled,
+        )
+
+    def _gather_problems(self, save: _Save) -> None:
+        """What went wrong in this phase, from all ranks; collective."""
+        of_ranks = self._ranks.all_gather_object(self._own_problems(save))
+        new = [by_rank(list(of_root)) for of_root in zip(*of_ranks, strict=True)]
+        save.problems = [old or fresh for old, fresh in zip(save.problems, new, strict=True)]
+        error = save.job.exception()
+        if error is not None and not isinstance(error, _FAILED_WRITES):
+            save.fault = error
+
+    def _own_problems(self, save: _Save) -> list[str]:
+        error = save.job.exception()
+        return save.job.result() if error is None else [described(error)] * len(self._roots)
+
+    def _no_problems(self) -> list[str]:
+        return [""] * len(self._roots)
+
+    def _temporary(self, root: Path, step: int) -> Path:
+        return root / f"{step}.tmp-{self._token}"
+
+
+def _problem(action: Callable[[], None]) -> str:
+    """What kept `action` from writing, or ""."""
+    try:
+        action()
+    except _FAILED_WRITES as error:
+        return described(error)
+    return ""
+
+
+def _tried(step: int, action: Callable[[], T]) -> T:
+    """The result of `action`, which is tried again, some time later, where a write fails."""
+    for seconds in RETRY_SECONDS:
+        try:
+            return action()
+        except _FAILED_WRITES as error:
+            told = step, described(error), seconds
+            logger.warning("checkpoint of step %d: %s; tried again in %.0f s", *told)
+            time.sleep(seconds)
+    return action()

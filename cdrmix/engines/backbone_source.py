@@ -1,0 +1,127 @@
+"""Where Stage B takes its backbone from: a finished Stage A, of this run or of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cdrmix import runtime
+from cdrmix.checkpoint import engine_state, store
+from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.config.load import changed_keys
+from cdrmix.config.schema import Config
+from cdrmix.engines.run_directory import RunDirectory
+from cdrmix.errors import ConfigError, StateError
+from cdrmix.log import get_logger
+from cdrmix.models.backbone import Backbone, logical_name
+from cdrmix.reasoning.parts import is_stage_b
+
+logger = get_logger(__name__)
+
+
+def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
+    """Refuse a Stage B without a Stage A, before any process group starts.
+
+    Args:
+        config: of the run.
+        run_dir: --run-dir.
+        resume: --resume.
+    Raises:
+        ConfigError: if nothing says where the backbone is.
+        StateError: if there is no checkpoint where it should be.
+    """
+    if config.training.stage != "b":
+        return
+    assert config.stage_b is not None, "checked at construction"
+    if config.stage_b.run is not None:
+        place, told = Path(config.stage_b.run), f"stage_b.run = {config.stage_b.run}"
+    elif resume not in ("never", "auto"):
+        place, told = Path(resume), f"--resume {resume}"
+    elif resume == "auto" and run_dir is not None:
+        place, told = run_dir, f"--run-dir {run_dir} --resume auto"
+    else:
+        raise ConfigError(
+            "training.stage = b: Stage B starts from a finished Stage A. Try --set "
+            "stage_b.run=RUN_DIR, --run-dir RUN_DIR --resume auto to go on in its run directory, "
+            "or training.stage = all"
+        )
+    if not store.has_checkpoints(place):
+        raise StateError(
+            f"{told}: holds no checkpoint to take the backbone from. Give the run directory of a "
+            "finished Stage A, or training.stage = all"
+        )
+
+
+def find_backbone(
+    config: Config, directory: RunDirectory, found: store.Found | None
+) -> store.Found:
+    """The checkpoint that Stage B starts from; collective.
+
+    Args:
+        config: names another run, or leaves it to this one's.
+        directory: of this run.
+        found: what --resume names, to be taken where the configuration names no run.
+    Raises:
+        NoUsableStateError: if there are checkpoints and all are damaged.
+        StateError: if there is none, it is of an unfinished Stage A or another architecture, or
+            its backbone was trained in Stage B.
+    """
+    assert config.stage_b is not None, "Stage B has its section"
+    given = config.stage_b.run
+    place = directory.path if given is None else Path(given)
+    if given is not None or found is None:
+        found = store.find(place, *(directory.copies if given is None else ()))
+    if found is None:
+        raise StateError(
+            f"{place}: holds no checkpoint to take the backbone from. Give stage_b.run = RUN_DIR, "
+            "the run directory of a finished Stage A"
+        )
+    for name, why in found.skipped:
+        logger.warning("skipped checkpoint %s: %s", name, why)
+    with runtime.together(lambda: CheckpointReader(found.path)) as reader:
+        runtime.together(lambda: _check(config, reader.state, found))
+    return found
+
+
+def _check(config: Config, state: dict[str, Any], found: store.Found) -> None:
+    changed = changed_keys({"model": state["config"]["model"]}, {"model": _model(config)})
+    if changed:
+        listed = "; ".join(f"{key}: {old} there, {new} here" for key, old, new in changed)
+        raise ConfigError(
+            f"{found.path}: its backbone has another architecture: {listed}. Try the values there, "
+            "or the run of a Stage A with those here"
+        )
+    if state.get("stage") == "b":
+        if state["stage_b"]["is_backbone_trained"]:
+            raise StateError(
+                f"{found.path}: its backbone was trained in Stage B (backbone_lr_scale > 0), and "
+                "its Stage A has no checkpoint any more. Try another run, or a larger "
+                "checkpoint.keep there"
+            )
+        return
+    length = Config.model_validate(state["config"]).training.num_steps
+    if found.step < length:
+        damaged = "; newer ones are damaged" if found.skipped else ""
+        raise StateError(
+            f"{found.path}: Stage A stopped at step {found.step} of {length}{damaged}. Finish it "
+            "first, with --resume auto and training.stage = a"
+        )
+
+
+def _model(config: Config) -> dict[str, Any]:
+    return config.model.model_dump(mode="json")
+
+
+def load_backbone(config: Config, reader: CheckpointReader) -> Backbone:
+    """The whole backbone of a checkpoint of either stage, on this rank's device.
+
+    Raises:
+        StateError: if it cannot be read.
+    """
+    with torch.device(runtime.device()):
+        backbone = Backbone(config.model)
+    others = frozenset(filter(is_stage_b, reader.names()))
+    engine_state.load_module(backbone, reader, logical_name, others=others)
+    return backbone

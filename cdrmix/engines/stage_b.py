@@ -1,0 +1,263 @@
+"""Stage B as the loop sees it: lessons for a reader, phase by phase.
+
+The phase of a step follows from the number of the step. A step of memory, adapters and joint is one
+optimizer step on all its lessons, each a micro-step of the rank that has it; one of the policy is a
+batch of rollouts and up to four optimizer steps on it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix import runtime
+from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.config.schema import Config, Phase
+from cdrmix.engines.course import Course, Metrics
+from cdrmix.engines.run import Run
+from cdrmix.engines.stage_b_lessons import Lessons, Share
+from cdrmix.engines.stage_b_optim import (
+    Clip,
+    Place,
+    in_order,
+    learning_rates,
+    set_learning,
+)
+from cdrmix.errors import StateError
+from cdrmix.monitoring.health import Verdict
+from cdrmix.monitoring.metrics import memory_peak_bytes, record
+from cdrmix.reasoning.episodes import EPOCHS, KL_MARGIN
+from cdrmix.reasoning.parts import Part, is_stage_b, logical_name, part_of
+
+
+class LessonResult(NamedTuple):
+    """What a step measured.
+
+    Attributes:
+        place: of the step.
+        sums: of every metric over this rank's lessons.
+        rates: of every part.
+        epochs: optimizer steps taken.
+        seconds: wall time; in the loop, with the wait for lessons and other ranks.
+        waited: seconds of it in which lessons were made and episodes played.
+    """
+
+    place: Place
+    sums: Metrics
+    rates: dict[Part, float]
+    epochs: int
+    seconds: float
+    waited: float = 0.0
+
+
+class Measured(NamedTuple):
+    """What a step measured over all ranks, the same on each.
+
+    Attributes:
+        phase: of the step.
+        means: of every metric over the lessons.
+        rate: largest learning rate.
+        grad_norm: of all that learned, before clipping (L2).
+        epochs: optimizer steps taken.
+    """
+
+    phase: Phase
+    means: dict[str, float]
+    rate: float
+    grad_norm: float
+    epochs: int
+
+
+class StageB:
+    """Stage B.
+
+    Args:
+        course: what is trained, and by what.
+        config: of the run.
+        clip: of the optimizer; knows the norms.
+        first_step: steps of Stage A that the backbone has.
+        origin: where the backbone comes from.
+
+    Attributes:
+        num_steps: see `Stage`.
+    """
+
+    def __init__(
+        self, course: Course, config: Config, clip: Clip, *, first_step: int, origin: str
+    ) -> None:
+        assert config.stage_b is not None, "Stage B has its section"
+        self._course, self._config, self._clip = course, config.stage_b, clip
+        self._first_step, self._origin = first_step, origin
+        self.num_steps = first_step + config.stage_b.training.num_steps
+
+    def next_batch(self, run: Run) -> Share:
+        """This rank's share of the next step."""
+        assert isinstance(run.loader, Lessons), "Stage B runs on lessons"
+        return run.loader.next(run.step - self._first_step)
+
+    def weight(self, run: Run, batch: Share) -> float:
+        """Lessons of this rank."""
+        return float(len(batch.lessons))
+
+    def train_step(self, run: Run, batch: Share, *, weight: float) -> LessonResult:
+        """One step of a phase; `weight` is its number of lessons."""
+        began, place = time.perf_counter(), batch.place
+        rates = learning_rates(place, self._course.learning(place.phase), run.config)
+        set_learning(run.engine, rates)
+        self._clip.norms.clear()
+        # DeepSpeed divides by the micro-steps of a rank and by the ranks
+        slots = run.engine.gradient_accumulation_steps()
+        scale = slots * run.topology.degrees.data / weight
+        epochs = 1
+        if place.phase == "policy":
+            sums, epochs = self._learn_policy(run.engine, batch.lessons, slots, scale, weight)
+        else:
+            losses = (self._course.loss(place.phase, lesson) for lesson in batch.lessons)
+            sums = _learn(run.engine, losses, slots, scale)
+        return LessonResult(place, sums, rates, epochs, time.perf_counter() - began)
+
+    def _learn_policy(
+        self, engine: Any, collected: list[Any], slots: int, scale: float, weight: float
+    ) -> tuple[Metrics, int]:
+        """Epochs on one batch of episodes, until the policy has moved far enough; what the last
+        forward pass measured, and how many epochs were taken."""
+        farthest = KL_MARGIN * self._config.policy.kl_target
+        sums: Metrics = {}
+        for epoch in range(EPOCHS):
+            losses = [self._course.rollout_loss(each) for each in collected]
+            sums = _summed([each.metrics for each in collected])
+            sums |= _summed([{"loss": loss.detach(), **measured} for loss, measured in losses])
+            if epoch and self._kl(sums) / weight > farthest:
+                return sums, epoch
+            _learn(engine, losses, slots, scale)
+        return sums, EPOCHS
+
+    @staticmethod
+    def _kl(sums: Metrics) -> float:
+        """Of the lessons of all ranks, which decide alike."""
+        own = sums.get("kl", torch.zeros((), dtype=torch.float64)).clone()
+        return float(runtime.all_reduce_sum(own.to(runtime.device())))
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Nothing: what is read at the end would take too long on the way."""
+        return {}
+
+    def own_loss(self, result: LessonResult) -> None:
+        """Losses of different phases say nothing about each other; `measure` tells of each."""
+        return
+
+    def measure(self, run: Run, result: LessonResult) -> Measured:
+        """Reduce what a step measured over the ranks."""
+        return Measured(
+            phase=result.place.phase,
+            means=_means_over_ranks(result.sums, self._config.training.lessons_per_step),
+            rate=max(result.rates.values()),
+            grad_norm=math.hypot(*self._clip.norms.values()),
+            epochs=result.epochs,
+        )
+
+    def judge(self, run: Run, measured: Measured) -> list[Verdict | None]:
+        """A verdict on a loss that is not finite."""
+        loss = measured.means["loss"]
+        return [] if math.isfinite(loss) else [run.health.loss_known(run.step, loss)]
+
+    def log(
+        self, run: Run, measured: Measured, evaluated: dict[str, float]
+    ) -> tuple[Verdict | None, ...]:
+        """Have rank 0 write and show what a step measured; gives the verdict on memory.
+
+        Raises:
+            StateError: on every rank, if the metrics could not be written.
+        """
+        group = "policy" if measured.phase == "policy" else "stage_b"
+        means = {f"{group}/{name}": value for name, value in measured.means.items()}
+        steps, seconds, _ = run.observer.take_window()
+        peak = memory_peak_bytes()
+        own = (peak, peak / (runtime.device_memory_gib() * 2**30))
+        peak, share = map(max, zip(*runtime.all_gather_object(own), strict=True))
+        line = record(
+            step=run.step,
+            learning_rate=measured.rate,
+            grad_norm=measured.grad_norm,
+            step_seconds=seconds / steps,
+            memory_peak_bytes=peak,
+            **means,
+            **({"policy/epochs": measured.epochs} if group == "policy" else {}),
+            **run.health.metrics(),
+        )
+        runtime.together(lambda: run.observer.write(run.step, line))
+        return (run.health.memory_known(run.step, share),)
+
+    def fragments(self, run: Run) -> Iterator[Fragment]:
+        """What this rank saves: of a frozen backbone, which all ranks hold, rank 0 all of it."""
+        yield from engine_state.fragments(run.engine, logical_name)
+        if self._config.training.backbone_lr_scale == 0 and runtime.rank() == 0:
+            backbone = {
+                name: tensor
+                for name, tensor in self._course.model.named_parameters()
+                if part_of(name) == "backbone"
+            }
+            yield from engine_state.whole_fragments(backbone, logical_name)
+
+    def load(self, run: Run, reader: CheckpointReader) -> None:
+        """Put a checkpoint of Stage B into the engine; a frozen backbone stays as it is.
+
+        Raises:
+            StateError: on every rank, if it is none, or cannot be read.
+        """
+        if reader.state.get("stage") != "b":
+            raise StateError(f"{reader.path}: was saved before Stage B began")
+        held = {logical_name(name) for name, _ in run.engine.module.named_parameters()}
+        others = frozenset(name for name in reader.names() if not is_stage_b(name)) - held
+        engine_state.load(run.engine, reader, logical_name, others=others)
+
+    def saved(self, run: Run) -> dict[str, Any]:
+        """What a checkpoint says of Stage B."""
+        return {
+            "stage": "b",
+            "stage_b": {
+                "first_step": self._first_step,
+                "origin": self._origin,
+                "is_backbone_trained": self._config.training.backbone_lr_scale > 0,
+            },
+        }
+
+
+def _learn(
+    engine: Any, losses: Iterable[tuple[Tensor, Metrics]], slots: int, scale: float
+) -> Metrics:
+    """One optimizer step, a micro-step per loss; sums of what the losses measured.
+
+    Every rank takes as many micro-steps; those beyond its lessons teach nothing.
+    """
+    measured, coming = [], iter(losses)
+    for _ in range(slots):
+        own = next(coming, None)
+        if own is not None:
+            measured.append({"loss": own[0].detach(), **own[1]})
+        engine.backward(in_order(engine, None if own is None else scale * own[0]))
+        engine.step()
+    return _summed(measured)
+
+
+def _summed(metrics: Iterable[Metrics]) -> Metrics:
+    sums: Metrics = {}
+    for each in metrics:
+        for name, value in each.items():
+            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.double().cpu()
+    return sums
+
+
+def _means_over_ranks(sums: Metrics, num_lessons: int) -> dict[str, float]:
+    """Every metric per lesson of the step, the same on every rank."""
+    names = sorted(set().union(*runtime.all_gather_object(set(sums))))
+    own = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64)) for name in names])
+    total = runtime.all_reduce_sum(own.to(runtime.device())).tolist()
+    return {name: value / num_lessons for name, value in zip(names, total, strict=True)}

@@ -1,0 +1,72 @@
+"""Lessons as the loop reads them: the steps of Stage B in order, shared out over ranks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cdrmix.config.schema import StageBConfig
+from cdrmix.engines.course import Course
+from cdrmix.engines.stage_b_optim import Place, place_of
+
+
+class Share(NamedTuple):
+    """This rank's share of a step.
+
+    Attributes:
+        place: of the step.
+        lessons: of this rank; in the policy's phase the episodes collected from them.
+    """
+
+    place: Place
+    lessons: list[Any]
+
+
+class Lessons:
+    """Lessons in order, as the loop reads them.
+
+    Their numbers go on through all phases; which phase a lesson is of follows from the step.
+
+    Args:
+        course: makes the lessons.
+        stage_b: phases and lessons per step.
+        rank: of this process among those that share lessons out.
+        world_size: how many they are.
+
+    Attributes:
+        samples_consumed: lessons handed out, to all ranks.
+    """
+
+    def __init__(
+        self, course: Course, stage_b: StageBConfig, *, rank: int, world_size: int
+    ) -> None:
+        self._course, self._training = course, stage_b.training
+        self._rank, self._world_size = rank, world_size
+        self.samples_consumed = 0
+
+    def next(self, step: int) -> Share:
+        """This rank's share of the next step.
+
+        Args:
+            step: of Stage B, from 0.
+        Raises:
+            DataError: if a lesson cannot be made, or a reward is not finite.
+        """
+        place = place_of(step, self._training)
+        begin, end = self.samples_consumed, self.samples_consumed + self._training.lessons_per_step
+        mine = range(begin, end)[self._rank :: self._world_size]
+        lessons = [self._course.lesson(place.phase, number) for number in mine]
+        if place.phase == "policy":
+            lessons = [self._course.collect(lesson) for lesson in lessons]
+        self.samples_consumed = end
+        return Share(place, lessons)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position between two steps; the same on every rank."""
+        return {"samples_consumed": self.samples_consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there, on whatever ranks."""
+        self.samples_consumed = state["samples_consumed"]
+
+    def close(self) -> None:
+        """Nothing is open."""

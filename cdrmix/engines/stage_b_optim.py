@@ -1,0 +1,208 @@
+"""Parameter groups, rates and clips of Stage B: each part has its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cdrmix import runtime
+from cdrmix.config.schema import Config, Phase, StageBTraining, TrainingConfig
+from cdrmix.engines.optim import parameter_groups
+from cdrmix.reasoning.parts import PARTS, Part, part_of
+
+
+class Place(NamedTuple):
+    """Where a step of Stage B stands.
+
+    Attributes:
+        phase: that it belongs to.
+        step: steps of the phase before it.
+        length: steps of the phase.
+    """
+
+    phase: Phase
+    step: int
+    length: int
+
+
+def place_of(step: int, training: StageBTraining) -> Place:
+    """Place of a step, from 0; steps beyond the end stand behind the last phase."""
+    for phase, length in training.phases:
+        if step < length:
+            return Place(phase, step, length)
+        step -= length
+    last, length = training.phases[-1]
+    return Place(last, length + step, length)
+
+
+def learning_rates(place: Place, learning: Collection[Part], config: Config) -> dict[Part, float]:
+    """Rate of every part at a step.
+
+    Args:
+        place: warm-up, then cosine over the phase.
+        learning: parts that learn in it; the others' rate is 0.
+        config: peaks.
+    """
+    assert config.stage_b is not None, "Stage B has its section"
+    training = config.stage_b.training
+    peaks: dict[Part, float] = {
+        "memory": training.memory_learning_rate,
+        "adapters": training.adapter_learning_rate,
+        "policy": training.policy_learning_rate,
+        "backbone": training.backbone_lr_scale * config.training.learning_rate,
+    }
+    factor = _factor(place, training)
+    return {part: factor * peaks[part] if part in learning else 0.0 for part in PARTS}
+
+
+def _factor(place: Place, training: StageBTraining) -> float:
+    if place.step < training.warmup_steps:
+        return (place.step + 1) / training.warmup_steps
+    behind = place.step - training.warmup_steps
+    progress = min(1.0, behind / max(1, place.length - 1 - training.warmup_steps))
+    lowest = training.min_learning_rate_ratio
+    return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def stage_b_adamw(
+    clip: Clip,
+) -> Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer]:
+    """What makes the optimizer: AdamW without decay, after `clip`; the loop sets its rates."""
+
+    def make(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(
+            part_groups(model),
+            lr=0.0,
+            betas=(training.beta1, training.beta2),
+            eps=training.epsilon,
+            weight_decay=0.0,
+            fused=True,
+        )
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    return make
+
+
+def part_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups of a model's parameters, each with the part that it belongs to under `part`."""
+    by_part: dict[Part, list[nn.Parameter]] = {part: [] for part in PARTS}
+    for name, parameter in model.named_parameters():
+        by_part[part_of(name)].append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": parameters, "part": part}
+        for part, parameters in by_part.items()
+        if parameters and part != "backbone"
+    ]
+    if by_part["backbone"]:
+        backbone = next(m for name, m in model.named_modules() if name.endswith("backbone"))
+        groups += [
+            {**group, "part": "backbone"}
+            for group in parameter_groups(backbone, weight_decay=0.0)
+            if group["params"]
+        ]
+    return groups
+
+
+class Clip:
+    """Clips the gradients of each group by their own norm, on the way into the optimizer's step.
+
+    DeepSpeed would clip all of them by one norm, in which the adapters' is the largest by far. Its
+    own clipping is off; under ZeRO 1 and 2 a group's gradients are one flat partition per rank.
+
+    Args:
+        limits: largest L2 norm by part; 0 does not clip.
+
+    Attributes:
+        norms: L2 norm of each part's gradients before clipping, at the last step.
+    """
+
+    def __init__(self, limits: dict[Part, float]) -> None:
+        self._limits = limits
+        self.norms: dict[Part, float] = {}
+
+    @torch.no_grad()
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Hook of `torch.optim.Optimizer.register_step_pre_hook`; every rank calls it."""
+        for group in optimizer.param_groups:
+            part: Part = group["part"]
+            if group["lr"] == 0:  # does not learn now, or a checkpoint is being read
+                continue
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            own = sum((g.double().square().sum() for g in gradients), torch.zeros(()).double())
+            total = runtime.all_reduce_sum(torch.as_tensor(own).to(runtime.device()))
+            self.norms[part] = norm = math.sqrt(float(total))
+            limit = self._limits[part]
+            if limit and norm > limit:
+                for gradient in gradients:
+                    gradient.mul_(limit / norm)
+
+
+def make_clip(config: Config) -> Clip:
+    """The clips that a configuration asks for."""
+    assert config.stage_b is not None, "Stage B has its section"
+    others = config.stage_b.training.gradient_clipping
+    limits = dict.fromkeys(PARTS, others)
+    return Clip({**limits, "adapters": config.stage_b.adapters.gradient_clipping})
+
+
+def set_learning(engine: Any, rates: dict[Part, float]) -> None:
+    """Give each group its rate, and gradients only to those that learn."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rates[group["part"]]
+    for name, parameter in engine.module.named_parameters():
+        parameter.requires_grad_(rates[part_of(name)] > 0)
+
+
+def in_order(engine: Any, loss: Tensor | None) -> Tensor:
+    """Something whose backward pass gives the gradients of a loss, in the order of the parameters.
+
+    ZeRO-2 exchanges gradients in the order in which they come about. That of a lesson depends on
+    what it asks of the reader, so that ranks with different lessons would add different parameters.
+
+    Args:
+        engine: holds the parameters, all of which get a gradient where they learn.
+        loss: scalar, or None for gradients of zero.
+    """
+    learning = [p for p in engine.module.parameters() if p.requires_grad]
+    if loss is None:
+        return _Given.apply([torch.zeros_like(p) for p in learning], 1.0, *learning)
+    raised = float(engine.optimizer.loss_scale)  # of fp16, whose small gradients would vanish
+    found = torch.autograd.grad(raised * loss, learning, allow_unused=True, materialize_grads=True)
+    return _Given.apply(found, raised, *learning)
+
+
+class _Given(torch.autograd.Function):
+    """Zero, with gradients that are given, each raised by a factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradients: Sequence[Tensor], raised: float, *parameters: Tensor
+    ) -> Tensor:
+        ctx.gradients, ctx.raised = gradients, raised
+        return parameters[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        each = float(factor) / ctx.raised
+        return (None, None, *(each * gradient for gradient in ctx.gradients))
+
+
+class Trained(nn.Module):
+    """The parameters of a reader that Stage B trains, as DeepSpeed sees them.
+
+    A frozen backbone stays outside: DeepSpeed refuses experts that no optimizer group holds.
+
+    Args:
+        reader: gives its parameters, and keeps them.
+    """
+
+    def __init__(self, reader: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in reader.named_parameters():
+            if part_of(name) != "backbone":
+                self.register_parameter(name.replace(".", "/"), parameter)

@@ -1,0 +1,132 @@
+"""Sections of a report about Stage B: what it learned, how its agent acts, what comes of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cdrmix.monitoring import page
+from cdrmix.monitoring.figures import plot
+from cdrmix.monitoring.plots import Curve
+from cdrmix.monitoring.recorded_run import Run
+
+# title, unit, curves (label, metric), whether the axis starts at zero
+_Figure = tuple[str, str, tuple[tuple[str, str], ...], bool]
+_LEARNING: tuple[_Figure, ...] = (
+    (
+        "Losses",
+        "nats",
+        (
+            ("text", "stage_b/text_loss"),
+            ("answers", "stage_b/answer_loss"),
+            ("retrieval", "stage_b/retrieval_loss"),
+            ("replay", "stage_b/replay_loss"),
+            ("drill", "stage_b/drill_loss"),
+        ),
+        True,
+    ),
+    (
+        "Right",
+        "share of the training texts",
+        (("found first", "stage_b/recall"), ("answered", "stage_b/answered")),
+        True,
+    ),
+    (
+        "Correlation objective",
+        "weighted, mean over adapters",
+        (("", "stage_b/correlation_loss"),),
+        False,
+    ),
+    ("Router losses", "weighted", (("", "stage_b/router_loss"),), True),
+)
+_POLICY: tuple[_Figure, ...] = (
+    (
+        "Reward",
+        "mean over rollouts",
+        (
+            ("return", "policy/return"),
+            ("success", "policy/success"),
+            ("deviation", "policy/return_std"),
+        ),
+        True,
+    ),
+    (
+        "Operations",
+        "times per rollout",
+        tuple(
+            (name.replace("_", " "), f"policy/operations/{name}")
+            for name in ("summarize", "retrieve", "splice_window", "cache_write")
+        ),
+        True,
+    ),
+    ("Entropy", "nats", (("", "policy/entropy"),), True),
+    ("Divergence of an update", "nats", (("", "policy/kl"),), True),
+    (
+        "Shares",
+        "of ratios, groups, entries",
+        (
+            ("clipped", "policy/clip_fraction"),
+            ("groups alike", "policy/zero_variance_groups"),
+            ("memory filled", "policy/memory_fill"),
+        ),
+        True,
+    ),
+    ("Value head", "share of variance explained", (("", "policy/explained_variance"),), False),
+    ("Retrieval", "ms", (("", "policy/retrieval_milliseconds"),), True),
+    ("Epochs", "optimizer steps on a batch of rollouts", (("", "policy/epochs"),), True),
+)
+
+
+def stage_b_sections(run: Run) -> str:
+    """All sections; nothing for a run without Stage B."""
+    if run.config is None or run.config.stage_b is None:
+        return ""
+    if not any(name.startswith(("stage_b/", "policy/")) for line in run.records for name in line):
+        why = page.missing("No step of Stage B has been logged.")
+        return page.section("Stage B", why)
+    return _reasoning(run) + "".join(
+        page.section(title, page.panels(*filter(None, (_figure(run, each) for each in figures))))
+        for title, figures in (("Stage B: learning", _LEARNING), ("Memory agent", _POLICY))
+    )
+
+
+def _figure(run: Run, figure: _Figure) -> str:
+    """A figure of what was measured; empty where nothing of it was."""
+    title, unit, series, from_zero = figure
+    curves = [
+        Curve(label, *run.series(name), f"c{number % 4 + 1}", smooth=True)
+        for number, (label, name) in enumerate(series)
+        if len(run.series(name)[0])
+    ]
+    if not curves:
+        return ""
+    key = f"b-{title.lower().replace(' ', '-')}"
+    return plot(
+        title,
+        unit,
+        key,
+        curves,
+        text="{:.3g}".format,
+        limits=(0, None) if from_zero else (None, None),
+    )
+
+
+def _reasoning(run: Run) -> str:
+    title = "Reasoning over long texts"
+    rows: Sequence[Mapping[str, Any]] = (run.summary.get("stage_b") or {}).get("reasoning") or []
+    if not rows:
+        return page.section(title, page.missing("The suite has not been run at the end."))
+    ratios = sorted({row["length_ratio"] for row in rows})
+    cells = {(row["task"], row["length_ratio"]): row for row in rows}
+    body = [
+        page.row(page.text(task), *(_cell(cells.get((task, ratio))) for ratio in ratios))
+        for task in dict.fromkeys(row["task"] for row in rows)
+    ]
+    told = (
+        f"Score with memory, and of the backbone's last window alone, over {rows[0]['n']} texts "
+        "each that training did not see; lengths in windows."
+    )
+    head = ["task", *(f"{ratio}x" for ratio in ratios)]
+    return page.section(title, page.table(head, body, "heat"), page.note(told))
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    return "–" if row is None else f"{row['score']:.2f}, {row['backbone_score']:.2f}"

@@ -1,0 +1,58 @@
+"""How Stage B is laid out: lessons over data ranks, each of which holds the whole backbone.
+
+Whatever layout Stage A had, its checkpoint is read into this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cdrmix.config.schema import Config
+from cdrmix.planning.deepspeed_json import profile_path, read_profile
+from cdrmix.planning.layout import Degrees
+from cdrmix.planning.profile import Choice
+
+
+def stage_b_choice(config: Config, choice: Choice, *, world_size: int) -> Choice:
+    """The layout of Stage B on the ranks of a run.
+
+    Args:
+        config: with a Stage B.
+        choice: of Stage A on the same ranks; its ZeRO stage is kept where Stage B has it.
+        world_size: number of ranks.
+    """
+    assert config.stage_b is not None, "Stage B has its section"
+    lessons = config.stage_b.training.lessons_per_step
+    # where ranks do not divide the lessons, some micro-steps stay empty
+    slots = -(-lessons // world_size)
+    name = "zero1" if choice.zero_stage <= 1 else "zero2"
+    kept = ("bf16", "fp16", "data_types")  # follow from the precision
+    settings = {key: choice.deepspeed[key] for key in kept if key in choice.deepspeed} | {
+        "train_batch_size": slots * world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": slots,
+        "gradient_clipping": 0.0,  # each part is clipped by itself
+    }
+    reasons = [f"Stage B: {name}, data {world_size}: every rank holds the whole backbone"]
+    empty = slots * world_size - lessons
+    warnings = []
+    if empty:
+        warnings.append(
+            f"Stage B: {lessons} lessons of a step leave {empty} of {slots * world_size} "
+            "micro-steps empty. Try stage_b.training.lessons_per_step = "
+            f"{slots * world_size}"
+        )
+    return replace(
+        choice,
+        name=name,
+        path=profile_path(name),
+        degrees=Degrees(data=world_size, tensor=1, pipeline=1, sequence=1, expert=1),
+        micro_batch_size=1,
+        gradient_accumulation_steps=slots,
+        activation_checkpointing=False,
+        sequence_checkpoint_tokens=None,
+        memory=None,
+        deepspeed=read_profile(profile_path(name)) | settings,
+        reasons=reasons,
+        warnings=warnings,
+    )

@@ -1,0 +1,35 @@
+"""Flags that several verbs have."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    Verbs: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_config_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """The flags of every verb that reads a configuration: --config FILE and --set PATH=VALUE."""
+    parser.add_argument("--config", metavar="FILE", required=required, help="YAML configuration")
+    parser.add_argument(
+        "--set",
+        metavar="PATH=VALUE",
+        dest="overrides",
+        action="append",
+        default=[],
+        help="override one value, such as training.seed=7; may be repeated",
+    )
+
+
+def at_least(lowest: int | float) -> Callable[[str], int | float]:
+    """Reads a flag's number of the same type as `lowest`, and not below it."""
+
+    def number(text: str) -> int | float:
+        value = type(lowest)(text)
+        if not value >= lowest:  # so that it refuses nan
+            raise argparse.ArgumentTypeError(f"given {text}, allowed is a number from {lowest}")
+        return value
+
+    return number

@@ -1,0 +1,129 @@
+"""GRPO on ranks: equal to one process, with one decision of all ranks when epochs end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cdrmix.config.load import load_config, shipped
+from cdrmix.config.schema import Config, Phase
+from cdrmix.objectives.grpo import group_advantages
+from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
+from cdrmix.reasoning.parts import Part
+from cdrmix.reasoning.policy import MemoryPolicy
+from cdrmix.reasoning.speculation import branch
+from cdrmix.reasoning.stream import NUM_FEATURES
+from tests.harness import run_ranks
+from tools.benchmark.learn_policy import HIDDEN, environment, make_streams
+
+TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
+LESSONS, TEXTS, GROUP, STEPS = 3, 4, 8, 3
+
+
+@dataclass
+class Collected:
+    """Episodes of one lesson."""
+
+    rollouts: Rollouts[Any]
+    advantages: Tensor
+    metrics: dict[str, Tensor]
+
+
+class StreamCourse:
+    """The stream of tools/benchmark/learn_policy.py, in which a random agent earns now and then."""
+
+    def __init__(self, config: Config) -> None:
+        self.model = nn.ModuleDict({"policy": MemoryPolicy(HIDDEN, NUM_FEATURES)})
+        self._policy.initialize(seed=0)
+        self._environment = environment()
+        assert config.stage_b is not None
+        self._config = config.stage_b.policy
+
+    @property
+    def _policy(self) -> MemoryPolicy:
+        policy = self.model["policy"]
+        assert isinstance(policy, MemoryPolicy)
+        return policy
+
+    def learning(self, phase: Phase) -> frozenset[Part]:
+        return frozenset({"policy"})
+
+    def lesson(self, phase: Phase, number: int) -> int:
+        return number
+
+    def loss(self, phase: Phase, lesson: int) -> tuple[Tensor, dict[str, Tensor]]:
+        raise AssertionError("there is one phase")
+
+    def collect(self, lesson: int) -> Collected:
+        generator = torch.Generator().manual_seed(lesson)
+        start = self._environment.start(branch(make_streams(TEXTS, generator), GROUP))
+        rollouts = roll_out(self._environment, self._policy, start, generator=generator)
+        advantages = group_advantages(rollouts.returns.view(-1, GROUP)).flatten()
+        return Collected(rollouts, advantages, {"return": rollouts.returns.mean()})
+
+    def rollout_loss(self, collected: Collected) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, sums = policy_loss(
+            self._policy, collected.rollouts, collected.advantages, self._config, reference=None
+        )
+        return loss / sums.steps, {"kl": sums.kl / sums.steps}
+
+
+def learn(profile: str, kl_target: float) -> tuple[list[int], list[float], dict[str, Tensor]]:
+    """Epochs and returns of each step on this rank, and the parameters after the last."""
+    from cdrmix import runtime
+    from cdrmix.engines.loop import start_engine
+    from cdrmix.engines.stage_b import StageB
+    from cdrmix.engines.stage_b_lessons import Lessons
+    from cdrmix.engines.stage_b_optim import Trained, make_clip, stage_b_adamw
+    from cdrmix.parallel.topology import make_topology
+    from cdrmix.planning.profile import choose
+    from cdrmix.planning.stage_b import stage_b_choice
+
+    training = {"memory_steps": 0, "adapter_steps": 0, "joint_steps": 0, "policy_steps": STEPS}
+    settings = {**training, "lessons_per_step": LESSONS, "group_size": GROUP, "warmup_steps": 0}
+    overrides = [f"stage_b.training.{name}={value}" for name, value in settings.items()]
+    config = load_config(TINY, [*overrides, f"stage_b.policy.kl_target={kl_target}"])
+    assert config.stage_b is not None
+    runtime.initialize_distributed()
+    world = runtime.world_size()
+    choice = choose(config, world_size=world, profile=profile)
+    choice = stage_b_choice(config, choice, world_size=world)
+    topology, course, clip = make_topology(choice.degrees), StreamCourse(config), make_clip(config)
+    engine = start_engine(
+        Trained(course.model), config, choice, topology, optimizer=stage_b_adamw(clip)
+    )
+    lessons = Lessons(course, config.stage_b, rank=runtime.rank(), world_size=world)
+    run: Any = SimpleNamespace(
+        engine=engine, config=config, topology=topology, loader=lessons, step=0
+    )
+    stage = StageB(course, config, clip, first_step=0, origin="")
+    results = []
+    for run.step in range(STEPS):
+        results.append(stage.train_step(run, stage.next_batch(run), weight=LESSONS))
+    returns = [float(runtime.all_reduce_sum(result.sums["return"])) for result in results]
+    parameters = {name: p.detach().clone() for name, p in course.model.named_parameters()}
+    runtime.destroy_distributed()
+    return [result.epochs for result in results], returns, parameters
+
+
+@pytest.mark.parametrize("profile", ["zero1", "zero2"])
+def test_two_ranks_learn_as_one(profile: str) -> None:
+    ((epochs, returns, parameters),) = run_ranks(learn, 1, "zero1", 1.0)
+    assert epochs == [4, 4, 4]
+    assert min(returns) > 0, "a policy that earns nothing learns from rounding alone"
+    for found in run_ranks(learn, 2, profile, 1.0):
+        assert found[0] == epochs
+        assert found[1] == pytest.approx(returns, rel=1e-5)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(found[2][name], parameter, rtol=1e-4, atol=1e-6)
+
+
+def test_epochs_end_alike_on_all_ranks_where_the_policy_has_moved_far_enough() -> None:
+    ((epochs, _, _),) = run_ranks(learn, 1, "zero1", 1e-3)
+    assert 1 <= min(epochs) < 4
+    assert [found[0] for found in run_ranks(learn, 2, "zero1", 1e-3)] == [epochs, epochs]
