@@ -10,6 +10,7 @@ import torch
 from cdrmix.errors import DataError
 from cdrmix.evaluation.readers import TrainedReader, load_reader
 from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.reader import segment_room
 from cdrmix.reasoning.reading import ReadingEpisodes, ReadingState
 
 _WHILE_READING = {
@@ -89,7 +90,7 @@ def answer_with(loaded: TrainedReader, text: str, question: str) -> Answered:
             "reading with memory takes a text and a question: give --prompt or --file, and "
             "--question"
         )
-    room = reader.room(len(asked))
+    room = segment_room(reader.window_tokens, len(asked))
     if room < 0:
         raise DataError(
             f"the question takes {len(asked)} tokens, {-room} more than a window of "

@@ -22,8 +22,17 @@ from torch import Tensor
 from cdrmix.config.schema import Phase, StageBTraining
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.errors import DataError
-from cdrmix.reasoning.reader import ANSWER_TOKENS
-from cdrmix.reasoning.segments import Marks, Texts, cut, make_marks, make_texts, segment_tokens
+from cdrmix.reasoning.reader import ANSWER_TOKENS, segment_room
+from cdrmix.reasoning.segments import (
+    Marks,
+    Texts,
+    cut,
+    fitting,
+    make_marks,
+    make_texts,
+    segment_tokens,
+    window_tokens,
+)
 from cdrmix.reasoning.speculation import map_tensors
 from cdrmix.reasoning.tasks import Example, generate
 
@@ -35,6 +44,9 @@ _STRAY_SHARE = 0.3
 _SUMMARISED_SHARE = 0.3
 # One row of plain text for so many tasks.
 _TASKS_PER_ROW = 16
+# Further windows for each task, of evidence, question and answer, for a backbone that learns: to
+# answer from a window takes many times the examples that retrieval takes.
+_DRILLS_PER_TASK = 4
 
 Rows = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
@@ -47,23 +59,28 @@ class Lesson:
         seed: of what is sampled while it is learned from.
         examples: the tasks, [N].
         texts: their segments and questions.
+        evidence: segments from which each answer follows, in the order in which one leads to the
+            next, [N].
         found: segments in the window when the next piece of evidence is looked for, [N].
         sought: the segment that is looked for then, [N]; -1 where there is none.
         gathered: segments in the window when the question is answered, [N].
         answers: tokens of the right answer with the stop, [N].
         summarised: segments that are folded into the slots, [N, L].
         plain: text of the corpus, [n, T + 1] int64; no rows without a corpus.
+        drills: further windows with a question, as tokens, and the answer to each with the stop.
     """
 
     seed: int
     examples: tuple[Example, ...]
     texts: Texts
+    evidence: tuple[tuple[int, ...], ...]
     found: tuple[tuple[int, ...], ...]
     sought: Tensor
     gathered: tuple[tuple[int, ...], ...]
     answers: tuple[tuple[int, ...], ...]
     summarised: Tensor
     plain: Tensor
+    drills: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
     def to(self, device: torch.device) -> Lesson:
         """The lesson with its tensors on a device."""
@@ -81,6 +98,7 @@ class Lessons:
         tokenizer: of the corpus.
         rows: samples of the corpus by their numbers, [n] -> [n, T + 1]; None leaves text out.
         num_rows: how many there are.
+        drills: whether lessons of the joint phase hold drills.
     """
 
     training: StageBTraining
@@ -89,6 +107,7 @@ class Lessons:
     tokenizer: Tokenizer
     rows: Rows | None = None
     num_rows: int = 0
+    drills: bool = True
 
     @functools.cached_property
     def marks(self) -> Marks:
@@ -118,12 +137,17 @@ class Lessons:
             seed=rng.getrandbits(62),
             examples=tuple(examples),
             texts=texts,
+            evidence=tuple(
+                tuple(place + length - len(segments) for place in evidence)
+                for segments, evidence in drawn
+            ),
             found=tuple(found for found, _, _ in chosen),
             sought=torch.tensor([sought for _, sought, _ in chosen]),
             gathered=tuple(gathered for _, _, gathered in chosen),
             answers=tuple(self.answer_tokens(example) for example in examples),
             summarised=summarised & (texts.lengths > 0),
             plain=self._plain(rng),
+            drills=self._drills(number, rng) if phase == "joint" and self.drills else (),
         )
 
     def texts(
@@ -151,17 +175,17 @@ class Lessons:
         words = self.tokenizer.encode(" ".join(example.answers))
         return (*words[: ANSWER_TOKENS - 1], self.marks.stop)
 
-    def _example(self, phase: Phase, number: int) -> Example:
+    def _example(self, use: str, number: int) -> Example:
         """Tasks take turns, and so do lengths; a task that a length has no room for is longer."""
         tasks, ratios = self.training.tasks, self.training.length_ratios
         task = tasks[number % len(tasks)]
         wanted = ratios[number // len(tasks) % len(ratios)]
         for ratio in range(wanted, wanted + max(16, wanted)):
             try:
-                return self.example(task, f"{self.seed}/{phase}", number, ratio)
+                return self.example(task, f"{self.seed}/{use}", number, ratio)
             except DataError:
                 continue
-        return self.example(task, f"{self.seed}/{phase}", number, 2 * max(16, wanted))
+        return self.example(task, f"{self.seed}/{use}", number, 2 * max(16, wanted))
 
     def example(self, task: str, seed: str, number: int, length_ratio: int) -> Example:
         """Example `number` of a task at a length, measured in windows of this tokenizer."""
@@ -209,6 +233,27 @@ class Lessons:
             evidence[known] + offset,
             tuple(place + offset for place in gathered),
         )
+
+    def _drills(
+        self, number: int, rng: random.Random
+    ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Evidence among at most one other segment, question, answer."""
+        count = self.training.texts_per_lesson * _DRILLS_PER_TASK
+        drills = []
+        for place in range(count):
+            example = self._example("drill", number * count + place)
+            segments, evidence = self._task(example, rng, whole=False)
+            gathered = self._windows(len(segments), evidence, 0, rng)[2]
+            asked = self.tokenizer.encode(example.question)
+            room = segment_room(self.window_tokens, len(asked))
+            chosen, _ = fitting([len(segment) for segment in segments], gathered, room)
+            drills.append(
+                (
+                    window_tokens([segments[each] for each in sorted(chosen)], asked, self.marks),
+                    self.answer_tokens(example),
+                )
+            )
+        return tuple(drills)
 
     def _plain(self, rng: random.Random) -> Tensor:
         if self.rows is None:

@@ -85,9 +85,9 @@ def phase_loss(
     if len(lesson.plain):
         text = text_loss(reader, lesson.plain, plastic=plastic, slots=slots)
         losses["text"] = weights.ce * text
-    if len(lesson.plain) and reader.backbone.embedding.weight.requires_grad:
-        nats, router = _replay(reader, lesson.plain, config.model)
-        losses["replay"] = weights.ce * nats
+    if phase == "joint" and section(config).training.backbone_lr_scale > 0:
+        alone, router = _backbone_losses(reader, lesson, config.model)
+        losses |= {name: weights.ce * loss for name, loss in alone.items()}
         if router is not None:
             losses["router"] = weights.moe_aux * router
     metrics |= {f"{name}_loss": loss.detach() for name, loss in losses.items()}
@@ -175,36 +175,55 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
     return torch.stack(nats).sum() / (plain.numel() - len(plain))
 
 
-def _replay(
-    reader: MemoryReader, plain: Tensor, model: ModelConfig
-) -> tuple[Tensor, Tensor | None]:
-    """Nats per token of the backbone alone, and its weighted router losses."""
-    output: Output = reader.backbone(plain[:, :-1])
-    labels = plain[:, 1:]
-    nats = linear_cross_entropy(output.hidden, reader.backbone.embedding.weight, labels)
-    nats = nats / labels.numel()
+def _backbone_losses(
+    reader: MemoryReader, lesson: Lesson, model: ModelConfig
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Of the backbone alone, nats per label: drills, and plain text; and its router's losses."""
+    losses, router = {}, None
+    weight = reader.backbone.embedding.weight
+    if lesson.drills:
+        tokens, labels = _rows_with_answers(*zip(*lesson.drills, strict=True))
+        tokens, labels = tokens.to(weight.device), labels.to(weight.device)
+        nats = linear_cross_entropy(reader.backbone(tokens).hidden, weight, labels)
+        losses["drill"] = nats / count_valid(labels)
+    if len(lesson.plain):
+        output: Output = reader.backbone(lesson.plain[:, :-1])
+        labels = lesson.plain[:, 1:]
+        nats = linear_cross_entropy(output.hidden, weight, labels)
+        losses["replay"] = nats / labels.numel()
+        router = _router_loss(output, labels.numel(), model)
+    return losses, router
+
+
+def _router_loss(output: Output, num_tokens: int, model: ModelConfig) -> Tensor | None:
     if model.moe is None or output.router_statistics is None:
-        return nats, None
+        return None
     losses = router_losses(
-        output.router_statistics / labels.numel(),
+        output.router_statistics / num_tokens,
         num_experts=model.moe.num_experts,
         top_k=model.moe.top_k,
     )
     balance = model.moe.load_balance_weight * losses.load_balance
-    return nats, balance + model.moe.z_loss_weight * losses.z
+    return balance + model.moe.z_loss_weight * losses.z
 
 
 def _with_answers(windows: Windows, lesson: Lesson) -> tuple[Tensor, Tensor]:
     """Windows with the right answers behind them, and labels at the answers alone, [n, T]."""
-    width = windows.tokens.shape[1] + max(map(len, lesson.answers)) - 1
-    tokens = _widened(windows.tokens, width).clone()
+    rows = zip(windows.tokens.tolist(), windows.lengths.tolist(), strict=True)
+    tokens, labels = _rows_with_answers([ids[:length] for ids, length in rows], lesson.answers)
+    return tokens.to(windows.tokens.device), labels.to(windows.tokens.device)
+
+
+def _rows_with_answers(
+    windows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor]:
+    width = max(len(ids) + len(answer) for ids, answer in zip(windows, answers, strict=True)) - 1
+    tokens = torch.zeros(len(windows), width, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORED_LABEL)
-    for row, (answer, length) in enumerate(
-        zip(lesson.answers, windows.lengths.tolist(), strict=True)
-    ):
-        ids = torch.tensor(answer, device=tokens.device)
-        tokens[row, length : length + len(ids) - 1] = ids[:-1]
-        labels[row, length - 1 : length - 1 + len(ids)] = ids
+    for row, (ids, answer) in enumerate(zip(windows, answers, strict=True)):
+        end = len(ids) + len(answer) - 1
+        tokens[row, :end] = torch.tensor([*ids, *answer[:-1]])
+        labels[row, len(ids) - 1 : end] = torch.tensor(answer)
     return tokens, labels
 
 

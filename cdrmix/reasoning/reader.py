@@ -26,14 +26,16 @@ from cdrmix.reasoning.adapter import PlasticAdapter
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone, PlasticState
 from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
 from cdrmix.reasoning.retrieval import RetrievalEncoder
-from cdrmix.reasoning.segments import Marks, Texts, segment_tokens
+from cdrmix.reasoning.segments import Marks, Texts, fitting, segment_tokens, window_tokens
 from cdrmix.reasoning.speculation import select
 from cdrmix.reasoning.working_memory import WorkingMemory
 
-# fill, budget used, question asked, buffer filled, its best score, window filled, last action
-NUM_FEATURES = 6 + NUM_ACTIONS
+# budget used, question asked, buffer filled, its best score, window filled, last action
+NUM_FEATURES = 5 + NUM_ACTIONS
 # Room that a window keeps for its answer: three made-up words of four tokens, and the stop.
 ANSWER_TOKENS = 14
+# Segments are read together in passes of at least so many tokens; each is its own document there.
+_LEAST_PASS_TOKENS = 256
 # A tenth of what adapters have that learn with an untrained backbone: a trained one is disturbed
 # little before they have learned what is worth storing.
 _INITIAL_GAIN = 1.0
@@ -136,7 +138,7 @@ class MemoryReader(nn.Module):
             with_correlation: also give the adapters' local objective.
         """
         state = self.plastic.start(len(texts.tokens)) if plastic else None
-        step = max(self.window_tokens // self.segment_tokens, 1)
+        step = max(self.window_tokens, _LEAST_PASS_TOKENS) // self.segment_tokens
         hidden, correlations = [], []
         for first in range(0, texts.tokens.shape[1], step):
             part = slice(first, first + step)
@@ -200,7 +202,8 @@ class MemoryReader(nn.Module):
         for row, wanted in zip(rows, fetched, strict=True):
             chosen, room = self.choose(texts, row, wanted)
             rooms.append(room)
-            built.append(self._window(texts, row, sorted(chosen)))
+            segments = [texts.segment(row, place) for place in sorted(chosen)]
+            built.append(window_tokens(segments, texts.questions[row], self.marks))
         return self._stacked(texts, rows, built, rooms)
 
     def last_windows(self, texts: Texts) -> Windows:
@@ -211,28 +214,15 @@ class MemoryReader(nn.Module):
 
     def choose(self, texts: Texts, row: int, wanted: Sequence[int]) -> tuple[list[int], int]:
         """Which of the wanted segments fit into the window of a text, and how much room is left."""
-        taken, room = list[int](), self.room(len(texts.questions[row]))
-        for place in wanted:
-            size = int(texts.lengths[row, place])
-            if size + 1 > room:
-                break
-            if size > 0:
-                taken.append(place)
-                room -= size + 1
-        return taken, room
-
-    def room(self, question_tokens: int) -> int:
-        """Tokens of segments that fit into a window beside a question and its answer."""
-        return self.window_tokens - ANSWER_TOKENS - question_tokens - 2
-
-    def _window(self, texts: Texts, row: int, chosen: Sequence[int]) -> list[int]:
-        ids: list[int] = []
-        for place in chosen:
-            ids += [self.marks.memory, *texts.segment(row, place)]
-        return [*ids, self.marks.memory, *texts.questions[row], self.marks.answer]
+        room = segment_room(self.window_tokens, len(texts.questions[row]))
+        return fitting(texts.lengths[row].tolist(), wanted, room)
 
     def _stacked(
-        self, texts: Texts, rows: Sequence[int], built: Sequence[list[int]], rooms: Sequence[int]
+        self,
+        texts: Texts,
+        rows: Sequence[int],
+        built: Sequence[Sequence[int]],
+        rooms: Sequence[int],
     ) -> Windows:
         device = texts.tokens.device
         tokens = torch.full((len(built), max(map(len, built))), self.marks.pad)
@@ -336,6 +326,11 @@ class MemoryReader(nn.Module):
     def answer_alone(self, texts: Texts) -> list[list[int]]:
         """What the backbone answers from the end of each text, without any memory."""
         return self.answer(self.last_windows(texts), slots=None, plastic=None)
+
+
+def segment_room(window_tokens: int, question_tokens: int) -> int:
+    """Tokens of segments that fit into a window beside a question and its answer."""
+    return window_tokens - ANSWER_TOKENS - question_tokens - 2
 
 
 def plastic_rows(plastic: PlasticState | None, rows: Tensor) -> PlasticState | None:

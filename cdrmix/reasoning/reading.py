@@ -134,7 +134,6 @@ class ReadingEpisodes:
         hidden = torch.where(asked.unsqueeze(1), state.seen, segment)
         features = torch.stack(
             [
-                (state.memory >= 0).float().mean(1),
                 state.operations / self.config.step_budget,
                 asked.float(),
                 (state.buffer >= 0).float().mean(1),

@@ -119,6 +119,34 @@ def _sentences(ids: Sequence[int], marks: Marks) -> list[list[int]]:
     return [sentence for sentence in sentences if sentence]
 
 
+def fitting(lengths: Sequence[int], wanted: Sequence[int], room: int) -> tuple[list[int], int]:
+    """Wanted segments up to the first that does not fit behind its mark, and the room left.
+
+    Args:
+        lengths: tokens of each segment; those of 0 are passed over.
+        wanted: segments, the most wanted first.
+        room: tokens.
+    """
+    taken: list[int] = []
+    for place in wanted:
+        if lengths[place] + 1 > room:
+            break
+        if lengths[place] > 0:
+            taken.append(place)
+            room -= lengths[place] + 1
+    return taken, room
+
+
+def window_tokens(
+    segments: Sequence[Sequence[int]], question: Sequence[int], marks: Marks
+) -> tuple[int, ...]:
+    """What a window holds: segments, each behind its mark, and the question."""
+    ids: list[int] = []
+    for segment in segments:
+        ids += [marks.memory, *segment]
+    return (*ids, marks.memory, *question, marks.answer)
+
+
 def make_texts(
     texts: Sequence[Sequence[Sequence[int]]],
     questions: Sequence[Sequence[int]],

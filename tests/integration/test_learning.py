@@ -10,6 +10,7 @@ from tools.benchmark import learn_binding as binding
 from tools.benchmark import learn_policy as policy
 from tools.benchmark import learn_registers as registers
 from tools.benchmark import learn_retrieval as retrieval
+from tools.benchmark import learn_system as system
 
 
 @pytest.mark.parametrize("rank", binding.ROWS)
@@ -51,3 +52,10 @@ def test_returns_divided_by_their_deviation_teach_to_do_nothing() -> None:
     found = policy.collapse(iterations=50)
     assert found["ours"]["success"] >= 0.90
     assert (found["divided"]["success"], found["divided"]["operations"]) == (0.0, 0.0)
+
+
+def test_the_whole_learns_to_fetch_what_its_question_asks_for() -> None:
+    found = system.learn(0, steps=80, iterations=30)
+    assert found["trained"] >= 0.90
+    assert found["untrained"] <= 0.20
+    assert found["cache_write masked"] == 0

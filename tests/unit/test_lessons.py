@@ -7,7 +7,14 @@ from cdrmix.reasoning.course import ReaderCourse
 from cdrmix.reasoning.parts import part_of
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading import ReadingEpisodes
-from tests.unit.small_reader import TASKS, small_config, small_lessons, small_reader, tokenizer
+from tests.unit.small_reader import (
+    TASKS,
+    WINDOW_TOKENS,
+    small_config,
+    small_lessons,
+    small_reader,
+    tokenizer,
+)
 
 
 def test_a_lesson_follows_from_seed_phase_and_number() -> None:
@@ -28,10 +35,20 @@ def test_what_is_sought_is_evidence_and_what_is_gathered_all_of_it() -> None:
         ]
         assert all(any(line in text for text in said) for line in example.evidence)
         assert (lesson.sought[row] >= 0) == bool(example.evidence)
+        assert set(lesson.evidence[row]) <= set(lesson.gathered[row])
         if example.evidence:
             sought = tokenizer().decode(lesson.texts.segment(row, int(lesson.sought[row])))
             assert any(line in sought for line in example.evidence)
             assert int(lesson.sought[row]) not in lesson.found[row]
+
+
+def test_drills_fit_into_the_window_and_come_where_a_backbone_learns() -> None:
+    lessons = small_lessons(small_config(tasks=TASKS))
+    drills = lessons.lesson("joint", 0).drills
+    assert len(drills) == 16 and not lessons.lesson("memory", 0).drills
+    for window, answer in drills:
+        assert window[-1] == lessons.marks.answer and answer[-1] == lessons.marks.stop
+        assert len(window) + len(answer) <= WINDOW_TOKENS
 
 
 def test_the_policy_reads_whole_texts() -> None:
@@ -41,7 +58,7 @@ def test_the_policy_reads_whole_texts() -> None:
 
 
 def test_each_phase_gives_gradients_to_what_learns_in_it_and_to_nothing_else() -> None:
-    config = small_config()
+    config = small_config(backbone_lr_scale=1.0)
     for phase in ("memory", "adapters", "joint"):
         reader = small_reader(config)
         course = ReaderCourse(reader, small_lessons(config), config)

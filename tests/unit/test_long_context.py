@@ -122,7 +122,7 @@ def test_what_is_retrieved_was_written() -> None:
     reader = loaded(favourite=Action.CACHE_WRITE)
     with torch.no_grad():  # once writing is over, retrieve while there is room, then splice
         reader.reader.policy.feature_policy.bias[Action.RETRIEVE] = 5.0
-        reader.reader.policy.feature_policy.weight[Action.SPLICE_WINDOW, 3] = 50.0
+        reader.reader.policy.feature_policy.weight[Action.SPLICE_WINDOW, 2] = 50.0
     events = answer_with(reader, TEXT, "What is the code of bami?").events
     written = {event.text for event in events if event.kind == "written"}
     retrieved = [event.text for event in events if event.kind == "retrieved"]

@@ -24,9 +24,11 @@ from typing import Any
 
 from tools.benchmark.learn_rows import (
     binding_rows,
+    cost_rows,
     policy_rows,
     registers_rows,
     retrieval_rows,
+    system_rows,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -332,6 +334,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "learn_registers": ("Stage B: working memory tracks registers", registers_rows),
     "learn_retrieval": ("Stage B: episodic retrieval", retrieval_rows),
     "learn_policy": ("Stage B: the memory agent", policy_rows),
+    "learn_system": ("Stage B: the whole, from text to table", system_rows),
+    "reasoning": ("Stage B: what it costs", cost_rows),
 }
 
 

@@ -1,0 +1,226 @@
+"""Stage B as a whole learns to answer from texts eight times as long as its window.
+
+Full form: `cdrmix-reason-tiny` from text to table, as a user runs it, for three seeds; what counts
+are the needle among several keys and the variable followed over two hops, at 512 tokens, beside the
+backbone alone. Short form, for the tests: a smaller reader learns from nothing to fetch what its
+question asks for; an episode is worth the share of the evidence that stands in the window when it
+is answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cdrmix.config.load import load_config, shipped
+from cdrmix.config.schema import Config, ReasoningTask
+from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
+from cdrmix.evaluation.long_context import evaluate_reasoning
+from cdrmix.models.backbone import Backbone
+from cdrmix.network import free_port
+from cdrmix.reasoning import phases
+from cdrmix.reasoning.episodes import learn_from, roll_out
+from cdrmix.reasoning.lessons import Lesson, Lessons
+from cdrmix.reasoning.parts import part_of
+from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.reader import MemoryReader
+from cdrmix.reasoning.reading import ReadingEpisodes, ReadingState
+from cdrmix.reasoning.tasks import generate
+
+TASKS: tuple[ReasoningTask, ...] = ("needle_keys", "variable_tracking")
+LENGTH_RATIO, NUM_EVALUATED = 8, 128
+
+SMALL_WINDOW, SMALL_VOCABULARY = 64, 512
+RATES = {"memory": 3e-3, "adapters": 1e-2, "backbone": 3e-3}
+POLICY_RATE = 1e-2
+
+
+def run(seed: int) -> dict[str, Any]:
+    """From text to table with one seed; seconds are wall time on two ranks."""
+    with tempfile.TemporaryDirectory() as name:
+        run_dir = Path(name) / "run"
+        command = [
+            str(Path(sys.executable).with_name("deepspeed")),
+            *("--num_gpus", "2", "--master_port", str(free_port())),
+            *("--log_level", "error", "launch/train.py"),
+            *("--config", "model_configs/cdrmix-reason-tiny.yaml", "--run-dir", str(run_dir)),
+            *("--set", f"training.seed={seed}"),
+        ]
+        began = time.monotonic()
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        seconds = time.monotonic() - began
+        rows = evaluate_reasoning(
+            run_dir, tasks=TASKS, length_ratios=(LENGTH_RATIO,), num_examples=NUM_EVALUATED
+        )
+    scores = {row.task: (row.score, row.backbone_score) for row in rows}
+    return {"seed": seed, "seconds": seconds, "scores": scores}
+
+
+class Fetching(ReadingEpisodes):
+    """Episodes worth the share of the evidence in the window; nothing is answered.
+
+    Args:
+        reader: whose episodes.
+        lesson: of the policy's phase.
+        forbidden: actions that are never legal.
+    """
+
+    def __init__(
+        self, reader: MemoryReader, lesson: Lesson, *, forbidden: frozenset[Action] = frozenset()
+    ) -> None:
+        with torch.no_grad():
+            reading = reader.read(lesson.texts)
+        super().__init__(reader, reading, lambda _, __: 0.0, forbidden=forbidden)
+        self._evidence = [set(evidence) for evidence in lesson.evidence]
+
+    def _finished(self, state: ReadingState, done: torch.Tensor) -> ReadingState:
+        earned = state.earned.clone()
+        for place in torch.nonzero(done).flatten().tolist():
+            row = int(state.rows[place])
+            there, _ = self.reader.choose(self.reading.texts, row, self._wanted(state, place))
+            earned[place] = len(self._evidence[row] & set(there)) / len(self._evidence[row])
+        return replace(state, earned=earned, solved=state.solved | done)
+
+
+def small_reader(seed: int) -> tuple[MemoryReader, Lessons, Config]:
+    """Four dense blocks of width 64 over a tokenizer of task texts."""
+    overrides = {
+        "model.hidden_size": 64,
+        "model.num_heads": 2,
+        "model.vocab_size": SMALL_VOCABULARY,
+        "model.moe": "null",
+        "training.seed": seed,
+        "stage_b.memory.summary_dim": 64,
+        "stage_b.memory.top_k": 1,
+        "stage_b.training.texts_per_lesson": 16,
+        "stage_b.training.group_size": 8,
+    }
+    config = load_config(
+        shipped("model_configs") / "cdrmix-reason-tiny.yaml",
+        [f"{path}={value}" for path, value in overrides.items()],
+    )
+    training = phases.section(config).training.model_copy(
+        update={"tasks": TASKS[:1], "length_ratios": (1, 2), "backbone_lr_scale": 1.0}
+    )
+    stage_b = phases.section(config).model_copy(update={"training": training})
+    config = config.model_copy(update={"stage_b": stage_b})
+    lessons = Lessons(training, seed, SMALL_WINDOW, small_tokenizer(), drills=False)
+    backbone = Backbone(config.model)
+    backbone.initialize(seed=seed)
+    reader = MemoryReader(backbone, stage_b, window_tokens=SMALL_WINDOW, marks=lessons.marks)
+    reader.initialize(seed=seed)
+    return reader, lessons, config
+
+
+def small_tokenizer() -> Tokenizer:
+    """Byte pairs of task texts."""
+    texts = [
+        generate(task, number=n, seed=0, length_ratio=4, window_tokens=400, count_tokens=len).text
+        for task in TASKS
+        for n in range(20)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        trained = train_tokenizer(texts, SMALL_VOCABULARY)
+        (Path(folder) / TOKENIZER_FILE).write_text(trained.to_str())
+        return load_tokenizer(Path(folder))
+
+
+def learn(seed: int, *, steps: int, iterations: int) -> dict[str, Any]:
+    """What a small reader fetches, and its controls."""
+    began = time.process_time()
+    reader, lessons, config = small_reader(seed)
+    untrained = _fetched(reader, lessons)
+    train_joint(reader, lessons, config, steps=steps)
+    train_policy(reader, lessons, config, iterations=iterations)
+    return {
+        "trained": _fetched(reader, lessons),
+        "untrained": untrained,
+        "cache_write masked": _fetched(reader, lessons, forbidden=frozenset({Action.CACHE_WRITE})),
+        "seconds": time.process_time() - began,
+    }
+
+
+def train_joint(reader: MemoryReader, lessons: Lessons, config: Config, *, steps: int) -> None:
+    """The joint phase, on one process."""
+    groups: dict[str, list[nn.Parameter]] = {part: [] for part in RATES}
+    for name, parameter in reader.named_parameters():
+        if part_of(name) in groups:
+            groups[part_of(name)].append(parameter)
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[part], "part": part} for part in RATES], weight_decay=0
+    )
+    for step in range(steps):
+        factor = min((step + 1) / 20, 1, max(0.05, 2 * (1 - step / steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = factor * RATES[group["part"]]
+        loss, _ = phases.phase_loss(reader, "joint", lessons.lesson("joint", step), config)
+        optimizer.zero_grad()
+        loss.backward()
+        for parameters in groups.values():
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+
+def train_policy(
+    reader: MemoryReader, lessons: Lessons, config: Config, *, iterations: int
+) -> None:
+    """The policy's phase on episodes of fetching, on one process."""
+    stage_b = phases.section(config)
+    optimizer = torch.optim.AdamW(reader.policy.parameters(), lr=POLICY_RATE, weight_decay=0)
+    for number in range(iterations):
+        lesson = lessons.lesson("policy", number)
+        episodes = Fetching(reader, lesson)
+        generator = torch.Generator().manual_seed(lesson.seed)
+        group = stage_b.training.group_size
+        rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
+        learn_from(reader.policy, optimizer, rollouts, stage_b.policy, group_size=group)
+
+
+@torch.no_grad()
+def _fetched(
+    reader: MemoryReader, lessons: Lessons, *, forbidden: frozenset[Action] = frozenset()
+) -> float:
+    """Share of the evidence that greedy episodes on unseen texts have in the window."""
+    lesson = lessons.lesson("policy", 10_000)
+    episodes = Fetching(reader, lesson, forbidden=forbidden)
+    final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
+    return float(final.earned.mean())
+
+
+def measure(seeds: Sequence[int]) -> dict[str, Any]:
+    """The full form."""
+    return {"rounds": len(seeds), "learned": [run(seed) for seed in seeds]}
+
+
+def main() -> None:
+    """Print the rows, or JSON with --json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--short", action="store_true", help="the short form, of the first seed")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.short:
+        print(learn(args.seeds[0], steps=60, iterations=40))
+        return
+    result = measure(args.seeds)
+    if args.json:
+        print(json.dumps(result))
+        return
+    for row in result["learned"]:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
