@@ -209,9 +209,13 @@ def device() -> torch.device:
 def device_memory_gib() -> float:
     """Memory of this rank's device as torch reports it; on CPUs its share of the host's (GiB)."""
     if use_cpu():
-        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return host / local_world_size() / 2**30
+        return host_memory_gib() / local_world_size()
     return torch.cuda.get_device_properties(device()).total_memory / 2**30
+
+
+def host_memory_gib() -> float:
+    """Memory of this rank's host (GiB)."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def import_deepspeed() -> Any:
