@@ -125,7 +125,7 @@ class Head:
             elif message.get("token") == self._settings.token:
                 line.peer = self._peers[message["rank"]]
                 line.peer.host = message["host"]
-                if self._folder and all(peer.host for peer in self._peers.values()):
+                if self._folder and self._all_have_called():
                     note_meeting(self._folder)
             else:
                 data = b""
@@ -156,8 +156,14 @@ class Head:
             except OSError:
                 self._hang_up(line)
 
+    def _all_have_called(self) -> bool:
+        return all(peer.host for peer in self._peers.values())
+
     def _pass_on_stop(self) -> None:
-        if self._folder and not self._has_asked_to_stop and stop_is_asked(self._folder):
+        """Once, and to all: a wish that came while the ranks started waits for the last of them."""
+        if self._has_asked_to_stop or not self._folder or not self._all_have_called():
+            return
+        if stop_is_asked(self._folder):
             self._has_asked_to_stop = True
             self._tell({"stop": True})
 
