@@ -103,10 +103,10 @@ def has_left(slurm: SlurmLab, job: str) -> bool:
 
 
 def submit_endless(slurm: SlurmLab, data: Path, folder: Path, starter: str) -> str:
-    """Queue a run that its time limit ends: USR1 comes 75 to 105 s before two minutes are over."""
+    """Queue a run that its time limit ends: USR1 comes 60 to 90 s before two minutes are over."""
     write_config(folder / "config.yaml", data, 1_000_000)
     # a start that is not yet at its first step when the signal comes has another go
-    limit = ("--time", "00:02:00", "--option", "signal=B:USR1@75", "--max-restarts", "9")
+    limit = ("--time", "00:02:00", "--option", "signal=B:USR1@60", "--max-restarts", "9")
     run = ("--config", str(folder / "config.yaml"), "--run-dir", str(folder / "run"))
     return submit(slurm, run, "--starter", starter, *limit)
 
@@ -122,13 +122,14 @@ def test_a_time_limit_saves_and_requeues_under_both_starters(
         jobs[folder] = job, folder / "run" / f"slurm-{job}.log"
 
     ends: dict[Path, int] = {}
-    for folder, (_, log) in jobs.items():
+    for folder, (job, log) in jobs.items():
         wait_until((folder / "run" / "checkpoints" / "latest").exists, log)
         found = store.find(folder / "run")
         assert found is not None
         ends[folder] = found.step + 10
         write_config(folder / "config.yaml", small_corpus, ends[folder])
         wait_until(partial(has_line, log, "ended with code 75 after USR1"), log)
+        slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
     for folder, (job, log) in jobs.items():
         wait_until(partial(has_left, slurm, job), log)
         assert (folder / "run" / "metrics.json").exists(), log.read_text()

@@ -25,6 +25,8 @@ from tests.small_run import arguments, overrides, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
 STEPS = 40
 CORES = len(os.sched_getaffinity(0))
 

@@ -288,7 +288,7 @@ def test_deepspeed_accepts_every_shipped_profile(profile: Path) -> None:
 
 def test_smaller_micro_batches_keep_what_a_rank_takes_of_a_step() -> None:
     given = config("core-tiny", "training.global_batch_size=12", "training.micro_batch_size=6")
-    choice = choose(given, world_size=1, device="cpu")
+    choice = choose(given, devices(1, "cpu"))
     sizes = [6]
     while sizes[-1] > 1:
         sizes.append(smaller_micro_batch(choice, sizes[-1]))
