@@ -55,8 +55,8 @@ class _Piece:
     offset: int
 
     def of(self, partition: torch.Tensor) -> torch.Tensor:
-        """This piece's elements of a flat partition, as a view."""
-        return partition.detach().narrow(0, self.offset, self.span.numel)
+        """This piece's elements of a flat, detached partition, as a view."""
+        return partition.narrow(0, self.offset, self.span.numel)
 
     def has_first_element(self) -> bool:
         """Whether the parameter's very first logical element is here: true on one rank."""
@@ -84,19 +84,17 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
     """
     states = engine.optimizer.optimizer.state
     for partition in _partitions(engine, logical_name):
-        state = states.get(partition.master, {})
-        for piece in partition.pieces:
-            if piece.placement.is_copy:
+        pieces = [piece for piece in partition.pieces if not piece.placement.is_copy]
+        for kind, value in {"param": partition.master, **states.get(partition.master, {})}.items():
+            if _is_spread_like(value, partition.master):
+                yield from _fragments_of(pieces, kind, value)
                 continue
-            yield _fragment(piece, "param", partition.master)
-            for kind, value in state.items():
-                if _is_spread_like(value, partition.master):
-                    yield _fragment(piece, kind, value)
-                elif piece.has_first_element():
-                    number = torch.tensor([float(value)], dtype=torch.float64)
+            number = torch.tensor([float(value)], dtype=torch.float64)
+            for piece in pieces:
+                if piece.has_first_element():
                     yield Fragment(piece.name, kind, (), Span.whole(Block.whole(())), number)
     for piece, share in _frozen_shares(engine, logical_name):
-        yield _fragment(piece, "param", share)
+        yield from _fragments_of([piece], "param", share)
     for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
         if placement.is_first_replica and not placement.is_copy:
             values = tensor.detach().reshape(-1)
@@ -293,9 +291,11 @@ def _is_spread_like(value: Any, master: torch.Tensor) -> bool:
     return torch.is_tensor(value) and value.shape == master.shape
 
 
-def _fragment(piece: _Piece, kind: str, partition: torch.Tensor) -> Fragment:
-    values = piece.of(partition).float()
-    return Fragment(piece.name, kind, piece.placement.shape, piece.span, values)
+def _fragments_of(pieces: list[_Piece], kind: str, partition: torch.Tensor) -> Iterator[Fragment]:
+    """Pieces of a flat partition, in its order."""
+    values = partition.detach().float()
+    for piece in pieces:
+        yield Fragment(piece.name, kind, piece.placement.shape, piece.span, piece.of(values))
 
 
 def _shapes(engine: Any, logical_name: LogicalName) -> dict[str, tuple[int, ...]]:
@@ -332,7 +332,7 @@ def _read(engine: Any, reader: CheckpointReader, logical_name: LogicalName) -> N
 
 def _fill(flat: torch.Tensor, piece: _Piece, reader: CheckpointReader, kind: str) -> None:
     span = piece.span
-    piece.of(flat).copy_(
+    piece.of(flat.detach()).copy_(
         reader.read(piece.name, kind, block=span.block, start=span.start, numel=span.numel)
     )
 

@@ -60,7 +60,8 @@ def write_tensors(path: Path, header: bytes, data: Iterable[torch.Tensor]) -> Fi
 
     Args:
         path: file to create.
-        header: `safetensors_header` of the tensors.
+        header: `safetensors_header` of the tensors, those of the widest elements first: the format
+            allows no gaps, and torch needs aligned offsets.
         data: tensors on any device, or pieces of memory, that hold the bytes of these tensors.
     Raises:
         OSError: naming `path`.
@@ -77,11 +78,6 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1).contiguous()
     # A single element counts as contiguous whatever its stride; a byte view does not.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
-def in_file_order(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Widest elements first: safetensors allows no gaps, and torch needs aligned offsets."""
-    return sorted(tensors, key=lambda item: -item[1].element_size())
 
 
 def safetensors_header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:

@@ -18,8 +18,6 @@ import torch
 
 from cdrmix.checkpoint.files import (
     FileRecord,
-    in_file_order,
-    json_text,
     replace_text,
     safetensors_header,
     sync_directory,
@@ -43,17 +41,16 @@ class Share:
     """What one rank adds to a checkpoint.
 
     Attributes:
-        name: of its files.
-        header, data: content of its tensor file.
-        index: what the index says of each fragment in it.
-        rank_state: JSON text of its small state.
+        rank: its number.
+        fragments: what it holds.
+        data: their bytes, end to end, in the order of its file.
+        state: its small state, as JSON.
     """
 
-    name: str
-    header: bytes
+    rank: int
+    fragments: list[Fragment]
     data: list[torch.Tensor]
-    index: list[dict[str, Any]]
-    rank_state: str
+    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,23 +62,12 @@ class Part:
 
 
 def make_share(
-    rank: int,
-    fragments: Iterable[Fragment],
-    rank_state: Mapping[str, Any],
-    memory: HostMemory | None,
+    rank: int, fragments: Iterable[Fragment], state: Mapping[str, Any], memory: HostMemory | None
 ) -> Share:
     """The share of this rank: a copy in `memory`, or views of the live state without one."""
-    held = [(f"{fragment.kind}/{fragment.name}", fragment) for fragment in fragments]
-    ordered = in_file_order((key, fragment.values) for key, fragment in held)
-    data = [values for _, values in ordered]
-    file = f"{_name(rank)}.safetensors"
-    return Share(
-        name=_name(rank),
-        header=safetensors_header(ordered),
-        data=data if memory is None else memory.copy(data),
-        index=[index_entry(file, key, fragment) for key, fragment in held],
-        rank_state=json_text(dict(rank_state)),
-    )
+    held = list(fragments)
+    values = [fragment.values for fragment in _in_file_order(held)]
+    return Share(rank, held, values if memory is None else memory.copy(values), state)
 
 
 def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
@@ -100,12 +86,16 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
 
 def write_share(temporary: Path, share: Share) -> None:
     """Write one rank's files, and what rank 0 is to know of them."""
-    tensor_file, json_file = f"{share.name}.safetensors", f"{share.name}.json"
+    name = _name(share.rank)
+    tensor_file, json_file = f"{name}.safetensors", f"{name}.json"
+    ordered = _in_file_order(share.fragments)
+    header = safetensors_header([(_key(fragment), fragment.values) for fragment in ordered])
     files = {
-        tensor_file: write_tensors(temporary / tensor_file, share.header, share.data),
-        json_file: write_text(temporary / json_file, share.rank_state),
+        tensor_file: write_tensors(temporary / tensor_file, header, share.data),
+        json_file: write_json(temporary / json_file, dict(share.state)),
     }
-    write_json(temporary / f"{share.name}.part", {"files": files, "index": share.index})
+    index = [index_entry(tensor_file, _key(fragment), fragment) for fragment in share.fragments]
+    write_text(temporary / f"{name}.part", json.dumps({"files": files, "index": index}))
 
 
 def read_parts(temporary: Path, world_size: int) -> list[Part]:
@@ -175,6 +165,16 @@ def step_of(folder: Path) -> int:
 
 def _name(rank: int) -> str:
     return f"rank-{rank:05d}"
+
+
+def _key(fragment: Fragment) -> str:
+    return f"{fragment.kind}/{fragment.name}"
+
+
+def _in_file_order(fragments: list[Fragment]) -> list[Fragment]:
+    """The widest elements first, see `write_tensors`; then by kind, because those of one kind are
+    neighbours in memory and are copied at once."""
+    return sorted(fragments, key=lambda f: (-f.values.element_size(), f.kind))
 
 
 def _put_back(replaced: Path) -> None:

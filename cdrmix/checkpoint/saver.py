@@ -81,7 +81,6 @@ class Saver:
     Attributes:
         saved_step: step of the newest checkpoint in the first root, or None.
         last: rank 0's account of it, if this saver wrote it.
-        stall_seconds: spent in `start` and `wait`.
     """
 
     def __init__(
@@ -98,12 +97,19 @@ class Saver:
         """
         self.saved_step: int | None = None
         self.last: Saved | None = None
-        self.stall_seconds = 0.0
+        self._stalled, self._stalled_since = 0.0, time.monotonic()
+        self._is_stalling = False
         self._roots, self._keep, self._ranks = tuple(roots), keep, ranks
         self._token = ranks.all_gather_object(uuid4().hex[:8])[0]
         self._memory = HostMemory() if background else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._save: _Save | None = None
+
+    @property
+    def stall_seconds(self) -> float:
+        """Spent in `start` and `wait` so far."""
+        now = time.monotonic()
+        return self._stalled + (now - self._stalled_since if self._is_stalling else 0.0)
 
     @property
     def step(self) -> int | None:
@@ -125,24 +131,23 @@ class Saver:
             step: optimizer steps done.
             fragments: what this rank holds; over all ranks each element exactly once.
             state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
-            rank_state: JSON of this rank alone.
+            rank_state: JSON of this rank alone, not to be changed afterwards.
             before: done by rank 0, on the thread, before the checkpoint gets its name.
         Raises:
             StateError, Exception: of the save under way, as `advance` does.
         """
-        stalled = self.stall_seconds
         with self._stall():
             self._wait()
-            began, job = time.monotonic(), Future[list[str]]()
+            stalled = self.stall_seconds
+            contents = {**state, "step": step, "world_size": self._ranks.world_size()}
+            began, text, problems = time.monotonic(), json_text(contents), self._no_problems()
+            rank, memory, job = self._ranks.rank(), self._memory, Future[list[str]]()
             try:
-                rank, memory = self._ranks.rank(), self._memory
                 share = folder.make_share(rank, fragments, rank_state, memory)
             except Exception as error:  # the other ranks are told with the outcome
                 job.set_exception(error)
             else:
                 job = self._do(lambda: [self._write(root, step, share) for root in self._roots])
-            contents = {**state, "step": step, "world_size": self._ranks.world_size()}
-            text, problems = json_text(contents), self._no_problems()
             self._save = _Save(step, began, stalled, text, before, job, problems)
 
     def votes(self) -> list[float]:
@@ -200,11 +205,11 @@ class Saver:
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
-        began = time.monotonic()
+        self._is_stalling, self._stalled_since = True, time.monotonic()
         try:
             yield
         finally:
-            self.stall_seconds += time.monotonic() - began
+            self._stalled, self._is_stalling = self.stall_seconds, False
 
     def _do(self, action: Callable[[], list[str]]) -> Future[list[str]]:
         """Have the thread do it, or do it here if there is none."""
@@ -273,10 +278,9 @@ class Saver:
                     "warning: %s: has no checkpoint of step %d: %s", root, save.step, problem
                 )
         assert self.last is not None, "it was given its name"
-        megabytes, seconds = self.last.bytes / 1e6, self.last.seconds
         logger.info(
-            "saved %s: %.1f MB in %.2f s (%.0f MB/s), for %.3f s of which training waited",
-            *(self.last.path, megabytes, seconds, megabytes / seconds),
+            "saved %s: %.1f MB in %.2f s, for %.3f s of which training waited",
+            *(self.last.path, self.last.bytes / 1e6, self.last.seconds),
             self.stall_seconds - save.stalled,
         )
 

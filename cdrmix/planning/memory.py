@@ -61,6 +61,8 @@ class Memory:
         activations: what autograd keeps of the micro-batches in flight.
         buffers: by kind, what comes and goes within a step, and allowances.
         host: of the rank's host, for what is offloaded.
+        checkpoint: of the rank's host, for the copy that is written in the background; on CPUs it
+            is among the buffers.
     """
 
     weights: int
@@ -69,6 +71,12 @@ class Memory:
     activations: int
     buffers: dict[str, int]
     host: int = 0
+    checkpoint: int = 0
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of the rank's host beside its device."""
+        return self.host + self.checkpoint
 
     @property
     def total(self) -> int:
@@ -81,8 +89,8 @@ class Memory:
         return self.total <= USABLE_SHARE * cluster.memory_bytes and self.fits_host(cluster)
 
     def fits_host(self, cluster: Cluster) -> bool:
-        """Whether what is offloaded stays within 90 % of the host's memory, all its ranks."""
-        return self.host * cluster.gpus_per_node <= USABLE_SHARE * cluster.host_memory_gib * GIB
+        """Whether what is beside devices stays within 90 % of the host's memory, all its ranks."""
+        return self.on_host * cluster.gpus_per_node <= USABLE_SHARE * cluster.host_memory_gib * GIB
 
     def to_json(self) -> dict[str, Any]:
         """Bytes by part as plain values."""
@@ -187,9 +195,23 @@ class MemoryModel:
         if arrangement.zero_stage == 2 and self.precision != "bf16" and steps > 1:
             # DeepSpeed collects a micro-step's gradients before it adds them to those before
             buffers["gradients_of_a_micro_step"] = states.gradients
-        return Memory(
+        memory = Memory(
             states.weights, states.gradients, states.optimizer, kept, buffers, states.host
         )
+        if not self.config.checkpoint.background:
+            return memory
+        copied = self._saved(arrangement, stage)
+        if self.numerics.device == "cuda":
+            return replace(memory, checkpoint=copied)
+        return replace(memory, buffers=buffers | {"checkpoint_copy": copied})
+
+    def _saved(self, arrangement: Arrangement, stage: int) -> int:
+        """Bytes of a rank's share of a checkpoint: float32 masters and both moments."""
+        degrees = arrangement.degrees
+        if arrangement.zero_stage == 3:
+            return 12 * sum(-(-elements.on(1) // degrees.data) for _, elements in self._listed)
+        held = self.held(degrees, stage)
+        return 12 * sum(-(-n // sharing(degrees, group)) for group, n in held.items())
 
     def held(self, degrees: Degrees, stage: int) -> dict[Group, int]:
         """Elements of each group on a rank of a stage; the tied embedding is on both ends."""

@@ -130,12 +130,14 @@ def _changes(made: Plan) -> Iterator[str]:
         yield "would take less with training.activation_checkpointing = true"
     if training.micro_batch_size is not None and training.micro_batch_size > 1:
         yield "would take less with training.micro_batch_size = 1"
+    if pick.memory.checkpoint and not pick.memory.fits_host(cluster):
+        yield "would take less of a host with checkpoint.background = false"
     nodes = _nodes_needed(made)
     if nodes is not None:
         yield f"would fit on {nodes} such nodes, with {nodes // cluster.nodes} times the data ranks"
     needed_gib, host_gib = (
         math.ceil(size / USABLE_SHARE / GIB)
-        for size in (pick.memory.total, pick.memory.host * cluster.gpus_per_node)
+        for size in (pick.memory.total, pick.memory.on_host * cluster.gpus_per_node)
     )
     hosts = "" if pick.memory.fits_host(cluster) else f", with {host_gib} GiB a host"
     yield f"would fit on {cluster.world_size} devices of {needed_gib} GiB{hosts}"
@@ -192,8 +194,8 @@ def _memory_lines(made: Plan, *, explain: bool) -> list[str]:
     lines = ["  per rank                       GiB"]
     lines += [f"  {part:26} {size / GIB:7.2f}" for part, size in parts.items()]
     lines.append(f"  {'may be filled':26} {USABLE_SHARE * there / GIB:7.2f}")
-    if memory.host:
-        lines.append(f"  {'on the host':26} {memory.host / GIB:7.2f}")
+    if memory.on_host:
+        lines.append(f"  {'on the host':26} {memory.on_host / GIB:7.2f}")
     return lines
 
 

@@ -235,9 +235,9 @@ def memory_reason(best: Candidate, cluster: Cluster) -> str:
         f"memory: {used / GIB:.1f} GiB of {there / GIB:.1f} GiB a device, {verdict} the 90 % "
         "that a plan may fill"
     )
-    if not best.memory.host:
+    if not best.memory.host and best.memory.fits_host(cluster):
         return told
-    used_by_all = best.memory.host * cluster.gpus_per_node
+    used_by_all = best.memory.on_host * cluster.gpus_per_node
     verdict = "within" if best.memory.fits_host(cluster) else "NOT within"
     there_gib = cluster.host_memory_gib
     return f"{told}; {used_by_all / GIB:.1f} GiB of {there_gib:g} GiB a host, {verdict} it"

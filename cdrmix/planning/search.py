@@ -82,7 +82,7 @@ class Candidate:
             "sequence_checkpoint_tokens": made.sequence_checkpoint_tokens,
             "memory_per_rank_bytes": self.memory.to_json(),
             "buffers_bytes": self.memory.buffers,
-            "host_memory_per_rank_bytes": self.memory.host,
+            "host_memory_per_rank_bytes": self.memory.on_host,
             "fits": self.fits and not self.missing,
             "not_available": list(self.missing),
             **self.cost.to_json(),

@@ -113,6 +113,25 @@ def test_offloading_moves_the_optimizer_to_the_host() -> None:
     assert not moved.fits(small_host)
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_a_copy_of_what_a_rank_saves_is_counted(zero_stage: int) -> None:
+    moe = "model.moe=null" if zero_stage == 3 else "model.moe.top_k=2"
+    given = config("1b", moe)
+    in_front = config("1b", moe, "checkpoint.background=false")
+    arrangement = arranged(8, stage=zero_stage)
+    copied, without, on_cpu = (
+        MemoryModel(chosen, device).estimate(arrangement)
+        for chosen, device in ((given, "cuda"), (in_front, "cuda"), (given, "cpu"))
+    )
+    # masters and moments are all that is saved; the optimizer's memory is padded
+    assert copied.checkpoint == pytest.approx(copied.optimizer, rel=1e-5)
+    assert on_cpu.buffers["checkpoint_copy"] == copied.checkpoint
+    assert (without.checkpoint, without.total) == (0, copied.total)
+    small_host = replace(make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"), host_memory_gib=10)
+    assert without.fits_host(small_host)
+    assert not copied.fits_host(small_host)
+
+
 def test_nine_tenths_of_the_memory_may_be_filled() -> None:
     cluster = make_cluster(nodes=1, gpus_per_node=8, gpu_memory_gib=100)
     memory = Memory(80 * 2**30, 0, 0, 5 * 2**30, {"logits": 5 * 2**30})

@@ -192,7 +192,8 @@ PROFILES = {
     "zero1": ("core-tiny", 1, 1, "cpu"),
     "zero2": ("core-1b", 1, 8, "a100-80", "model.moe=null"),
     "expert": ("core-1b", 1, 8, "a100-80"),
-    "zero2_offload": ("core-4b", 2, 8, "rtx4090-24"),
+    # the hosts have no room for the state twice
+    "zero2_offload": ("core-4b", 2, 8, "rtx4090-24", "checkpoint.background=false"),
     "zero3": ("core-4b", 1, 8, "rtx4090-24", "model.moe=null"),
     "zero3_offload": ("core-1b", 1, 1, "rtx4090-24", "model.moe=null"),
     "pipeline": ("core-40b", 8, 8, "h100-80"),
@@ -207,6 +208,15 @@ def test_every_shipped_profile_is_that_of_some_plan(profile: str) -> None:
     assert made.pick.profile == profile
     assert made.fits
     assert (made.pick.memory.host > 0) is profile.endswith("_offload")
+
+
+def test_a_host_without_room_for_a_copy_of_the_state_is_told_what_saves_it() -> None:
+    cluster = make_cluster(nodes=2, gpus_per_node=8, gpu="rtx4090-24")
+    made = plan(config("core-4b"), cluster)
+    assert not made.fits
+    assert "would take less of a host with checkpoint.background = false" in made.changes
+    (memory,) = (reason for reason in made.reasons if reason.startswith("memory: "))
+    assert memory.endswith("GiB of 240 GiB a host, NOT within it")
 
 
 def test_nothing_is_offloaded_where_it_need_not_be() -> None:

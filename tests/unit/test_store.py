@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from cdrmix.checkpoint import folder, saver
 from cdrmix.checkpoint.fragments import Block, Fragment, Span
 from cdrmix.checkpoint.reader import CheckpointReader
-from cdrmix.checkpoint.saver import Saved
+from cdrmix.checkpoint.saver import Saved, Saver
 from cdrmix.checkpoint.store import Found, find, save
 from cdrmix.errors import NoUsableStateError, StateError
 from tests.checkpoints import ThreadRanks, on_ranks, whole
@@ -269,6 +271,32 @@ def test_a_fault_of_ours_in_the_folders_end_reaches_all_ranks(
     monkeypatch.setattr(folder, "drop_others", broken)
     outcomes = on_ranks(2, lambda ranks: save_halves(tmp_path, ranks))
     assert [type(outcome) for outcome in outcomes] == [ZeroDivisionError, StateError]
+
+
+def test_a_save_tells_how_long_training_waited_for_its_copy_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    original = folder.write_share
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.3)
+        original(*args)
+
+    monkeypatch.setattr(folder, "write_share", slowly)
+    writing = Saver([tmp_path], keep=1, background=True)
+    writing.start(1, [whole("w", torch.ones(8))], state={}, rank_state={})
+    copied = writing.stall_seconds
+    assert 0 < copied < 0.3
+    assert writing.votes() == [1.0, 0.0]
+    assert (writing.step, writing.saved_step) == (1, None)
+    writing.wait()
+    writing.close()
+    assert writing.saved_step == 1
+    (told,) = (record.args for record in caplog.records if record.message.startswith("saved "))
+    assert copied < told[-1] <= writing.stall_seconds
+    assert told[-1] > 0.2
 
 
 def save_halves(root: Path, ranks: ThreadRanks) -> Saved:

@@ -216,6 +216,26 @@ def layouts_rows(result: dict[str, Any]) -> list[str]:
     return rows
 
 
+def checkpoint_rows(result: dict[str, Any]) -> list[str]:
+    """What a save holds training up for, in the background and without."""
+    rows = [
+        "Wall time on one rank, to a local disk. The first save in the background also allocates "
+        "the memory that it copies to.",
+        "",
+        "| state | MB | synchronous save, ms | stall of one in the background, ms | of synchronous "
+        "| demanded | first one, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for state in result["states"]:
+        seconds, ratio = state["seconds"], state["background_over_synchronous"]
+        rows.append(
+            f"| {state['name']} | {state['bytes'] / 1e6:.0f} | {1e3 * seconds['synchronous']:.0f} "
+            f"| {1e3 * seconds['background']:.1f} | {ratio:.1%} | at most 10 % "
+            f"| {1e3 * seconds['first in the background']:.0f} |"
+        )
+    return rows
+
+
 def train_rows(result: dict[str, Any]) -> list[str]:
     """`make train`, set-up not counted."""
     summary = result["summary"]
@@ -325,6 +345,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "data_encode": ("Data: encoding", encode_rows),
     "data_memory": ("Data: memory of a build", data_memory_rows),
     "layouts": ("Layouts on two ranks", layouts_rows),
+    "checkpoint": ("Checkpoints in the background", checkpoint_rows),
     "train": ("make train", train_rows),
     "memory": ("Memory against the plan", memory_rows),
     "start_up": ("Start-up", start_up_rows),

@@ -1,0 +1,154 @@
+"""How long a save holds training up: written in the background, and written while training waits.
+
+Both save the same engine's state, after a step of training, in turns, with everything that a run
+saves. Wall time: a disk's time is no CPU time. In the background only what `Saver.start` takes is
+counted, with the former save over, as it is where checkpoints are further apart than a write takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cdrmix import runtime
+from cdrmix.checkpoint import engine_state, random_state
+from cdrmix.checkpoint.saver import Saver
+from cdrmix.config.load import load_config
+from cdrmix.config.schema import Config
+from cdrmix.models.backbone import logical_name
+from cdrmix.planning.profile import choose
+from tools.benchmark.timing import median_ratio
+
+CONFIG = Path("model_configs/cdrmix-core-tiny.yaml")
+# name -> what differs from the tiny variant
+STATES: dict[str, list[str]] = {
+    "cdrmix-core-tiny": [],
+    "width 512": [
+        "model.hidden_size=512",
+        "model.num_heads=16",
+        "model.moe.expert_hidden_size=512",
+    ],
+}
+
+
+def trained_engine(config: Config) -> Any:
+    """An engine after one step, so that its optimizer has all of its state."""
+    from cdrmix.engines.loop import start_engine
+    from cdrmix.engines.step import train_step
+    from cdrmix.parallel.apply import build_model
+    from cdrmix.parallel.topology import make_topology
+
+    choice = choose(config, world_size=1)
+    topology = make_topology(choice.degrees)
+    engine = start_engine(build_model(config, choice, topology), config, choice, topology)
+    length = config.training.sequence_length
+    shape = (choice.gradient_accumulation_steps, choice.micro_batch_size, length + 1)
+    ids = torch.randint(0, config.model.vocab_size, shape)
+    batch = {"input_ids": ids[..., :-1], "labels": ids[..., 1:].contiguous()}
+    tokens = float(config.training.global_batch_size * length)
+    train_step(engine, config, topology, batch, step=0, tokens=tokens)
+    return engine
+
+
+class Saves:
+    """Saves of one engine into one folder, step after step."""
+
+    def __init__(self, engine: Any, config: Config, folder: Path, *, background: bool) -> None:
+        self._engine, self._config = engine, config
+        self._saver = Saver([folder], keep=1, background=background)
+        self._step = 0
+
+    def stall(self) -> float:
+        """Seconds for which one save holds training up; returns when it is over."""
+        self._step += 1
+        began = time.perf_counter()
+        self._saver.start(
+            self._step,
+            engine_state.fragments(self._engine, logical_name),
+            state={
+                "engine": engine_state.counters(self._engine),
+                "config": self._config.model_dump(mode="json"),
+            },
+            rank_state={"random": random_state.random_state()},
+        )
+        stalled = time.perf_counter() - began
+        self._saver.wait()
+        return stalled
+
+    def whole(self) -> float:
+        """Seconds that one save takes from beginning to end."""
+        began = time.perf_counter()
+        self.stall()
+        return time.perf_counter() - began
+
+    @property
+    def num_bytes(self) -> int:
+        """What a save writes."""
+        assert self._saver.last is not None
+        return self._saver.last.bytes
+
+
+def measure_state(name: str, rounds: int) -> dict[str, Any]:
+    """Median seconds of both ways to save a state, and what the first save takes, which also
+    allocates the memory."""
+    config = load_config(CONFIG, STATES[name])
+    engine = trained_engine(config)
+    with tempfile.TemporaryDirectory() as folder:
+        behind = Saves(engine, config, Path(folder) / "behind", background=True)
+        in_front = Saves(engine, config, Path(folder) / "in_front", background=False)
+        first = behind.stall()
+        in_front.whole()
+        waited, stalled = [], []
+        for _ in range(rounds):
+            waited.append(in_front.whole())
+            stalled.append(behind.stall())
+        return {
+            "name": name,
+            "bytes": behind.num_bytes,
+            "seconds": {
+                "synchronous": statistics.median(waited),
+                "background": statistics.median(stalled),
+                "first in the background": first,
+            },
+            "background_over_synchronous": median_ratio(stalled, waited),
+        }
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """All states."""
+    runtime.use_cpus_only()
+    runtime.map_environment()
+    runtime.keep_freed_memory()
+    torch.set_num_threads(1)
+    runtime.initialize_distributed()
+    states = [measure_state(name, rounds) for name in STATES]
+    runtime.destroy_distributed()
+    return {"rounds": rounds, "states": states}
+
+
+def main() -> None:
+    """Print a line per state, or JSON with --json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    result = measure(args.rounds)
+    if args.json:
+        print(json.dumps(result))
+        return
+    for state in result["states"]:
+        milliseconds = {kind: 1e3 * seconds for kind, seconds in state["seconds"].items()}
+        shown = ", ".join(f"{kind} {value:.1f} ms" for kind, value in milliseconds.items())
+        ratio = state["background_over_synchronous"]
+        print(f"{state['name']:18} {state['bytes'] / 1e6:6.1f} MB: {shown}; {ratio:.1%}")
+
+
+if __name__ == "__main__":
+    main()
