@@ -46,15 +46,16 @@ def react(run: Run, verdicts: Iterable[Verdict | None], position: dict[str, Any]
     found = sorted(filter(None, verdicts), key=lambda verdict: _SEVERITY.index(verdict.action))
     if not found:
         return False
-    for verdict in found:
-        if runtime.rank() == 0 and (verdict.is_new or verdict.action != "warn"):
-            said = (run.step, verdict.why, verdict.watched, verdict.action)
-            logger.warning("unhealthy: step %d: %s (health.%s: %s)", *said)
+    news = [verdict for verdict in found if verdict.is_new or verdict.action != "warn"]
+    for verdict in news if runtime.rank() == 0 else ():
+        said = (run.step, verdict.why, verdict.watched, verdict.action)
+        logger.warning("unhealthy: step %d: %s (health.%s: %s)", *said)
     worst = found[-1]
     if worst.action == "rollback":
         with run.heartbeat.phase("rolling back"):
             _roll_back(run, worst, position)
-    runtime.together(lambda: write_record(run))
+    if news:  # what lasts is counted at the end
+        runtime.together(lambda: write_record(run))
     if worst.action == "stop":
         if worst.watched in _STATE_IS_GOOD:
             save(run, position)
