@@ -8,6 +8,7 @@ from typing import Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
+from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.engines.resume import restore, save, settle
 from cdrmix.engines.run import Run
 from cdrmix.errors import NoUsableStateError, StateError
@@ -95,11 +96,20 @@ def _newest_good(run: Run, bad_step: int) -> store.Found | None:
     got no further than to the next bad step, the one before, if there is one."""
     folders = (run.directory.checkpoints, *run.directory.copies)
     found = store.find(*folders, before=bad_step)
-    if found is None or found.step != run.health.rolled_back_to:
+    if found is None or not _is_of_this_stage(run, found):
+        return None
+    if found.step != run.health.rolled_back_to:
         return found
+    older = None
     with contextlib.suppress(NoUsableStateError):
-        return store.find(*folders, before=found.step) or found
-    return found
+        older = store.find(*folders, before=found.step)
+    return older if older is not None and _is_of_this_stage(run, older) else found
+
+
+def _is_of_this_stage(run: Run, found: store.Found) -> bool:
+    """Whether it holds what this stage trains: Stage B begins with the last checkpoint of A."""
+    with runtime.together(lambda: CheckpointReader(found.path)) as reader:
+        return reader.state.get("stage", "a") == run.stage.saved(run)["stage"]
 
 
 def _stopped(run: Run, verdict: Verdict) -> StateError:
