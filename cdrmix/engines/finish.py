@@ -11,6 +11,7 @@ import numpy as np
 from cdrmix import runtime
 from cdrmix.data.loader import Loader
 from cdrmix.engines.observe import evaluate_now
+from cdrmix.engines.recovery import write_record
 from cdrmix.engines.run import Run
 from cdrmix.evaluation.ngram import unigram_and_bigram
 from cdrmix.evaluation.perplexity import Evaluation, held_out_rows
@@ -34,6 +35,7 @@ def _write(run: Run, evaluation: Evaluation) -> None:
     baselines = _baselines(run) if run.config.evaluation.baselines else None
     path = run.directory.path
     write_json_atomic(path / "metrics.json", _summary(run, evaluation, baselines))
+    write_record(run)
     report = write_report(path)
     sample = run.samples[-1]
     logger.info("sample: %s%s", sample["prompt"], sample["text"])

@@ -8,6 +8,7 @@ from typing import Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
+from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.engines.resume import restore, save, settle
 from cdrmix.engines.run import Run
 from cdrmix.errors import NoUsableStateError, StateError
@@ -46,15 +47,16 @@ def react(run: Run, verdicts: Iterable[Verdict | None], position: dict[str, Any]
     found = sorted(filter(None, verdicts), key=lambda verdict: _SEVERITY.index(verdict.action))
     if not found:
         return False
-    for verdict in found:
-        if runtime.rank() == 0 and (verdict.is_new or verdict.action != "warn"):
-            said = (run.step, verdict.why, verdict.watched, verdict.action)
-            logger.warning("unhealthy: step %d: %s (health.%s: %s)", *said)
+    news = [verdict for verdict in found if verdict.is_new or verdict.action != "warn"]
+    for verdict in news if runtime.rank() == 0 else ():
+        said = (run.step, verdict.why, verdict.watched, verdict.action)
+        logger.warning("unhealthy: step %d: %s (health.%s: %s)", *said)
     worst = found[-1]
     if worst.action == "rollback":
         with run.heartbeat.phase("rolling back"):
             _roll_back(run, worst, position)
-    runtime.together(lambda: write_record(run))
+    if news:  # what lasts is counted at the end
+        runtime.together(lambda: write_record(run))
     if worst.action == "stop":
         if worst.watched in _STATE_IS_GOOD:
             save(run, position)
@@ -94,11 +96,20 @@ def _newest_good(run: Run, bad_step: int) -> store.Found | None:
     got no further than to the next bad step, the one before, if there is one."""
     folders = (run.directory.checkpoints, *run.directory.copies)
     found = store.find(*folders, before=bad_step)
-    if found is None or found.step != run.health.rolled_back_to:
+    if found is None or not _is_of_this_stage(run, found):
+        return None
+    if found.step != run.health.rolled_back_to:
         return found
+    older = None
     with contextlib.suppress(NoUsableStateError):
-        return store.find(*folders, before=found.step) or found
-    return found
+        older = store.find(*folders, before=found.step)
+    return older if older is not None and _is_of_this_stage(run, older) else found
+
+
+def _is_of_this_stage(run: Run, found: store.Found) -> bool:
+    """Whether it holds what this stage trains: Stage B begins with the last checkpoint of A."""
+    with runtime.together(lambda: CheckpointReader(found.path)) as reader:
+        return reader.state.get("stage", "a") == run.stage.saved(run)["stage"]
 
 
 def _stopped(run: Run, verdict: Verdict) -> StateError:

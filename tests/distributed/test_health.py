@@ -90,6 +90,33 @@ def test_a_step_with_a_spoilt_gradient_leaves_nothing_behind(case: Case) -> None
         assert unlike == []
 
 
+def scales_until_nothing_can_be_lowered() -> list[float]:
+    """Scales of fp16's scaler at which a gradient that is not finite tells nothing yet."""
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    from cdrmix import runtime
+    from cdrmix.engines.loop import _may_lower_scale
+
+    runtime.initialize_distributed()
+    # from 8 by halves to 1, at the first gradient that is not finite
+    shape = {"init_scale": 8.0, "scale_window": 1000, "min_scale": 1.0}
+    patience = {"delayed_shift": 1, "consecutive_hysteresis": False}
+    scaler = DynamicLossScaler(**shape, **patience, raise_error_at_min_scale=False)
+    engine, scales = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler)), []
+    for _ in range(6):
+        if _may_lower_scale(engine):
+            scales.append(scaler.cur_scale)
+        scaler.update_scale(True)
+    runtime.destroy_distributed()
+    return scales
+
+
+def test_fp16_lowers_its_scale_before_a_gradient_counts() -> None:
+    assert run_ranks(scales_until_nothing_can_be_lowered, 1) == [[8.0, 4.0, 2.0]]
+
+
 # --- runs -----------------------------------------------------------------------------------
 
 # The batch that is spoilt is the seventh: it stays so when the step is done again with another.
