@@ -75,7 +75,9 @@ def _train(
     resume: str,
     start_up: StartUp,
 ) -> int:
+    start_up.done("supervision")
     runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
+    start_up.done("imports")  # torch's compiler, by its setting of determinism or the optimizer
     found = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:
         runtime.together(lambda: _announce(directory, choice))
@@ -83,7 +85,7 @@ def _train(
             heartbeat.log_to(directory.path / LOG)
         if resume == "auto":
             found = store.find(directory.path, *directory.copies)
-        start_up.done("supervision")
+        start_up.done("resume")
         with _set_up(config, choice, directory, requests, heartbeat, start_up) as run:
             if found is not None:
                 resume_from(run, found)
