@@ -67,6 +67,9 @@ def _train(
     resume: str,
     start_up: StartUp,
 ) -> int:
+    start_up.done("supervision")
+    runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
+    start_up.done("imports")  # torch's compiler, by its setting of determinism or the optimizer
     found = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:
         choice = with_what_fits(choice, config, directory.path)
@@ -77,7 +80,7 @@ def _train(
             found = store.find(directory.path, *directory.copies)
             if found is None:
                 logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
-        start_up.done("supervision")
+        start_up.done("resume")
         moe = config.model.moe
         health = Health(config.health, num_experts=moe.num_experts if moe else None)
         start = Start(config, choice, directory, requests, heartbeat, start_up, health)
@@ -104,7 +107,6 @@ def _run_stages(start: Start, found: store.Found | None) -> bool:
 def _pretrain(start: Start, found: store.Found | None) -> bool:
     """Stage A; whether a signal stopped it."""
     config, directory = start.config, start.directory
-    runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
     with _set_up(start) as run:
         if found is not None:
             resume_from(run, found)
