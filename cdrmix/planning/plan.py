@@ -10,10 +10,11 @@ from typing import Any
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, Cluster
-from cdrmix.planning.memory import USABLE_SHARE, MemoryModel, describe
+from cdrmix.planning.memory import USABLE_SHARE, Memory, MemoryModel, describe
 from cdrmix.planning.profile import carried_out, laid_out, memory_reason
 from cdrmix.planning.rules import UNAVAILABLE
 from cdrmix.planning.search import Candidate
+from cdrmix.planning.stage_b_memory import stage_b_memory
 
 RUNNERS_UP = 4
 # How many times the nodes may be doubled in looking for a cluster that would do.
@@ -33,6 +34,7 @@ class Plan:
         layouts: how many legal layouts were compared.
         reasons: why the pick, one line each.
         changes: what would have to change, one line each; empty where the plan fits.
+        stage_b: bytes on a rank in Stage B; None where there is none.
     """
 
     config: Config
@@ -43,10 +45,11 @@ class Plan:
     layouts: int
     reasons: list[str]
     changes: list[str]
+    stage_b: Memory | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether this version can run it within 90 % of the memory."""
+        """Whether this version can run it within 90 % of the memory; of Stage B, see `stage_b`."""
         return self.pick.fits and not self.pick.missing
 
     def to_json(self) -> dict[str, Any]:
@@ -61,11 +64,18 @@ class Plan:
                 "memory_gib": cluster.memory_gib,
             },
             **self.pick.to_json(),
+            **self._stage_b_to_json(),
             "reasons": [*self.reasons, *self.changes],
             "runners_up": [candidate.to_json() for candidate in self.runners_up],
             "not_available_yet": [candidate.to_json() for candidate in self.later],
             "layouts_compared": self.layouts,
         }
+
+    def _stage_b_to_json(self) -> dict[str, Any]:
+        if self.stage_b is None:
+            return {}
+        memory, fits = self.stage_b.to_json(), self.stage_b.fits(self.cluster)
+        return {"stage_b": {"memory_per_rank_bytes": memory, "fits": fits}}
 
 
 def plan(config: Config, cluster: Cluster) -> Plan:
@@ -93,6 +103,7 @@ def plan(config: Config, cluster: Cluster) -> Plan:
         layouts=len(found),
         reasons=reasons,
         changes=[],
+        stage_b=stage_b_memory(config, cluster, zero_stage=pick.arrangement.zero_stage),
     )
     return made if made.fits else replace(made, changes=list(_changes(made)))
 

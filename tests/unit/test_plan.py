@@ -187,6 +187,26 @@ def test_recomputation_that_was_refused_is_not_planned() -> None:
     assert "would take less with training.activation_checkpointing = true" in made.changes
 
 
+@pytest.mark.parametrize("scale", ["1b", "4b", "40b", "200b"])
+def test_stage_b_is_counted_where_it_is_part_of_the_run(scale: str) -> None:
+    made = planned(f"reason-{scale}", 32, "h100-80")
+    assert made.stage_b is not None
+    assert made.to_json()["stage_b"]["fits"] is made.stage_b.fits(made.cluster)
+    assert made.reasons[-1].startswith("Stage B: ")
+    assert planned(f"reason-{scale}", 32, "h100-80", "training.stage=a").stage_b is None
+    assert planned(f"core-{scale}", 32, "h100-80").stage_b is None
+
+
+def test_a_lesson_that_is_too_long_is_told_with_what_would_fit() -> None:
+    most = "At most 3 windows fit: try fewer stage_b.training.texts_per_lesson"
+    assert most in planned("reason-1b", 1, "a100-80").reasons[-1]
+    small = ["stage_b.training.texts_per_lesson=1", "stage_b.training.window_tokens=1024"]
+    assert planned("reason-1b", 1, "a100-80", *small).reasons[-1].endswith("may fill")
+    held = planned("reason-200b", 32, "h100-80").reasons[-1]
+    assert "every rank holds the whole backbone" in held
+    assert "training.stage = a leaves it out" in held
+
+
 # the profile of a plan: variant, nodes, devices of a node, device, and whether it is dense
 PROFILES = {
     "zero1": ("core-tiny", 1, 1, "cpu"),
