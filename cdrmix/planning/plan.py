@@ -10,10 +10,10 @@ from typing import Any
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, Cluster
-from cdrmix.planning.memory import USABLE_SHARE, Memory, MemoryModel, describe
+from cdrmix.planning.memory import USABLE_SHARE, Memory, describe
 from cdrmix.planning.profile import carried_out, laid_out, memory_reason
 from cdrmix.planning.rules import UNAVAILABLE
-from cdrmix.planning.search import Candidate
+from cdrmix.planning.search import Candidate, candidates
 from cdrmix.planning.stage_b_memory import stage_b_memory
 
 RUNNERS_UP = 4
@@ -141,9 +141,10 @@ def _changes(made: Plan) -> Iterator[str]:
         yield "would take less with training.activation_checkpointing = true"
     if training.micro_batch_size is not None and training.micro_batch_size > 1:
         yield "would take less with training.micro_batch_size = 1"
-    nodes = _nodes_needed(made)
-    if nodes is not None:
-        yield f"would fit on {nodes} such nodes, with {nodes // cluster.nodes} times the data ranks"
+    more = _on_more_nodes(made)
+    if more is not None:
+        nodes, candidate = more
+        yield f"would fit on {nodes} such nodes: {candidate.describe()}"
     needed_gib, host_gib = (
         math.ceil(size / USABLE_SHARE / GIB)
         for size in (pick.memory.total, pick.memory.host * cluster.gpus_per_node)
@@ -152,21 +153,19 @@ def _changes(made: Plan) -> Iterator[str]:
     yield f"would fit on {cluster.world_size} devices of {needed_gib} GiB{hosts}"
 
 
-def _nodes_needed(made: Plan) -> int | None:
-    """Nodes, by doubling, on which the pick's kind of layout fits; None if more data ranks do not
-    help or the batch does not reach."""
-    model = MemoryModel(made.config, made.cluster.device)
-    arrangement = made.pick.arrangement
+def _on_more_nodes(made: Plan) -> tuple[int, Candidate] | None:
+    """The fewest nodes, by doubling, on which a layout fits, and the best there; None if the batch
+    does not reach that far."""
+    training = made.config.training
+    least: dict[str, Any] = {"micro_batch_size": training.micro_batch_size or 1}
+    if "activation_checkpointing" not in training.model_fields_set:
+        least["activation_checkpointing"] = True
+    # what takes least is found in a tenth of the time
+    lean = made.config.model_copy(update={"training": training.model_copy(update=least)})
     for times in (2**doubling for doubling in range(1, _DOUBLINGS + 1)):
-        if arrangement.gradient_accumulation_steps % times:
-            return None
-        wider = replace(
-            arrangement,
-            degrees=replace(arrangement.degrees, data=arrangement.degrees.data * times),
-            gradient_accumulation_steps=arrangement.gradient_accumulation_steps // times,
-        )
-        if model.estimate(wider).fits(made.cluster):
-            return made.cluster.nodes * times
+        wider = replace(made.cluster, nodes=made.cluster.nodes * times)
+        if any(each.fits and not each.missing for each in candidates(lean, wider)):
+            return wider.nodes, candidates(made.config, wider)[0]
     return None
 
 

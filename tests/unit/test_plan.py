@@ -238,8 +238,24 @@ def test_nothing_is_offloaded_where_it_need_not_be() -> None:
 
 def test_too_small_a_cluster_says_how_much_more_it_takes() -> None:
     made = planned("core-40b", 1, "h100-80")
-    assert "would fit on 2 such nodes, with 2 times the data ranks" in made.changes
-    assert planned("core-40b", 2, "h100-80").fits
+    (more,) = (change for change in made.changes if "such nodes" in change)
+    wider = planned("core-40b", 2, "h100-80")
+    assert wider.fits
+    assert more == f"would fit on 2 such nodes: {wider.pick.describe()}"
+
+
+def test_more_nodes_are_looked_at_with_layouts_of_their_own() -> None:
+    made = planned("core-200b", 8, "h100-80")
+    assert made.pick.profile == "zero2_offload"
+    assert any(change.startswith("would fit on 32 such nodes: pipeline") for change in made.changes)
+
+
+def test_what_follows_from_wrong_degrees_is_not_told() -> None:
+    with pytest.raises(PlanError) as caught:
+        planned("core-4b", 2, "a100-80", "parallel.pipeline=3")
+    assert str(caught.value).endswith("is not the number of ranks, 16. Try 15 or 18 ranks")
+    with pytest.raises(PlanError, match="16. Try parallel.data = 2 or 4, or leave it out$"):
+        planned("core-4b", 2, "a100-80", "parallel.data=3")
 
 
 def test_a_host_that_is_too_small_is_told_apart_from_its_devices() -> None:
