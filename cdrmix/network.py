@@ -9,6 +9,8 @@ import socket
 # For documentation only (RFC 5737), so that the way there is the way to the outside.
 _OUTSIDE = "192.0.2.1"
 _DISCARD_PORT = 9
+# Of the ranks of SLURM jobs: below those that Linux hands out to whoever asks for any.
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 
 
 def free_port() -> int:
@@ -16,6 +18,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def port_of_step(job: int, *, step: int, restart: int) -> int:
+    """The port of a step of a SLURM job, which another step on its hosts is unlikely to take."""
+    return _FIRST_PORT + (job * 61 + step * 7 + restart) % _NUM_PORTS
+
+
+def shell_port_of_first_step() -> str:
+    """The same of a job's first step, for bash to work out in a batch script."""
+    number = "SLURM_JOB_ID * 61 + ${SLURM_RESTART_COUNT:-0}"
+    return f"$(({_FIRST_PORT} + ({number}) % {_NUM_PORTS}))"
 
 
 def address_towards(address: str = _OUTSIDE) -> str:

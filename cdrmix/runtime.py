@@ -27,7 +27,13 @@ import torch.distributed
 
 from cdrmix.errors import ConfigError, TrainingError
 from cdrmix.log import get_logger
-from cdrmix.network import address_of_this_host, first_host, free_port, interface_towards
+from cdrmix.network import (
+    address_of_this_host,
+    first_host,
+    free_port,
+    interface_towards,
+    port_of_step,
+)
 
 T = TypeVar("T")
 logger = get_logger(__name__)
@@ -110,7 +116,7 @@ def _meet_by_slurm() -> None:
     env = os.environ
     step = int(env.get("SLURM_STEP_ID", "0"))
     restart = int(env.get("SLURM_RESTART_COUNT", "0"))
-    port = 20_000 + (int(env.get("SLURM_JOB_ID", "0")) * 61 + step * 7 + restart) % 12_000
+    port = port_of_step(int(env.get("SLURM_JOB_ID", "0")), step=step, restart=restart)
     env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
     env.setdefault("MASTER_PORT", str(port))
 

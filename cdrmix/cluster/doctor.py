@@ -18,9 +18,9 @@ from cdrmix.cluster.hosts import Host, address_for_others, is_this_machine, run_
 from cdrmix.cluster.starter import Place, Start
 from cdrmix.config.load import shipped
 from cdrmix.errors import TrainingError
+from cdrmix.planning.cluster import GIB
 
 Status = Literal["ok", "warn", "FAIL"]
-GIB = 2**30
 
 _PROGRAM = (
     "import sys; sys.path.insert(0, {root!r}); "

@@ -12,6 +12,7 @@ from pathlib import Path
 from cdrmix.config.load import load_config, new_run_dir, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, StateError
+from cdrmix.network import shell_port_of_first_step
 from cdrmix.planning.profile import check_world
 
 STARTERS = ("srun", "deepspeed")
@@ -186,8 +187,7 @@ def _environment(batch: Batch) -> list[str]:
         first = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
         lines.append(f"export MASTER_ADDR=$({first})")
     if "MASTER_PORT" not in variables:
-        number = "SLURM_JOB_ID * 61 + ${SLURM_RESTART_COUNT:-0}"
-        lines.append(f"export MASTER_PORT=$((20000 + ({number}) % 12000))")
+        lines.append(f"export MASTER_PORT={shell_port_of_first_step()}")
     return lines
 
 

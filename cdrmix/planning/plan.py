@@ -10,10 +10,11 @@ from typing import Any
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, Cluster
-from cdrmix.planning.memory import USABLE_SHARE, MemoryModel, describe
+from cdrmix.planning.memory import USABLE_SHARE, Memory, describe
 from cdrmix.planning.profile import carried_out, laid_out, memory_reason
 from cdrmix.planning.rules import UNAVAILABLE
-from cdrmix.planning.search import Candidate
+from cdrmix.planning.search import Candidate, candidates
+from cdrmix.planning.stage_b_memory import stage_b_memory
 
 RUNNERS_UP = 4
 # How many times the nodes may be doubled in looking for a cluster that would do.
@@ -33,6 +34,7 @@ class Plan:
         layouts: how many legal layouts were compared.
         reasons: why the pick, one line each.
         changes: what would have to change, one line each; empty where the plan fits.
+        stage_b: bytes on a rank in Stage B; None where there is none.
     """
 
     config: Config
@@ -43,10 +45,11 @@ class Plan:
     layouts: int
     reasons: list[str]
     changes: list[str]
+    stage_b: Memory | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether this version can run it within 90 % of the memory."""
+        """Whether this version can run it within 90 % of the memory; of Stage B, see `stage_b`."""
         return self.pick.fits and not self.pick.missing
 
     def to_json(self) -> dict[str, Any]:
@@ -61,11 +64,18 @@ class Plan:
                 "memory_gib": cluster.memory_gib,
             },
             **self.pick.to_json(),
+            **self._stage_b_to_json(),
             "reasons": [*self.reasons, *self.changes],
             "runners_up": [candidate.to_json() for candidate in self.runners_up],
             "not_available_yet": [candidate.to_json() for candidate in self.later],
             "layouts_compared": self.layouts,
         }
+
+    def _stage_b_to_json(self) -> dict[str, Any]:
+        if self.stage_b is None:
+            return {}
+        memory, fits = self.stage_b.to_json(), self.stage_b.fits(self.cluster)
+        return {"stage_b": {"memory_per_rank_bytes": memory, "fits": fits}}
 
 
 def plan(config: Config, cluster: Cluster) -> Plan:
@@ -93,6 +103,7 @@ def plan(config: Config, cluster: Cluster) -> Plan:
         layouts=len(found),
         reasons=reasons,
         changes=[],
+        stage_b=stage_b_memory(config, cluster, zero_stage=pick.arrangement.zero_stage),
     )
     return made if made.fits else replace(made, changes=list(_changes(made)))
 
@@ -132,9 +143,10 @@ def _changes(made: Plan) -> Iterator[str]:
         yield "would take less with training.micro_batch_size = 1"
     if pick.memory.checkpoint and not pick.memory.fits_host(cluster):
         yield "would take less of a host with checkpoint.background = false"
-    nodes = _nodes_needed(made)
-    if nodes is not None:
-        yield f"would fit on {nodes} such nodes, with {nodes // cluster.nodes} times the data ranks"
+    more = _on_more_nodes(made)
+    if more is not None:
+        nodes, candidate = more
+        yield f"would fit on {nodes} such nodes: {candidate.describe()}"
     needed_gib, host_gib = (
         math.ceil(size / USABLE_SHARE / GIB)
         for size in (pick.memory.total, pick.memory.on_host * cluster.gpus_per_node)
@@ -143,21 +155,19 @@ def _changes(made: Plan) -> Iterator[str]:
     yield f"would fit on {cluster.world_size} devices of {needed_gib} GiB{hosts}"
 
 
-def _nodes_needed(made: Plan) -> int | None:
-    """Nodes, by doubling, on which the pick's kind of layout fits; None if more data ranks do not
-    help or the batch does not reach."""
-    model = MemoryModel(made.config, made.cluster.device)
-    arrangement = made.pick.arrangement
+def _on_more_nodes(made: Plan) -> tuple[int, Candidate] | None:
+    """The fewest nodes, by doubling, on which a layout fits, and the best there; None if the batch
+    does not reach that far."""
+    training = made.config.training
+    least: dict[str, Any] = {"micro_batch_size": training.micro_batch_size or 1}
+    if "activation_checkpointing" not in training.model_fields_set:
+        least["activation_checkpointing"] = True
+    # what takes least is found in a tenth of the time
+    lean = made.config.model_copy(update={"training": training.model_copy(update=least)})
     for times in (2**doubling for doubling in range(1, _DOUBLINGS + 1)):
-        if arrangement.gradient_accumulation_steps % times:
-            return None
-        wider = replace(
-            arrangement,
-            degrees=replace(arrangement.degrees, data=arrangement.degrees.data * times),
-            gradient_accumulation_steps=arrangement.gradient_accumulation_steps // times,
-        )
-        if model.estimate(wider).fits(made.cluster):
-            return made.cluster.nodes * times
+        wider = replace(made.cluster, nodes=made.cluster.nodes * times)
+        if any(each.fits and not each.missing for each in candidates(lean, wider)):
+            return wider.nodes, candidates(made.config, wider)[0]
     return None
 
 

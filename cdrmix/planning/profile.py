@@ -21,6 +21,7 @@ from cdrmix.planning.layout import Arrangement, Degrees, Layout
 from cdrmix.planning.memory import USABLE_SHARE, Memory, MemoryModel
 from cdrmix.planning.search import Candidate, candidates
 from cdrmix.planning.sequence import recurrence_bytes, sequence_form, state_bytes
+from cdrmix.planning.stage_b_memory import stage_b_memory, stage_b_reason
 
 
 @dataclass(frozen=True)
@@ -160,13 +161,19 @@ def carried_out(
     warnings = rules.advise(layout)
     if not best.fits:
         warnings.append(memory_reason(best, cluster))
+    reasons = _reasons(best, config, cluster, profile)
+    stage_b = stage_b_memory(config, cluster, zero_stage=made.zero_stage)
+    if stage_b is not None:
+        reasons.append(stage_b_reason(config, cluster, stage_b))
+        if not stage_b.fits(cluster):  # better told before Stage A than after it
+            warnings.append(reasons[-1])
     return Choice(
         name=path.stem,
         path=path,
         arrangement=made,
         memory=best.memory,
         deepspeed=layout.deepspeed | _of_the_run(layout, made),
-        reasons=_reasons(best, config, cluster, profile),
+        reasons=reasons,
         warnings=warnings,
     )
 

@@ -19,7 +19,7 @@ from cdrmix.planning.search import Candidate
 MOST_RANKS = 8
 # Of the small model: what all degrees of two divide, and a kernel still likes.
 HEAD_DIM, SEQUENCE_LENGTH, VOCAB_SIZE, EXPERT_WIDTH = 32, 64, 512, 64
-SPAN_TOKENS = 12  # of a sample that is recomputed together, where a plan does so
+SMALL_SPAN_TOKENS = 12  # of a sample that is recomputed together, where a plan does so
 STEPS, SAVED_STEP = 6, 3
 # Of AdamW: with its usual 1e-8, weights whose gradients almost cancel out move by rounding alone,
 # and the nearest choices of experts with them.
@@ -119,7 +119,7 @@ def _small_config(config: Config, made: Arrangement, degrees: Degrees) -> Config
         "sequence_length": SEQUENCE_LENGTH,
         "precision": "fp32",  # so that rounding does not hide a wrong sum
         "activation_checkpointing": made.activation_checkpointing,
-        "sequence_checkpoint_tokens": made.sequence_checkpoint_tokens and SPAN_TOKENS,
+        "sequence_checkpoint_tokens": made.sequence_checkpoint_tokens and SMALL_SPAN_TOKENS,
     }
     values["checkpoint"] = {"every_steps": SAVED_STEP, "keep": STEPS}
     values["monitoring"] = {"log_every_steps": 1}
@@ -176,7 +176,7 @@ def aspects(config: Config, pick: Candidate, small: list[Rehearsal]) -> list[Asp
     found.append(_same("activation checkpointing", _on(made.activation_checkpointing), small))
     if made.sequence_checkpoint_tokens is not None:
         planned = f"spans of {made.sequence_checkpoint_tokens:,} tokens"
-        shown = (f"spans of {SPAN_TOKENS} tokens",) * len(small)
+        shown = (f"spans of {SMALL_SPAN_TOKENS} tokens",) * len(small)
         found.append(Aspect("sequence checkpointing", planned, shown, True))
     found.append(_same("schedule", f"{config.model.schedule}, both kinds of blocks", small))
     found += _not_exercised(config, made, small)

@@ -15,6 +15,7 @@ from cdrmix.errors import PlanError
 from cdrmix.planning.layout import Layout
 
 UNAVAILABLE = "not available in this version"
+_OF_RANKS = "layout of ranks"  # as the source of a rule
 THIS_VERSION = "this version"  # as the source of a rule: nothing but our own state speaks for it
 
 
@@ -58,9 +59,12 @@ def check(layout: Layout, *, of_this_version: bool = True) -> None:
         PlanError: naming every rule that is broken, one to a line.
     """
     asked = [rule for rule in RULES if of_this_version or not rule.is_about_this_version]
-    broken = [rule.told(layout) for rule in asked if rule.applies(layout)]
+    broken = [rule for rule in asked if rule.applies(layout)]
+    if any(rule.source == _OF_RANKS for rule in broken):
+        # how many ranks read samples is not known before the degrees are right
+        broken = [rule for rule in broken if rule.id != "batch-divides"]
     if broken:
-        raise PlanError("\n".join(broken))
+        raise PlanError("\n".join(rule.told(layout) for rule in broken))
 
 
 def advise(layout: Layout) -> list[str]:
@@ -143,7 +147,7 @@ def _must_divide(degree: str, divided: _Divided) -> Rule:
         f"{degree}-divides-{name}",
         lambda layout: number(layout) % given(layout) != 0,
         message,
-        "layout of ranks",
+        _OF_RANKS,
     )
 
 
@@ -160,7 +164,15 @@ def _world_message(layout: Layout) -> str:
     )
     if world % inner:
         return f"{needs}. Try {_nearest_multiples(inner, world)} ranks"
-    return f"{needs}. Try parallel.data = {world // inner}, or leave it out"
+    outer, is_open = world // inner, not {"tensor", "pipeline"} <= _given(layout)
+    legal = str(outer)
+    if is_open and outer % degrees.data:  # what it leaves over, the other axes may take
+        legal = nearest_divisors(outer, degrees.data)
+    return f"{needs}. Try parallel.data = {legal}, or leave it out"
+
+
+def _given(layout: Layout) -> set[str]:
+    return layout.config.parallel.model_fields_set
 
 
 def _batch_step(layout: Layout) -> int:
@@ -241,7 +253,7 @@ def _partly_offloaded(layout: Layout) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("world-is-the-product", _world_differs, _world_message, "layout of ranks"),
+    Rule("world-is-the-product", _world_differs, _world_message, _OF_RANKS),
     *(_must_divide(degree, one) for degree, many in _MUST_DIVIDE.items() for one in many),
     Rule(
         "experts-of-a-dense-model",
@@ -250,7 +262,7 @@ RULES: tuple[Rule, ...] = (
             f"parallel.expert = {x.degrees.expert}: the model has no experts (model.moe is null). "
             "Try parallel.expert = 1"
         ),
-        "layout of ranks",
+        _OF_RANKS,
     ),
     Rule(
         "stage-without-blocks",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 from cdrmix.config.schema import Config
+from cdrmix.planning.cluster import GIB
 from cdrmix.planning.counts import params_by_part
 from cdrmix.planning.layout import Degrees
 
@@ -24,7 +25,7 @@ SEQUENCED_PARAMS = 500_000_000_000
 # busy. Of a shorter part of a sample, half.
 SPAN_TOKENS = 2_048
 # Experts are held whole by every rank up to here; weight and gradient in bf16 are 4 bytes.
-WHOLE_EXPERT_BYTES = 2**30
+WHOLE_EXPERT_BYTES = GIB
 EXPERT_BYTES_PER_PARAM = 4
 # Expert groups stay inside a node of 8 devices, where all-to-all is cheap.
 LARGEST_EXPERT_GROUP = 8
@@ -75,7 +76,7 @@ def expert_degree(config: Config, *, ranks: int, tensor: int, pipeline: int) -> 
     if model.moe is None:
         return 1, "a dense model has no experts"
     held_bytes = params_by_part(model)["experts"] // (tensor * pipeline) * EXPERT_BYTES_PER_PARAM
-    gib = held_bytes / 2**30
+    gib = held_bytes / GIB
     amount = f"{gib:,.0f}" if gib > 10 else f"{gib:.2g}"
     size = f"all experts take {amount} GiB of weights and gradients"
     if held_bytes <= WHOLE_EXPERT_BYTES:

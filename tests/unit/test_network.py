@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 
 import psutil
 import pytest
 
-from cdrmix.network import address_towards, first_host, free_port, interface_towards
+from cdrmix.network import (
+    address_towards,
+    first_host,
+    free_port,
+    interface_towards,
+    port_of_step,
+    shell_port_of_first_step,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,3 +49,13 @@ def test_the_interface_is_the_one_that_has_our_address_on_the_way_there() -> Non
     interface = interface_towards("192.0.2.1")
     assert interface is not None
     assert own in [address.address for address in psutil.net_if_addrs()[interface]]
+
+
+@pytest.mark.parametrize("restart", [None, 3])
+def test_a_batch_script_and_its_ranks_name_the_same_port(restart: int | None) -> None:
+    variables = {"SLURM_JOB_ID": "4711", "PATH": "/usr/bin:/bin"}
+    if restart is not None:
+        variables["SLURM_RESTART_COUNT"] = str(restart)
+    command = ["bash", "-c", f"echo {shell_port_of_first_step()}"]
+    told = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert int(told.stdout) == port_of_step(4711, step=0, restart=restart or 0)

@@ -187,6 +187,26 @@ def test_recomputation_that_was_refused_is_not_planned() -> None:
     assert "would take less with training.activation_checkpointing = true" in made.changes
 
 
+@pytest.mark.parametrize("scale", ["1b", "4b", "40b", "200b"])
+def test_stage_b_is_counted_where_it_is_part_of_the_run(scale: str) -> None:
+    made = planned(f"reason-{scale}", 32, "h100-80")
+    assert made.stage_b is not None
+    assert made.to_json()["stage_b"]["fits"] is made.stage_b.fits(made.cluster)
+    assert made.reasons[-1].startswith("Stage B: ")
+    assert planned(f"reason-{scale}", 32, "h100-80", "training.stage=a").stage_b is None
+    assert planned(f"core-{scale}", 32, "h100-80").stage_b is None
+
+
+def test_a_lesson_that_is_too_long_is_told_with_what_would_fit() -> None:
+    most = "At most 3 windows fit: try fewer stage_b.training.texts_per_lesson"
+    assert most in planned("reason-1b", 1, "a100-80").reasons[-1]
+    small = ["stage_b.training.texts_per_lesson=1", "stage_b.training.window_tokens=1024"]
+    assert planned("reason-1b", 1, "a100-80", *small).reasons[-1].endswith("may fill")
+    held = planned("reason-200b", 32, "h100-80").reasons[-1]
+    assert "every rank holds the whole backbone" in held
+    assert "training.stage = a leaves it out" in held
+
+
 # the profile of a plan: variant, nodes, devices of a node, device, and whether it is dense
 PROFILES = {
     "zero1": ("core-tiny", 1, 1, "cpu"),
@@ -228,8 +248,24 @@ def test_nothing_is_offloaded_where_it_need_not_be() -> None:
 
 def test_too_small_a_cluster_says_how_much_more_it_takes() -> None:
     made = planned("core-40b", 1, "h100-80")
-    assert "would fit on 2 such nodes, with 2 times the data ranks" in made.changes
-    assert planned("core-40b", 2, "h100-80").fits
+    (more,) = (change for change in made.changes if "such nodes" in change)
+    wider = planned("core-40b", 2, "h100-80")
+    assert wider.fits
+    assert more == f"would fit on 2 such nodes: {wider.pick.describe()}"
+
+
+def test_more_nodes_are_looked_at_with_layouts_of_their_own() -> None:
+    made = planned("core-200b", 8, "h100-80")
+    assert made.pick.profile == "zero2_offload"
+    assert any(change.startswith("would fit on 32 such nodes: pipeline") for change in made.changes)
+
+
+def test_what_follows_from_wrong_degrees_is_not_told() -> None:
+    with pytest.raises(PlanError) as caught:
+        planned("core-4b", 2, "a100-80", "parallel.pipeline=3")
+    assert str(caught.value).endswith("is not the number of ranks, 16. Try 15 or 18 ranks")
+    with pytest.raises(PlanError, match="16. Try parallel.data = 2 or 4, or leave it out$"):
+        planned("core-4b", 2, "a100-80", "parallel.data=3")
 
 
 def test_a_host_that_is_too_small_is_told_apart_from_its_devices() -> None:

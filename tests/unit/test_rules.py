@@ -200,7 +200,8 @@ def test_every_message_names_its_place_and_advises(case: tuple[str, Layout, Layo
 def test_all_broken_rules_are_reported_at_once() -> None:
     with pytest.raises(PlanError) as caught:
         check(layout("training.micro_batch_size=3", zero={"stage": 3}, data=2, expert=3))
-    assert len(str(caught.value).splitlines()) == 4
+    # the batch is not told: which ranks read samples is not known before the degrees are right
+    assert len(str(caught.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,8 @@ def test_all_broken_rules_are_reported_at_once() -> None:
         (layout(data=2, expert=8), "Try parallel.expert = 2"),
         (layout(data=3), "Try training.global_batch_size = 6 or 9, or 2 or 4 such ranks"),
         (layout("training.micro_batch_size=3", data=2), "Try training.micro_batch_size = 2 or 4"),
-        (layout(data=3, world_size=4), "Try parallel.data = 4, or leave it out"),
+        (layout(data=3, world_size=4), "Try parallel.data = 2 or 4, or leave it out"),
+        (layout(data=2, world_size=4), "Try parallel.data = 4, or leave it out"),
         (layout(tensor=3, world_size=4), "Try 3 or 6 ranks"),
         (layout(tensor=3), "Try parallel.tensor = 2 or 4"),
         (layout("model.moe=null", tensor=3), "Try parallel.tensor = 2 or 4"),
