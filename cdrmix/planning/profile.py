@@ -21,6 +21,7 @@ from cdrmix.planning.layout import Arrangement, Degrees, Layout
 from cdrmix.planning.memory import USABLE_SHARE, Memory, MemoryModel
 from cdrmix.planning.search import Candidate, candidates
 from cdrmix.planning.sequence import recurrence_bytes, sequence_form, state_bytes
+from cdrmix.planning.stage_b_memory import fits_stage_b, has_stage_b, stage_b_reason
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,8 @@ def carried_out(
     warnings = rules.advise(layout)
     if not best.fits:
         warnings.append(memory_reason(best, cluster))
+    if has_stage_b(config) and not fits_stage_b(config, cluster):
+        warnings.append(stage_b_reason(config, cluster))
     return Choice(
         name=path.stem,
         path=path,
@@ -191,6 +194,8 @@ def _reasons(best: Candidate, config: Config, cluster: Cluster, profile: str | N
         f"micro batch {made.micro_batch_size}: {_micro_batch_reason(best, config)}",
         memory_reason(best, cluster),
     ]
+    if has_stage_b(config):
+        reasons.append(stage_b_reason(config, cluster))
     if made.activation_checkpointing:
         reasons.append("activation checkpointing: " + _checkpointing_reason(config))
     return [

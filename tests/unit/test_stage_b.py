@@ -18,9 +18,10 @@ from cdrmix.engines.stage_b_optim import (
     part_groups,
     place_of,
 )
-from cdrmix.planning.cluster import processes
+from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import stage_b_choice
+from cdrmix.planning.stage_b_memory import stage_b_bytes
 from cdrmix.reasoning.parts import PARTS, logical_name
 
 TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
@@ -158,6 +159,27 @@ def test_where_ranks_do_not_divide_the_lessons_micro_steps_stay_empty(
     assert choice.deepspeed["train_batch_size"] == slots * world_size
     assert choice.degrees.data == world_size
     assert bool(choice.warnings) is is_warned
+
+
+@pytest.mark.parametrize(
+    ("scale", "ranks", "gib", "is_too_much"), [("1b", 8, 7.8, False), ("40b", 128, 212, True)]
+)
+def test_a_plan_counts_what_every_rank_holds_of_the_backbone(
+    scale: str, ranks: int, gib: float, is_too_much: bool
+) -> None:
+    given = load_config(TINY.with_name(f"cdrmix-reason-{scale}.yaml"))
+    cluster = make_cluster(nodes=ranks // 8, gpus_per_node=8, gpu="h100-80")
+    assert stage_b_bytes(given, ranks) / 2**30 == pytest.approx(gib, rel=0.01)
+    choice = choose(given, cluster)
+    told = [reason for reason in choice.reasons if reason.startswith("Stage B: ")]
+    assert len(told) == 1
+    assert any(warning.startswith("Stage B") for warning in choice.warnings) is is_too_much
+    assert not any("Stage B" in r for r in choose(stage_a(given), cluster).reasons)
+
+
+def stage_a(given: Config) -> Config:
+    training = given.training.model_copy(update={"stage": "a"})
+    return given.model_copy(update={"training": training})
 
 
 @pytest.mark.parametrize(("profile", "kept"), [("zero1", "zero1"), ("zero2", "zero2")])
