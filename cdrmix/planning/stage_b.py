@@ -54,6 +54,8 @@ def stage_b_choice(config: Config, choice: Choice, *, world_size: int) -> Choice
             gradient_accumulation_steps=slots,
             activation_checkpointing=False,
             sequence_checkpoint_tokens=None,
+            offloads_optimizer=False,
+            offloads_parameters=False,
         ),
         memory=None,
         deepspeed=read_profile(profile_path(name)) | settings,

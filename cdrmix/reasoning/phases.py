@@ -266,10 +266,10 @@ def collect(
     generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
     rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
     returns = rollouts.returns.view(-1, group)
-    policy = section(config).policy
-    return Collected(
-        rollouts, group_advantages(returns).flatten(), _episode_metrics(rollouts, returns, policy)
-    )
+    metrics = _episode_metrics(rollouts, returns, section(config).policy)
+    per_retrieval = episodes.retrieval_seconds / episodes.num_retrievals
+    metrics["retrieval_milliseconds"] = torch.tensor(1e3 * per_retrieval)
+    return Collected(rollouts, group_advantages(returns).flatten(), metrics)
 
 
 def rollout_loss(

@@ -15,6 +15,7 @@ The answer's score, by the checker of `tasks`, is what the episode earns.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -82,6 +83,11 @@ class ReadingEpisodes:
         reading: of P texts.
         grade: score of an answer, (text, tokens) -> 0 to 1.
         forbidden: actions that are never legal.
+
+    Attributes:
+        answers: tokens of each episode that is over.
+        retrieval_seconds: spent on looking for entries.
+        num_retrievals: episodes that they were looked for in.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class ReadingEpisodes:
         self.num_entries = max(reader.config.memory.max_tokens // reader.segment_tokens, 1)
         self.forbidden = forbidden
         self.answers: dict[int, list[int]] = {}
+        self.retrieval_seconds, self.num_retrievals = 0.0, 0
         self._known: dict[tuple[int, tuple[int, ...], bytes], tuple[Tensor, Tensor, Tensor]] = {}
         self._answered: dict[tuple[int, tuple[int, ...], bytes], tuple[list[int], float]] = {}
 
@@ -166,7 +173,10 @@ class ReadingEpisodes:
         asked, running = self._is_asked(state), ~state.solved
         memory, evicted = self._written(state, actions == Action.CACHE_WRITE)
         retrieves, splices = actions == Action.RETRIEVE, actions == Action.SPLICE_WINDOW
+        began = time.perf_counter()
         buffer, score = self._retrieved(state, retrieves, asked)
+        self.retrieval_seconds += time.perf_counter() - began
+        self.num_retrievals += len(retrieves)  # all rows are searched for, in one product
         useless = retrieves & (~asked | (buffer < 0).all(1))
         puts = splices & asked & (state.buffer >= 0).any(1)
         pushed = torch.cat([state.buffer, state.fetched], dim=1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config, Phase
 from cdrmix.objectives.grpo import group_advantages
+from cdrmix.planning.cluster import processes
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.parts import Part
 from cdrmix.reasoning.policy import MemoryPolicy
@@ -91,7 +92,7 @@ def learn(profile: str, kl_target: float) -> tuple[list[int], list[float], dict[
     assert config.stage_b is not None
     runtime.initialize_distributed()
     world = runtime.world_size()
-    choice = choose(config, world_size=world, profile=profile)
+    choice = choose(config, processes(world), profile=profile)
     choice = stage_b_choice(config, choice, world_size=world)
     topology, course, clip = make_topology(choice.degrees), StreamCourse(config), make_clip(config)
     engine = start_engine(

@@ -1,0 +1,188 @@
+"""Stage B's plan in time and over ranks: phases, rates, groups, clips, lessons, layout."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cdrmix.config.load import load_config, shipped
+from cdrmix.config.schema import Config
+from cdrmix.engines.stage_b_lessons import Lessons
+from cdrmix.engines.stage_b_optim import (
+    Clip,
+    Place,
+    Trained,
+    learning_rates,
+    make_clip,
+    part_groups,
+    place_of,
+)
+from cdrmix.planning.cluster import make_cluster, processes
+from cdrmix.planning.profile import choose
+from cdrmix.planning.stage_b import stage_b_choice
+from cdrmix.reasoning.parts import PARTS, logical_name
+
+TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
+
+
+def config(*training: str) -> Config:
+    lengths = ("memory_steps=3", "adapter_steps=0", "joint_steps=2", "policy_steps=1")
+    settings = [f"stage_b.training.{setting}" for setting in (*lengths, *training)]
+    return load_config(TINY, settings)
+
+
+def section(config: Config) -> Any:
+    assert config.stage_b is not None
+    return config.stage_b
+
+
+def test_the_phase_of_a_step_follows_from_its_number() -> None:
+    training = section(config()).training
+    places = [place_of(step, training) for step in range(6)]
+    phases = ["memory"] * 3 + ["joint"] * 2 + ["policy"]
+    assert [place.phase for place in places] == phases
+    assert [place.step for place in places] == [0, 1, 2, 0, 1, 0]
+
+
+def test_parts_that_do_not_learn_have_no_rate() -> None:
+    rates = learning_rates(Place("memory", 0, 3), {"memory"}, config("warmup_steps=2"))
+    assert rates["memory"] == 0.5 * section(config()).training.memory_learning_rate
+    assert [rates[part] for part in PARTS if part != "memory"] == [0.0, 0.0, 0.0]
+
+
+def test_a_rate_falls_to_its_share_at_the_end_of_each_phase() -> None:
+    given = config("warmup_steps=1", "min_learning_rate_ratio=0.2", "backbone_lr_scale=0.1")
+    peak = learning_rates(Place("joint", 0, 5), PARTS, given)
+    lowest = learning_rates(Place("joint", 4, 5), PARTS, given)
+    assert peak["backbone"] == pytest.approx(0.1 * given.training.learning_rate)
+    for part in PARTS:
+        assert lowest[part] == pytest.approx(0.2 * peak[part])
+
+
+def reader() -> nn.Module:
+    parts = {name: nn.Linear(2, 2, bias=False) for name in ("adapters", "memory", "policy")}
+    return nn.ModuleDict({**parts, "retrieval": nn.Linear(2, 2), "backbone": nn.Linear(2, 2)})
+
+
+def test_every_part_has_a_group_and_a_frozen_backbone_has_none() -> None:
+    groups = {group["part"]: len(group["params"]) for group in part_groups(Trained(reader()))}
+    assert groups == {"memory": 3, "adapters": 1, "policy": 1}
+    whole = [group["part"] for group in part_groups(reader())]
+    assert whole == ["memory", "adapters", "policy", "backbone", "backbone"]
+
+
+def test_parameters_that_deepspeed_sees_are_those_of_the_reader() -> None:
+    model = reader()
+    seen = {logical_name(name): p for name, p in Trained(model).named_parameters()}
+    for name, parameter in model.named_parameters():
+        if not name.startswith("backbone"):
+            assert seen.pop(logical_name(name)) is parameter
+    assert not seen
+
+
+def test_a_backbone_keeps_the_names_of_stage_a() -> None:
+    assert logical_name("plastic.backbone.blocks.0.mixer.key.weight") == "blocks.0.mixer.key.weight"
+    assert logical_name("plastic/adapters/blocks/0/key/up").startswith("stage_b.plastic.adapters")
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cdrmix.runtime.all_reduce_sum", lambda tensor: tensor)
+
+
+def stepped(clip: Clip, gradients: dict[str, list[float]], rates: dict[str, float]) -> dict:
+    """Gradients of each part after the clip."""
+    groups = []
+    for part, gradient in gradients.items():
+        parameter = nn.Parameter(torch.zeros(len(gradient)))
+        parameter.grad = torch.tensor(gradient)
+        groups.append({"params": [parameter], "part": part, "lr": rates.get(part, 1.0)})
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    optimizer.register_step_pre_hook(clip)
+    optimizer.step()
+    return {group["part"]: group["params"][0].grad.tolist() for group in optimizer.param_groups}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_parts_are_clipped_apart() -> None:
+    clip = make_clip(config())  # adapters 2, the others 1
+    found = stepped(clip, {"adapters": [30.0, 40.0], "memory": [3.0, 4.0], "policy": [0.3]}, {})
+    assert found["adapters"] == pytest.approx([1.2, 1.6])
+    assert found["memory"] == pytest.approx([0.6, 0.8])
+    assert found["policy"] == pytest.approx([0.3])
+    assert clip.norms == pytest.approx({"adapters": 50.0, "memory": 5.0, "policy": 0.3})
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_does_not_learn_is_not_measured() -> None:
+    clip = make_clip(config())
+    assert stepped(clip, {"memory": [3.0]}, {"memory": 0.0}) == {"memory": [3.0]}
+    assert clip.norms == {}
+
+
+class Numbers:
+    """A course whose lessons are their numbers."""
+
+    def lesson(self, phase: str, number: int) -> int:
+        return number
+
+    def collect(self, lesson: int) -> int:
+        return -lesson
+
+
+def test_ranks_share_out_every_lesson_once_and_a_position_is_one_number() -> None:
+    stage_b, course = section(config("lessons_per_step=3")), Numbers()
+    ranks: list[Any] = [
+        Lessons(course, stage_b, rank=rank, world_size=2)  # type: ignore[arg-type]
+        for rank in range(2)
+    ]
+    for step in range(5):
+        taken = sorted(lesson for lessons in ranks for lesson in lessons.next(step).lessons)
+        assert taken == [3 * step, 3 * step + 1, 3 * step + 2]
+    alone: Any = Lessons(course, stage_b, rank=0, world_size=1)  # type: ignore[arg-type]
+    alone.load_state_dict(ranks[1].state_dict())
+    assert alone.next(5).lessons == [-15, -16, -17], "those of the policy's phase are played"
+
+
+@pytest.mark.parametrize(
+    ("lessons", "world_size", "slots", "is_warned"),
+    [(4, 2, 2, False), (3, 2, 2, True), (2, 4, 1, True)],
+)
+def test_where_ranks_do_not_divide_the_lessons_micro_steps_stay_empty(
+    lessons: int, world_size: int, slots: int, is_warned: bool
+) -> None:
+    given = config(f"lessons_per_step={lessons}")
+    choice = stage_b_choice(given, choose(given, processes(world_size)), world_size=world_size)
+    assert choice.gradient_accumulation_steps == slots
+    assert choice.deepspeed["train_batch_size"] == slots * world_size
+    assert choice.degrees.data == world_size
+    assert bool(choice.warnings) is is_warned
+
+
+@pytest.mark.parametrize(
+    ("scale", "ranks", "gib", "is_too_much"), [("1b", 8, 7.8, False), ("40b", 128, 212, True)]
+)
+def test_a_plan_counts_what_every_rank_holds_of_the_backbone(
+    scale: str, ranks: int, gib: float, is_too_much: bool
+) -> None:
+    given = load_config(TINY.with_name(f"cdrmix-reason-{scale}.yaml"))
+    cluster = make_cluster(nodes=ranks // 8, gpus_per_node=8, gpu="h100-80")
+    choice = choose(given, cluster)
+    (told,) = [reason for reason in choice.reasons if reason.startswith("Stage B: ")]
+    assert f"{gib} of weights, as every rank holds the whole backbone" in told
+    assert any(warning.startswith("Stage B") for warning in choice.warnings) is is_too_much
+    assert not any("Stage B" in r for r in choose(stage_a(given), cluster).reasons)
+
+
+def stage_a(given: Config) -> Config:
+    training = given.training.model_copy(update={"stage": "a"})
+    return given.model_copy(update={"training": training})
+
+
+@pytest.mark.parametrize(("profile", "kept"), [("zero1", "zero1"), ("zero2", "zero2")])
+def test_the_zero_stage_of_stage_a_is_kept(profile: str, kept: str) -> None:
+    given = config()
+    choice = stage_b_choice(given, choose(given, processes(1), profile=profile), world_size=1)
+    assert choice.name == kept
+    assert choice.deepspeed["gradient_clipping"] == 0.0
