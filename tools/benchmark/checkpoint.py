@@ -23,6 +23,7 @@ from cdrmix.checkpoint.saver import Saver
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
 from cdrmix.models.backbone import logical_name
+from cdrmix.planning.cluster import processes
 from cdrmix.planning.profile import choose
 from tools.benchmark.timing import median_ratio
 
@@ -45,7 +46,7 @@ def trained_engine(config: Config) -> Any:
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 
-    choice = choose(config, world_size=1)
+    choice = choose(config, processes(1))
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     length = config.training.sequence_length
