@@ -52,11 +52,11 @@ def react(run: Run, verdicts: Iterable[Verdict | None], position: dict[str, Any]
         said = (run.step, verdict.why, verdict.watched, verdict.action)
         logger.warning("unhealthy: step %d: %s (health.%s: %s)", *said)
     worst = found[-1]
+    if news:  # what lasts is counted at the end
+        runtime.together(lambda: write_record(run))
     if worst.action == "rollback":
         with run.heartbeat.phase("rolling back"):
             _roll_back(run, worst, position)
-    if news:  # what lasts is counted at the end
-        runtime.together(lambda: write_record(run))
     if worst.action == "stop":
         if worst.watched in _STATE_IS_GOOD:
             save(run, position)
@@ -85,6 +85,7 @@ def _roll_back(run: Run, verdict: Verdict, position: dict[str, Any]) -> None:
     run.wall_time.go_back(found.step)
     run.loader.load_state_dict(position)
     runtime.together(lambda: run.observer.go_back(run.step))
+    runtime.together(lambda: write_record(run))
     logger.info(
         "went back from step %d to %s, and on behind sample %d: rollback %d",
         *(bad_step, found.path, resumes_at, run.health.rollbacks),

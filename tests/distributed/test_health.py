@@ -280,6 +280,8 @@ def test_without_a_checkpoint_there_is_no_way_back(
     argv = [*arguments(small_corpus, run_dir), *overrides(settings)]
     text = refused(argv, capfd, NOT_FINITE, run=start_spoilt)
     assert "there is no checkpoint to go back to" in text
+    (event,) = record_of(run_dir)["events"]
+    assert (event["action"], event["outcome"]) == ("rollback", "")
     assert "The newest checkpoint is none yet" in text
 
 
