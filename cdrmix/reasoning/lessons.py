@@ -42,6 +42,8 @@ _TRAINED_SEGMENTS = 6
 _STRAY_SHARE = 0.3
 # How often a segment of a training text is folded into the slots.
 _SUMMARISED_SHARE = 0.3
+# A task that a length has no room for may be longer by so many windows.
+_LONGER_BY = 16
 # One row of plain text for so many tasks.
 _TASKS_PER_ROW = 16
 # Further windows for each task, of evidence, question and answer, for a backbone that learns: to
@@ -176,16 +178,19 @@ class Lessons:
         return (*words[: ANSWER_TOKENS - 1], self.marks.stop)
 
     def _example(self, use: str, number: int) -> Example:
-        """Tasks take turns, and so do lengths; a task that a length has no room for is longer."""
+        """Tasks take turns, and in the policy's phase lengths; elsewhere texts are thinned anyway.
+
+        A task that a length has no room for is given the next one that has.
+        """
         tasks, ratios = self.training.tasks, self.training.length_ratios
         task = tasks[number % len(tasks)]
-        wanted = ratios[number // len(tasks) % len(ratios)]
-        for ratio in range(wanted, wanted + max(16, wanted)):
+        wanted = ratios[number // len(tasks) % len(ratios)] if use == "policy" else 1
+        for ratio in range(wanted, wanted + _LONGER_BY):
             try:
                 return self.example(task, f"{self.seed}/{use}", number, ratio)
             except DataError:
                 continue
-        return self.example(task, f"{self.seed}/{use}", number, 2 * max(16, wanted))
+        return self.example(task, f"{self.seed}/{use}", number, wanted + _LONGER_BY)
 
     def example(self, task: str, seed: str, number: int, length_ratio: int) -> Example:
         """Example `number` of a task at a length, measured in windows of this tokenizer."""
