@@ -45,7 +45,7 @@ _SUMMARISED_SHARE = 0.3
 # A task that a length has no room for may be longer by so many windows.
 _LONGER_BY = 16
 # One row of plain text for so many tasks.
-_TASKS_PER_ROW = 16
+_TASKS_PER_ROW = 8
 # Further windows for each task, of evidence, question and answer, for a backbone that learns: to
 # answer from a window takes many times the examples that retrieval takes.
 _DRILLS_PER_TASK = 4

@@ -266,10 +266,8 @@ def collect(
     generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
     rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
     returns = rollouts.returns.view(-1, group)
-    policy = section(config).policy
-    return Collected(
-        rollouts, group_advantages(returns).flatten(), _episode_metrics(rollouts, returns, policy)
-    )
+    metrics = _episode_metrics(rollouts, returns, section(config).policy, capacity=reader.capacity)
+    return Collected(rollouts, group_advantages(returns).flatten(), metrics)
 
 
 def rollout_loss(
@@ -307,9 +305,18 @@ def rollout_loss(
 
 
 def _episode_metrics(
-    rollouts: Rollouts[ReadingState], returns: Tensor, policy: PolicyConfig
+    rollouts: Rollouts[ReadingState], returns: Tensor, policy: PolicyConfig, *, capacity: int
 ) -> Metrics:
     final, taken = rollouts.final, rollouts.taken
+    targets = lambda_returns(
+        rollouts.rewards,
+        rollouts.values,
+        taken,
+        gamma=policy.gamma,
+        gae_lambda=policy.gae_lambda,
+    )
+    # where targets do not vary nothing is explained
+    explained = explained_variance(rollouts.values[:, :-1], targets, taken).nan_to_num(0, 0, 0)
     operations = {
         f"operations/{action.name.lower()}": ((rollouts.actions == action) & taken).sum(1)
         for action in Action
@@ -317,11 +324,12 @@ def _episode_metrics(
     means = {
         "return": rollouts.returns,
         "success": final.earned,
-        "memory_fill": (final.memory >= 0).float().mean(1),
+        "memory_fill": (final.memory >= 0).sum(1) / capacity,
         **operations,
     }
     metrics = {name: values.float().mean() for name, values in means.items()}
     metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
+    metrics["explained_variance"] = explained
     return metrics
 
 

@@ -116,6 +116,11 @@ class MemoryReader(nn.Module):
         """The backbone, whose numbers without memory are what they were."""
         return self.plastic.backbone
 
+    @property
+    def capacity(self) -> int:
+        """Segments that memory holds at most."""
+        return max(self.config.memory.max_tokens // self.segment_tokens, 1)
+
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
         """Set the initial values of all parts but the backbone from the seed."""

@@ -95,7 +95,9 @@ class ReadingEpisodes:
         self.reader, self.reading, self.grade = reader, reading, grade
         self.config: PolicyConfig = reader.config.policy
         self.top_k = reader.config.memory.top_k
-        self.num_entries = max(reader.config.memory.max_tokens // reader.segment_tokens, 1)
+        self.num_entries = min(
+            reader.capacity, reading.texts.tokens.shape[1]
+        )  # no more can be written
         self.forbidden = forbidden
         self.answers: dict[int, list[int]] = {}
         self._known: dict[tuple[int, tuple[int, ...], bytes], tuple[Tensor, Tensor, Tensor]] = {}
@@ -166,7 +168,9 @@ class ReadingEpisodes:
         asked, running = self._is_asked(state), ~state.solved
         memory, evicted = self._written(state, actions == Action.CACHE_WRITE)
         retrieves, splices = actions == Action.RETRIEVE, actions == Action.SPLICE_WINDOW
-        buffer, score = self._retrieved(state, retrieves, asked)
+        buffer, score = state.buffer, state.score
+        if bool(retrieves.any()):
+            buffer, score = self._retrieved(state, retrieves, asked)
         useless = retrieves & (~asked | (buffer < 0).all(1))
         puts = splices & asked & (state.buffer >= 0).any(1)
         pushed = torch.cat([state.buffer, state.fetched], dim=1)
