@@ -209,9 +209,13 @@ def device() -> torch.device:
 def device_memory_gib() -> float:
     """Memory of this rank's device as torch reports it; on CPUs its share of the host's (GiB)."""
     if use_cpu():
-        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return host / local_world_size() / 2**30
+        return host_memory_gib() / local_world_size()
     return torch.cuda.get_device_properties(device()).total_memory / 2**30
+
+
+def host_memory_gib() -> float:
+    """Memory of this rank's host (GiB)."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def import_deepspeed() -> Any:
@@ -231,8 +235,25 @@ def import_deepspeed() -> Any:
     from deepspeed.utils import logger as deepspeed_logger
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _import_muon_uncompiled()
     deepspeed_logger.setLevel("WARNING")
     return deepspeed
+
+
+def _import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon optimizer, which it looks for in every start, without compiling it.
+
+    It is not used here, and a decorator in it imports all of torch.compile's backend: 1.9 s of CPU
+    time in every rank (0.19.8: runtime/zero/muon/original_muon.py).
+    """
+    from deepspeed.runtime import compiler
+
+    compile_function = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compile_function
 
 
 def initialize_distributed(*, timeout_minutes: float = 30) -> None:

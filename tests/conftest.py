@@ -8,10 +8,12 @@ import contextlib
 import random
 import shutil
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -20,6 +22,11 @@ from cdrmix.data.sample import build_sample
 from tests.harness import ROOT
 
 TINY = ROOT / "model_configs" / "cdrmix-core-tiny.yaml"
+
+# What tests start inherits it, and with it what that starts.
+_STARTED_BY = "CDRMIX_TESTS"
+os.environ[_STARTED_BY] = str(os.getpid())
+_SECONDS_TO_END = 10.0
 
 # marker: (whether this machine has what the test needs, what is missing)
 _CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
@@ -58,6 +65,38 @@ def _shared_memory_buffers() -> set[str]:
             if path.stat().st_uid == os.getuid():
                 found.add(path.name)
     return found
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    """No process, with the ports that it holds, and no file in shared memory outlives the test."""
+    before = _started_processes(), _shared_memory_files()
+    yield
+    deadline = time.monotonic() + _SECONDS_TO_END
+    while True:
+        left = _started_processes() - before[0], _shared_memory_files() - before[1]
+        if not any(left) or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    assert not any(left), f"the test left {left[0] or ''} {left[1] or ''}"
+
+
+def _started_processes() -> set[psutil.Process]:
+    """Living processes that come of these tests, but for what lives longer than one of them."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_ours = process.environ().get(_STARTED_BY) == str(os.getpid())
+            if not is_ours or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            is_zygote = process.ppid() == os.getpid() and "tests.zygote" in process.cmdline()
+            if not is_zygote and process.name() != "sshd":  # of a lab's host
+                found.add(process)
+    return found
+
+
+def _shared_memory_files() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
 @pytest.fixture

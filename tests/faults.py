@@ -19,6 +19,8 @@ STORE = "tests/distributed/test_store_faults.py::test_"
 BEHIND = "tests/distributed/test_background_saves.py::test_a_"
 DAMAGE = "tests/unit/test_store.py::test_"
 HEALTH = "tests/distributed/test_health.py::test_"
+HOSTS = "tests/cluster/test_hosts.py::test_"
+MEMORY = "tests/distributed/test_out_of_memory.py::test_"
 SLURM = "tests/cluster/test_slurm.py::test_"
 INPUT = "tests/distributed/test_bad_input.py::test_"
 
@@ -27,29 +29,35 @@ FAULTS = (
     ("kill -9 of a rank", f"{LAUNCH}a_lost_run_goes_on", ""),
     ("kill -9 of a rank: all end", SUPERVISION, "[die"),
     ("kill -9 of a host's processes", SUPERVISION, "[lose_the_host"),
+    ("a host without power, back again", f"{HOSTS}a_host_that_loses_power", ""),
     ("kill -9 of a watchdog", SUPERVISION, "[lose_the_watchdog"),
     ("kill -9 of cdrmix launch", f"{LAUNCH}ranks_save_and_end", ""),
     ("kill -9 and TERM of the launchers", "tests/integration/test_train.py::test_ranks_that", ""),
     ("SIGSTOP of a rank", SUPERVISION, "[stop"),
     ("a rank that hangs", SUPERVISION, "[stand_still"),
-    ("link down, host left out", "tests/cluster/test_hosts.py::test_a_run_that_loses", ""),
+    ("link down, host left out", f"{HOSTS}a_run_that_loses", ""),
+    ("clock jumps forth and back", f"{LAUNCH}a_clock_that_jumps", ""),
     ("lost too often", f"{LAUNCH}a_run_that_is_lost_too_often", ""),
     ("two jobs on one run directory", f"{LAUNCH}two_jobs", ""),
     ("TERM and USR1 between steps", f"{RESUME}a_signal_saves_and_stops", ""),
     ("TERM during a save", f"{RESUME}a_signal_in_the_middle", ""),
     ("kill during a save", f"{RESUME}a_killed_run_resumes", "KILL while"),
     ("kill before the rename", f"{RESUME}a_killed_run_resumes", "before the rename"),
+    ("kill after the rename", f"{RESUME}a_killed_run_resumes", "after the rename"),
     ("kill during a background write", f"{BEHIND}kill_while_a_checkpoint", ""),
     ("TERM during a background write", f"{BEHIND}signal_while_a_checkpoint", ""),
     ("write that fails for a while", f"{BEHIND}write_that_fails_at_first", ""),
     ("write that goes on failing", f"{BEHIND}write_that_goes_on_failing", ""),
     ("damaged checkpoint with a replica", f"{BEHIND}run_goes_on_from_the_copy", ""),
+    ("kill after the rename", f"{RESUME}a_killed_run_resumes", "after the rename"),
     ("kill at every durable operation", f"{STORE}a_kill_before_or_after", ""),
     ("kills at random times", f"{STORE}kills_at_random_times", ""),
     ("disk full in a save", f"{STORE}a_full_disk", ""),
     ("disk full in a run", f"{INPUT}a_disk_that_fills_up", ""),
     ("truncated, altered or missing file", f"{DAMAGE}a_damaged_checkpoint", ""),
-    ("damaged checkpoint in a run", f"{RESUME}a_damaged_checkpoint", ""),
+    ("truncated shard in a run", f"{RESUME}a_damaged_checkpoint", "[_truncate"),
+    ("altered byte in a run", f"{RESUME}a_damaged_checkpoint", "[_alter"),
+    ("corrupt latest in a run", f"{RESUME}a_damaged_checkpoint", "[_corrupt_latest"),
     ("corrupt or missing latest", f"{DAMAGE}what_verifies_counts", ""),
     ("every checkpoint damaged", f"{RESUME}state_that_is_damaged_throughout", ""),
     ("unreadable data shard", f"{INPUT}a_shard_that_disappears", ""),
@@ -58,9 +66,12 @@ FAULTS = (
     ("non-finite gradient: a run goes on", f"{HEALTH}a_skipped_step_takes", ""),
     ("non-finite gradient: rollback", f"{HEALTH}a_run_that_went_back", "[non_finite"),
     ("loss spike: rollback", f"{HEALTH}a_run_that_went_back", "[loss_spike"),
+    ("out of memory: goes on in smaller parts", f"{LAUNCH}a_run_short_of_memory", ""),
+    ("out of memory: the same losses", f"{MEMORY}one_rank_short_of_memory", ""),
+    ("out of memory with one sample", f"{MEMORY}one_sample_that", ""),
     ("loss that stays high", f"{HEALTH}a_run_that_does_not_recover", ""),
     ("scontrol requeue, preemption", f"{SLURM}a_requeued_and_preempted", ""),
-    ("USR1 of a time limit", f"{SLURM}under_the_deepspeed_launcher", ""),
+    ("time limit, srun and deepspeed", f"{SLURM}a_time_limit", ""),
 )
 
 

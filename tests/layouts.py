@@ -16,6 +16,7 @@ from cdrmix import runtime
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.parallel.topology import Topology, make_topology, own_tokens
+from cdrmix.planning.cluster import processes
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.profile import Choice, choose
 from tests.harness import run_ranks
@@ -177,7 +178,7 @@ def make_choice(case: Case, config: Config) -> Choice:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps(settings))
         file.flush()
-        return choose(config, world_size=case.world_size, profile=file.name)
+        return choose(config, processes(case.world_size), profile=file.name)
 
 
 def sgd(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:

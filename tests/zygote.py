@@ -23,14 +23,14 @@ from typing import IO, NoReturn
 
 from tests.harness import Outcome, Request, rank_environment, reserved_port, tail
 
-# What the ranks of a training run import, but for our own modules. DeepSpeed imports some of it,
-# with Muon the machinery of torch.compile, only inside initialize(): 2 s that each rank would pay.
+# What the ranks of a training run import, but for our own modules. torch imports its compiler only
+# with the first optimizer, DeepSpeed some of it inside initialize(): 2 s that each rank would pay.
 _PRELOADED = (
     "torch",
+    "torch._dynamo",
     "deepspeed",
     "deepspeed.moe.layer",
     "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.stage_1_and_2",
     "matplotlib.figure",
     "pydantic",

@@ -125,7 +125,7 @@ class Head:
             elif message.get("token") == self._settings.token:
                 line.peer = self._peers[message["rank"]]
                 line.peer.host = message["host"]
-                if self._folder and all(peer.host for peer in self._peers.values()):
+                if self._folder and self._all_have_called():
                     note_meeting(self._folder)
             else:
                 data = b""
@@ -156,8 +156,14 @@ class Head:
             except OSError:
                 self._hang_up(line)
 
+    def _all_have_called(self) -> bool:
+        return all(peer.host for peer in self._peers.values())
+
     def _pass_on_stop(self) -> None:
-        if self._folder and not self._has_asked_to_stop and stop_is_asked(self._folder):
+        """Once, and to all: a wish that came while the ranks started waits for the last of them."""
+        if self._has_asked_to_stop or not self._folder or not self._all_have_called():
+            return
+        if stop_is_asked(self._folder):
             self._has_asked_to_stop = True
             self._tell({"stop": True})
 
@@ -172,13 +178,15 @@ class Head:
             left = [peer.name for peer in peers if peer.code]
             why = f"{', '.join(left)} ended with exit code {worst} and the others did not follow"
             return Outcome(worst, why, _last_step(peers))
+        is_lost = any(peer.is_lost for peer in peers)
+        if codes - {EXIT_DONE} and not is_lost:
+            return None  # those that do not follow yet wait for the one that left
         if not any(peer.is_suspect(self._settings.deadline_seconds) for peer in peers):
             self._stacks_due = None
             return None
         if self._stacks_due is None:
             self._stacks_due = time.monotonic() + _SECONDS_FOR_STACKS
             self._ask_for_stacks()
-        is_lost = any(peer.is_lost for peer in peers)
         if not is_lost and self._stacks_due > time.monotonic() and self._wait_for_stacks():
             return None
         why = accuse(peers, deadline_seconds=self._settings.deadline_seconds)

@@ -15,7 +15,6 @@ from cdrmix.engines.run import Run
 from cdrmix.evaluation.ngram import unigram_and_bigram
 from cdrmix.evaluation.perplexity import Evaluation, held_out_rows
 from cdrmix.log import get_logger
-from cdrmix.monitoring.report import write_report
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic
 
 logger = get_logger(__name__)
@@ -30,6 +29,8 @@ def finish(run: Run) -> None:
 
 
 def _write(run: Run, evaluation: Evaluation) -> None:
+    from cdrmix.monitoring.report import write_report  # Matplotlib, which only the end needs
+
     baselines = _baselines(run) if run.config.evaluation.baselines else None
     path = run.directory.path
     write_json_atomic(path / "metrics.json", _summary(run, evaluation, baselines))

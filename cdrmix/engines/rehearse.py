@@ -248,11 +248,12 @@ def _train(config: Config, profile: str, run_dir: Path, resume: str) -> int:
     from cdrmix import log, runtime
     from cdrmix.cluster.start_up import StartUp
     from cdrmix.engines.session import run_training
+    from cdrmix.planning.cluster import processes
     from cdrmix.planning.profile import choose
 
     log.configure(rank=runtime.environment_rank())
     try:
-        choice = choose(config, world_size=runtime.environment_world_size(), profile=profile)
+        choice = choose(config, processes(runtime.environment_world_size()), profile=profile)
         runtime.set_threads()
         runtime.initialize_distributed(timeout_minutes=_SECONDS / 60)
         start_up = StartUp()

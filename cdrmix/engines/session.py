@@ -13,6 +13,7 @@ from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
 from cdrmix.engines.loop import start_engine, train
 from cdrmix.engines.observer import Observer
+from cdrmix.engines.out_of_memory import noted, with_what_fits
 from cdrmix.engines.pretraining import Pretraining
 from cdrmix.engines.recovery import write_record
 from cdrmix.engines.resume import find_at, resume_from
@@ -68,6 +69,7 @@ def _train(
 ) -> int:
     found = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:
+        choice = with_what_fits(choice, config, directory.path)
         runtime.together(lambda: _announce(directory, choice))
         if runtime.rank() == 0:
             heartbeat.log_to(directory.path / LOG)
@@ -115,11 +117,12 @@ def _pretrain(start: Start, found: store.Found | None) -> bool:
         runtime.together(
             lambda: run.observer.open(directory.path, step=run.step, num_steps=num_steps)
         )
-        with start.requests.deferred():
-            stopped = train(run)
-        if not stopped:
-            with start.heartbeat.phase("finishing"):
-                finish(run)
+        with noted(run):
+            with start.requests.deferred():
+                stopped = train(run)
+            if not stopped:
+                with start.heartbeat.phase("finishing"):
+                    finish(run)
         return stopped
 
 

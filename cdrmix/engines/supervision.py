@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -13,6 +14,11 @@ from cdrmix.errors import EXIT_FAULT, TrainingError
 
 _INTERVALS_FOR_THE_HEAD = 3
 _SECONDS_FOR_OUTCOME = 2.0
+_SECONDS_TO_BE_FOLLOWED = 12.0  # a little longer than the head waits for the others
+
+
+class LostAlone(SystemExit):
+    """A rank ends, has said why, and leaves the others waiting in a collective."""
 
 
 def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) -> int:
@@ -53,6 +59,9 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
         raise
     finally:
         heartbeat.leave(code)
+        if isinstance(sys.exception(), LostAlone) and runtime.world_size() > 1:
+            # its connections stay until the head has ended the others, who would each tell of them
+            time.sleep(_SECONDS_TO_BE_FOLLOWED)
         folder = runtime.launch_folder()
         if folder is not None and runtime.rank() == 0:
             # srun ends the head with the last rank: it may write first

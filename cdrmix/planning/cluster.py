@@ -139,6 +139,11 @@ def make_cluster(
     )
 
 
+def processes(number: int) -> Cluster:
+    """Ranks that are CPU processes of one machine."""
+    return make_cluster(nodes=1, gpus_per_node=number, gpu="cpu")
+
+
 def _like(memory_gib: float) -> Cluster:
     """The smallest accelerator that has the memory, but for what a driver keeps; else the
     largest."""

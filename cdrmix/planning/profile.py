@@ -1,14 +1,14 @@
-"""Config and world -> DeepSpeed profile, degrees, batch sizes, and why.
+"""Config and cluster -> DeepSpeed profile, degrees, batch sizes, and why.
 
-Profile and expert degree follow from the model's size (`scale`). Where the cluster is known, what
-fits its memory is chosen (`search`); where it is not, large models take one sample at a time.
+What the configuration gives is kept; the rest is what a search over all layouts prefers (`search`),
+by the rules of the model's size (`scale`) among those that fit the memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
@@ -17,13 +17,10 @@ from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import GIB, PRESETS, Cluster, make_cluster
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Arrangement, Degrees, Layout, offloads
+from cdrmix.planning.layout import Arrangement, Degrees, Layout
 from cdrmix.planning.memory import USABLE_SHARE, Memory, MemoryModel
 from cdrmix.planning.search import Candidate, candidates
 from cdrmix.planning.sequence import recurrence_bytes, sequence_form, state_bytes
-
-# Tokens of one forward pass that keep a small model's matrices busy; more only takes memory.
-SMALL_MICRO_STEP_TOKENS = 8_192
 
 
 @dataclass(frozen=True)
@@ -33,12 +30,8 @@ class Choice:
     Attributes:
         name: profile, shipped name or stem of the user's file.
         path: its JSON file.
-        degrees: parallel degrees.
-        micro_batch_size: samples per data rank and forward pass.
-        gradient_accumulation_steps: forward passes per optimizer step.
-        activation_checkpointing: whether blocks are recomputed in the backward pass.
-        sequence_checkpoint_tokens: tokens of a sample that are recomputed together; None: all.
-        memory: estimated bytes on the fullest rank; None where the device is not known.
+        arrangement: degrees, batch sizes, recomputation.
+        memory: estimated bytes on the fullest rank; None: not estimated.
         deepspeed: complete settings for `deepspeed.initialize`.
         reasons: why each was chosen, one line each.
         warnings: what runs at a cost that the user may not expect, one line each.
@@ -46,24 +39,44 @@ class Choice:
 
     name: str
     path: Path
-    degrees: Degrees
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    activation_checkpointing: bool
-    sequence_checkpoint_tokens: int | None
+    arrangement: Arrangement
     memory: Memory | None
     deepspeed: dict[str, Any]
     reasons: list[str]
     warnings: list[str]
 
     @property
+    def degrees(self) -> Degrees:
+        """Parallel degrees."""
+        return self.arrangement.degrees
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples per data rank and forward pass."""
+        return self.arrangement.micro_batch_size
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Forward passes per optimizer step."""
+        return self.arrangement.gradient_accumulation_steps
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether blocks are recomputed in the backward pass."""
+        return self.arrangement.activation_checkpointing
+
+    @property
+    def sequence_checkpoint_tokens(self) -> int | None:
+        """Tokens of a sample that are recomputed together; None: all."""
+        return self.arrangement.sequence_checkpoint_tokens
+
+    @property
     def zero_stage(self) -> int:
         """ZeRO stage."""
-        return int(self.deepspeed["zero_optimization"]["stage"])
+        return self.arrangement.zero_stage
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values, as it stands in plan.json."""
-        memory = {"memory_per_rank_bytes": self.memory.to_json()} if self.memory else {}
         return {
             "profile": self.name,
             "profile_path": str(self.path),
@@ -72,87 +85,65 @@ class Choice:
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "activation_checkpointing": self.activation_checkpointing,
             "sequence_checkpoint_tokens": self.sequence_checkpoint_tokens,
-            **memory,
+            "memory_per_rank_bytes": self.memory and self.memory.to_json(),
             "reasons": self.reasons,
             "warnings": self.warnings,
         }
 
 
-class _Pick(NamedTuple):
-    """What is chosen before DeepSpeed's settings follow from it, and why."""
-
-    profile: str
-    degrees: Degrees
-    micro_batch_size: int
-    activation_checkpointing: bool
-    sequence_checkpoint_tokens: int | None
-    reasons: list[str]
-
-
-def choose(
-    config: Config,
-    *,
-    world_size: int,
-    profile: str | None = None,
-    device: str | None = None,
-    cluster: Cluster | None = None,
-) -> Choice:
-    """Lay a run out on `world_size` ranks; what the configuration gives is kept.
+def choose(config: Config, cluster: Cluster, *, profile: str | None = None) -> Choice:
+    """Lay a run out on a cluster as `plan` does; what the configuration gives is kept.
 
     Args:
         config: of the run.
-        world_size: ranks.
+        cluster: where it runs.
         profile: name of a shipped profile or path of a JSON file; chosen when left out.
-        device: "cpu" or "cuda", for advice about precision and memory; None where it is not known.
-        cluster: where it runs, `world_size` devices; the layout is then the one of `plan`.
 
     Raises:
         PlanError: if the combination cannot run, naming everything that is wrong with it.
     """
-    if cluster is None:
-        return _completed(
-            *_checked(config, _by_size(config, world_size, profile), world_size, device)
-        )
-    assert cluster.world_size == world_size, "the cluster is the run's"
-    best = laid_out(config, cluster, profile)[0]
-    return carried_out(best, config, cluster, profile)
+    return carried_out(laid_out(config, cluster, profile)[0], config, cluster, profile)
 
 
 def check_world(
     config: Config, *, world_size: int, profile: str | None = None, device: str | None = None
 ) -> None:
-    """Refuse what cannot run on so many ranks, before it is known what devices they have.
+    """Refuse what cannot run on so many ranks, before it is known how large their devices are.
 
     Raises:
         PlanError: naming everything that is wrong with it.
     """
-    try:
-        _checked(config, _by_size(config, world_size, profile), world_size, device)
-    except PlanError:
-        if world_size <= config.training.global_batch_size:
-            raise
-        # data ranks alone are more than there are samples; other axes may take some of them
-        gpu = "cpu" if device == "cpu" else next(iter(PRESETS))
-        nominal = make_cluster(nodes=1, gpus_per_node=world_size, gpu=gpu)
-        best = laid_out(config, nominal, profile)[0]
-        _checked(config, _by_memory(best, config, nominal, profile), world_size, device)
+    gpu = "cpu" if device == "cpu" else next(iter(PRESETS))
+    choose(config, make_cluster(nodes=1, gpus_per_node=world_size, gpu=gpu), profile=profile)
 
 
 def laid_out(config: Config, cluster: Cluster, profile: str | None = None) -> list[Candidate]:
     """Every legal layout on a cluster, best first; at least one.
 
     Raises:
-        PlanError: if there is none, naming what is wrong with the one that follows from sizes.
+        PlanError: if there is none, naming what is wrong with the plainest one.
     """
-    settings = read_profile(profile_path(profile)) if profile is not None else None
-    found = candidates(config, cluster, settings=settings)
-    if not found or cluster.world_size <= config.training.global_batch_size:
-        pick = _by_size(config, cluster.world_size, profile)
-        layout = _layout(config, pick, cluster.world_size, cluster.device)
-        rules.check(layout, of_this_version=False)
+    found, world_size = candidates(config, cluster, profile=profile), cluster.world_size
+    # data ranks that do not divide the batch are no reason to cut a model that needs no cutting
+    is_free = not config.parallel.model_fields_set
+    if not found or (is_free and world_size <= config.training.global_batch_size):
+        rules.check(_plainest(config, cluster, profile), of_this_version=False)
     if not found:
-        raise PlanError(f"{config.name}: no layout of {cluster.world_size} ranks is legal")
+        raise PlanError(f"{config.name}: no layout of {world_size} ranks is legal")
     return found
+
+
+def _plainest(config: Config, cluster: Cluster, profile: str | None) -> Layout:
+    """What is given, and otherwise nothing but data ranks, and experts spread as usual."""
+    given = config.parallel
+    data = given.data or max(1, cluster.world_size // (given.tensor * given.pipeline))
+    expert, _ = scale.expert_degree(
+        config, ranks=data * given.tensor, tensor=given.tensor, pipeline=given.pipeline
+    )
+    degrees = Degrees(data, given.tensor, given.pipeline, given.sequence, expert)
+    total = count(config.model, config.training.sequence_length).total_params
+    stage, _ = scale.zero_stage(total, data=data, pipeline=given.pipeline)
+    return _layout(config, degrees, profile or scale.profile(stage, degrees), cluster)
 
 
 def carried_out(
@@ -163,144 +154,77 @@ def carried_out(
     Raises:
         PlanError: if this version cannot carry it out.
     """
-    pick = _by_memory(best, config, cluster, profile)
-    choice = _completed(*_checked(config, pick, cluster.world_size, cluster.device))
-    if best.fits:
-        return choice
-    return replace(choice, warnings=[*choice.warnings, memory_reason(best, cluster)])
-
-
-def _layout(config: Config, pick: _Pick, world_size: int, device: str | None) -> Layout:
-    path = profile_path(pick.profile)
-    label = f"ds_configs/{path.name}" if pick.profile == path.stem else pick.profile
-    return Layout(config, pick.degrees, read_profile(path), label, world_size, device)
-
-
-def _checked(
-    config: Config, pick: _Pick, world_size: int, device: str | None
-) -> tuple[Layout, _Pick]:
-    """The pick with its layout.
-
-    Raises:
-        PlanError: if it cannot run.
-    """
-    layout = _layout(config, pick, world_size, device)
+    made, path = best.arrangement, profile_path(best.profile)
+    layout = _layout(config, made.degrees, best.profile, cluster)
     rules.check(layout)
-    return layout, pick
-
-
-def _completed(layout: Layout, pick: _Pick) -> Choice:
-    """The pick with DeepSpeed's settings and what it takes."""
-    config, degrees, micro = layout.config, pick.degrees, pick.micro_batch_size
-    path, batch = profile_path(pick.profile), config.training.global_batch_size
-    steps = batch // (micro * degrees.sample_ranks)
-    shared = f" / sequence {degrees.sequence}" if degrees.sequence > 1 else ""
-    choice = Choice(
+    warnings = rules.advise(layout)
+    if not best.fits:
+        warnings.append(memory_reason(best, cluster))
+    return Choice(
         name=path.stem,
         path=path,
-        degrees=degrees,
-        micro_batch_size=micro,
-        gradient_accumulation_steps=steps,
-        activation_checkpointing=pick.activation_checkpointing,
-        sequence_checkpoint_tokens=pick.sequence_checkpoint_tokens,
-        memory=None,
-        deepspeed=layout.deepspeed | _of_the_run(layout, micro, steps),
-        reasons=[
-            *pick.reasons,
-            f"accumulation {steps} = global batch {batch} / "
-            f"(micro batch {micro} * {degrees.data} data ranks{shared})",
-        ],
-        warnings=rules.advise(layout),
-    )
-    if layout.device is None:
-        return choice
-    model = MemoryModel(config, "cpu" if layout.device == "cpu" else "cuda")
-    return replace(choice, memory=model.estimate(arrangement(choice)))
-
-
-def arrangement(choice: Choice) -> Arrangement:
-    """What memory and time of a choice follow from."""
-    zero = choice.deepspeed["zero_optimization"]
-    return Arrangement(
-        choice.degrees,
-        choice.zero_stage,
-        choice.micro_batch_size,
-        choice.gradient_accumulation_steps,
-        choice.activation_checkpointing,
-        choice.sequence_checkpoint_tokens,
-        offloads_optimizer=offloads(choice.deepspeed, "offload_optimizer"),
-        offloads_parameters=offloads(choice.deepspeed, "offload_param"),
-        bucket_elements=int(zero.get("reduce_bucket_size", Arrangement.bucket_elements)),
+        arrangement=made,
+        memory=best.memory,
+        deepspeed=layout.deepspeed | _of_the_run(layout, made),
+        reasons=_reasons(best, config, cluster, profile),
+        warnings=warnings,
     )
 
 
-def _by_size(config: Config, world_size: int, profile: str | None) -> _Pick:
-    """The layout that follows from the sizes of model and world."""
-    given = config.parallel
-    data = given.data or max(1, world_size // (given.tensor * given.pipeline))
-    expert, expert_reason = scale.expert_degree(
-        config, ranks=data * given.tensor, tensor=given.tensor, pipeline=given.pipeline
-    )
-    degrees = Degrees(data, given.tensor, given.pipeline, given.sequence, expert)
-    total = count(config.model, config.training.sequence_length).total_params
-    stage, profile_reason = scale.zero_stage(total, data=data, pipeline=given.pipeline)
-    usual = scale.profile(stage, degrees)
-    if profile is not None:
-        profile_reason = "--profile as given"
-    micro, micro_reason = _micro_batch_size(config, degrees, total)
-    reasons = [
-        f"profile {Path(profile or usual).stem}: {profile_reason}",
-        _degrees_reason(degrees, world_size),
-        f"expert {expert}: {expert_reason}",
-        f"micro batch {micro}: {micro_reason}",
-    ]
-    recompute = config.training.activation_checkpointing
-    span, span_reason = scale.sequence_checkpoint_tokens(
-        config, sequence=degrees.sequence, recompute=recompute, total_params=total
-    )
-    reasons += _sequence_reasons(config, degrees, span, span_reason)
-    return _Pick(profile or usual, degrees, micro, recompute, span, reasons)
+def _layout(config: Config, degrees: Degrees, profile: str, cluster: Cluster) -> Layout:
+    path = profile_path(profile)
+    label = f"ds_configs/{path.name}" if profile == path.stem else profile
+    settings = read_profile(path)
+    return Layout(config, degrees, settings, label, cluster.world_size, cluster.device)
 
 
-def _by_memory(best: Candidate, config: Config, cluster: Cluster, profile: str | None) -> _Pick:
-    """The layout that a search over the cluster prefers."""
+def _reasons(best: Candidate, config: Config, cluster: Cluster, profile: str | None) -> list[str]:
+    """Why each part of a layout is what it is."""
     made, degrees = best.arrangement, best.arrangement.degrees
-    total = count(config.model, config.training.sequence_length).total_params
-    stage, profile_reason = scale.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
-    expert, expert_reason = scale.expert_degree(
-        config, ranks=degrees.data, tensor=degrees.tensor, pipeline=degrees.pipeline
-    )
-    if made.zero_stage != stage or made.offloads_optimizer:
-        profile_reason = "takes less memory"
-    if degrees.expert != expert:
-        expert_reason = "takes less memory"
-    micro_reason = "the fastest that fits" if best.fits else "what takes least"
-    if config.training.micro_batch_size is not None:
-        micro_reason = "training.micro_batch_size as given"
+    batch = config.training.global_batch_size
+    shared = f" / sequence {degrees.sequence}" if degrees.sequence > 1 else ""
     reasons = [
-        f"profile {best.profile}: {'--profile as given' if profile else profile_reason}",
-        _degrees_reason(degrees, cluster.world_size),
-        f"expert {degrees.expert}: {expert_reason}",
-        f"micro batch {made.micro_batch_size}: {micro_reason}",
+        f"profile {Path(best.profile).stem}: {_profile_reason(best, config, profile)}",
+        f"degrees: data {degrees.data} = {cluster.world_size} ranks / (tensor {degrees.tensor} * "
+        f"pipeline {degrees.pipeline}), sequence {degrees.sequence}",
+        f"expert {degrees.expert}: {_expert_reason(config, degrees)}",
+        f"micro batch {made.micro_batch_size}: {_micro_batch_reason(best, config)}",
         memory_reason(best, cluster),
     ]
     if made.activation_checkpointing:
         reasons.append("activation checkpointing: " + _checkpointing_reason(config))
-    span, span_reason = scale.sequence_checkpoint_tokens(
+    return [
+        *reasons,
+        *_sequence_reasons(config, made),
+        f"accumulation {made.gradient_accumulation_steps} = global batch {batch} / "
+        f"(micro batch {made.micro_batch_size} * {degrees.data} data ranks{shared})",
+    ]
+
+
+def _profile_reason(best: Candidate, config: Config, profile: str | None) -> str:
+    if profile is not None:
+        return "--profile as given"
+    made, degrees = best.arrangement, best.arrangement.degrees
+    total = count(config.model, config.training.sequence_length).total_params
+    stage, reason = scale.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
+    usual = made.zero_stage == stage and not made.offloads_optimizer
+    return reason if usual else "takes less memory"
+
+
+def _expert_reason(config: Config, degrees: Degrees) -> str:
+    expert, reason = scale.expert_degree(
         config,
-        sequence=degrees.sequence,
-        recompute=made.activation_checkpointing,
-        total_params=total,
+        ranks=degrees.data * degrees.tensor,
+        tensor=degrees.tensor,
+        pipeline=degrees.pipeline,
     )
-    reasons += _sequence_reasons(config, degrees, span, span_reason)
-    return _Pick(
-        profile or best.profile,
-        degrees,
-        made.micro_batch_size,
-        made.activation_checkpointing,
-        span,
-        reasons,
-    )
+    return reason if degrees.expert == expert else "takes less memory"
+
+
+def _micro_batch_reason(best: Candidate, config: Config) -> str:
+    if config.training.micro_batch_size is not None:
+        return "training.micro_batch_size as given"
+    return "the fastest that fits" if best.fits else "what takes least"
 
 
 def memory_reason(best: Candidate, cluster: Cluster) -> str:
@@ -325,24 +249,21 @@ def _checkpointing_reason(config: Config) -> str:
     return "what it saves lets a larger micro batch fit, which is faster"
 
 
-def _degrees_reason(degrees: Degrees, world_size: int) -> str:
-    return (
-        f"degrees: data {degrees.data} = {world_size} ranks / (tensor {degrees.tensor} * "
-        f"pipeline {degrees.pipeline}), sequence {degrees.sequence}"
-    )
-
-
-def _sequence_reasons(
-    config: Config, degrees: Degrees, span: int | None, span_reason: str
-) -> list[str]:
-    """How a recurrence meets the tokens of other ranks, and how it is recomputed."""
-    reasons = []
-    if span is not None:
-        reasons.append(f"sequence checkpointing by {span:,} tokens: {span_reason}")
+def _sequence_reasons(config: Config, made: Arrangement) -> list[str]:
+    """How a recurrence is recomputed, and how it meets the tokens of other ranks."""
+    reasons, degrees, training = [], made.degrees, config.training
+    if made.sequence_checkpoint_tokens is not None:
+        span, why = scale.sequence_checkpoint_tokens(
+            config,
+            sequence=degrees.sequence,
+            recompute=made.activation_checkpointing,
+            total_params=count(config.model, training.sequence_length).total_params,
+        )
+        reasons.append(f"sequence checkpointing by {span:,} tokens: {why}")
     if degrees.sequence == 1:
         return reasons
-    model, length = config.model, config.training.sequence_length
-    size = ELEMENT_BYTES[config.training.precision]
+    model, length = config.model, training.sequence_length
+    size = ELEMENT_BYTES[training.precision]
     form = sequence_form(
         model, sequence_length=length, sequence=degrees.sequence, element_bytes=size
     )
@@ -353,26 +274,10 @@ def _sequence_reasons(
     return [*reasons, f"sequence {degrees.sequence}: {how}: {compared}"]
 
 
-def _micro_batch_size(config: Config, degrees: Degrees, total_params: int) -> tuple[int, str]:
-    """Samples per forward pass, and why; divides what a rank takes of the global batch."""
-    training = config.training
-    if training.micro_batch_size is not None:
-        return training.micro_batch_size, "training.micro_batch_size as given"
-    if total_params >= scale.LARGE_PARAMS:
-        return 1, "the safest where the device's memory is not known; `cdrmix plan` finds more"
-    per_rank = training.global_batch_size // degrees.sample_ranks
-    cap = max(1, SMALL_MICRO_STEP_TOKENS // training.sequence_length)
-    # no sample for each rank: the rules say so
-    micro = max((n for n in range(1, min(cap, per_rank) + 1) if per_rank % n == 0), default=1)
-    return micro, (
-        f"largest share of {per_rank} samples a rank with at most {SMALL_MICRO_STEP_TOKENS} "
-        "tokens a forward pass"
-    )
-
-
-def _of_the_run(layout: Layout, micro: int, steps: int) -> dict[str, Any]:
+def _of_the_run(layout: Layout, made: Arrangement) -> dict[str, Any]:
     """DeepSpeed settings that belong to the run and follow from the configuration."""
-    training = layout.training
+    training, micro = layout.training, made.micro_batch_size
+    steps = made.gradient_accumulation_steps
     settings: dict[str, Any] = {
         # Sequence ranks are data ranks to DeepSpeed, so its batch counts a shared sample by rank.
         "train_batch_size": micro * steps * layout.degrees.data,
@@ -390,3 +295,35 @@ def _of_the_run(layout: Layout, micro: int, steps: int) -> dict[str, Any]:
         # the loop's own AdamW steps on the host, with torch's kernel for it
         settings["zero_force_ds_cpu_optimizer"] = False
     return settings
+
+
+def smaller_micro_batch(choice: Choice, micro: int) -> int:
+    """The largest micro batch that is at most half of `micro` and divides a rank's samples of a
+    step; 1 where there is none."""
+    samples = choice.micro_batch_size * choice.gradient_accumulation_steps
+    return max((n for n in range(1, micro // 2 + 1) if samples % n == 0), default=1)
+
+
+def with_micro_batch(
+    choice: Choice, config: Config, micro: int, *, device: str, reason: str
+) -> Choice:
+    """The same layout in other micro batches; the global batch and the order of samples stay.
+
+    Args:
+        choice: as planned.
+        config: of the run.
+        micro: samples per data rank and forward pass; divides what a rank takes of a step.
+        device: "cpu" or "cuda".
+        reason: why.
+    """
+    steps, rest = divmod(choice.micro_batch_size * choice.gradient_accumulation_steps, micro)
+    assert rest == 0, f"micro batch {micro} does not divide a rank's samples"
+    batches = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    made = replace(choice.arrangement, micro_batch_size=micro, gradient_accumulation_steps=steps)
+    return replace(
+        choice,
+        arrangement=made,
+        memory=MemoryModel(config, "cpu" if device == "cpu" else "cuda").estimate(made),
+        deepspeed=choice.deepspeed | batches,
+        reasons=[*choice.reasons, f"micro batch {micro} instead, accumulation {steps}: {reason}"],
+    )

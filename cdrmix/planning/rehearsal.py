@@ -7,6 +7,7 @@ DeepSpeed profile, accumulation and recomputation; widths, layers and lengths sh
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ MOST_RANKS = 8
 HEAD_DIM, SEQUENCE_LENGTH, VOCAB_SIZE, EXPERT_WIDTH = 32, 64, 512, 64
 SPAN_TOKENS = 12  # of a sample that is recomputed together, where a plan does so
 STEPS, SAVED_STEP = 6, 3
+# Of AdamW: with its usual 1e-8, weights whose gradients almost cancel out move by rounding alone,
+# and the nearest choices of experts with them.
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def _small_config(config: Config, made: Arrangement, degrees: Degrees) -> Config
     micro = min(2, made.micro_batch_size)
     values = config.model_dump(mode="json", exclude_unset=True)
     values["name"] = f"{config.name}-rehearsal"
-    values["model"] = _small_model(config.model)
+    values["model"] = _small_model(config.model, degrees)
     values["parallel"] = {
         axis: getattr(degrees, axis)
         for axis in ("data", "tensor", "pipeline", "sequence", "expert")
@@ -108,6 +112,7 @@ def _small_config(config: Config, made: Arrangement, degrees: Degrees) -> Config
         "total_tokens": None,
         "warmup_steps": 2,
         "learning_rate": 1e-3,
+        "epsilon": EPSILON,
         "min_learning_rate": 1e-4,
         "global_batch_size": micro * accumulation * degrees.sample_ranks,
         "micro_batch_size": micro,
@@ -125,17 +130,21 @@ def _small_config(config: Config, made: Arrangement, degrees: Degrees) -> Config
         "baselines": False,
     }
     values["data"] = {"path": "rehearsal", "segment_documents": config.data.segment_documents}
+    if config.data.token_weights is not None:
+        values["data"]["token_weights"] = {"text": 1.0}  # the corpus has nothing else
     return Config.model_validate(values)
 
 
-def _small_model(model: ModelConfig) -> dict[str, Any]:
+def _small_model(model: ModelConfig, degrees: Degrees) -> dict[str, Any]:
     shares_keys = model.num_kv_heads < model.num_heads
     heads = 8 if shares_keys else 4
     fraction = model.transformer_fraction
     both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
     experts = None
     if model.moe is not None:
+        number = model.moe.num_experts
         experts = model.moe.model_dump() | {
+            "num_experts": number + number % degrees.expert,  # of an odd number, two ranks cannot
             "expert_hidden_size": EXPERT_WIDTH,
             "drop_tokens": False,  # what is dropped depends on the layout
         }
@@ -189,23 +198,47 @@ def _same(name: str, value: str, small: list[Rehearsal]) -> Aspect:
 
 def _not_exercised(config: Config, made: Arrangement, small: list[Rehearsal]) -> list[Aspect]:
     """What only the cluster itself can show."""
+    shown = small[0].config
     rows = [
         ("precision", config.training.precision, "fp32"),
-        ("hidden size", f"{config.model.hidden_size:,}", f"{small[0].config.model.hidden_size}"),
-        ("layers", str(config.model.num_layers), str(small[0].config.model.num_layers)),
+        ("hidden size", f"{config.model.hidden_size:,}", str(shown.model.hidden_size)),
+        ("layers", str(config.model.num_layers), str(shown.model.num_layers)),
         ("tokens a sample", f"{config.training.sequence_length:,}", str(SEQUENCE_LENGTH)),
-        ("ranks", f"{made.degrees.world_size:,}", ""),
         ("devices and links", "as planned", "processors, gloo"),
+        *_not_exercised_of_experts(config, small),
+        *_not_exercised_of_data(config),
     ]
-    if config.model.moe is not None and config.model.moe.drop_tokens:
-        rows.append(("tokens beyond an expert's capacity", "dropped", "kept"))
-    found = []
-    for name, planned, rehearsed in rows:
-        shown = (rehearsed,) * len(small)
-        if name == "ranks":
-            shown = tuple(str(each.degrees.world_size) for each in small)
-        found.append(Aspect(name, planned, shown, planned in shown))
-    return found
+    if config.stage_b is not None and config.training.stage != "a":
+        rows.append(("Stage B", "after Stage A", "left out"))
+    found = [
+        Aspect(name, planned, (rehearsed,) * len(small), planned == rehearsed)
+        for name, planned, rehearsed in rows
+    ]
+    ranks = tuple(str(each.degrees.world_size) for each in small)
+    planned = f"{made.degrees.world_size:,}"
+    return [*found, Aspect("ranks", planned, ranks, planned in ranks)]
+
+
+_Row = tuple[str, str, str]
+
+
+def _not_exercised_of_experts(config: Config, small: list[Rehearsal]) -> Iterator[_Row]:
+    if config.model.moe is None:
+        return
+    numbers = [each.config.model.moe.num_experts for each in small if each.config.model.moe]
+    if max(numbers) != config.model.moe.num_experts:
+        yield "experts a layer", str(config.model.moe.num_experts), str(max(numbers))
+    if config.model.moe.drop_tokens:
+        yield "tokens beyond an expert's capacity", "dropped", "kept"
+
+
+def _not_exercised_of_data(config: Config) -> Iterator[_Row]:
+    if config.data.token_weights is not None:
+        yield "weights of tokens", "by what they are part of", "all 1"
+    if config.data.mixture is not None:
+        yield "mixture", "as given", "one domain"
+    if config.data.order != "shuffled":
+        yield "order of samples", config.data.order, "shuffled"
 
 
 def _on(value: bool) -> str:

@@ -88,11 +88,13 @@ def expert_degree(config: Config, *, ranks: int, tensor: int, pipeline: int) -> 
 
 
 def has_axes_of_its_size(config: Config, degrees: Degrees, total_params: int) -> bool:
-    """Whether a layout is cut along the axes that its size asks for."""
-    staged = degrees.tensor > 1 and degrees.pipeline > 1
-    if total_params < STAGED_PARAMS:
-        return degrees.tensor == degrees.pipeline == degrees.sequence == 1
-    if total_params < SEQUENCED_PARAMS:
-        return staged and degrees.sequence == 1
-    spread = degrees.expert > 1 or config.model.moe is None
-    return staged and degrees.sequence > 1 and spread
+    """Whether a layout is cut along the axes that its size asks for, where they are left open."""
+    is_staged, is_sequenced = total_params >= STAGED_PARAMS, total_params >= SEQUENCED_PARAMS
+    wanted = {"tensor": is_staged, "pipeline": is_staged, "sequence": is_sequenced}
+    if is_sequenced:
+        wanted["expert"] = config.model.moe is not None
+    return all(
+        (getattr(degrees, axis) > 1) == is_cut
+        for axis, is_cut in wanted.items()
+        if axis not in config.parallel.model_fields_set
+    )

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from cdrmix.config.schema import Config
 from cdrmix.planning import rules, scale
@@ -14,7 +15,7 @@ from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.cost import Cost, CostModel
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Arrangement, Degrees, Layout, offloads
+from cdrmix.planning.layout import Arrangement, Degrees, Layout
 from cdrmix.planning.memory import Memory, MemoryModel
 
 # Bounds of what is enumerated, so that a plan takes well under two seconds.
@@ -31,7 +32,7 @@ class Candidate:
     """One layout with what it takes.
 
     Attributes:
-        profile: DeepSpeed profile.
+        profile: DeepSpeed profile: shipped name, or path of the user's file.
         arrangement: degrees, batch sizes, checkpointing.
         memory: bytes on the fullest rank.
         cost: time of a step.
@@ -67,13 +68,13 @@ class Candidate:
         if a.sequence_checkpoint_tokens is not None:
             recomputed += f" by {a.sequence_checkpoint_tokens:,} tokens"
         batch = f"micro batch {a.micro_batch_size}"
-        return f"{self.profile}, {spread or 'one rank'}, {batch}{recomputed}"
+        return f"{Path(self.profile).stem}, {spread or 'one rank'}, {batch}{recomputed}"
 
     def to_json(self) -> dict[str, Any]:
         """Layout, memory and time as plain values."""
         made = self.arrangement
         return {
-            "profile": self.profile,
+            "profile": Path(self.profile).stem,
             "degrees": asdict(made.degrees),
             "micro_batch_size": made.micro_batch_size,
             "gradient_accumulation_steps": made.gradient_accumulation_steps,
@@ -88,9 +89,7 @@ class Candidate:
         }
 
 
-def candidates(
-    config: Config, cluster: Cluster, *, settings: dict[str, Any] | None = None
-) -> list[Candidate]:
+def candidates(config: Config, cluster: Cluster, *, profile: str | None = None) -> list[Candidate]:
     """Every legal layout, in order of preference: those that this version carries out first, of
     these those that fit, of these the usual ones for the model's size, of these those that offload
     nothing, of these the fastest.
@@ -100,22 +99,21 @@ def candidates(
     Args:
         config: of the run.
         cluster: where it runs; its world is the run's.
-        settings: of a profile that is given; all profiles when left out.
+        profile: name or path; all that are shipped when left out.
     """
     memory_model = MemoryModel(config, cluster.device)
     cost_model = CostModel(memory_model, cluster)
     total = count(config.model, config.training.sequence_length).total_params
     usual: dict[tuple[Degrees, int, bool], bool] = {}
     found = []
-    for arrangement, missing in _arrangements(config, cluster, settings, total):
+    for name, arrangement, missing in _arrangements(config, cluster, profile, total):
         memory = memory_model.estimate(arrangement)
         fits = memory.fits(cluster)
-        profile = _profile_name(arrangement)
         cost = cost_model.estimate(arrangement)
         key = (arrangement.degrees, arrangement.zero_stage, arrangement.offloads_optimizer)
         if key not in usual:
             usual[key] = _is_usual(config, arrangement, total)
-        found.append(Candidate(profile, arrangement, memory, cost, fits, missing, usual[key]))
+        found.append(Candidate(name, arrangement, memory, cost, fits, missing, usual[key]))
     return sorted(found, key=_standing)
 
 
@@ -137,77 +135,63 @@ def _is_usual(config: Config, arrangement: Arrangement, total_params: int) -> bo
         return False
     if not scale.has_axes_of_its_size(config, degrees, total_params):
         return False
-    if degrees.tensor * degrees.pipeline > 1:
+    if total_params >= scale.STAGED_PARAMS:
         return True
-    expert, _ = scale.expert_degree(config, ranks=degrees.data, tensor=1, pipeline=1)
+    expert, _ = scale.expert_degree(
+        config,
+        ranks=degrees.data * degrees.tensor,
+        tensor=degrees.tensor,
+        pipeline=degrees.pipeline,
+    )
     return degrees.expert == expert
 
 
-def _profile_name(arrangement: Arrangement) -> str:
-    if arrangement.degrees.pipeline > 1:
-        return "pipeline"
-    offloaded = arrangement.offloads_optimizer
-    return scale.profile(arrangement.zero_stage, arrangement.degrees, offloaded=offloaded)
-
-
 def _arrangements(
-    config: Config, cluster: Cluster, settings: dict[str, Any] | None, total_params: int
-) -> Iterator[tuple[Arrangement, tuple[str, ...]]]:
-    """Legal arrangements, and what this version lacks for each."""
-    zero = (settings or read_profile(profile_path("zero2"))).get("zero_optimization", {})
-    bucket = int(zero.get("reduce_bucket_size", Arrangement.bucket_elements))
+    config: Config, cluster: Cluster, given: str | None, total_params: int
+) -> Iterator[tuple[str, Arrangement, tuple[str, ...]]]:
+    """Legal arrangements with the profile of each, and what this version lacks for it."""
+    read = cache(lambda profile: read_profile(profile_path(profile)))  # anew in each search
     for degrees in _degrees(config, cluster):
-        for kind in _zero_kinds(config, degrees, settings):
-            layout = _layout(config, degrees, kind)
+        for profile in _profiles(config, degrees) if given is None else [given]:
+            layout = Layout(config, degrees, read(profile), profile, cluster.world_size)
             broken = [rule for rule in rules.RULES if rule.applies(layout)]
             if any(not rule.is_about_this_version for rule in broken):
                 continue
             missing = tuple(rule.id.removesuffix("-unavailable") for rule in broken)
-            for micro, steps in _batches(config, degrees):
-                for recompute in _checkpointing(config):
-                    span, _ = scale.sequence_checkpoint_tokens(
-                        config,
-                        sequence=degrees.sequence,
-                        recompute=recompute,
-                        total_params=total_params,
-                    )
-                    made = Arrangement(
-                        degrees,
-                        kind.stage,
-                        micro,
-                        steps,
-                        recompute,
-                        span,
-                        offloads_optimizer=kind.offloads_optimizer,
-                        offloads_parameters=kind.offloads_parameters,
-                        bucket_elements=bucket,
-                    )
-                    yield made, missing
+            for made in _batched(config, layout, total_params):
+                yield profile, made, missing
 
 
-class _ZeroKind(NamedTuple):
-    """ZeRO stage, and what leaves the device."""
-
-    stage: int
-    offloads_optimizer: bool = False
-    offloads_parameters: bool = False
-
-
-def _layout(config: Config, degrees: Degrees, kind: _ZeroKind) -> Layout:
-    zero: dict[str, Any] = {"stage": kind.stage}
-    if kind.offloads_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if kind.offloads_parameters:
-        zero["offload_param"] = {"device": "cpu"}
-    settings = {"zero_optimization": zero}
+def _profiles(config: Config, degrees: Degrees) -> list[str]:
+    """Those of the shipped profiles that suit."""
     if degrees.pipeline > 1:
-        settings |= _sections_of_the_pipeline()
-    return Layout(config, degrees, settings, f"zero{kind.stage}", degrees.world_size)
+        return ["pipeline"]
+    names = ["zero1", scale.profile(2, degrees), "zero2_offload"]
+    return names if config.model.moe else [*names, "zero3", "zero3_offload"]
 
 
-@cache
-def _sections_of_the_pipeline() -> dict[str, Any]:
-    return {"pipeline": read_profile(profile_path("pipeline"))["pipeline"]}
+def _batched(config: Config, layout: Layout, total_params: int) -> Iterator[Arrangement]:
+    """A layout with every micro batch, kept and recomputed."""
+    degrees, zero = layout.degrees, layout.deepspeed.get("zero_optimization", {})
+    for micro, steps in _batches(config, degrees):
+        for recompute in _checkpointing(config):
+            span, _ = scale.sequence_checkpoint_tokens(
+                config,
+                sequence=degrees.sequence,
+                recompute=recompute,
+                total_params=total_params,
+            )
+            yield Arrangement(
+                degrees,
+                layout.zero_stage,
+                micro,
+                steps,
+                recompute,
+                span,
+                offloads_optimizer=layout.offloads("offload_optimizer"),
+                offloads_parameters=layout.offloads("offload_param"),
+                bucket_elements=int(zero.get("reduce_bucket_size", Arrangement.bucket_elements)),
+            )
 
 
 def _degrees(config: Config, cluster: Cluster) -> Iterator[Degrees]:
@@ -233,30 +217,15 @@ def _degrees(config: Config, cluster: Cluster) -> Iterator[Degrees]:
                         yield Degrees(data, tensor, pipeline, sequence, expert)
 
 
-def _zero_kinds(
-    config: Config, degrees: Degrees, settings: dict[str, Any] | None
-) -> list[_ZeroKind]:
-    """Those of the shipped profiles that suit; that of the profile if one is given."""
-    if settings is not None:
-        stage = int(settings.get("zero_optimization", {}).get("stage", 0))
-        what = ("offload_optimizer", "offload_param")
-        return [_ZeroKind(stage, *(offloads(settings, section) for section in what))]
-    if degrees.pipeline > 1:
-        return [_ZeroKind(1)]
-    kinds = [_ZeroKind(1), _ZeroKind(2), _ZeroKind(2, offloads_optimizer=True)]
-    if config.model.moe:
-        return kinds
-    return [*kinds, _ZeroKind(3), _ZeroKind(3, offloads_optimizer=True, offloads_parameters=True)]
-
-
 def _batches(config: Config, degrees: Degrees) -> Iterator[tuple[int, int]]:
     """Micro batches that divide a rank's share, with the accumulation that follows."""
     training = config.training
     share = training.global_batch_size // degrees.sample_ranks
     given = training.micro_batch_size
+    may_split = given or "sequence" in config.parallel.model_fields_set
     for micro in [given] if given else _divisors(share, LARGEST_MICRO_BATCH):
-        # tokens of a sample are only split where a rank cannot take fewer samples
-        if degrees.sequence == 1 or micro == 1 or given:
+        # tokens of a sample are split unasked only where a rank cannot take fewer samples
+        if degrees.sequence == 1 or micro == 1 or may_split:
             yield micro, share // micro
 
 

@@ -225,14 +225,14 @@ class Lessons:
     def _windows(
         self, count: int, evidence: Sequence[int], offset: int, rng: random.Random
     ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-        """Segments found, the one sought next, and those gathered at the end, the latest first."""
+        """Segments found, the one sought next, and those gathered at the end, in fetching order."""
         others = [place for place in range(count) if place not in evidence]
         stray = rng.sample(others, 1) if others and rng.random() < _STRAY_SHARE else []
-        gathered = [*reversed(evidence), *stray]
+        gathered = [*evidence, *stray]
         if not evidence:
             return (), -1, tuple(place + offset for place in gathered)
         known = rng.randrange(len(evidence))
-        found = [*reversed(evidence[:known]), *stray]
+        found = [*evidence[:known], *stray]
         return (
             tuple(place + offset for place in found),
             evidence[known] + offset,

@@ -26,7 +26,9 @@ from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.models.backbone import Output
 from cdrmix.objectives.contrastive import TEMPERATURE
 from cdrmix.objectives.grpo import (
+    explained_variance,
     group_advantages,
+    lambda_returns,
     zero_variance_groups,
 )
 from cdrmix.objectives.language_model import IGNORED_LABEL, count_valid, linear_cross_entropy

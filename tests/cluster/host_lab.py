@@ -71,6 +71,13 @@ class HostLab:
         """Take a host off the network."""
         _run("ip", "-n", self._namespace(name), "link", "set", "eth0", "down")
 
+    def start_host(self, name: str) -> None:
+        """Connect a host and start its sshd, at first or after its end."""
+        _run("ip", "-n", self._namespace(name), "link", "set", "eth0", "up")
+        sshd = shutil.which("sshd", path=_path())
+        assert sshd is not None, "looked for before"
+        _run(*self.command(name), sshd)
+
     def end_host(self, name: str) -> None:
         """Take a host off the network and kill all of its processes, as a power cut does."""
         self.cut(name)
@@ -96,9 +103,7 @@ class HostLab:
             (ssh / "ssh_config").write_text(_SSH.format(folder=self._folder))
             (ssh / "sshd_config").write_text(_SSHD.format(folder=self._folder, name=name))
         for name in self.names:
-            sshd = shutil.which("sshd", path=_path())
-            assert sshd is not None, "looked for before"
-            _run(*self.command(name), sshd)
+            self.start_host(name)
         for name in self.names:
             self._await_ssh(name)
 
@@ -121,7 +126,6 @@ class HostLab:
         _run("ip", "-n", switch, "link", "set", peer, "master", "br0")
         _run("ip", "-n", switch, "link", "set", peer, "up")
         _run("ip", "-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
-        _run("ip", "-n", host, "link", "set", "eth0", "up")
 
     def _await_ssh(self, name: str) -> None:
         deadline = time.monotonic() + _SECONDS_TO_START

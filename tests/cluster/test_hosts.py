@@ -13,13 +13,18 @@ from typing import Any
 import pytest
 
 from cdrmix.checkpoint import store
+from cdrmix.monitoring.sinks import read_metrics
 from tests.cluster.host_lab import HostLab, host_lab
 from tests.cluster.supervised_launch import SupervisedLaunch
-from tests.harness import ROOT
-from tests.small_run import arguments, overrides
+from tests.equal_runs import assert_equal_runs
+from tests.harness import ROOT, run_ranks
+from tests.small_run import arguments, overrides, start
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 DEADLINE_SECONDS = 12
 STEPS = 60
+TOKENS_PER_STEP = 8 * 64  # the global batch is the same on one rank as on two
 SETTINGS = (
     "checkpoint.every_steps=10",
     "evaluation.every_steps=null",
@@ -50,6 +55,33 @@ def examined(hosts: HostLab, folder: Path, *flags: str) -> tuple[int, dict[str, 
     return done.returncode, {found["check"]: found for found in json.loads(done.stdout)}
 
 
+def logged_steps(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def hosts_of_starts(run_dir: Path) -> list[list[str]]:
+    lines = (run_dir / "starts.jsonl").read_text().splitlines()
+    return [json.loads(line)["hosts"] for line in lines]
+
+
+def test_a_host_that_loses_power_and_comes_back_takes_part_again(
+    hosts: HostLab, small_corpus: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    run = arguments(small_corpus, None, *overrides(SETTINGS))
+    flags = [*run, "--hostfile", str(hosts.hostfile(tmp_path / "hosts"))]
+    with SupervisedLaunch(run_dir, flags, prefix=hosts.command("cdrmix-a")) as launch:
+        launch.wait_until(lambda: logged_steps(run_dir) >= 15)
+        hosts.end_host("cdrmix-b")
+        hosts.start_host("cdrmix-b")
+        assert launch.wait() == 0, launch.output
+    assert "rank 1 on cdrmix-b" in (run_dir / "train.log").read_text()
+    assert hosts_of_starts(run_dir) == [["cdrmix-a", "cdrmix-b"]] * 2
+    uninterrupted = tmp_path / "uninterrupted"
+    assert run_ranks(start, 2, [*run, "--run-dir", str(uninterrupted)]) == [0, 0]
+    assert_equal_runs(run_dir, uninterrupted, steps=STEPS)
+
+
 def test_a_run_that_loses_a_host_goes_on_with_the_other_one(
     hosts: HostLab, small_corpus: Path, run_dir: Path, tmp_path: Path
 ) -> None:
@@ -61,9 +93,8 @@ def test_a_run_that_loses_a_host_goes_on_with_the_other_one(
 
     run = arguments(small_corpus, None, *overrides(SETTINGS))
     flags = [*run, "--hostfile", str(hosts.hostfile(tmp_path / "hosts"))]
-    metrics = run_dir / "metrics.jsonl"
     with SupervisedLaunch(run_dir, flags, prefix=hosts.command("cdrmix-a")) as launch:
-        launch.wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 15)
+        launch.wait_until(lambda: logged_steps(run_dir) >= 15)
         hosts.cut("cdrmix-b")
         cut = time.monotonic()
         log = run_dir / "train.log"
@@ -76,8 +107,11 @@ def test_a_run_that_loses_a_host_goes_on_with_the_other_one(
     found = store.find(run_dir)
     assert found is not None
     assert found.step == STEPS
-    starts = [json.loads(line) for line in (run_dir / "starts.jsonl").read_text().splitlines()]
-    assert [start["hosts"] for start in starts] == [["cdrmix-a", "cdrmix-b"], ["cdrmix-a"]]
+    assert hosts_of_starts(run_dir) == [["cdrmix-a", "cdrmix-b"], ["cdrmix-a"]]
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    assert [(line["step"], line["tokens_seen"]) for line in lines] == [
+        (step, step * TOKENS_PER_STEP) for step in range(1, STEPS + 1)
+    ]
 
     code, findings = examined(hosts, tmp_path, "--no-all-reduce")
     assert code == 2

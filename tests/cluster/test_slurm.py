@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from cdrmix.monitoring.metrics import deterministic_part
-from cdrmix.monitoring.sinks import read_metrics
+from cdrmix.checkpoint import store
+from cdrmix.config.load import load_config, resolved_yaml
 from tests.cluster.slurm_lab import SlurmLab, slurm_lab
-from tests.harness import run_ranks
-from tests.small_run import arguments, overrides, start
+from tests.equal_runs import assert_equal_runs
+from tests.harness import ROOT, run_ranks
+from tests.small_run import CONFIG, SMALL, arguments, overrides, start
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 STEPS = 60
 SETTINGS = (
@@ -41,9 +44,8 @@ def uninterrupted(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run_dir
 
 
-def submit(slurm: SlurmLab, data: Path, run_dir: Path, *flags: str) -> str:
+def submit(slurm: SlurmLab, run: Sequence[str], *flags: str) -> str:
     """Queue a run on both nodes, one rank each; the job's number."""
-    run = arguments(data, run_dir, *overrides(SETTINGS))
     nodes = ("--nodes", "2", "--gpus-per-node", "1", "--cpu")
     words = ("-m", "cdrmix.cli", "slurm", *run, *nodes, *flags, "--submit")
     return slurm.run(sys.executable, *words).splitlines()[-1]
@@ -65,23 +67,10 @@ def resumptions(run_dir: Path) -> int:
     return (run_dir / "train.log").read_text().count("resumed from")
 
 
-def assert_equal_runs(run_dir: Path, uninterrupted: Path) -> None:
-    lines = [
-        [deterministic_part(line) for line in read_metrics(folder / "metrics.jsonl")]
-        for folder in (run_dir, uninterrupted)
-    ]
-    assert lines[0] == lines[1]
-    evaluated = [
-        json.loads((folder / "metrics.json").read_text())["evaluation"]
-        for folder in (run_dir, uninterrupted)
-    ]
-    assert evaluated[0] == evaluated[1]
-
-
 def test_a_requeued_and_preempted_job_ends_as_if_nothing_had_happened(
     slurm: SlurmLab, uninterrupted: Path, small_corpus: Path, run_dir: Path
 ) -> None:
-    job = submit(slurm, small_corpus, run_dir)
+    job = submit(slurm, arguments(small_corpus, run_dir, *overrides(SETTINGS)))
     log = run_dir / f"slurm-{job}.log"
     wait_until(lambda: steps(run_dir) >= 5, log)
     slurm.run("scontrol", "requeue", job)
@@ -94,27 +83,70 @@ def test_a_requeued_and_preempted_job_ends_as_if_nothing_had_happened(
     wait_until(lambda: slurm.state(job) in ("", "COMPLETED"), log)
     assert "ended with code 75 after TERM" in log.read_text()
     assert f"job {job}: start 2 ended with code 0" in log.read_text()
-    assert_equal_runs(run_dir, uninterrupted)
+    assert_equal_runs(run_dir, uninterrupted, steps=STEPS)
 
 
-def test_under_the_deepspeed_launcher_a_signal_saves_and_requeues(
-    slurm: SlurmLab, uninterrupted: Path, small_corpus: Path, run_dir: Path
+def write_config(path: Path, data: Path, max_steps: int) -> None:
+    """A configuration of any length, whose learning rate does not depend on it."""
+    constant = ("training.min_learning_rate=3e-3", f"training.max_steps={max_steps}")
+    settings = [*SMALL, *SETTINGS, *constant, f"data.path={data}"]
+    path.write_text(resolved_yaml(load_config(ROOT / CONFIG, settings)))
+
+
+def has_line(log: Path, text: str) -> bool:
+    return log.exists() and text in log.read_text()
+
+
+def has_left(slurm: SlurmLab, job: str) -> bool:
+    """Whether a job is over, and not only waiting for its next start."""
+    return slurm.state(job) in ("", "COMPLETED")
+
+
+def submit_endless(slurm: SlurmLab, data: Path, folder: Path, starter: str) -> str:
+    """Queue a run that its time limit ends: USR1 comes 60 to 90 s before two minutes are over."""
+    write_config(folder / "config.yaml", data, 1_000_000)
+    # a start that is not yet at its first step when the signal comes has another go
+    limit = ("--time", "00:02:00", "--option", "signal=B:USR1@60", "--max-restarts", "9")
+    run = ("--config", str(folder / "config.yaml"), "--run-dir", str(folder / "run"))
+    return submit(slurm, run, "--starter", starter, *limit)
+
+
+def test_a_time_limit_saves_and_requeues_under_both_starters(
+    slurm: SlurmLab, small_corpus: Path, tmp_path: Path
 ) -> None:
-    job = submit(slurm, small_corpus, run_dir, "--starter", "deepspeed")
-    log = run_dir / f"slurm-{job}.log"
-    wait_until(lambda: steps(run_dir) >= 5, log)
-    slurm.run("scancel", "--batch", "--signal=USR1", job)  # as the time limit does
-    wait_until(lambda: slurm.state(job) in ("", "COMPLETED"), log)
-    assert "start 0 ended with code 75 after USR1" in log.read_text()
-    assert "start 1 ended with code 0" in log.read_text()
-    assert resumptions(run_dir) == 1
-    assert_equal_runs(run_dir, uninterrupted)
+    jobs: dict[Path, tuple[str, Path]] = {}
+    for starter in ("srun", "deepspeed"):  # side by side, on the same nodes
+        folder = tmp_path / starter
+        folder.mkdir()
+        job = submit_endless(slurm, small_corpus, folder, starter)
+        jobs[folder] = job, folder / "run" / f"slurm-{job}.log"
+
+    ends: dict[Path, int] = {}
+    for folder, (job, log) in jobs.items():
+        wait_until((folder / "run" / "checkpoints" / "latest").exists, log)
+        found = store.find(folder / "run")
+        assert found is not None
+        ends[folder] = found.step + 10
+        write_config(folder / "config.yaml", small_corpus, ends[folder])
+        wait_until(partial(has_line, log, "ended with code 75 after USR1"), log)
+        slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+    for folder, (job, log) in jobs.items():
+        wait_until(partial(has_left, slurm, job), log)
+        assert (folder / "run" / "metrics.json").exists(), log.read_text()
+
+    whole = tmp_path / "uninterrupted"
+    for folder, end in sorted(ends.items(), key=lambda item: item[1]):
+        write_config(tmp_path / "config.yaml", small_corpus, end)
+        argv = ["--config", str(tmp_path / "config.yaml"), "--run-dir", str(whole)]
+        assert run_ranks(start, 2, [*argv, "--resume", "auto"]) == [0, 0]
+        assert_equal_runs(folder / "run", whole, steps=end)
 
 
 def test_an_error_of_the_users_is_not_requeued(
     slurm: SlurmLab, small_corpus: Path, run_dir: Path
 ) -> None:
-    job = submit(slurm, small_corpus, run_dir, "--set", "data.path=/nowhere")
+    settings = [*SETTINGS, "data.path=/nowhere"]
+    job = submit(slurm, arguments(small_corpus, run_dir, *overrides(settings)))
     log = run_dir / f"slurm-{job}.log"
     wait_until(lambda: slurm.state(job) in ("", "FAILED"), log)
     assert log.read_text().count("start 0 ended with code 2") == 1

@@ -22,8 +22,11 @@ from cdrmix.data.shards import new_manifest, read_manifest, write_manifest
 from cdrmix.data.shards import write_shards as write_token_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.monitoring.sinks import read_metrics
+from tests.equal_runs import assert_equal_runs
 from tests.harness import ROOT, run_ranks
 from tests.small_run import CONFIG, STEPS, arguments, before_step, refused, start
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 # What a refused start may leave in a run directory of its own: nothing of a run.
 NOT_OF_A_RUN = {".lock", "train.log"}
@@ -436,6 +439,9 @@ def test_a_disk_that_fills_up_ends_all_and_loses_nothing(
         assert (found.step, found.skipped) == (3, ())
         (disk / "ballast").unlink()
         assert run_ranks(start, 2, [*argv, "--resume", "auto"]) == [0, 0]
+        whole = tmp_path / "uninterrupted"
+        assert run_ranks(start, 2, arguments(small_corpus, whole)) == [0, 0]
+        assert_equal_runs(run_dir, whole, steps=STEPS)
 
 
 def start_and_unlink(argv: list[str], path: str, step: int) -> int:
@@ -451,7 +457,8 @@ def test_a_shard_that_disappears_from_one_rank_saves_and_ends_all(
     # The last label of rank 1 is the first token of the next shard: step 5 lacks shard 12.
     folder = reshard(small_corpus, tmp_path / "data", train=256 * 40, max_tokens=256)
     missing = folder / "train-code-00012.bin"
-    argv = arguments(folder, run_dir, "--set", "data.order=sequential")
+    in_order = ("--set", "data.order=sequential")
+    argv = arguments(folder, run_dir, *in_order)
     content = missing.read_bytes()
     text = refused(argv, capfd, str(missing), 1, run=start_and_unlink)
     assert f"{missing}: cannot be read: No such file or directory" in text
@@ -460,3 +467,6 @@ def test_a_shard_that_disappears_from_one_rank_saves_and_ends_all(
     assert found.step == 5
     missing.write_bytes(content)
     assert run_ranks(start, 2, [*argv, "--resume", "auto"]) == [0, 0]
+    whole = tmp_path / "uninterrupted"
+    assert run_ranks(start, 2, arguments(folder, whole, *in_order)) == [0, 0]
+    assert_equal_runs(run_dir, whole, steps=STEPS)

@@ -13,10 +13,10 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.planning import zero
-from cdrmix.planning.cluster import make_cluster
+from cdrmix.planning.cluster import processes
 from cdrmix.planning.cost import CostModel
 from cdrmix.planning.memory import MemoryModel
-from cdrmix.planning.profile import arrangement, choose
+from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
 from tools.benchmark.memory import ACCUMULATION, Case, make_config
 
@@ -79,7 +79,7 @@ def exchanged(
     counted = count_calls()  # before DeepSpeed looks the functions up
     runtime.initialize_distributed()
     config = make_config(case)
-    choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
+    choice = choose(config, processes(case.world), profile=case.profile)
     changed = choice.deepspeed["zero_optimization"] | (settings or {})
     choice = replace(choice, deepspeed=choice.deepspeed | {"zero_optimization": changed})
     topology = make_topology(choice.degrees)
@@ -101,9 +101,9 @@ def exchanged(
 
 def planned(case: Case) -> dict[str, int]:
     config = make_config(case)
-    cluster = make_cluster(nodes=1, gpus_per_node=case.world, gpu="cpu")
-    choice = choose(config, world_size=case.world, profile=case.profile)
-    cost = CostModel(MemoryModel(config, "cpu"), cluster).estimate(arrangement(choice))
+    cluster = processes(case.world)
+    made = choose(config, cluster, profile=case.profile).arrangement
+    cost = CostModel(MemoryModel(config, "cpu"), cluster).estimate(made)
     return {kind: traffic.payload for kind, traffic in cost.traffic.items() if traffic.payload}
 
 

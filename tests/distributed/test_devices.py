@@ -1,46 +1,45 @@
-"""What a run without degrees is laid out as: what `cdrmix plan` says for the same devices."""
+"""What of its layout a run leaves open: as `cdrmix plan` says for the same devices."""
 
-from dataclasses import asdict
+import pytest
 
 from cdrmix import runtime
 from cdrmix.config.load import load_config
-from cdrmix.config.schema import Config
 from cdrmix.engines.devices import choose_here, seen_cluster
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.plan import plan
-from cdrmix.planning.profile import choose
 from tests.conftest import TINY
 from tests.harness import run_ranks
 
 
-def laid_out(overrides: list[str]) -> tuple[dict, float]:
+def laid_out(overrides: list[str], profile: str | None = None) -> tuple[dict, float]:
     runtime.initialize_distributed()
-    config = load_config(TINY, overrides)
-    choice = choose_here(config, profile=None)
+    choice = choose_here(load_config(TINY, overrides), profile=profile)
     memory = seen_cluster().memory_gib
     runtime.destroy_distributed()
     return choice.to_json(), memory
 
 
-def planned(config: Config, ranks: int, memory_gib: float) -> dict:
-    cluster = make_cluster(nodes=1, gpus_per_node=ranks, gpu="cpu", gpu_memory_gib=memory_gib)
-    return plan(config, cluster).to_json()
+# by size alone it would take as many samples at once as the batch has; they do not fit
+LARGE = ["training.global_batch_size=4096", "training.sequence_length=2048"]
 
 
-def test_a_run_without_degrees_takes_the_plan_of_its_devices() -> None:
-    # by size alone it would take as many samples at once as the batch has; they do not fit
-    large = ["training.global_batch_size=4096", "training.sequence_length=2048"]
-    (found, memory), other = run_ranks(laid_out, 2, large)
+@pytest.mark.parametrize("given", [[], ["parallel.expert=2"], ["parallel.tensor=2"]], ids=str)
+def test_what_is_left_open_is_laid_out_as_the_plan_of_these_devices(given: list[str]) -> None:
+    (found, memory), other = run_ranks(laid_out, 2, [*LARGE, *given])
     assert other == (found, memory)
-    expected = planned(load_config(TINY, large), 2, memory)
+    cluster = make_cluster(nodes=1, gpus_per_node=2, gpu="cpu", gpu_memory_gib=memory)
+    expected = plan(load_config(TINY, [*LARGE, *given]), cluster).to_json()
     for key in ("profile", "degrees", "micro_batch_size", "gradient_accumulation_steps"):
         assert found[key] == expected[key], key
-    assert any("memory" in reason for reason in found["reasons"])
+    for path in given:
+        axis, degree = path.removeprefix("parallel.").split("=")
+        assert found["degrees"][axis] == int(degree)
+    assert found["memory_per_rank_bytes"]["total"] <= 0.9 * memory * 2**30
+    assert not found["warnings"]
 
 
-def test_given_degrees_stand() -> None:
-    given = ["parallel.expert=2"]
-    (found, _), _ = run_ranks(laid_out, 2, given)
-    chosen = choose(load_config(TINY, given), world_size=2)
-    assert found["degrees"] == asdict(chosen.degrees)
-    assert found["micro_batch_size"] == chosen.micro_batch_size
+def test_what_does_not_fit_is_laid_out_with_a_warning() -> None:
+    given = ["parallel.data=1", "training.micro_batch_size=4096", *LARGE]
+    ((found, _),) = run_ranks(laid_out, 1, given, "zero1")
+    assert found["profile"] == "zero1"
+    assert "NOT within the 90 % that a plan may fill" in found["warnings"][-1]

@@ -19,6 +19,7 @@ from cdrmix.evaluation.perplexity import evaluate, held_out_rows
 from cdrmix.models import generate
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.initialize import normal_
+from cdrmix.planning.cluster import processes
 from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
 from tests.small_run import CONFIG, SMALL, arguments, start
@@ -36,7 +37,7 @@ def evaluated(
 
     runtime.initialize_distributed()
     config = load_config(CONFIG, [*SMALL, *settings, "training.max_steps=1", f"data.path={data}"])
-    choice = choose(config, world_size=runtime.world_size(), profile=profile)
+    choice = choose(config, processes(runtime.world_size()), profile=profile)
     topology = make_topology(choice.degrees)
     model = build_model(config, choice, topology)
     expert = choice.degrees.expert

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cdrmix.monitoring.sinks import read_metrics
-from tests.distributed.test_resume import assert_equal_results, result_of
+from tests.equal_runs import assert_equal_runs, result_of
 from tests.harness import run_ranks
 from tests.layouts import Case, run_steps, wake_blocks
 from tests.layouts import start as start_case
@@ -187,7 +187,7 @@ def test_a_skipped_step_takes_its_batch_and_is_told_everywhere(
     again = arguments(small_corpus, tmp_path / "again")
     assert run_ranks(start_spoilt, 2, again, NOT_FINITE, BAD_SAMPLE, BAD_SAMPLE + BATCH) == [75, 75]
     assert run_ranks(start, 2, [*again, "--resume", "auto"]) == [0, 0]
-    assert_equal_results(tmp_path / "again", run_dir)
+    assert_equal_runs(tmp_path / "again", run_dir, steps=STEPS)
     assert record_of(tmp_path / "again") == record_of(run_dir)
 
 
@@ -212,7 +212,7 @@ def test_a_run_that_went_back_is_one_that_never_saw_the_window(
 
     assert run_ranks(start_without_window, 2, argv("unseen"), 4 * BATCH, 7 * BATCH) == [0, 0]
     (lines, tensors), (expected, expected_tensors) = (
-        result_of(tmp_path / name) for name in ("whole", "unseen")
+        result_of(tmp_path / name, STEPS) for name in ("whole", "unseen")
     )
     assert [line["step"] for line in lines] == ([STEPS] if every == 8 else [*range(1, STEPS + 1)])
     numbers = ("step", "loss", "grad_norm", "learning_rate")
@@ -226,8 +226,8 @@ def test_a_run_that_went_back_is_one_that_never_saw_the_window(
     # stopped after it went back, and resumed
     assert run_ranks(start_spoilt, 2, argv("again"), factor, BAD_SAMPLE, 8 * BATCH) == [75, 75]
     assert run_ranks(start_spoilt, 2, [*argv("again"), "--resume", "auto"], factor) == [0, 0]
-    assert result_of(tmp_path / "again")[0] == lines
-    assert different(result_of(tmp_path / "again")[1], tensors) == []
+    assert result_of(tmp_path / "again", STEPS)[0] == lines
+    assert different(result_of(tmp_path / "again", STEPS)[1], tensors) == []
     assert record_of(tmp_path / "again") == record
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from cdrmix.monitoring.sinks import read_metrics
-from tests.distributed.test_resume import assert_equal_results, train
+from tests.distributed.test_resume import train
+from tests.equal_runs import assert_equal_runs
 from tests.harness import run_ranks
 from tests.layouts import Case, deviation, reference, trained
-from tests.small_run import arguments, overrides
+from tests.small_run import STEPS, arguments, overrides
 
 # Four blocks, so that four stages have one each.
 FOUR_BLOCKS = ("model.num_layers=4", "model.transformer_fraction=0.25")
@@ -96,7 +97,7 @@ def test_a_signal_to_one_stage_stops_all_and_the_resumed_run_is_the_uninterrupte
     assert run("two stages", small_corpus, run_dir, "TERM", 4, rank) == [75, 75]
     assert (run_dir / "checkpoints" / "latest").read_text() == "5\n"
     assert run("two stages", small_corpus, run_dir, resume=True) == [0, 0]
-    assert_equal_results(run_dir, uninterrupted("two stages"))
+    assert_equal_runs(run_dir, uninterrupted("two stages"), steps=STEPS)
 
 
 @pytest.mark.parametrize(

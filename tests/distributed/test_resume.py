@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cdrmix.checkpoint import folder, store
-from cdrmix.checkpoint.reader import CheckpointReader
-from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
+from tests.equal_runs import assert_equal_runs
 from tests.harness import RanksFailed, run_ranks
 from tests.small_run import STEPS, arguments, before_step, refused, start
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 # So that a step names what is on the disk; tests/distributed/test_background_saves.py has the rest.
 IN_FRONT = ("--set", "checkpoint.background=false")
@@ -40,6 +40,18 @@ def _in_save(function: str, step: int, number: int = signal.SIGKILL) -> None:
     setattr(folder, function, wrapped)
 
 
+def _after_the_rename(step: int) -> None:
+    """Be killed as soon as the checkpoint of `step` has its name, which `latest` does not say."""
+    original = os.rename
+
+    def wrapped(source: Any, target: Any) -> None:
+        original(source, target)
+        if Path(target).name == str(step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.rename = wrapped  # type: ignore[assignment]
+
+
 def _signal(number: int) -> Callable[[int], None]:
     return lambda step: before_step(step, lambda: os.kill(os.getpid(), number))
 
@@ -49,32 +61,11 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "USR1": _signal(signal.SIGUSR1),
     "USR2": _signal(signal.SIGUSR2),
     "KILL": _signal(signal.SIGKILL),
+    "KILL after the rename": _after_the_rename,
     "KILL while tensors are written": lambda step: _in_save("write_tensors", step),
     "TERM while tensors are written": lambda step: _in_save("write_tensors", step, signal.SIGTERM),
     "KILL before the rename": lambda step: _in_save("publish", step),
 }
-
-
-def result_of(run_dir: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Deterministic metrics of every step, and every tensor of the last checkpoint."""
-    lines = [deterministic_part(line) for line in read_metrics(run_dir / "metrics.jsonl")]
-    with CheckpointReader(run_dir / "checkpoints" / str(STEPS)) as reader:
-        tensors = {
-            f"{kind} {name}": reader.full(name, kind)
-            for name in reader.names()
-            for kind in reader.kinds(name)
-        }
-    return lines, tensors
-
-
-def assert_equal_results(found: Path, expected: Path) -> None:
-    lines, tensors = result_of(found)
-    expected_lines, expected_tensors = result_of(expected)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert lines == expected_lines
-    assert tensors.keys() == expected_tensors.keys()
-    different = [name for name in tensors if not torch.equal(tensors[name], expected_tensors[name])]
-    assert different == []
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +96,7 @@ def test_a_signal_saves_and_stops_and_the_resumed_run_is_the_uninterrupted_one(
     assert codes == [75] * world
     assert (run_dir / "checkpoints" / "latest").read_text() == "5\n"
     assert run_ranks(train, world, [*argv, "--resume", "auto"]) == [0] * world
-    assert_equal_results(run_dir, uninterrupted(world))
+    assert_equal_runs(run_dir, uninterrupted(world), steps=STEPS)
 
 
 def test_a_signal_in_the_middle_of_a_save_waits_for_its_end(
@@ -116,7 +107,7 @@ def test_a_signal_in_the_middle_of_a_save_waits_for_its_end(
     assert run_ranks(train, 2, argv, "TERM while tensors are written", 6, 1) == [75, 75]
     assert (run_dir / "checkpoints" / "latest").read_text() == "6\n"
     assert run_ranks(train, 2, [*argv, "--resume", "auto"]) == [0, 0]
-    assert_equal_results(run_dir, uninterrupted(2))
+    assert_equal_runs(run_dir, uninterrupted(2), steps=STEPS)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +117,7 @@ def test_a_signal_in_the_middle_of_a_save_waits_for_its_end(
         ("KILL", 2, 3),
         ("KILL while tensors are written", 2, 3),
         ("KILL before the rename", 1, 3),
+        ("KILL after the rename", 2, 6),
     ],
 )
 def test_a_killed_run_resumes_from_the_last_whole_checkpoint(
@@ -145,7 +137,7 @@ def test_a_killed_run_resumes_from_the_last_whole_checkpoint(
     assert found is not None
     assert found.step == resumes_at
     assert run_ranks(train, world, [*argv, "--resume", "auto"]) == [0] * world
-    assert_equal_results(run_dir, uninterrupted(world))
+    assert_equal_runs(run_dir, uninterrupted(world), steps=STEPS)
 
 
 def test_usr2_saves_and_goes_on(small_corpus: Path, tmp_path: Path) -> None:
@@ -156,21 +148,46 @@ def test_usr2_saves_and_goes_on(small_corpus: Path, tmp_path: Path) -> None:
     assert steps == [4, STEPS]
 
 
+def _alter(checkpoints: Path) -> None:
+    shard = checkpoints / "7" / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
+def _truncate(checkpoints: Path) -> None:
+    shard = checkpoints / "7" / "rank-00000.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
+def _corrupt_latest(checkpoints: Path) -> None:
+    (checkpoints / "latest").write_bytes(b"\xff\x00 nowhere")
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (_alter, "skipped checkpoint 7: rank-00000.safetensors"),
+        (_truncate, "skipped checkpoint 7: rank-00000.safetensors"),
+        (_corrupt_latest, "checkpoints/7"),
+    ],
+)
 def test_a_damaged_checkpoint_is_skipped_with_its_reason(
-    small_corpus: Path, tmp_path: Path, uninterrupted: Callable
+    damage: Callable[[Path], None],
+    told: str,
+    small_corpus: Path,
+    tmp_path: Path,
+    uninterrupted: Callable,
 ) -> None:
     run_dir = tmp_path / "run"
     argv = arguments(small_corpus, run_dir)
     assert run_ranks(train, 1, argv, "TERM", 6) == [75]
-    shard = run_dir / "checkpoints" / "7" / "rank-00000.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    damage(run_dir / "checkpoints")
     assert run_ranks(train, 1, [*argv, "--resume", "auto"]) == [0]
     log = (run_dir / "train.log").read_text()
-    assert "skipped checkpoint 7: rank-00000.safetensors" in log
+    assert told in log
     assert "resumed from" in log
-    assert_equal_results(run_dir, uninterrupted(1))
+    assert_equal_runs(run_dir, uninterrupted(1), steps=STEPS)
 
 
 def test_a_run_saved_on_two_ranks_goes_on_on_one_with_the_same_losses(
@@ -242,7 +259,7 @@ def test_a_zero3_run_of_a_dense_model_goes_on_where_it_was_stopped(
     assert run_ranks(train, 2, argv, "TERM", 4, 1) == [75, 75]
     assert run_ranks(train, 2, [*argv, "--resume", "auto"]) == [0, 0]
     assert run_ranks(train, 2, arguments(small_corpus, whole, *dense, "zero3_offload")) == [0, 0]
-    assert_equal_results(stopped, whole)
+    assert_equal_runs(stopped, whole, steps=STEPS)
     unpartitioned = tmp_path / "unpartitioned"
     assert run_ranks(train, 1, arguments(small_corpus, unpartitioned, *dense, "zero1")) == [0]
     found, expected = (

@@ -29,7 +29,8 @@ def measured(run_dir: Path, name: str) -> list[float]:
 def not_moved(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directory of an uninterrupted run on two sequence ranks."""
     run_dir = tmp_path_factory.mktemp("not-moved") / "run"
-    argv = [*arguments(small_corpus, run_dir), *overrides([LENGTH, "parallel.sequence=2"])]
+    settings = [LENGTH, "parallel.sequence=2", "training.micro_batch_size=8"]
+    argv = [*arguments(small_corpus, run_dir), *overrides(settings)]
     assert run_ranks(train, 2, argv) == [0, 0]
     return run_dir
 
@@ -43,9 +44,11 @@ def test_a_run_goes_on_with_another_split_of_its_samples(
 ) -> None:
     run_dir = tmp_path / "run"
     argv = arguments(small_corpus, run_dir)
-    first = overrides([LENGTH, f"parallel.sequence={before}"])
+    first, then = (
+        overrides([LENGTH, f"parallel.sequence={sequence}", f"training.micro_batch_size={micro}"])
+        for sequence, micro in ((before, 4 * before), (after, 8 * after // ranks))
+    )
     assert run_ranks(train, 2, [*argv, *first], "TERM", 3, 1) == [75, 75]
-    then = overrides([LENGTH, f"parallel.sequence={after}"])
     assert run_ranks(train, ranks, [*argv, *then, "--resume", "auto"]) == [0] * ranks
     for name in ("loss", "grad_norm", "eval/loss"):
         assert measured(run_dir, name) == pytest.approx(measured(not_moved, name), rel=1e-5), name

@@ -26,6 +26,8 @@ from cdrmix.checkpoint.store import find, save
 from cdrmix.errors import StateError
 from tests.harness import RanksFailed, run_ranks
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
 KILLS = 25
 # What makes a save durable; between any two of them the disk differs from before.
 DURABLE_OPERATIONS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")

@@ -18,9 +18,13 @@ import psutil
 import pytest
 
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, Meeting
+from cdrmix.cluster.outcome import ask_to_stop
 from cdrmix.cluster.wire import Inbox, encode
+from tests.equal_runs import assert_equal_runs
 from tests.harness import RanksFailed, rank_environment, run_ranks
-from tests.small_run import arguments, before_step, overrides, start
+from tests.small_run import STEPS, arguments, before_step, overrides, start
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 DEADLINE_SECONDS = 8  # a crowded machine makes a step of 0.1 s last
 STEP_OF_FAULT = 5
@@ -95,6 +99,8 @@ def two_ranks(argv: list[str], folder: str, fault: Callable[[], Any]) -> list[in
         if child == 0:
             try:
                 os._exit(start_with_fault(argv, folder, rank, fault))
+            except SystemExit as end:
+                os._exit(end.code if isinstance(end.code, int) else 1)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -106,10 +112,12 @@ def two_ranks(argv: list[str], folder: str, fault: Callable[[], Any]) -> list[in
     return ends
 
 
-def run_with_fault(data: Path, run_dir: Path, fault: Callable[[], Any], folder: Path) -> Fault:
+def run_with_fault(
+    data: Path, run_dir: Path, fault: Callable[[], Any], folder: Path, *more: str
+) -> Fault:
     """What became of a run on two ranks of which one has a fault before step 5."""
     settings = [f"supervision.deadline_seconds={DEADLINE_SECONDS}"]
-    argv = arguments(data, run_dir, *overrides(settings))
+    argv = arguments(data, run_dir, *overrides(settings), *more)
     (ends,) = run_ranks(two_ranks, 1, argv, str(folder), fault, timeout=60)
     written = folder / "outcome.json"
     return Fault(
@@ -118,6 +126,14 @@ def run_with_fault(data: Path, run_dir: Path, fault: Callable[[], Any], folder: 
         ends=ends,
         seconds=written.stat().st_mtime - float((folder / "began").read_text()),
     )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directory of an uninterrupted run on two ranks."""
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    assert run_ranks(start, 2, arguments(small_corpus, run_dir)) == [0, 0]
+    return run_dir
 
 
 @pytest.mark.parametrize(
@@ -145,6 +161,7 @@ def test_all_ranks_end_within_the_deadline_and_the_log_says_whose_fault_it_was(
     small_corpus: Path,
     run_dir: Path,
     tmp_path: Path,
+    uninterrupted: Path,
 ) -> None:
     found = run_with_fault(small_corpus, run_dir, fault, tmp_path)
     assert found.log.count("ERROR") == 1
@@ -155,6 +172,8 @@ def test_all_ranks_end_within_the_deadline_and_the_log_says_whose_fault_it_was(
     if fault is stand_still:
         assert "in stand_still" in found.log
         assert "heartbeat.py" not in found.log
+    assert run_ranks(start, 2, [*arguments(small_corpus, run_dir), "--resume", "auto"]) == [0, 0]
+    assert_equal_runs(run_dir, uninterrupted, steps=STEPS)
 
 
 def test_a_rank_that_fails_alone_ends_the_others_by_its_exit_code(
@@ -174,6 +193,15 @@ def test_a_healthy_run_leaves_its_exit_code_and_no_process(
     assert found.outcome == {"exit_code": 0, "reason": "", "step": 8}
     assert found.ends == [0, 0]
     assert "ERROR" not in found.log
+
+
+def test_a_wish_to_stop_that_came_before_the_ranks_is_heard(
+    small_corpus: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    ask_to_stop(tmp_path)
+    argv = arguments(small_corpus, run_dir, "--max-steps", "1000000")
+    assert run_ranks(two_ranks, 1, argv, str(tmp_path), nothing, timeout=60) == [[75, 75]]
+    assert json.loads((tmp_path / "outcome.json").read_text())["exit_code"] == 75
 
 
 def told_after_a_long_start(seconds: float) -> list[dict[str, Any]]:

@@ -96,12 +96,13 @@ def decoded(case: Case) -> list[list[int]]:
     from cdrmix.models.generate import generate
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
+    from cdrmix.planning.cluster import processes
     from cdrmix.planning.profile import choose
 
     runtime.initialize_distributed()
     wake_blocks()
     config = make_config(case)
-    choice = choose(config, world_size=case.world_size)
+    choice = choose(config, processes(case.world_size))
     topology = make_topology(choice.degrees)
     model = start_engine(build_model(config, choice, topology), config, choice, topology).module
     prompt = torch.tensor([[3, 1, 4, 1, 5]])

@@ -23,6 +23,10 @@ from tests.harness import RANK_ENVIRONMENT, ROOT, reserved_port, run_ranks
 from tests.launcher import Launch, launch
 from tests.small_run import arguments, overrides, start
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
 STEPS = 40
 CORES = len(os.sched_getaffinity(0))
 

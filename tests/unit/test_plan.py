@@ -115,8 +115,7 @@ def test_every_shipped_config_plans_on_any_cluster_within_a_bounded_search(path,
 def test_a_run_on_the_same_cluster_is_laid_out_as_planned(name: str, nodes: int) -> None:
     overrides = ["training.global_batch_size=256"]
     made = planned(name, nodes, "h100-80", *overrides)
-    cluster = made.cluster
-    choice = choose(config(name, *overrides), world_size=cluster.world_size, cluster=cluster)
+    choice = choose(config(name, *overrides), made.cluster)
     pick = made.pick.arrangement
     assert (choice.name, choice.degrees) == (made.pick.profile, pick.degrees)
     assert choice.micro_batch_size == pick.micro_batch_size
@@ -127,15 +126,9 @@ def test_a_run_on_the_same_cluster_is_laid_out_as_planned(name: str, nodes: int)
     assert choice.reasons == made.reasons
 
 
-def test_without_a_cluster_profile_and_degrees_are_the_same() -> None:
-    made = planned("core-1b", 1, "a100-80")
-    choice = choose(config("core-1b"), world_size=8)
-    assert (choice.name, choice.degrees) == (made.pick.profile, made.pick.arrangement.degrees)
-
-
 def test_a_run_that_would_not_fit_is_warned() -> None:
     cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="rtx4090-24")
-    choice = choose(config("core-40b"), world_size=8, cluster=cluster)
+    choice = choose(config("core-40b"), cluster)
     assert "NOT within the 90 %" in choice.warnings[-1]
 
 
@@ -148,6 +141,43 @@ def test_what_the_configuration_gives_is_kept() -> None:
         assert candidate.arrangement.degrees.expert == 4
         assert candidate.arrangement.micro_batch_size == 1
         assert candidate.arrangement.activation_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("scale", "nodes", "given", "axes"),
+    [
+        ("40b", 8, {"tensor": 4}, {"data", "tensor", "pipeline", "expert"}),
+        ("40b", 8, {"data": 8}, {"data", "tensor", "pipeline", "expert"}),
+        ("200b", 32, {"sequence": 2}, {"data", "tensor", "pipeline", "sequence", "expert"}),
+    ],
+)
+def test_one_degree_that_is_given_leaves_the_others_to_the_search(
+    scale: str, nodes: int, given: dict[str, int], axes: set[str]
+) -> None:
+    overrides = [f"parallel.{axis}={degree}" for axis, degree in given.items()]
+    made = planned(f"core-{scale}", nodes, "h200-141", *overrides)
+    degrees = asdict(choose(made.config, made.cluster).degrees)
+    assert made.fits
+    assert degrees == asdict(made.pick.arrangement.degrees)
+    assert degrees | given == degrees
+    assert {axis for axis, degree in degrees.items() if degree > 1} == axes
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "sequence"])
+def test_an_axis_that_a_small_model_is_given_brings_no_other(axis: str) -> None:
+    made = planned("core-tiny", 1, "h100-80", f"parallel.{axis}=2")
+    expected = {"data": 8, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 1} | {axis: 2}
+    expected["data"] //= expected["tensor"] * expected["pipeline"]
+    assert asdict(made.pick.arrangement.degrees) == expected
+
+
+def test_a_given_profile_takes_only_layouts_that_it_can_carry_out() -> None:
+    cluster = make_cluster(nodes=8, gpus_per_node=8, gpu="h100-80")
+    choice = choose(config("core-40b"), cluster, profile="zero1")
+    degrees = choice.degrees
+    assert choice.name == "zero1"
+    # without its section for pipelines, DeepSpeed would share out what crosses a border
+    assert degrees.tensor == 1 or degrees.pipeline == 1
 
 
 def test_recomputation_that_was_refused_is_not_planned() -> None:

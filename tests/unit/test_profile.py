@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -11,6 +12,7 @@ import pytest
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
+from cdrmix.planning.cluster import Cluster, make_cluster
 from cdrmix.planning.counts import count, stage_b_params
 from cdrmix.planning.deepspeed_json import (
     DEEPSPEED_VERSION,
@@ -21,7 +23,7 @@ from cdrmix.planning.deepspeed_json import (
     Allowed,
     read_profile,
 )
-from cdrmix.planning.profile import Choice, choose
+from cdrmix.planning.profile import Choice, choose, smaller_micro_batch, with_micro_batch
 
 SHIPPED = sorted(shipped("model_configs").glob("*.yaml"))
 PROFILES = sorted(shipped("ds_configs").glob("*.json"))
@@ -29,6 +31,10 @@ PROFILES = sorted(shipped("ds_configs").glob("*.json"))
 
 def config(name: str, *overrides: str) -> Config:
     return load_config(shipped("model_configs") / f"cdrmix-{name}.yaml", overrides)
+
+
+def devices(number: int, gpu: str = "mi300x-192") -> Cluster:
+    return make_cluster(nodes=1, gpus_per_node=number, gpu=gpu)
 
 
 def written(folder: Path, text: str) -> str:
@@ -39,7 +45,7 @@ def written(folder: Path, text: str) -> str:
 
 def refused(profile: str) -> list[str]:
     with pytest.raises(PlanError) as caught:
-        choose(config("core-tiny"), world_size=1, profile=profile)
+        choose(config("core-tiny"), devices(1), profile=profile)
     return str(caught.value).splitlines()
 
 
@@ -51,10 +57,13 @@ def test_every_shipped_config_loads_counts_and_plans(path: Path, world_size: int
     assert 0 < counts.active_params < counts.total_params
     if given.stage_b is not None:
         assert 0 < stage_b_params(given.model, given.stage_b).total_params < counts.active_params
-    choice = choose(given, world_size=world_size)
+    choice = choose(given, devices(world_size))
     assert choice.degrees.world_size == world_size
-    assert choice.micro_batch_size * choice.gradient_accumulation_steps * world_size == 128
-    assert len(choice.reasons) == 5 + (choice.sequence_checkpoint_tokens is not None)
+    micro_step = choice.micro_batch_size * choice.degrees.sample_ranks
+    assert micro_step * choice.gradient_accumulation_steps == 128
+    told = [reason.split(maxsplit=1)[0].rstrip(":") for reason in choice.reasons]
+    assert told[:5] == ["profile", "degrees", "expert", "micro", "memory"]
+    assert told[-1] == "accumulation"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_every_shipped_config_loads_counts_and_plans(path: Path, world_size: int
 def test_profile_and_expert_degree_follow_size_and_world(
     name: str, world_size: int, profile: str, expert: int
 ) -> None:
-    choice = choose(config(name, "training.global_batch_size=384"), world_size=world_size)
+    choice = choose(config(name, "training.global_batch_size=384"), devices(world_size))
     assert (choice.name, choice.degrees.expert) == (profile, expert)
     assert choice.path == shipped("ds_configs") / f"{profile}.json"
 
@@ -85,27 +94,10 @@ def test_shipped_profiles_differ() -> None:
 
 def test_what_the_config_gives_is_kept() -> None:
     given = config("core-tiny", "parallel.expert=4", "training.micro_batch_size=1")
-    choice = choose(given, world_size=4, profile="zero2")
+    choice = choose(given, devices(4), profile="zero2")
     assert (choice.name, choice.degrees.expert, choice.micro_batch_size) == ("zero2", 4, 1)
     assert choice.gradient_accumulation_steps == 2
     assert sum("as given" in reason for reason in choice.reasons) == 3
-
-
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "micro"),
-    [
-        ([], 1, 8),
-        ([], 4, 2),
-        (["training.global_batch_size=64"], 1, 32),  # 8,192 tokens in samples of 256
-        (["training.global_batch_size=66"], 2, 11),  # largest divisor of 33 up to 32
-        (["training.sequence_length=16384"], 1, 1),
-    ],
-)
-def test_a_small_models_micro_batch_divides_its_share_within_the_token_limit(
-    overrides: list[str], world_size: int, micro: int
-) -> None:
-    choice = choose(config("core-tiny", *overrides), world_size=world_size)
-    assert choice.micro_batch_size == micro
 
 
 @pytest.mark.parametrize(
@@ -120,7 +112,7 @@ def test_deepspeed_gets_the_profile_and_what_follows_from_the_run(
     precision: str, block: dict
 ) -> None:
     given = config("core-tiny", f"training.precision={precision}", "training.gradient_clipping=0.5")
-    choice = choose(given, world_size=2)
+    choice = choose(given, devices(2))
     assert choice.deepspeed == {
         **read_profile(choice.path),
         "train_batch_size": 8,
@@ -132,13 +124,14 @@ def test_deepspeed_gets_the_profile_and_what_follows_from_the_run(
 
 
 def test_an_offloaded_optimizer_may_be_the_loops_own() -> None:
-    choice = choose(config("core-tiny"), world_size=2, profile="zero2_offload")
+    choice = choose(config("core-tiny"), devices(2), profile="zero2_offload")
     assert choice.deepspeed["zero_force_ds_cpu_optimizer"] is False
-    assert "zero_force_ds_cpu_optimizer" not in choose(config("core-tiny"), world_size=2).deepspeed
+    assert "zero_force_ds_cpu_optimizer" not in choose(config("core-tiny"), devices(2)).deepspeed
 
 
 def test_a_plan_is_written_as_json_with_its_reasons() -> None:
-    choice = choose(config("core-1b"), world_size=8, device="cpu")
+    large = replace(devices(8, "cpu"), memory_gib=500)
+    choice = choose(config("core-1b", "training.micro_batch_size=1"), large)
     plan = json.loads(json.dumps(choice.to_json()))
     assert plan["profile"] == "expert"
     assert plan["degrees"] == {"data": 8, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 8}
@@ -148,16 +141,16 @@ def test_a_plan_is_written_as_json_with_its_reasons() -> None:
 
 
 def test_equal_input_gives_an_equal_choice() -> None:
-    first, second = (choose(config("core-4b"), world_size=16) for _ in range(2))
+    first, second = (choose(config("core-4b"), devices(16)) for _ in range(2))
     assert isinstance(first, Choice)
     assert first == second
 
 
 def test_a_combination_that_cannot_run_is_refused_while_planning() -> None:
     with pytest.raises(PlanError, match="parallel.expert = 3 does not divide"):
-        choose(config("core-tiny", "parallel.expert=3"), world_size=2)
+        choose(config("core-tiny", "parallel.expert=3"), devices(2))
     with pytest.raises(PlanError, match="is not the number of ranks, 2"):
-        choose(config("core-tiny", "parallel.data=4"), world_size=2)
+        choose(config("core-tiny", "parallel.data=4"), devices(2))
 
 
 # --- profiles of the user's own ---------------------------------------------------------------
@@ -165,7 +158,7 @@ def test_a_combination_that_cannot_run_is_refused_while_planning() -> None:
 
 def test_a_profile_of_the_users_own_is_taken_by_path(tmp_path: Path) -> None:
     path = written(tmp_path, '{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
-    choice = choose(config("core-tiny"), world_size=2, profile=path)
+    choice = choose(config("core-tiny"), devices(2), profile=path)
     assert (choice.name, str(choice.path)) == ("given", path)
     assert choice.deepspeed["zero_optimization"] == {"stage": 2, "overlap_comm": True}
 
@@ -287,7 +280,26 @@ def test_deepspeed_accepts_every_shipped_profile(profile: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     dense = ["model.moe=null"] if profile.stem.startswith("zero3") else []
-    choice = choose(config("core-tiny", *dense), world_size=1, profile=profile.stem)
+    choice = choose(config("core-tiny", *dense), devices(1), profile=profile.stem)
     parsed = DeepSpeedConfig(choice.deepspeed)
     assert parsed.zero_optimization_stage == choice.deepspeed["zero_optimization"]["stage"]
     assert parsed.gradient_clipping == 1.0
+
+
+def test_smaller_micro_batches_keep_what_a_rank_takes_of_a_step() -> None:
+    given = config("core-tiny", "training.global_batch_size=12", "training.micro_batch_size=6")
+    choice = choose(given, devices(1, "cpu"))
+    sizes = [6]
+    while sizes[-1] > 1:
+        sizes.append(smaller_micro_batch(choice, sizes[-1]))
+    assert sizes == [6, 3, 1]
+    smaller = with_micro_batch(choice, given, 3, device="cpu", reason="of this test")
+    assert (smaller.micro_batch_size, smaller.gradient_accumulation_steps) == (3, 4)
+    assert smaller.deepspeed == choice.deepspeed | {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 4,
+    }
+    assert smaller.memory is not None
+    assert choice.memory is not None
+    assert smaller.memory.activations < choice.memory.activations
+    assert smaller.reasons[-1] == "micro batch 3 instead, accumulation 4: of this test"

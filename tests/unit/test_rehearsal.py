@@ -8,7 +8,13 @@ from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.plan import plan
-from cdrmix.planning.rehearsal import MOST_RANKS, _small_degrees, aspects, rehearsals
+from cdrmix.planning.rehearsal import (
+    MOST_RANKS,
+    Rehearsal,
+    _small_degrees,
+    aspects,
+    rehearsals,
+)
 
 AXES = ("pipeline", "tensor", "sequence", "sample_ranks", "expert")
 CLUSTERS = {"1b": (1, 8), "4b": (4, 8), "40b": (16, 8), "200b": (32, 8)}
@@ -65,4 +71,35 @@ def test_the_small_layouts_of_every_variant_are_sound(variant: str) -> None:
         "ranks",
         "devices and links",
         "tokens beyond an expert's capacity",
+        *(["Stage B"] if "reason" in variant else []),
     }
+
+
+def small_and_unseen(*overrides: str) -> tuple[list[Rehearsal], set[str]]:
+    config = load_config(shipped("model_configs") / "cdrmix-core-tiny.yaml", overrides)
+    made = plan(config, make_cluster(nodes=1, gpus_per_node=6, gpu="a100-80"))
+    small = rehearsals(config, made.pick)
+    unseen = {each.name for each in aspects(config, made.pick, small) if each.is_exercised is False}
+    return small, unseen
+
+
+def test_an_odd_number_of_experts_is_rehearsed_with_one_more() -> None:
+    (small,), unseen = small_and_unseen(
+        "model.moe.num_experts=9", "parallel.expert=3", "training.global_batch_size=12"
+    )
+    assert small.config.model.moe is not None
+    assert (small.degrees.expert, small.config.model.moe.num_experts) == (2, 10)
+    assert "experts a layer" in unseen
+
+
+def test_what_the_corpus_cannot_show_of_the_data_is_told() -> None:
+    (small,), unseen = small_and_unseen(
+        "training.global_batch_size=12",
+        "data.token_weights.text=0",
+        "data.token_weights.answer=2",
+        "data.mixture.temperature=2",
+        "data.order=windowed",
+    )
+    assert small.config.data.token_weights is not None, "the weighted loss is exercised"
+    assert small.config.data.token_weights.text == 1
+    assert {"weights of tokens", "mixture", "order of samples"} <= unseen

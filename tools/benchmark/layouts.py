@@ -21,10 +21,10 @@ import torch
 from cdrmix import runtime
 from cdrmix.config.schema import Config
 from cdrmix.engines.local_ranks import run_ranks
-from cdrmix.planning.cluster import make_cluster
+from cdrmix.planning.cluster import processes
 from cdrmix.planning.cost import CostModel
 from cdrmix.planning.memory import MemoryModel
-from cdrmix.planning.profile import arrangement, choose
+from cdrmix.planning.profile import choose
 
 RANKS, STEPS, BATCH, LENGTH = 2, 3, 8, 256
 # axis -> degrees, profile
@@ -78,7 +78,7 @@ def time_steps(name: str, out: Path) -> int:
     runtime.keep_freed_memory()
     runtime.initialize_distributed()
     config = make_config(degrees)
-    choice = choose(config, world_size=RANKS, profile=profile)
+    choice = choose(config, processes(RANKS), profile=profile)
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     source = torch.Generator().manual_seed(topology.sample_rank)
@@ -108,9 +108,9 @@ def planned_bytes(name: str) -> dict[str, int]:
     """What a rank hands to collectives in a step, by purpose, as `cdrmix plan` counts it."""
     degrees, profile = LAYOUTS[name]
     config = make_config(degrees)
-    choice = choose(config, world_size=RANKS, profile=profile)
-    cluster = make_cluster(nodes=1, gpus_per_node=RANKS, gpu="cpu")
-    cost = CostModel(MemoryModel(config, "cpu"), cluster).estimate(arrangement(choice))
+    cluster = processes(RANKS)
+    made = choose(config, cluster, profile=profile).arrangement
+    cost = CostModel(MemoryModel(config, "cpu"), cluster).estimate(made)
     return {kind: traffic.payload for kind, traffic in cost.traffic.items() if traffic.payload}
 
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from cdrmix import runtime
 from cdrmix.config.schema import Config
 from cdrmix.planning.activations import WKVForm
+from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.memory import MemoryModel
-from cdrmix.planning.profile import Choice, arrangement, choose
+from cdrmix.planning.profile import Choice, choose
 
 ACCUMULATION = 2  # a micro-step that does not end a step shows what is kept between them
 PARTS = ("weights", "gradients", "optimizer", "host", "activations")
@@ -111,6 +112,7 @@ CASES = (
          profile="zero2_offload"),
 )  # fmt: skip
 
+ONE_GPU = make_cluster(nodes=1, gpus_per_node=1, gpu="a100-80")  # what holds for any
 CUDA_CASES = tuple(
     Case(name, hidden=2048, length=4096, precision="bf16", profile="zero2", **changes)
     for name, changes in (
@@ -168,8 +170,8 @@ def wkv_form() -> WKVForm:
 def predicted(case: Case) -> dict[str, int]:
     """The plan's figures for a case on CPU ranks."""
     config = make_config(case)
-    choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
-    memory = MemoryModel(config, "cpu", wkv=wkv_form()).estimate(arrangement(choice))
+    made = choose(config, processes(case.world), profile=case.profile).arrangement
+    memory = MemoryModel(config, "cpu", wkv=wkv_form()).estimate(made)
     return memory.to_json() | {"host": memory.host}
 
 
@@ -183,7 +185,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     case = Case(**fields)
     runtime.initialize_distributed()
     config = make_config(case)
-    choice = choose(config, world_size=case.world, profile=case.profile, device="cpu")
+    choice = choose(config, processes(case.world), profile=case.profile)
     choice = with_small_buckets(choice)
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
@@ -367,10 +369,9 @@ def compare(case: Case) -> dict[str, Any]:
 def predicted_peak(case: Case) -> int:
     """The plan's figure for what CUDA's allocator hands out at most."""
     config = make_config(case)
-    choice = choose(config, world_size=1, profile=case.profile, device="cuda")
-    assert choice.memory is not None, "the device is known"
-    buffers = choice.memory.buffers
-    return choice.memory.total - buffers["fragmentation"] - buffers["context"]
+    memory = choose(config, ONE_GPU, profile=case.profile).memory
+    assert memory is not None, "what is chosen is estimated"
+    return memory.total - memory.buffers["fragmentation"] - memory.buffers["context"]
 
 
 def measured_peak(case: Case) -> int:
@@ -382,7 +383,7 @@ def measured_peak(case: Case) -> int:
 
     runtime.initialize_distributed()
     config = make_config(case)
-    choice = choose(config, world_size=1, profile=case.profile, device="cuda")
+    choice = choose(config, ONE_GPU, profile=case.profile)
     topology = make_topology(choice.degrees)
     engine = start_engine(build_model(config, choice, topology), config, choice, topology)
     ids = torch.randint(0, 512, (case.micro_batch, case.length), device=engine.device)

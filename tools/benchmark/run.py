@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -255,6 +256,64 @@ def memory_rows(result: dict[str, Any]) -> list[str]:
     return rows
 
 
+def goodput_rows(result: dict[str, Any]) -> list[str]:
+    """A run in which ranks are killed."""
+    rows = [
+        f"cdrmix-core-tiny, {result['steps']} steps on two ranks under `cdrmix launch`, a "
+        f"checkpoint each 10 steps, a rank killed in every {result['steps_per_kill']} steps.",
+        "",
+        "| killed at steps | gone on from | productive of all steps | demanded | lost, seconds | "
+        "from the end of a start to the next command, seconds | start-ups, seconds | "
+        "productive of the wall time |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        cost = run["goodput"]
+        rows.append(
+            f"| {', '.join(map(str, run['killed_at']))} | {', '.join(map(str, run['resumed_at']))} "
+            f"| {cost['share_of_steps']:.1%} | 95 % | {cost['redone_seconds']:.1f} "
+            f"| {cost['down_seconds']:.1f} | {cost['start_up_seconds']:.1f} of {cost['starts']} "
+            f"| {cost['share']:.1%} of {cost['seconds']:.0f} s |"
+        )
+    return rows
+
+
+def notice_rows(result: dict[str, Any]) -> list[str]:
+    """A rank that is killed or stopped."""
+    deadline = result["deadline_seconds"]
+    demanded = {"killed": "10", "stopped": f"{deadline + 5} (deadline {deadline} + 5)"}
+    rows = [
+        "| rank 1 is | noticed after, seconds, median | at most | demanded | "
+        "first step of the next start after the notice, seconds, median |",
+        "|---|---|---|---|---|",
+    ]
+    for fault, costs in result["seconds"].items():
+        notice, restart = ([cost[what] for cost in costs] for what in ("notice", "restart"))
+        rows.append(
+            f"| {fault} | {statistics.median(notice):.1f} | {max(notice):.1f} | {demanded[fault]} "
+            f"| {statistics.median(restart):.1f} |"
+        )
+    return rows
+
+
+def start_up_rows(result: dict[str, Any]) -> list[str]:
+    """From the command to the first step."""
+    rows = [
+        "`deepspeed --num_gpus 2 launch/train.py`, cdrmix-core-tiny, seconds of wall time as rank "
+        "0 measures them. A part ends where the run says so: where ranks differ, one waits for the "
+        "others in the next part that needs them.",
+        "",
+        "| part | seconds, median | least |",
+        "|---|---|---|",
+    ]
+    for name, seconds in result["seconds"].items():
+        part = (
+            name.removesuffix("seconds").replace("_", " ").strip() or "from command to first step"
+        )
+        rows.append(f"| {part} | {statistics.median(seconds):.2f} | {min(seconds):.2f} |")
+    return rows
+
+
 # name of the module and section: heading, and how its JSON becomes lines
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "wkv7": ("WKV-7 op", wkv7_rows),
@@ -268,6 +327,9 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "layouts": ("Layouts on two ranks", layouts_rows),
     "train": ("make train", train_rows),
     "memory": ("Memory against the plan", memory_rows),
+    "start_up": ("Start-up", start_up_rows),
+    "goodput": ("Goodput with killed ranks", goodput_rows),
+    "notice": ("Notice of a lost rank", notice_rows),
     "learn_binding": ("Stage B: plastic adapters bind beyond the window", binding_rows),
     "learn_registers": ("Stage B: working memory tracks registers", registers_rows),
     "learn_retrieval": ("Stage B: episodic retrieval", retrieval_rows),

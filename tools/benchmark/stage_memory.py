@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from cdrmix import runtime
+from cdrmix.planning.cluster import processes
 from cdrmix.planning.memory import MemoryModel
-from cdrmix.planning.profile import arrangement, choose
+from cdrmix.planning.profile import choose
 from tools.benchmark.memory import (
     ACCUMULATION,
     PARTS,
@@ -86,7 +87,7 @@ def measured(fields: dict[str, Any]) -> tuple[int, dict[str, int]]:
     case = Case(**fields)
     runtime.initialize_distributed()
     config = make_config(case)
-    choice = choose(config, world_size=case.world, profile="pipeline", device="cpu")
+    choice = choose(config, processes(case.world), profile="pipeline")
     topology = make_topology(choice.degrees)
     model = build_model(config, choice, topology)
     engine = start_engine(model, config, with_small_buckets(choice), topology)
@@ -118,7 +119,7 @@ def compare(case: Case) -> list[tuple[dict[str, int], dict[str, int]]]:
     from tools.benchmark import stage_memory  # by a name that ranks can import, as a script too
 
     config = make_config(case)
-    made = arrangement(choose(config, world_size=case.world, profile="pipeline", device="cpu"))
+    made = choose(config, processes(case.world), profile="pipeline").arrangement
     model = MemoryModel(config, "cpu", wkv=wkv_form())
     ranks = run_ranks(stage_memory.measured, case.world, asdict(case))
     rows = []

@@ -1,0 +1,126 @@
+"""A micro-batch that a GPU's memory does not hold: the next start takes smaller ones.
+
+The rank that meets it cannot go on: the others wait for it in collectives of the step, which it
+could join only by repeating all that it has done since. So it leaves a note in the run directory
+and ends, which ends the run; the start that follows, by `cdrmix launch` or by hand, goes on from
+the newest checkpoint with smaller micro-batches and as many more of them. The note stays, so that
+this happens once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from cdrmix import runtime
+from cdrmix.config.schema import Config, ParallelConfig
+from cdrmix.engines.run import Run
+from cdrmix.engines.run_directory import LOG
+from cdrmix.engines.supervision import LostAlone
+from cdrmix.errors import EXIT_FAULT, EXIT_USER_ERROR, PlanError
+from cdrmix.log import get_logger, log_to_file
+from cdrmix.planning.cluster import GIB, make_cluster
+from cdrmix.planning.profile import Choice, laid_out, smaller_micro_batch, with_micro_batch
+
+logger = get_logger(__name__)
+
+# The name holds the size that was too much.
+_NOTE = "out_of_memory_{size}.json"
+_NOTES = re.compile(r"out_of_memory_(\d+)\.json")
+# Estimates err by a few percent: what is advised takes this much less than what did not fit.
+_LESS = 0.9
+
+
+def with_what_fits(choice: Choice, config: Config, run_dir: Path) -> Choice:
+    """The plan of a start, in micro-batches smaller than those that did not fit; collective.
+
+    Args:
+        choice: as planned.
+        config: of the run.
+        run_dir: run directory, where earlier starts left their notes.
+    """
+    found = runtime.first_rank_does(lambda: _sizes_that_did_not_fit(run_dir))
+    micro = choice.micro_batch_size
+    while micro > 1 and found and micro >= min(found):
+        micro = smaller_micro_batch(choice, micro)
+    if micro == choice.micro_batch_size:
+        return choice
+    note = run_dir / _NOTE.format(size=min(found))
+    device = "cpu" if runtime.use_cpu() else "cuda"
+    reason = f"{min(found)} ran out of memory, says {note}; delete it to try again"
+    return with_micro_batch(choice, config, micro, device=device, reason=reason)
+
+
+def _sizes_that_did_not_fit(run_dir: Path) -> list[int]:
+    matches = [_NOTES.fullmatch(path.name) for path in run_dir.iterdir()]
+    # one sample is the least there is: whoever starts again has changed something else
+    (run_dir / _NOTE.format(size=1)).unlink(missing_ok=True)
+    return [int(match[1]) for match in matches if match and int(match[1]) > 1]
+
+
+@contextlib.contextmanager
+def noted(run: Run) -> Iterator[None]:
+    """While this lasts, running out of a GPU's memory ends this rank, with a note for the next
+    start.
+
+    Raises:
+        LostAlone: then; with exit code 2 where there is no smaller micro-batch.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        micro = run.choice.micro_batch_size
+        if _is_first(run, micro, str(error).partition("\n")[0]):
+            if runtime.rank() > 0:
+                log_to_file(run.directory.path / LOG)
+            logger.error("error: %s", _told(run, micro))
+        raise LostAlone(EXIT_FAULT if micro > 1 else EXIT_USER_ERROR) from error
+
+
+def _is_first(run: Run, micro: int, message: str) -> bool:
+    """Leave the note; False where another rank was first."""
+    note = {"micro_batch_size": micro, "step": run.step, "rank": runtime.rank(), "error": message}
+    try:
+        with (run.directory.path / _NOTE.format(size=micro)).open("x", encoding="utf-8") as file:
+            json.dump(note, file, indent=2)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _told(run: Run, micro: int) -> str:
+    samples = f"{micro} samples" if micro > 1 else "one sample"
+    where = f"rank {runtime.rank()} ran out of memory after step {run.step}"
+    if micro == 1:
+        return f"{where} with micro batches of one sample. {_advice(run)}"
+    smaller = smaller_micro_batch(run.choice, micro)
+    return (
+        f"{where} with micro batches of {samples}. The next start of this run takes {smaller} and "
+        "as many more of them: go on with --resume auto, which `cdrmix launch` does by itself"
+    )
+
+
+def _advice(run: Run) -> str:
+    """A layout that takes less on these devices, where there is one; of the fastest."""
+    local, memory = runtime.local_world_size(), run.choice.memory
+    cluster = make_cluster(
+        nodes=max(1, runtime.world_size() // local),
+        gpus_per_node=min(local, runtime.world_size()),
+        gpu="cpu" if runtime.use_cpu() else None,
+        gpu_memory_gib=runtime.device_memory_gib(),
+    )
+    training = run.config.training.model_copy(update={"micro_batch_size": None})
+    freed = run.config.model_copy(update={"parallel": ParallelConfig(), "training": training})
+    with contextlib.suppress(PlanError):
+        for layout in laid_out(freed, cluster):
+            if memory and not layout.missing and layout.memory.total < _LESS * memory.total:
+                return (
+                    f"Try {layout.describe()}: {layout.memory.total / GIB:.1f} GiB by the plan "
+                    f"instead of {memory.total / GIB:.1f}; `cdrmix plan` lists all layouts"
+                )
+    return "No layout on these devices takes less: try more of them, see `cdrmix plan`"
