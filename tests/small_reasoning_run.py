@@ -29,6 +29,7 @@ _SMALLER = (
     "stage_b.training.lessons_per_step=3",  # which two ranks do not divide
     "stage_b.training.texts_per_lesson=2",
     "stage_b.training.group_size=4",
+    "stage_b.training.backbone_lr_scale=0",
 )
 
 

@@ -15,7 +15,8 @@ SEGMENTS_PER_WINDOW = 4
 TRAINED_SEGMENTS = 6
 # One row of plain text for so many tasks.
 TASKS_PER_ROW = 8
-# Windows with a question that a trained backbone learns from alone, for each text of a lesson.
+# Further windows for each task, of evidence, question and answer, for a backbone that learns: to
+# answer from a window takes many times the examples that retrieval takes.
 DRILLS_PER_TASK = 4
 # Plain text is read over so many windows at most.
 _WINDOWS_OF_TEXT = 4

@@ -22,6 +22,13 @@ from torch import Tensor
 from cdrmix.config.schema import Phase, StageBTraining
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.errors import DataError
+from cdrmix.planning.lesson_size import (
+    DRILLS_PER_TASK,
+    TRAINED_SEGMENTS,
+    row_tokens,
+    rows_of_text,
+    segment_tokens,
+)
 from cdrmix.reasoning.reader import ANSWER_TOKENS, segment_room
 from cdrmix.reasoning.segments import (
     Marks,
@@ -30,23 +37,17 @@ from cdrmix.reasoning.segments import (
     fitting,
     make_marks,
     make_texts,
-    segment_tokens,
     window_tokens,
 )
 from cdrmix.reasoning.speculation import map_tensors
 from cdrmix.reasoning.tasks import Example, generate
 
-# Segments of a text in all phases but the policy's: enough to confuse one with another.
-_TRAINED_SEGMENTS = 6
 # How often a window holds a segment that does not belong there, as when retrieval has erred.
 _STRAY_SHARE = 0.3
 # How often a segment of a training text is folded into the slots.
 _SUMMARISED_SHARE = 0.3
-# One row of plain text for so many tasks.
-_TASKS_PER_ROW = 16
-# Further windows for each task, of evidence, question and answer, for a backbone that learns: to
-# answer from a window takes many times the examples that retrieval takes.
-_DRILLS_PER_TASK = 4
+# A task that a length has no room for may be longer by so many windows.
+_LONGER_BY = 16
 
 Rows = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
@@ -176,16 +177,19 @@ class Lessons:
         return (*words[: ANSWER_TOKENS - 1], self.marks.stop)
 
     def _example(self, use: str, number: int) -> Example:
-        """Tasks take turns, and so do lengths; a task that a length has no room for is longer."""
+        """Tasks take turns, and in the policy's phase lengths; elsewhere texts are thinned anyway.
+
+        A task that a length has no room for is given the next one that has.
+        """
         tasks, ratios = self.training.tasks, self.training.length_ratios
         task = tasks[number % len(tasks)]
-        wanted = ratios[number // len(tasks) % len(ratios)]
-        for ratio in range(wanted, wanted + max(16, wanted)):
+        wanted = ratios[number // len(tasks) % len(ratios)] if use == "policy" else 1
+        for ratio in range(wanted, wanted + _LONGER_BY):
             try:
                 return self.example(task, f"{self.seed}/{use}", number, ratio)
             except DataError:
                 continue
-        return self.example(task, f"{self.seed}/{use}", number, 2 * max(16, wanted))
+        return self.example(task, f"{self.seed}/{use}", number, wanted + _LONGER_BY)
 
     def example(self, task: str, seed: str, number: int, length_ratio: int) -> Example:
         """Example `number` of a task at a length, measured in windows of this tokenizer."""
@@ -209,10 +213,10 @@ class Lessons:
             place = next((i for i, text in enumerate(said) if line in text), None)
             if place is not None and place not in evidence:
                 evidence.append(place)
-        if whole or len(segments) <= _TRAINED_SEGMENTS:
+        if whole or len(segments) <= TRAINED_SEGMENTS:
             return segments, evidence
         others = [place for place in range(len(segments)) if place not in evidence]
-        kept = rng.sample(others, max(_TRAINED_SEGMENTS - len(evidence), 0))
+        kept = rng.sample(others, max(TRAINED_SEGMENTS - len(evidence), 0))
         order = sorted([*evidence, *kept])
         places = {place: index for index, place in enumerate(order)}
         return [segments[place] for place in order], [places[place] for place in evidence]
@@ -220,14 +224,14 @@ class Lessons:
     def _windows(
         self, count: int, evidence: Sequence[int], offset: int, rng: random.Random
     ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-        """Segments found, the one sought next, and those gathered at the end, the latest first."""
+        """Segments found, the one sought next, and those gathered at the end, in fetching order."""
         others = [place for place in range(count) if place not in evidence]
         stray = rng.sample(others, 1) if others and rng.random() < _STRAY_SHARE else []
-        gathered = [*reversed(evidence), *stray]
+        gathered = [*evidence, *stray]
         if not evidence:
             return (), -1, tuple(place + offset for place in gathered)
         known = rng.randrange(len(evidence))
-        found = [*reversed(evidence[:known]), *stray]
+        found = [*evidence[:known], *stray]
         return (
             tuple(place + offset for place in found),
             evidence[known] + offset,
@@ -238,7 +242,7 @@ class Lessons:
         self, number: int, rng: random.Random
     ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Evidence among at most one other segment, question, answer."""
-        count = self.training.texts_per_lesson * _DRILLS_PER_TASK
+        count = self.training.texts_per_lesson * DRILLS_PER_TASK
         drills = []
         for place in range(count):
             example = self._example("drill", number * count + place)
@@ -258,6 +262,7 @@ class Lessons:
     def _plain(self, rng: random.Random) -> Tensor:
         if self.rows is None:
             return torch.zeros(0, 1, dtype=torch.int64)
-        count = max(1, self.training.texts_per_lesson // _TASKS_PER_ROW)
+        count = rows_of_text(self.training.texts_per_lesson)
         wanted = np.array([rng.randrange(self.num_rows) for _ in range(count)], dtype=np.int64)
-        return torch.from_numpy(self.rows(wanted))
+        rows = torch.from_numpy(self.rows(wanted))
+        return rows[:, : 1 + row_tokens(self.window_tokens, rows.shape[1] - 1)]

@@ -26,7 +26,9 @@ from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.models.backbone import Output
 from cdrmix.objectives.contrastive import TEMPERATURE
 from cdrmix.objectives.grpo import (
+    explained_variance,
     group_advantages,
+    lambda_returns,
     zero_variance_groups,
 )
 from cdrmix.objectives.language_model import IGNORED_LABEL, count_valid, linear_cross_entropy
@@ -266,8 +268,9 @@ def collect(
     generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
     rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
     returns = rollouts.returns.view(-1, group)
-    metrics = _episode_metrics(rollouts, returns, section(config).policy)
-    per_retrieval = episodes.retrieval_seconds / episodes.num_retrievals
+    policy = section(config).policy
+    metrics = _episode_metrics(rollouts, returns, policy, capacity=reader.capacity)
+    per_retrieval = episodes.retrieval_seconds / max(episodes.num_retrievals, 1)
     metrics["retrieval_milliseconds"] = torch.tensor(1e3 * per_retrieval)
     return Collected(rollouts, group_advantages(returns).flatten(), metrics)
 
@@ -307,9 +310,18 @@ def rollout_loss(
 
 
 def _episode_metrics(
-    rollouts: Rollouts[ReadingState], returns: Tensor, policy: PolicyConfig
+    rollouts: Rollouts[ReadingState], returns: Tensor, policy: PolicyConfig, *, capacity: int
 ) -> Metrics:
     final, taken = rollouts.final, rollouts.taken
+    targets = lambda_returns(
+        rollouts.rewards,
+        rollouts.values,
+        taken,
+        gamma=policy.gamma,
+        gae_lambda=policy.gae_lambda,
+    )
+    # where targets do not vary nothing is explained
+    explained = explained_variance(rollouts.values[:, :-1], targets, taken).nan_to_num(0, 0, 0)
     operations = {
         f"operations/{action.name.lower()}": ((rollouts.actions == action) & taken).sum(1)
         for action in Action
@@ -317,11 +329,12 @@ def _episode_metrics(
     means = {
         "return": rollouts.returns,
         "success": final.earned,
-        "memory_fill": (final.memory >= 0).float().mean(1),
+        "memory_fill": (final.memory >= 0).sum(1) / capacity,
         **operations,
     }
     metrics = {name: values.float().mean() for name, values in means.items()}
     metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
+    metrics["explained_variance"] = explained
     return metrics
 
 

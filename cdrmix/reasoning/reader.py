@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import StageBConfig
 from cdrmix.models.backbone import Backbone, Output
+from cdrmix.planning.lesson_size import segment_tokens
 from cdrmix.reasoning.adapter import PlasticAdapter
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone, PlasticState
 from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
 from cdrmix.reasoning.retrieval import RetrievalEncoder
-from cdrmix.reasoning.segments import Marks, Texts, fitting, segment_tokens, window_tokens
+from cdrmix.reasoning.segments import Marks, Texts, fitting, window_tokens
 from cdrmix.reasoning.speculation import select
 from cdrmix.reasoning.working_memory import WorkingMemory
 
@@ -115,6 +116,11 @@ class MemoryReader(nn.Module):
     def backbone(self) -> Backbone:
         """The backbone, whose numbers without memory are what they were."""
         return self.plastic.backbone
+
+    @property
+    def capacity(self) -> int:
+        """Segments that memory holds at most."""
+        return max(self.config.memory.max_tokens // self.segment_tokens, 1)
 
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:

@@ -29,7 +29,7 @@ from cdrmix.reasoning.hebbian import PlasticState
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action
 from cdrmix.reasoning.reader import MemoryReader, Reading, Windows, plastic_rows
 
-# Segments in the window that the agent fetched; older ones give way to newer ones.
+# Segments that the agent may fetch; those that find no room in the window are left out.
 MOST_FETCHED = 8
 STEPS_AFTER_QUESTION = 9  # four times retrieve and splice, then answer
 
@@ -46,7 +46,7 @@ class ReadingState:
         memory: segments written, oldest first, -1 where empty, [N, M].
         buffer: segments retrieved, best first, -1 where empty, [N, top_k].
         score: cosine of the best of them, [N]; 0 where none.
-        fetched: segments spliced into the window, the latest first, -1 where empty, [N, J].
+        fetched: segments spliced into the window, the earliest first, -1 where empty, [N, J].
         summarised: segments folded into the slots, [N, L].
         last: last action, [N]; -1 at the start.
         operations: retrievals and writes, [N].
@@ -101,7 +101,9 @@ class ReadingEpisodes:
         self.reader, self.reading, self.grade = reader, reading, grade
         self.config: PolicyConfig = reader.config.policy
         self.top_k = reader.config.memory.top_k
-        self.num_entries = max(reader.config.memory.max_tokens // reader.segment_tokens, 1)
+        self.num_entries = min(
+            reader.capacity, reading.texts.tokens.shape[1]
+        )  # no more can be written
         self.forbidden = forbidden
         self.answers: dict[int, list[int]] = {}
         self.retrieval_seconds, self.num_retrievals = 0.0, 0
@@ -158,7 +160,9 @@ class ReadingEpisodes:
         The budget is of retrievals and writes: a longer text may be passed by for nothing.
         """
         legal = torch.ones(len(state.time), NUM_ACTIONS, dtype=torch.bool, device=asked.device)
-        legal[:, Action.RETRIEVE] = (state.memory >= 0).any(1)
+        # what was found already is put into the window before there is something new to ask for
+        found = asked & (state.buffer >= 0).any(1)
+        legal[:, Action.RETRIEVE] = (state.memory >= 0).any(1) & ~found
         legal[:, Action.CACHE_WRITE] = ~asked
         legal[:, Action.SUMMARIZE] = ~asked
         for action in self.forbidden:
@@ -173,13 +177,15 @@ class ReadingEpisodes:
         asked, running = self._is_asked(state), ~state.solved
         memory, evicted = self._written(state, actions == Action.CACHE_WRITE)
         retrieves, splices = actions == Action.RETRIEVE, actions == Action.SPLICE_WINDOW
-        began = time.perf_counter()
-        buffer, score = self._retrieved(state, retrieves, asked)
-        self.retrieval_seconds += time.perf_counter() - began
-        self.num_retrievals += len(retrieves)  # all rows are searched for, in one product
+        buffer, score = state.buffer, state.score
+        if bool(retrieves.any()):
+            began = time.perf_counter()
+            buffer, score = self._retrieved(state, retrieves, asked)
+            self.retrieval_seconds += time.perf_counter() - began
+            self.num_retrievals += len(retrieves)  # all rows are searched for, in one product
         useless = retrieves & (~asked | (buffer < 0).all(1))
         puts = splices & asked & (state.buffer >= 0).any(1)
-        pushed = torch.cat([state.buffer, state.fetched], dim=1)
+        pushed = torch.cat([state.fetched, state.buffer], dim=1)
         pushed = pushed.gather(1, (pushed < 0).int().argsort(dim=1, stable=True))[:, :MOST_FETCHED]
         summarised = state.summarised.clone()
         folds = torch.nonzero((actions == Action.SUMMARIZE) & ~asked).flatten()

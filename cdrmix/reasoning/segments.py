@@ -13,8 +13,6 @@ from torch import Tensor
 
 from cdrmix.data.tokenizer import ANSWER, Tokenizer
 
-_LARGEST_SEGMENT = 64
-_SEGMENTS_PER_WINDOW = 4
 _SENTENCE_ENDS = (".", "?", "!", "\n")
 
 
@@ -82,11 +80,6 @@ def make_marks(tokenizer: Tokenizer) -> Marks:
         pad=tokenizer.pad_id,
         ends=torch.tensor(ends),
     )
-
-
-def segment_tokens(window_tokens: int) -> int:
-    """Length of the longest segment: several fit into a window, and one says one thing (tokens)."""
-    return min(_LARGEST_SEGMENT, window_tokens // _SEGMENTS_PER_WINDOW)
 
 
 def cut(ids: Sequence[int], marks: Marks, *, most: int) -> list[list[int]]:

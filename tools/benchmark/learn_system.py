@@ -94,9 +94,11 @@ class Fetching(ReadingEpisodes):
 
 
 def small_reader(seed: int) -> tuple[MemoryReader, Lessons, Config]:
-    """Four dense blocks of width 64 over a tokenizer of task texts."""
+    """Two dense blocks of width 64 over a tokenizer of task texts."""
     overrides = {
         "model.hidden_size": 64,
+        "model.num_layers": 2,
+        "model.transformer_fraction": 0.5,
         "model.num_heads": 2,
         "model.vocab_size": SMALL_VOCABULARY,
         "model.moe": "null",

@@ -1,0 +1,87 @@
+"""Stage B that trains its backbone too: in the joint phase alone, and the same on two ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.cli import main
+from cdrmix.monitoring.sinks import read_metrics
+from tests.harness import run_ranks
+from tests.small_reasoning_run import PHASE_STEPS, STAGE_A_STEPS, arguments
+from tests.small_run import start
+
+LEARNS = ("--set", "stage_b.training.backbone_lr_scale=0.5")
+JOINT = STAGE_A_STEPS + 2 * PHASE_STEPS  # the last step before the joint phase
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def run_dir(
+    request: pytest.FixtureRequest, small_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    argv = arguments(small_corpus, folder / "run", folder, *LEARNS)
+    assert run_ranks(start, request.param, argv) == [0] * request.param
+    return folder / "run"
+
+
+def backbone_of(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    with CheckpointReader(run_dir / "checkpoints" / str(step)) as reader:
+        return {name: reader.full(name) for name in reader.names() if "stage_b." not in name}
+
+
+def test_the_backbone_moves_in_the_joint_phase_alone(run_dir: Path) -> None:
+    states = [
+        backbone_of(run_dir, step)
+        for step in (STAGE_A_STEPS, JOINT, JOINT + PHASE_STEPS, JOINT + 2 * PHASE_STEPS)
+    ]
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+        assert torch.equal(states[2][name], states[3][name]), name
+    moved = [name for name in states[0] if not torch.equal(states[1][name], states[2][name])]
+    assert any("experts" in name for name in moved) and "embedding.weight" in moved
+
+
+def test_its_losses_are_reported(run_dir: Path) -> None:
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    joint = [line for line in lines if JOINT < line["step"] <= JOINT + PHASE_STEPS]
+    assert len(joint) == PHASE_STEPS
+    assert all({"stage_b/drill_loss", "stage_b/replay_loss"} <= line.keys() for line in joint)
+
+
+def test_its_reasoning_is_evaluated_and_stored(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["evaluate", "--suite", "reasoning", str(run_dir), "--examples", "1", "--json"]) == 0
+    )
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((run_dir / "reasoning.json").read_text(encoding="utf-8"))
+    assert set(printed) == {"rows"} and printed["rows"]
+    for row in printed["rows"]:
+        assert set(row) == {"task", "length_ratio", "score", "backbone_score", "n"}
+        assert 0 <= row["score"] <= 1 and 0 <= row["backbone_score"] <= 1 and row["n"] == 1
+
+
+def test_it_answers_from_a_file_longer_than_its_window(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The code of bami is 1234. It rained in lolo again. " * 20, encoding="utf-8")
+    asked = ["--question", "What is the code of bami?", "--show-memory"]
+    assert main(["generate", str(run_dir), "--memory", "--file", str(text), *asked]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    kinds = {line.split()[0] for line in lines[: lines.index("")]}
+    assert kinds <= {"written", "summarised", "dropped", "retrieved", "evicted"}
+    assert sum("bami is 1234" in line for line in lines) >= 20
+
+
+def test_a_run_of_stage_a_alone_has_no_memory(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage_a = run_dir / "checkpoints" / str(STAGE_A_STEPS)
+    for verb in (["evaluate", "--suite", "reasoning"], ["generate", "--memory", "--question", "?"]):
+        assert main([verb[0], str(stage_a), *verb[1:]]) == 2
+        assert "has no memory to read with. Memory is trained in Stage B" in capsys.readouterr().err
