@@ -171,7 +171,8 @@ def in_order(engine: Any, loss: Tensor | None) -> Tensor:
     learning = [p for p in engine.module.parameters() if p.requires_grad]
     if loss is None:
         return _Given.apply([torch.zeros_like(p) for p in learning], 1.0, *learning)
-    raised = float(engine.optimizer.loss_scale)  # of fp16, whose small gradients would vanish
+    # of fp16, whose small gradients would vanish; the optimizer of bf16 has none
+    raised = float(getattr(engine.optimizer, "loss_scale", 1.0))
     found = torch.autograd.grad(raised * loss, learning, allow_unused=True, materialize_grads=True)
     return _Given.apply(found, raised, *learning)
 

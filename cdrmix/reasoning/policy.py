@@ -80,6 +80,7 @@ class MemoryPolicy(nn.Module):
             features: state of memory and budget, [N, F], of the order of 1.
             legal: whether each action may be taken, [N, A]; at least one of each row.
         """
+        hidden = hidden.to(self.policy.weight.dtype)  # means over segments are float32
         logits = self.policy(hidden) + self.feature_policy(features.to(hidden.dtype))
         logits = logits.float().masked_fill(~legal, -torch.inf)
         logprobs = torch.log_softmax(logits, dim=-1)

@@ -235,7 +235,7 @@ class ReadingEpisodes:
         ]
         return dataclasses.replace(
             state,
-            seen=state.seen.index_copy(0, rows, found[0]),
+            seen=state.seen.index_copy(0, rows, found[0].to(state.seen.dtype)),
             query=state.query.index_copy(0, rows, found[1]),
             filled=state.filled.index_copy(0, rows, found[2]),
         )

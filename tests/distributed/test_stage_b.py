@@ -20,7 +20,7 @@ from tests.small_reasoning_run import (
     arguments,
     before_step,
 )
-from tests.small_run import refused, start
+from tests.small_run import overrides, refused, start
 
 TOLERANCE = 1e-5  # relative, as of Stage A's layouts
 
@@ -240,3 +240,16 @@ def test_a_reward_that_is_not_finite_ends_all_ranks_and_loses_nothing(
     assert (tmp_path / "run" / "checkpoints" / str(STEPS - 1)).is_dir()
     assert run_ranks(start, 2, [*argv, "--resume", "auto"]) == [0, 0]
     assert lines_of(tmp_path / "run") == lines_of(in_company)
+
+
+def test_bf16_goes_through_every_phase_on_a_rounded_backbone(
+    alone: Path, small_corpus: Path, tmp_path: Path
+) -> None:
+    argv = stage_b_of(alone, small_corpus, tmp_path, "zero1")
+    lengths = [f"stage_b.training.{phase}_steps=1" for phase in ("memory", "adapter", "joint")]
+    settings = ["training.precision=bf16", "stage_b.training.policy_steps=1", *lengths]
+    assert run_ranks(start, 1, [*argv, *overrides(settings)]) == [0]
+    before, after = tensors_of(alone, STAGE_A_STEPS), tensors_of(tmp_path / "run", STEPS - 4)
+    names = [name for name in before if name.startswith("param ")]
+    for name in names:
+        assert torch.equal(after[name], before[name].bfloat16().float()), name
