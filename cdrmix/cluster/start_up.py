@@ -22,7 +22,12 @@ class StartUp:
         self._parts = {"launcher": commanded - own, "imports": own}
 
     def done(self, part: str) -> None:
-        """What has passed since the part before belongs to `part`, which may have had time."""
+        """What has passed since the part before belongs to `part`, which may have had time.
+
+        After the first step nothing is added: what a second stage sets up is no start.
+        """
+        if "first_step" in self._parts:
+            return
         now = time.monotonic()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
         self._last = now
