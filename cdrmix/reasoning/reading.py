@@ -101,9 +101,8 @@ class ReadingEpisodes:
         self.reader, self.reading, self.grade = reader, reading, grade
         self.config: PolicyConfig = reader.config.policy
         self.top_k = reader.config.memory.top_k
-        self.num_entries = min(
-            reader.capacity, reading.texts.tokens.shape[1]
-        )  # no more can be written
+        # a text has no more segments to write
+        self.num_entries = min(reader.capacity, reading.texts.tokens.shape[1])
         self.forbidden = forbidden
         self.answers: dict[int, list[int]] = {}
         self.retrieval_seconds, self.num_retrievals = 0.0, 0

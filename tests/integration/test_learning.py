@@ -55,7 +55,7 @@ def test_returns_divided_by_their_deviation_teach_to_do_nothing() -> None:
 
 
 def test_the_whole_learns_to_fetch_what_its_question_asks_for() -> None:
-    found = system.learn(0, steps=80, iterations=30)
+    found = system.learn(0, steps=60, iterations=15)
     assert found["trained"] >= 0.90
     assert found["untrained"] <= 0.20
     assert found["cache_write masked"] == 0

@@ -214,7 +214,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.short:
-        print(learn(args.seeds[0], steps=60, iterations=40))
+        print(learn(args.seeds[0], steps=60, iterations=15))
         return
     result = measure(args.seeds)
     if args.json:
