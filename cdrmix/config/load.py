@@ -19,7 +19,8 @@ from cdrmix.config.problems import (
     shown,
     validate,
 )
-from cdrmix.config.schema import Config, Section
+from cdrmix.config.schema import Config
+from cdrmix.config.section import Section
 from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
 from cdrmix.errors import ConfigError
 

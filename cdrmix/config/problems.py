@@ -16,7 +16,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from cdrmix.config.schema import DERIVED_MODEL_FIELDS, Config, Section
+from cdrmix.config.model import DERIVED_MODEL_FIELDS
+from cdrmix.config.schema import Config
+from cdrmix.config.section import Section
 
 Keys = tuple[str, ...]
 AnySection = TypeVar("AnySection", bound=Section)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from cdrmix.config.schema import MixtureConfig
+from cdrmix.config.data import MixtureConfig
 from cdrmix.data.mixed import domain_samples, plan_mixture
 from cdrmix.data.mixture import Mixture, draw
 from cdrmix.data.shards import Manifest

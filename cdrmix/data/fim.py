@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from cdrmix.config.schema import Section
+from cdrmix.config.section import Section
 from cdrmix.data.document import Document, draw
 from cdrmix.data.tokenizer import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, Tokenizer
 

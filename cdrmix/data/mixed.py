@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cdrmix.config.schema import MixtureConfig
+from cdrmix.config.data import MixtureConfig
 from cdrmix.data.mixture import Mixture, Phase, draw
 from cdrmix.data.permutation import permute_epochs
 from cdrmix.data.shards import Manifest, manifest_digest, read_manifest

@@ -15,9 +15,10 @@ from typing import Any, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
+from cdrmix.config.data import MixtureConfig
 from cdrmix.config.load import read_text
 from cdrmix.config.problems import Problem, alternatives, shown, validate
-from cdrmix.config.schema import MixtureConfig, Section
+from cdrmix.config.section import Section
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
 from cdrmix.data.fim import FimConfig
 from cdrmix.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, Manifest

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from cdrmix import runtime
-from cdrmix.config.schema import Config, Phase
+from cdrmix.config.reasoning import Phase
+from cdrmix.config.schema import Config
 from cdrmix.engines.stage_a import Corpus
 from cdrmix.models.backbone import Backbone
 from cdrmix.reasoning.course import ReaderCourse

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cdrmix import runtime
-from cdrmix.config.schema import MoEConfig
+from cdrmix.config.model import MoEConfig
 from cdrmix.engines.optim import learning_rate
 from cdrmix.engines.run import Run
 from cdrmix.engines.stage_a import RouterMeasures

@@ -19,7 +19,8 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.reader import CheckpointReader
-from cdrmix.config.schema import Config, Phase
+from cdrmix.config.reasoning import Phase
+from cdrmix.config.schema import Config
 from cdrmix.engines.course import Course, Metrics
 from cdrmix.engines.run import Run
 from cdrmix.engines.stage_b_lessons import Lessons, Share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cdrmix.config.schema import StageBConfig
+from cdrmix.config.reasoning import StageBConfig
 from cdrmix.engines.course import Course
 from cdrmix.engines.stage_b_optim import Place, place_of
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix import runtime
-from cdrmix.config.schema import Config, Phase, StageBTraining, TrainingConfig
+from cdrmix.config.reasoning import Phase, StageBTraining
+from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.optim import parameter_groups
 from cdrmix.reasoning.parts import PARTS, Part, part_of
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from cdrmix.checkpoint import store
-from cdrmix.config.schema import ReasoningTask
+from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.errors import DataError
 from cdrmix.evaluation.readers import load_reader
 from cdrmix.log import get_logger

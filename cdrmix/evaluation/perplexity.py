@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cdrmix import runtime
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.data.loader import split_documents
 from cdrmix.data.permutation import Permutation
 from cdrmix.data.token_dataset import TokenDataset

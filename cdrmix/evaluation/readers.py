@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.reader import CheckpointReader
-from cdrmix.config.schema import StageBConfig
+from cdrmix.config.reasoning import StageBConfig
 from cdrmix.errors import StateError
 from cdrmix.evaluation.trained import Trained, load_trained
 from cdrmix.reasoning.lessons import Lessons

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.block import Block, BlockState, RMSNorm, make_block
 from cdrmix.models.initialize import normal_
 from cdrmix.models.recompute import run_blocks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdrmix.config.schema import LayerKind, ModelConfig
+from cdrmix.config.model import LayerKind, ModelConfig
 from cdrmix.models.attention import Attention, AttentionState
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.moe import MoEFeedForward

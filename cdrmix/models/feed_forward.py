@@ -6,7 +6,7 @@ B batch, T time, D hidden, F inner width.
 import torch
 from torch import Tensor, nn
 
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.initialize import normal_
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix import runtime
-from cdrmix.config.schema import ModelConfig, MoEConfig
+from cdrmix.config.model import ModelConfig, MoEConfig
 from cdrmix.models.feed_forward import squared_relu
 from cdrmix.models.initialize import normal_
 

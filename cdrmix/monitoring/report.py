@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cdrmix.config.schema import RoutingConfig
+from cdrmix.config.health import RoutingConfig
 from cdrmix.monitoring import page
 from cdrmix.monitoring.figures import plot as _plot
 from cdrmix.monitoring.plots import Curve, Mark

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from cdrmix import runtime
-from cdrmix.config.schema import Config, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block, make_block
 from cdrmix.parallel.partitioned import PartitionedEmbedding, partition

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.backbone import Output, TokenEmbedding
 from cdrmix.models.block import BlockState
 from cdrmix.parallel import border

@@ -25,7 +25,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from cdrmix import runtime
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.backbone import Output, TokenEmbedding
 from cdrmix.models.block import Block, BlockState, RMSNorm
 from cdrmix.models.moe import num_statistics

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cdrmix.config.schema import LayerKind, ModelConfig
+from cdrmix.config.model import LayerKind, ModelConfig
 from cdrmix.planning.sequence import SequenceForm
 
 WKVForm = Literal["fla", "chunked", "cpp"]

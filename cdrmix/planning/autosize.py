@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cdrmix.config.load import load_config, shipped
-from cdrmix.config.schema import Config, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.planning.counts import Counts, StageBCounts, count, stage_b_params
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cdrmix.config.schema import LayerKind, ModelConfig, StageBConfig
+from cdrmix.config.model import LayerKind, ModelConfig
+from cdrmix.config.reasoning import StageBConfig
 
 Part = Literal[
     "embedding", "time_mix", "low_rank", "attention", "feed_forward", "router", "experts", "norms"

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cdrmix.config.schema import Config, LayerKind
+from cdrmix.config.model import LayerKind
+from cdrmix.config.schema import Config
 from cdrmix.planning import activations
 from cdrmix.planning.activations import Halves, Numerics
 from cdrmix.planning.layout import Arrangement, Degrees

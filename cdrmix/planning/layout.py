@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.schema import Config, ModelConfig, TrainingConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Config, TrainingConfig
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ corpus.
 
 from __future__ import annotations
 
-from cdrmix.config.schema import StageBTraining
+from cdrmix.config.reasoning import StageBTraining
 
 LARGEST_SEGMENT = 64  # tokens
 SEGMENTS_PER_WINDOW = 4

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.schema import Config, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Config
 from cdrmix.planning.layout import Arrangement, Degrees
 from cdrmix.planning.search import Candidate
 

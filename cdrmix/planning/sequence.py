@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 
 SequenceForm = Literal["whole", "heads", "state"]  # whole: one rank has the sequence
 FLOAT32_BYTES = 4

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdrmix.config.schema import AdapterConfig
+from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.initialize import normal_
 from cdrmix.objectives.correlation import correlation_loss
 from cdrmix.reasoning.fast_weights import (

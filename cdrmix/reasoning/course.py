@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cdrmix.config.schema import Config, Phase
+from cdrmix.config.reasoning import Phase
+from cdrmix.config.schema import Config
 from cdrmix.reasoning import phases
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.parts import Part

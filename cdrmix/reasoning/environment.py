@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from cdrmix.config.schema import PolicyConfig
+from cdrmix.config.reasoning import PolicyConfig
 
 
 class Observation(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import PolicyConfig
+from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.errors import DataError
 from cdrmix.objectives.grpo import (
     PolicyMetrics,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cdrmix.config.schema import AdapterConfig
+from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.attention import Attention
 from cdrmix.models.backbone import Backbone, Output
 from cdrmix.models.block import BlockState

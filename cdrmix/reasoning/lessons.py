@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cdrmix.config.schema import Phase, StageBTraining
+from cdrmix.config.reasoning import Phase, StageBTraining
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.errors import DataError
 from cdrmix.planning.lesson_size import (

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cdrmix.config.schema import Config, ModelConfig, Phase, PolicyConfig, StageBConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.reasoning import Phase, PolicyConfig, StageBConfig
+from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.models.backbone import Output
 from cdrmix.objectives.contrastive import TEMPERATURE

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cdrmix.config.schema import StageBConfig
+from cdrmix.config.reasoning import StageBConfig
 from cdrmix.models.backbone import Backbone, Output
 from cdrmix.planning.lesson_size import segment_tokens
 from cdrmix.reasoning.adapter import PlasticAdapter

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cdrmix.config.schema import PolicyConfig
+from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.reasoning.environment import Observation, Transition
 from cdrmix.reasoning.hebbian import PlasticState
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action

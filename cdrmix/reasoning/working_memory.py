@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from cdrmix.config.schema import MemoryConfig
+from cdrmix.config.reasoning import MemoryConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.initialize import normal_
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.config.load import load_config, shipped
-from cdrmix.config.schema import Config, Phase
+from cdrmix.config.reasoning import Phase
+from cdrmix.config.schema import Config
 from cdrmix.objectives.grpo import group_advantages
 from cdrmix.planning.cluster import processes
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.moe import GroupedExperts
 
 pytestmark = pytest.mark.gpu

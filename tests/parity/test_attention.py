@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.attention import Attention, AttentionState
 
 HEAD_DIM, THETA = 32, 10_000.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.generate import generate
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.data.loader import Loader
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines.stage_a import MicroStep, micro_step

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.rwkv7 import ChannelShift, TimeMix, shift_tokens, token_shift_mix
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cdrmix.config.schema import TokenWeights
+from cdrmix.config.data import TokenWeights
 from cdrmix.data.chain_of_thought import ROLES, encoded, fields_of, joined, parted
 from cdrmix.data.encode import write_roles
 from cdrmix.data.loader import Loader

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from cdrmix.config.load import load_config, shipped
-from cdrmix.config.schema import Config, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Config
 from cdrmix.planning.counts import (
     count,
     forward_flops_by_layer,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cdrmix.config.schema import AdapterConfig, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.reasoning.adapter import LARGEST_RELATIVE_CHANGE
 from cdrmix.reasoning.fast_weights import RULES, FastWeights

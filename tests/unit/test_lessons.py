@@ -2,7 +2,7 @@
 
 import torch
 
-from cdrmix.config.schema import Phase
+from cdrmix.config.reasoning import Phase
 from cdrmix.reasoning.course import ReaderCourse
 from cdrmix.reasoning.parts import part_of
 from cdrmix.reasoning.policy import Action

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from cdrmix.config.data import DataConfig, MixtureConfig
 from cdrmix.config.load import changed_keys
-from cdrmix.config.schema import DataConfig, MixtureConfig
 from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.mixture import Mixture, Phase, draw
 from cdrmix.errors import DataError

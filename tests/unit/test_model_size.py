@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cdrmix.config.load import load_config, shipped
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.planning.counts import count, parameter_shapes, stage_b_params
 from cdrmix.reasoning.hebbian import PlasticBackbone

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from cdrmix.config.schema import ModelConfig, TrainingConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import TrainingConfig
 from cdrmix.engines.optim import learning_rate, parameter_groups
 from cdrmix.models.backbone import Backbone
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cdrmix.config.schema import DataConfig
+from cdrmix.config.data import DataConfig
 from cdrmix.data import remote
 from cdrmix.data.encode import write_roles
 from cdrmix.data.loader import Loader

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from cdrmix.config.schema import ReasoningTask
+from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.errors import DataError
 from cdrmix.reasoning.task_kinds import KINDS, arithmetic, logic, look_up, variable_tracking
 from cdrmix.reasoning.tasks import Example, generate, read_examples, score, write_examples

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cdrmix.config.schema import MemoryConfig, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.reasoning import MemoryConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.reasoning.working_memory import NUM_SLOTS, WorkingMemory
 

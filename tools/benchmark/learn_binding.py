@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdrmix.config.schema import AdapterConfig, ModelConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.initialize import normal_
 from cdrmix.planning.autosize import variant

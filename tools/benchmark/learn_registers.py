@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.planning.autosize import variant
 from cdrmix.reasoning.working_memory import WorkingMemory

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from cdrmix.config.load import load_config, shipped
-from cdrmix.config.schema import Config, ReasoningTask
+from cdrmix.config.reasoning import ReasoningTask
+from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.evaluation.long_context import evaluate_reasoning
 from cdrmix.models.backbone import Backbone

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from cdrmix import runtime
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds
 
 TOKENS, HIDDEN, INNER = 2048, 384, 1024

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.load import load_config, shipped
-from cdrmix.config.schema import Config, ModelConfig, StageBConfig
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.reasoning import StageBConfig
+from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import BlockState
 from cdrmix.models.initialize import normal_

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from cdrmix import runtime
-from cdrmix.config.schema import ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models import wkv7 as wkv7_module
 from cdrmix.planning.counts import count
 from tools.benchmark.timing import matmul_peak_flops, median_ratio, paired_cpu_seconds

@@ -1,0 +1,208 @@
+"""The `model` section. It owns the two things derived from its fields that several packages need:
+the layer schedule and the low-rank sizes of RWKV-7."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, TypeGuard
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from cdrmix.config.section import Section
+
+LayerKind = Literal["rwkv", "transformer"]
+HEAD_DIMS = (32, 64, 128)
+# Fields of ModelConfig that follow from others when left out: required of the built config, not of
+# the person who writes one.
+DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
+
+
+class MoEConfig(Section):
+    """Mixture-of-experts feed-forward: two-matrix squared-ReLU experts, top-k routed."""
+
+    num_experts: int = Field(8, ge=1, description="Experts per layer (count).")
+    top_k: int = Field(2, ge=1, description="Experts that each token is sent to (count).")
+    expert_hidden_size: int = Field(ge=1, description="Inner width of one expert (features).")
+    capacity_factor: float = Field(
+        1.25,
+        ge=1.0,
+        description="Slots per expert over tokens * top_k / num_experts (ratio); also what "
+        "overflow is measured against when nothing is dropped.",
+    )
+    drop_tokens: bool = Field(
+        False,
+        description="True: assignments beyond the capacity are dropped in training. False: "
+        "dropless. Evaluation is always dropless.",
+    )
+    load_balance_weight: float = Field(
+        0.01, ge=0, description="Weight of the load-balance loss, mean over layers (ratio)."
+    )
+    z_loss_weight: float = Field(
+        1e-3, ge=0, description="Weight of the router z-loss, mean over layers (ratio)."
+    )
+
+    @field_validator("expert_hidden_size")
+    @classmethod
+    def _rows_are_aligned(cls, value: int) -> int:
+        # torch's grouped_mm: "strides should be multiple of 16 bytes", which are 8 numbers in bf16
+        if value % 8:
+            raise ValueError(
+                f"expert_hidden_size = {value} is no multiple of 8, which the grouped matrix "
+                f"product of the experts needs. Try {value - value % 8 + 8}"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> MoEConfig:
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}; "
+                "a token goes to distinct experts"
+            )
+        return self
+
+
+class LowRankSizes(BaseModel):
+    """Ranks of the four low-rank paths of an RWKV-7 time mix (features)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    decay: int
+    iclr: int
+    value: int
+    gate: int
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _active_expert_width(moe: Any) -> int | None:
+    if isinstance(moe, MoEConfig):
+        return moe.top_k * moe.expert_hidden_size
+    experts = moe if isinstance(moe, dict) else {}
+    width, top_k = experts.get("expert_hidden_size"), experts.get("top_k", 2)
+    return width * top_k if _is_count(width) and _is_count(top_k) else None
+
+
+def _derived_not_required(schema: dict[str, Any]) -> None:
+    schema["required"] = [key for key in schema["required"] if key not in DERIVED_MODEL_FIELDS]
+
+
+class ModelConfig(Section):
+    """Dimensions of the RWKX-V backbone. Embedding and head are tied."""
+
+    model_config = ConfigDict(json_schema_extra=_derived_not_required)
+
+    hidden_size: int = Field(ge=32, description="Width of the residual stream (features).")
+    num_layers: int = Field(ge=1, description="Blocks, RWKV and Transformer together (count).")
+    num_heads: int = Field(ge=1, description="Heads of attention and of RWKV (count).")
+    num_kv_heads: int = Field(
+        ge=1, description="Key/value heads of attention (count); num_heads when left out."
+    )
+    head_dim: Literal[32, 64, 128] = Field(
+        description="Width of one head (features); hidden_size / num_heads when left out."
+    )
+    vocab_size: int = Field(
+        ge=256, description="Rows of the embedding (tokens); a tokenizer may use fewer."
+    )
+    schedule: Literal["top-of-x", "interleave-x"] = Field(
+        "interleave-x",
+        description="Where the Transformer blocks stand: top-of-x, the last ones; interleave-x, "
+        "every (1 / transformer_fraction)-th.",
+    )
+    transformer_fraction: float = Field(
+        0.25, ge=0, le=1, description="Share of blocks that are Transformer blocks (ratio)."
+    )
+    ffn_hidden_size: int = Field(
+        ge=1,
+        description="Inner width of the dense feed-forward used when moe is null (features); "
+        "top_k * expert_hidden_size, or 4 * hidden_size without experts, when left out.",
+    )
+    moe: MoEConfig | None = Field(
+        None, description="Mixture-of-experts feed-forward; null is a dense model."
+    )
+    init_std_scale: float = Field(
+        1.0, gt=0, description="Factor on the initial standard deviation of 0.02 (ratio)."
+    )
+    rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary angles (ratio).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_derived(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        filled = dict(values)
+        hidden, heads, moe = (filled.get(key) for key in ("hidden_size", "num_heads", "moe"))
+        if filled.get("num_kv_heads") is None and _is_count(heads):
+            filled["num_kv_heads"] = heads
+        if filled.get("head_dim") is None and _is_count(hidden) and _is_count(heads):
+            # Kept as a fraction where it is one, for `_head_dim_is_known` to refuse by name.
+            filled["head_dim"] = hidden // heads if hidden % heads == 0 else hidden / heads
+        if filled.get("ffn_hidden_size") is None and _is_count(hidden):
+            filled["ffn_hidden_size"] = _active_expert_width(moe) or 4 * hidden
+        return filled
+
+    @field_validator("head_dim", mode="before")
+    @classmethod
+    def _head_dim_is_known(cls, value: Any, info: ValidationInfo) -> Any:
+        hidden, heads = info.data.get("hidden_size"), info.data.get("num_heads")
+        if value in HEAD_DIMS or not hidden or not heads or value != hidden / heads:
+            return value
+        fitting = " or ".join(str(hidden // dim) for dim in HEAD_DIMS if hidden % dim == 0)
+        advice = f"num_heads = {fitting}" if fitting else "a hidden_size that 32 divides"
+        raise ValueError(
+            f"hidden_size / num_heads = {hidden} / {heads} = {value:g}; a head has 32, 64 or 128 "
+            f"features. Try {advice}"
+        )
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> ModelConfig:
+        if self.num_heads * self.head_dim != self.hidden_size:
+            raise ValueError(
+                f"num_heads * head_dim = {self.num_heads} * {self.head_dim} = "
+                f"{self.num_heads * self.head_dim} is not hidden_size = {self.hidden_size}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}"
+            )
+        self.layer_kinds()
+        return self
+
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each block from the input upwards, by `schedule` and `transformer_fraction`.
+
+        Raises:
+            ValueError: if an interleaved fraction is not one over a whole number.
+        """
+        kinds: list[LayerKind] = ["rwkv"] * self.num_layers
+        if self.transformer_fraction == 0:
+            return tuple(kinds)
+        if self.schedule == "top-of-x":
+            # The margin is for fractions that binary floats miss: 0.29 * 100 is below 29.
+            top = math.floor(self.num_layers * self.transformer_fraction + 1e-9)
+            kinds[self.num_layers - top :] = ["transformer"] * top
+            return tuple(kinds)
+        period = round(1 / self.transformer_fraction)
+        if abs(period * self.transformer_fraction - 1) > 1e-6:
+            raise ValueError(
+                f"transformer_fraction = {self.transformer_fraction} cannot be interleaved: "
+                "give one over a whole number (1, 0.5, 0.25, ...) or schedule = top-of-x"
+            )
+        for layer in range(period - 1, self.num_layers, period):
+            kinds[layer] = "transformer"
+        return tuple(kinds)
+
+    @property
+    def init_std(self) -> float:
+        """Standard deviation of normal initial values."""
+        return 0.02 * self.init_std_scale
+
+    def low_rank_sizes(self) -> LowRankSizes:
+        """Ranks by RWKV-LM's rule: a multiple of 32 near a factor of sqrt(hidden_size)."""
+
+        def near(factor: float) -> int:
+            return max(32, round(factor * math.sqrt(self.hidden_size) / 32) * 32)
+
+        return LowRankSizes(decay=near(2.5), iclr=near(2.5), value=near(1.7), gate=near(5))

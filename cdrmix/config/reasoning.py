@@ -1,0 +1,169 @@
+"""The `stage_b` section: reasoning enablement."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from cdrmix.config.section import Section
+
+Phase = Literal["memory", "adapters", "policy", "joint"]
+ReasoningTask = Literal[
+    "needle_keys",
+    "needle_values",
+    "needle_queries",
+    "variable_tracking",
+    "common_words",
+    "look_up",
+    "arithmetic",
+    "logic",
+]
+
+
+class AdapterConfig(Section):
+    """Hebbian plasticity adapters."""
+
+    rank: int = Field(ge=1, description="Rank of the plastic low-rank update (features).")
+    alpha: float = Field(gt=0, description="Scale of the update (ratio).")
+    decay: float = Field(gt=0, lt=1, description="Fast-weight decay per token (ratio).")
+    clamp: float = Field(2.0, gt=0, description="Largest magnitude of a fast weight.")
+    gradient_clipping: float = Field(
+        2.0, ge=0, description="Largest gradient norm of adapter parameters (L2)."
+    )
+
+
+class PolicyConfig(Section):
+    """RL memory agent, trained with GRPO."""
+
+    max_branches: int = Field(ge=1, description="Candidates evaluated per decision (count).")
+    step_budget: int = Field(ge=1, description="Memory operations per prompt (count).")
+    accept_threshold: float = Field(0.0, description="Advantage from which a branch is kept.")
+    horizon: int = Field(ge=1, description="Transitions kept for the return (count).")
+    gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
+    gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
+    kl_target: float = Field(gt=0, description="KL divergence that ends a round of epochs (nats).")
+    clip_ratio: float = Field(0.2, gt=0, description="Clip of the probability ratio.")
+    latency_penalty: float = Field(ge=0, description="Reward taken per memory operation.")
+    stability_bonus: float = Field(ge=0, description="Reward for a stable memory.")
+
+
+class MemoryConfig(Section):
+    """Working and episodic memory."""
+
+    summary_dim: int = Field(ge=1, description="Width shared by the summary slots (features).")
+    kv_summary_stride: int = Field(8, ge=1, description="Tokens per summary update.")
+    top_k: int = Field(ge=1, description="Entries read per retrieval (count).")
+    max_tokens: int = Field(ge=1, description="Capacity of the episodic memory (tokens).")
+
+
+class StageBLosses(Section):
+    """Weights of the Stage B losses (ratio)."""
+
+    ce: float = Field(1.0, ge=0, description="Weight of cross-entropy.")
+    rl: float = Field(1.0, ge=0, description="Weight of the policy loss.")
+    hebbian: float = Field(0.01, ge=0, description="Weight of the correlation objective.")
+    moe_aux: float = Field(1.0, ge=0, description="Weight of the router losses.")
+
+
+class StageBTraining(Section):
+    """Texts, batches, lengths and rates of Stage B.
+
+    Four phases in this order: memory (retrieval encoder and summariser), adapters, joint (both, and
+    the backbone where it is trained), policy (GRPO, on what the others have become). A lesson is a
+    batch of texts that is made and learned from as a whole; lessons are what ranks share out.
+    """
+
+    window_tokens: int | None = Field(
+        None, ge=8, description="Tokens read at a time; null: training.sequence_length."
+    )
+    length_ratios: tuple[int, ...] = Field(
+        (1, 2, 4, 8),
+        min_length=1,
+        strict=False,
+        description="Lengths of the texts, in turn (windows).",
+    )
+    tasks: tuple[ReasoningTask, ...] = Field(
+        get_args(ReasoningTask),
+        min_length=1,
+        strict=False,
+        description="Tasks that the texts are, in turn.",
+    )
+    memory_steps: int = Field(1_000, ge=0, description="Length of the memory phase (steps).")
+    adapter_steps: int = Field(1_000, ge=0, description="Length of the adapters' phase (steps).")
+    policy_steps: int = Field(
+        150, ge=0, description="Length of the policy's phase (batches of rollouts)."
+    )
+    joint_steps: int = Field(500, ge=0, description="Length of the joint phase (steps).")
+    lessons_per_step: int = Field(
+        32, ge=1, description="Lessons of a step, all ranks; the ranks divide it (count)."
+    )
+    texts_per_lesson: int = Field(4, ge=1, description="Texts of a lesson (count).")
+    group_size: int = Field(16, ge=2, description="Rollouts of each text in the policy's phase.")
+    memory_learning_rate: float = Field(
+        3e-4, gt=0, description="Peak rate of retrieval encoder and summariser (per step)."
+    )
+    adapter_learning_rate: float = Field(
+        1e-3, gt=0, description="Peak rate of the adapters (per step)."
+    )
+    policy_learning_rate: float = Field(
+        3e-4, gt=0, description="Peak rate of policy and value heads (per step)."
+    )
+    backbone_lr_scale: float = Field(
+        0.0,
+        ge=0,
+        description="Rate of the backbone in the joint phase over training.learning_rate (ratio); "
+        "0: the backbone stays as Stage A left it, bit by bit. Usual is 0.1.",
+    )
+    min_learning_rate_ratio: float = Field(
+        0.1, ge=0, le=1, description="Rate at the end of a phase over its peak (ratio)."
+    )
+    warmup_steps: int = Field(20, ge=0, description="Linear warm-up of each phase (steps).")
+    gradient_clipping: float = Field(
+        1.0, ge=0, description="Largest gradient norm of each part but the adapters (L2); 0: none."
+    )
+
+    @field_validator("length_ratios")
+    @classmethod
+    def _whole_windows(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if min(value) < 1:
+            raise ValueError(f"length_ratios = {list(value)}: a text has one window or more")
+        return value
+
+    @model_validator(mode="after")
+    def _learns_something(self) -> StageBTraining:
+        if self.num_steps == 0:
+            raise ValueError(
+                "memory_steps, adapter_steps, policy_steps and joint_steps are all 0: nothing "
+                "would be learned. Try training.stage = a"
+            )
+        return self
+
+    @property
+    def phases(self) -> tuple[tuple[Phase, int], ...]:
+        """Phases that take place, in order, with their lengths in steps."""
+        lengths: tuple[tuple[Phase, int], ...] = (
+            ("memory", self.memory_steps),
+            ("adapters", self.adapter_steps),
+            ("joint", self.joint_steps),
+            ("policy", self.policy_steps),
+        )
+        return tuple((phase, steps) for phase, steps in lengths if steps)
+
+    @property
+    def num_steps(self) -> int:
+        """Length of Stage B (steps)."""
+        return sum(steps for _, steps in self.phases)
+
+
+class StageBConfig(Section):
+    """Reasoning enablement. A config with this section is a reasoning variant."""
+
+    run: str | None = Field(
+        None, description="Run directory of a finished Stage A to start from; null: this run's."
+    )
+    adapters: AdapterConfig
+    policy: PolicyConfig
+    memory: MemoryConfig
+    losses: StageBLosses = StageBLosses()
+    training: StageBTraining = StageBTraining()
