@@ -6,11 +6,15 @@ Rank 0 logs from INFO, the other ranks from WARNING, each line of theirs marked 
 import contextlib
 import logging
 import sys
+import threading
 from pathlib import Path
 
 from tqdm import tqdm
 
 _ROOT = "cdrmix"
+# Threads of a process write to one terminal. The lock that tqdm brings is shared with forked
+# processes too, and one that is killed while it writes would leave it locked for all others.
+tqdm.set_lock(threading.RLock())
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from cdrmix import log
 
@@ -55,3 +60,24 @@ def test_a_full_disk_is_told_once_and_without_a_traceback(
     first, warning, second = capfd.readouterr().err.splitlines()
     assert (first, second) == ("step 1", "step 2")
     assert "train.log: cannot be written ([Errno 28] No space left on device)" in warning
+
+
+def test_a_forked_process_that_is_killed_while_it_writes_holds_up_nobody() -> None:
+    written = threading.Event()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        tqdm.get_lock().acquire()
+        os.write(writing, b"1")
+        time.sleep(60)
+        os._exit(0)
+    os.read(reading, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+    def write() -> None:
+        tqdm.write("", file=io.StringIO())
+        written.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    assert written.wait(5)
