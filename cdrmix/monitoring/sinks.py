@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
+from tqdm.utils import ObjectWrapper
 
 from cdrmix.errors import StateError
 from cdrmix.log import get_logger
@@ -99,20 +100,42 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [found for found in map(_parse, text.split("\n")) if found]
 
 
+class _Lasting(ObjectWrapper):
+    """A stream that takes what is written after its reader is gone.
+
+    A bar whose write fails leaves tqdm's lock locked, and every other thread that writes waiting.
+    """
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._wrapped.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._wrapped.flush()
+
+    def __eq__(self, other: object) -> bool:
+        """What the stream itself equals: by that tqdm knows whose lines go through a bar."""
+        return bool(self._wrapped == getattr(other, "_wrapped", other))
+
+    def __hash__(self) -> int:
+        return hash(self._wrapped)
+
+
 class Progress:
     """Shows how far a run is: a bar on a terminal, plain lines anywhere else."""
 
     def __init__(self, total_steps: int, *, initial: int = 0, stream: TextIO) -> None:
         """Start at step `initial` of `total_steps`; a resumed run starts where it stopped."""
         self._total_steps = total_steps
-        self._stream = stream
+        self._stream = _Lasting(stream)
         self._seen = deque([(initial, time.monotonic())], maxlen=_ETA_UPDATES)
         self._bar: tqdm | None = None
         if stream.isatty():
             self._bar = tqdm(
                 total=total_steps,
                 initial=initial,
-                file=stream,
+                file=self._stream,
                 dynamic_ncols=True,
                 bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}",
             )
@@ -124,10 +147,6 @@ class Progress:
         an evaluation puts a line of its own above the bar. Training goes on where nothing can be
         shown, because whoever read the stream is gone.
         """
-        with suppress(OSError):
-            self._show(step, record)
-
-    def _show(self, step: int, record: Mapping[str, float] | None) -> None:
         parts = [] if record is None else self._describe(step, record)
         evaluation = describe_evaluation(record or {})
         count = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
@@ -145,8 +164,7 @@ class Progress:
     def close(self) -> None:
         """Leave the bar as it stands and end its line."""
         if self._bar is not None:
-            with suppress(OSError):
-                self._bar.close()
+            self._bar.close()
 
     def _describe(self, step: int, record: Mapping[str, float]) -> list[str]:
         self._seen.append((step, time.monotonic()))

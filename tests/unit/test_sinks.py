@@ -6,9 +6,11 @@ import math
 import os
 import struct
 import termios
+import threading
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from cdrmix.errors import StateError
 from cdrmix.monitoring.metrics import record
@@ -206,4 +208,8 @@ def test_progress_goes_on_when_its_reader_is_gone(is_terminal):
     assert stream.getvalue()
     stream.is_read = False
     progress.update(2, record(step=2, loss=1.0))
+    others = threading.Thread(target=lambda: tqdm.write("", file=io.StringIO()), daemon=True)
+    others.start()
+    others.join(5)
+    assert not others.is_alive(), "what other threads write must not wait for a lock"
     progress.close()
