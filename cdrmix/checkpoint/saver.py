@@ -192,10 +192,14 @@ class Saver:
         with self._stall():
             self._wait()
 
-    def close(self) -> None:
-        """Wait for the thread of this rank alone; a save under way may stay without its name."""
+    def close(self, *, waits: bool = True) -> None:
+        """End the thread of this rank alone; a save under way may stay without its name.
+
+        Args:
+            waits: until what it does is done; else it ends with that, while this process goes on.
+        """
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
     def _wait(self) -> None:
         while self._save is not None:

@@ -220,13 +220,17 @@ def _record(
         return
     hosts = tuple(host.name for host in place.hosts)
     ended = datetime.now(UTC)
-    append_start(
-        run_dir, StartRecord(began, ended, hosts, resumed_at=resumed_at, **asdict(outcome))
-    )
+    start = StartRecord(began, ended, hosts, resumed_at=resumed_at, **asdict(outcome))
+    try:
+        append_start(run_dir, start)
+    except OSError as error:
+        logger.warning("%s: the start cannot be noted: %s", run_dir, error.strerror)
     summary = run_dir / "metrics.json"
     if outcome.exit_code != EXIT_DONE or not summary.is_file():
         return
-    cost = json.loads(summary.read_text(encoding="utf-8"))["goodput"]
+    cost = json.loads(summary.read_text(encoding="utf-8")).get("goodput")
+    if cost is None:  # a summary of an earlier version
+        return
     logger.info(
         "goodput: %d of %d steps were new, %.1f %% of %.0f s went into them; starts: %d, %.0f s "
         "between them",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -50,9 +51,15 @@ def append_start(run_dir: Path, start: StartRecord) -> None:
 
 
 def read_starts(run_dir: Path) -> list[StartRecord]:
-    """All starts of a run, in order; none where `cdrmix launch` made none."""
+    """All starts of a run, in order; none where `cdrmix launch` made none.
+
+    A line that was not written whole, as on a full disk, is no start: nothing depends on it.
+    """
     path = run_dir / STARTS
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [StartRecord.from_json(json.loads(line)) for line in lines]
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found.append(StartRecord.from_json(json.loads(line)))
+    return found

@@ -11,7 +11,8 @@ from cdrmix.config.section import Section
 
 class NonFiniteConfig(Section):
     """A loss or gradient that is not finite. Its step is never taken: weights and moments stay as
-    they are, whatever the action. In fp16 a lower loss scale is tried first."""
+    they are, whatever the action. In fp16 a lower loss scale is tried first for a
+    gradient."""
 
     action: Literal["skip", "rollback", "stop"] = Field(
         "skip", description="skip: go on with the next batch. rollback, stop: at the first one."

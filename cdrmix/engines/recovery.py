@@ -86,6 +86,8 @@ def _roll_back(run: Run, verdict: Verdict, position: dict[str, Any]) -> None:
     run.loader.load_state_dict(position)
     runtime.together(lambda: run.observer.go_back(run.step))
     runtime.together(lambda: write_record(run))
+    run.saver.saved_step = None  # what has this step's name knows nothing of what was passed over
+    save(run, position)
     logger.info(
         "went back from step %d to %s, and on behind sample %d: rollback %d",
         *(bad_step, found.path, resumes_at, run.health.rollbacks),

@@ -23,6 +23,7 @@ from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.engines.stage_a import Corpus
 from cdrmix.engines.stage_b_lessons import Lessons
 from cdrmix.engines.stopping import Requests
+from cdrmix.errors import TrainingError
 from cdrmix.monitoring.goodput import WallTime
 from cdrmix.monitoring.health import Health, Verdict
 from cdrmix.parallel.topology import Topology
@@ -162,11 +163,14 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Stop reading ahead, end the writing thread, close the files."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stop reading ahead, end the writing thread, close the files.
+
+        A rank that fails alone does not wait for what it writes: the others are told of it first.
+        """
         self.wall_time.save()
         self.loader.close()
-        self.saver.close()
+        self.saver.close(waits=kind is None or issubclass(kind, TrainingError))
         self.observer.close()
 
 

@@ -49,6 +49,11 @@ class RunDirectory:
         """Other folders of the same checkpoints."""
         return () if self.replica is None else (self.replica,)
 
+    def holds(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is one of this run's."""
+        folders = (self.checkpoints, *self.copies)
+        return checkpoint.parent.resolve() in {folder.resolve() for folder in folders}
+
     def __enter__(self) -> Self:
         return self
 

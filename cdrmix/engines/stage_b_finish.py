@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix import runtime
+from cdrmix.engines.recovery import write_record
 from cdrmix.engines.run import Run
 from cdrmix.evaluation.long_context import (
     LENGTH_RATIOS,
@@ -54,6 +55,7 @@ def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
 
 def _write(run: Run, rows: list[Row]) -> None:
     path = run.directory.path
+    write_record(run)  # what lasts is counted at the end
     write_json_atomic(path / "metrics.json", _summary(run, path, rows))
     if rows:
         write_text_atomic(path / REASONING_FILE, as_json(rows) + "\n")
@@ -72,6 +74,8 @@ def _summary(run: Run, path: Path, rows: list[Row]) -> dict[str, Any]:
         "name": run.config.name,
         "samples": run.samples,
         **before,
+        "goodput": run.wall_time.to_json(),
+        "start_up": run.start_up.to_json(),
         "stage_b": {**told, "reasoning": [asdict(row) for row in rows]},
         "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
     }

@@ -100,6 +100,8 @@ def _set_up(start: Start, found: store.Found | None) -> tuple[Run, ReaderCourse]
             first_step = reader.state["stage_b"]["first_step"]
         if resumed is not None:
             origin = reader.state["stage_b"]["origin"]
+        elif directory.holds(source.path) and "health" in reader.state:
+            start.health.load_state_dict(reader.state["health"])  # one record for both stages
         engine = _start(course, config, choice, topology, clip)
         start.start_up.done("engine")
         run = Run(

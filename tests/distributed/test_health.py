@@ -250,12 +250,13 @@ def test_a_run_that_went_back_is_one_that_never_saw_the_window(
     assert lines[-1]["health/passed_over_samples"] == 3 * BATCH
     assert lines[-1]["tokens_seen"] == 64 * BATCH * STEPS
 
-    # stopped after it went back, and resumed
-    assert run_ranks(start_spoilt, 2, argv("again"), factor, BAD_SAMPLE, 8 * BATCH) == [75, 75]
-    assert run_ranks(start_spoilt, 2, [*argv("again"), "--resume", "auto"], factor) == [0, 0]
-    assert result_of(tmp_path / "again", STEPS)[0] == lines
-    assert different(result_of(tmp_path / "again", STEPS)[1], tensors) == []
-    assert record_of(tmp_path / "again") == record
+    # stopped as soon as it went back, and a step later, and resumed
+    for name, sample in (("at once", 7 * BATCH), ("later", 8 * BATCH)):
+        assert run_ranks(start_spoilt, 2, argv(name), factor, BAD_SAMPLE, sample) == [75, 75]
+        assert run_ranks(start_spoilt, 2, [*argv(name), "--resume", "auto"], factor) == [0, 0]
+        assert result_of(tmp_path / name, STEPS)[0] == lines
+        assert different(result_of(tmp_path / name, STEPS)[1], tensors) == []
+        assert record_of(tmp_path / name) == record
 
 
 def test_a_run_that_does_not_recover_goes_further_back_and_then_stops(

@@ -38,6 +38,15 @@ def test_the_starts_of_a_run_are_kept_in_a_file(tmp_path: Path) -> None:
     assert first["began"] == "2026-01-01T12:00:00+00:00"
 
 
+def test_a_start_that_was_not_written_whole_stands_in_nobodys_way(tmp_path: Path) -> None:
+    starts = [record(0, 1, 0, 5), record(2, 3, 5, 9)]
+    append_start(tmp_path, starts[0])
+    with (tmp_path / STARTS).open("a") as file:
+        file.write('{"began": "2026-01-01T1\n{}\n')
+    append_start(tmp_path, starts[1])
+    assert read_starts(tmp_path) == starts
+
+
 def test_a_start_counts_from_the_command_that_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CDRMIX_COMMANDED", str(time.time() - 86_400))
     start_up = StartUp()

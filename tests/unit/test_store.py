@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -297,6 +298,19 @@ def test_a_save_tells_how_long_training_waited_for_its_copy_and_its_end(
     (told,) = (record.args for record in caplog.records if record.message.startswith("saved "))
     assert copied < told[-1] <= writing.stall_seconds
     assert told[-1] > 0.2
+
+
+def test_a_rank_that_fails_does_not_wait_for_what_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = threading.Event()
+    monkeypatch.setattr(folder, "write_share", lambda *_: written.wait(10))
+    writing = Saver([tmp_path], keep=1, background=True)
+    writing.start(1, [whole("w", torch.ones(8))], state={}, rank_state={})
+    began = time.monotonic()
+    writing.close(waits=False)
+    assert time.monotonic() - began < 5
+    written.set()
 
 
 def save_halves(root: Path, ranks: ThreadRanks) -> Saved:
