@@ -20,6 +20,10 @@ ReasoningTask = Literal[
     "logic",
 ]
 
+# A quarter of it is a segment, which holds a sentence of any task; beside the question and its
+# answer there is room for one (tokens).
+SMALLEST_WINDOW = 64
+
 
 class AdapterConfig(Section):
     """Hebbian plasticity adapters."""
@@ -75,7 +79,9 @@ class StageBTraining(Section):
     """
 
     window_tokens: int | None = Field(
-        None, ge=8, description="Tokens read at a time; null: training.sequence_length."
+        None,
+        ge=SMALLEST_WINDOW,
+        description="Tokens read at a time; null: training.sequence_length.",
     )
     length_ratios: tuple[int, ...] = Field(
         (1, 2, 4, 8),

@@ -129,16 +129,24 @@ def _task_losses(
     losses = {"retrieval": retrieval, "answer": nats / num_labels}
     if reading.correlation is not None:
         losses["correlation"] = reading.correlation / count
-    return losses, {"recall": recall, "answered": right}
+    metrics = {"answered": right}
+    if recall is not None:
+        metrics["recall"] = recall
+    return losses, metrics
 
 
-def retrieval_loss(reading: Reading, queries: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor]:
+def retrieval_loss(
+    reading: Reading, queries: Tensor, lesson: Lesson
+) -> tuple[Tensor, Tensor | None]:
     """InfoNCE of the segments sought, among all segments of the lesson; and recall at 1.
 
-    What already stands in the window is no choice, as when memory is read.
+    What already stands in the window is no choice, as when memory is read. Where no task has
+    evidence to look for, the loss is 0 and there is no recall.
     """
     length = reading.keys.shape[1]
     asked = torch.nonzero(lesson.sought >= 0).flatten()
+    if len(asked) == 0:
+        return queries.sum() * 0.0, None
     scores = queries[asked] @ reading.keys.flatten(0, 1).transpose(0, 1) / TEMPERATURE
     there = reading.texts.lengths.flatten() > 0
     allowed = there.expand(len(asked), -1).clone()

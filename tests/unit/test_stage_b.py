@@ -8,6 +8,7 @@ from torch import nn
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
+from cdrmix.engines.stage_b import LessonResult, StageB
 from cdrmix.engines.stage_b_lessons import Lessons
 from cdrmix.engines.stage_b_optim import (
     Clip,
@@ -18,6 +19,7 @@ from cdrmix.engines.stage_b_optim import (
     part_groups,
     place_of,
 )
+from cdrmix.errors import ConfigError
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import stage_b_choice
@@ -119,6 +121,27 @@ def test_what_does_not_learn_is_not_measured() -> None:
     clip = make_clip(config())
     assert stepped(clip, {"memory": [3.0]}, {"memory": 0.0}) == {"memory": [3.0]}
     assert clip.norms == {}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_metric_is_the_mean_over_the_lessons_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cdrmix.runtime.all_gather_object", lambda own: [own])
+    losses = [{"loss": torch.tensor(value)} for value in (1.0, 2.0, 6.0)]
+    lessons = [losses[0], losses[1], {**losses[2], "recall": torch.tensor(0.5)}]
+    clip = make_clip(config())
+    stage: Any = StageB(None, config(), clip, first_step=0, origin="")  # type: ignore[arg-type]
+    result = LessonResult(Place("memory", 0, 3), lessons, {"memory": 1.0}, 1, 0.0)
+    assert stage.measure(None, result).means == {"loss": 3.0, "recall": 0.5}
+
+
+def test_a_window_in_which_no_sentence_fits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="window_tokens: given 32, allowed is a .* from 64"):
+        config("window_tokens=32")
+    short = ["training.sequence_length=32", "stage_b.training.window_tokens=null"]
+    with pytest.raises(ConfigError, match="training.sequence_length = 32.*window_tokens=64"):
+        load_config(TINY, short)
 
 
 class Numbers:
