@@ -248,7 +248,8 @@ class Collected:
     """Episodes of a lesson, played by the present policy.
 
     Attributes:
-        rollouts: those of one text beside each other, on the memory of a reader.
+        rollouts: those of one text beside each other, on the memory of a reader; of each the last
+            steps, as many as the policy's horizon.
         advantages: of each, [N].
         metrics: detached scalars: means over the lesson's episodes.
     """
@@ -279,10 +280,12 @@ def collect(
     rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
     returns = rollouts.returns.view(-1, group)
     policy = section(config).policy
-    metrics = _episode_metrics(rollouts, returns, policy, capacity=reader.capacity)
+    kept = rollouts.last(policy.horizon)
+    metrics = _episode_metrics(rollouts, returns, capacity=reader.capacity)
+    metrics["explained_variance"] = _explained(kept, policy)
     per_retrieval = episodes.retrieval_seconds / max(episodes.num_retrievals, 1)
     metrics["retrieval_milliseconds"] = torch.tensor(1e3 * per_retrieval)
-    return Collected(rollouts, group_advantages(returns).flatten(), metrics)
+    return Collected(kept, group_advantages(returns).flatten(), metrics)
 
 
 def rollout_loss(
@@ -319,19 +322,23 @@ def rollout_loss(
     return stage_b.losses.rl * loss / sums.steps, detached
 
 
-def _episode_metrics(
-    rollouts: Rollouts[ReadingState], returns: Tensor, policy: PolicyConfig, *, capacity: int
-) -> Metrics:
-    final, taken = rollouts.final, rollouts.taken
+def _explained(rollouts: Rollouts[ReadingState], policy: PolicyConfig) -> Tensor:
+    """Share of the variance of what is to be learned that the value head explains already."""
     targets = lambda_returns(
         rollouts.rewards,
         rollouts.values,
-        taken,
+        rollouts.taken,
         gamma=policy.gamma,
         gae_lambda=policy.gae_lambda,
     )
-    # where targets do not vary nothing is explained
-    explained = explained_variance(rollouts.values[:, :-1], targets, taken).nan_to_num(0, 0, 0)
+    found = explained_variance(rollouts.values[:, :-1], targets, rollouts.taken)
+    return found.nan_to_num(0, 0, 0)  # where targets do not vary nothing is explained
+
+
+def _episode_metrics(
+    rollouts: Rollouts[ReadingState], returns: Tensor, *, capacity: int
+) -> Metrics:
+    final, taken = rollouts.final, rollouts.taken
     operations = {
         f"operations/{action.name.lower()}": ((rollouts.actions == action) & taken).sum(1)
         for action in Action
@@ -344,7 +351,6 @@ def _episode_metrics(
     }
     metrics = {name: values.float().mean() for name, values in means.items()}
     metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
-    metrics["explained_variance"] = explained
     return metrics
 
 

@@ -113,6 +113,24 @@ def test_the_policy_learns_from_episodes() -> None:
     assert float(metrics["kl"]) == 0 and float(metrics["entropy"]) > 0
 
 
+def test_a_horizon_shorter_than_the_text_leaves_episodes_whole_and_their_last_steps() -> None:
+    config = small_config(texts_per_lesson=2, length_ratios=(2,))
+    section = config.stage_b
+    assert section is not None
+    policy = section.policy.model_copy(update={"horizon": 3})
+    short = config.model_copy(update={"stage_b": section.model_copy(update={"policy": policy})})
+    found = []
+    for each in (config, short):
+        course = ReaderCourse(small_reader(each), small_lessons(each), each)
+        found.append(course.collect(course.lesson("policy", 0)))
+    whole, cut = found
+    assert whole.rollouts.taken.sum(1).min() > 3, "a segment is a step"
+    assert cut.rollouts.taken.shape[1] == 3 and cut.rollouts.final.solved.all()
+    assert torch.equal(whole.rollouts.final.earned, cut.rollouts.final.earned)
+    assert torch.equal(whole.rollouts.returns, cut.rollouts.returns)
+    assert whole.metrics["operations/splice_window"] == cut.metrics["operations/splice_window"]
+
+
 def test_an_episode_writes_fetches_and_answers() -> None:
     config = small_config(tasks=("needle_keys",), length_ratios=(1,))
     reader, lessons = small_reader(config), small_lessons(config)
