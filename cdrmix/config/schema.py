@@ -195,8 +195,8 @@ class SupervisionConfig(Section):
     phase_seconds: float = Field(
         1_800.0,
         ge=1,
-        description="Longest time to start (up to the end of the first step), to save, to evaluate "
-        "or to finish (seconds).",
+        description="Longest time to start (up to the end of the first step), for the first step "
+        "of a phase of Stage B, to save, to evaluate or to finish (seconds).",
     )
 
 

@@ -29,6 +29,7 @@ from cdrmix.engines.stage_b_optim import (
     Place,
     in_order,
     learning_rates,
+    place_of,
     set_learning,
 )
 from cdrmix.errors import StateError
@@ -101,7 +102,10 @@ class StageB:
     def next_batch(self, run: Run) -> Share:
         """This rank's share of the next step."""
         assert isinstance(run.loader, Lessons), "Stage B runs on lessons"
-        return run.loader.next(run.step - self._first_step)
+        step = run.step - self._first_step
+        if place_of(step, self._config.training).step == 0:  # no step before it was of its kind
+            run.heartbeat.forget_step()
+        return run.loader.next(step)
 
     def weight(self, run: Run, batch: Share) -> float:
         """Lessons of this rank."""

@@ -101,7 +101,12 @@ def learn(profile: str, kl_target: float) -> tuple[list[int], list[float], dict[
     )
     lessons = Lessons(course, config.stage_b, rank=runtime.rank(), world_size=world)
     run: Any = SimpleNamespace(
-        engine=engine, config=config, topology=topology, loader=lessons, step=0
+        engine=engine,
+        config=config,
+        topology=topology,
+        loader=lessons,
+        heartbeat=SimpleNamespace(forget_step=lambda: None),
+        step=0,
     )
     stage = StageB(course, config, clip, first_step=0, origin="")
     results = []

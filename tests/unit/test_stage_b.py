@@ -1,5 +1,6 @@
 """Stage B's plan in time and over ranks: phases, rates, groups, clips, lessons, layout."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,3 +210,15 @@ def test_the_zero_stage_of_stage_a_is_kept(profile: str, kept: str) -> None:
     choice = stage_b_choice(given, choose(given, processes(1), profile=profile), world_size=1)
     assert choice.name == kept
     assert choice.deepspeed["gradient_clipping"] == 0.0
+
+
+def test_where_a_phase_begins_the_steps_before_are_no_measure() -> None:
+    stage_b, course = section(config("lessons_per_step=3")), Numbers()
+    forgotten: list[int] = []
+    lessons: Any = Lessons(course, stage_b, rank=0, world_size=1)  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(loader=lessons, step=10)
+    run.heartbeat = SimpleNamespace(forget_step=lambda: forgotten.append(run.step))
+    stage = StageB(None, config(), make_clip(config()), first_step=10, origin="")  # type: ignore[arg-type]
+    for run.step in range(10, 16):
+        stage.next_batch(run)
+    assert forgotten == [10, 13, 15]
