@@ -102,13 +102,14 @@ def roll_out(
         state: where the episodes start, not yet over.
         generator: source of the sampling; None takes the likeliest action.
     Raises:
-        DataError: if a reward is not finite.
+        DataError: if a reward or a decision is not finite.
     """
     steps: list[list[Tensor]] = []
     running = torch.ones(len(state.time), dtype=torch.bool, device=state.time.device)
     while bool(running.any()):
         seen = environment.observe(state)
         decision = policy(*seen)
+        _check_decision(decision, seen.legal)
         actions = _choose(decision, generator)
         after = environment.step(state, actions)
         _check_rewards(after.reward, running)
@@ -138,6 +139,16 @@ def _choose(decision: Decision, generator: torch.Generator | None) -> Tensor:
     if generator is None:
         return decision.logprobs.argmax(-1)
     return torch.multinomial(decision.logprobs.exp(), 1, generator=generator).squeeze(1)
+
+
+def _check_decision(decision: Decision, legal: Tensor) -> None:
+    bad = (legal & ~decision.logprobs.isfinite()).any(1) | ~decision.value.isfinite()
+    if bool(bad.any()):
+        raise DataError(
+            f"the agent's numbers are not finite in episode {int(bad.nonzero()[0])}: the policy, "
+            "or what the reader gives it to see, has diverged. Nothing was learned from this "
+            "batch. Try an earlier checkpoint with lower rates in stage_b.training"
+        )
 
 
 def _check_rewards(reward: Tensor, running: Tensor) -> None:

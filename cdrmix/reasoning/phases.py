@@ -271,7 +271,7 @@ def collect(
     """Play `group_size` episodes of each text of a lesson.
 
     Raises:
-        DataError: if a reward is not finite.
+        DataError: if a reward or a decision is not finite.
     """
     group = section(config).training.group_size
     reading = reader.read(lesson.texts)

@@ -182,6 +182,19 @@ def test_a_reward_that_is_not_finite_is_reported() -> None:
         roll_out(environment(Broken), fresh_policy(), state, generator=None)
 
 
+@pytest.mark.parametrize("head", ["policy", "value"])
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_numbers_of_the_agent_that_are_not_finite_are_reported(
+    head: str, generator: torch.Generator | None
+) -> None:
+    stream, state = started()
+    policy = fresh_policy()
+    with torch.no_grad():
+        getattr(policy, head).weight.fill_(torch.nan)
+    with pytest.raises(DataError, match="agent's numbers are not finite in episode 0.*Nothing was"):
+        roll_out(stream, policy, state, generator=generator)
+
+
 def halfway() -> tuple[SegmentStream, StreamState]:
     stream, state = started(6)
     return stream, play(stream, state, [WRITE] * NUM_SEGMENTS + [RETRIEVE]).state
