@@ -245,10 +245,11 @@ def add_evaluate(verbs: Verbs) -> None:
 
     def run(arguments: argparse.Namespace) -> None:
         if arguments.suite == "reasoning":
-            from cdrmix.evaluation.long_context import as_json, evaluate_reasoning, table
+            from cdrmix.evaluation import long_context as suite
 
-            rows = evaluate_reasoning(arguments.run_dir, num_examples=arguments.examples)
-            print(as_json(rows) if arguments.json else table(rows))
+            rows = suite.evaluate_reasoning(arguments.run_dir, num_examples=arguments.examples)
+            print(suite.as_json(rows) if arguments.json else suite.table(rows), flush=True)
+            suite.store_rows(arguments.run_dir, rows)
             return
         from cdrmix.evaluation.trained import evaluate_run
 

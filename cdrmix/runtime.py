@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import platform
 import random
@@ -416,6 +417,17 @@ def keep_freed_memory() -> None:
     libc.mallopt(m_trim_threshold, 2**31 - 1)
     libc.mallopt(m_top_pad, 2**26)
     libc.mallopt(m_arena_max, 1)  # one pool: blocks freed by one thread serve the others
+
+
+def release_memory() -> None:
+    """Free what nothing refers to but itself, on this rank and its accelerator.
+
+    An engine and its hooks refer to each other: its weights and moments would stay beside those of
+    the next one until Python happens to look for them.
+    """
+    gc.collect()
+    if not use_cpu():
+        torch.cuda.empty_cache()
 
 
 def set_threads() -> int:

@@ -136,6 +136,11 @@ class Heartbeat:
             allowed = max(self._limits.deadline_seconds, _SLOWER_STEP * self._step_seconds)
         self._enter("training", allowed, step=step)
 
+    def forget_step(self) -> None:
+        """Tell that the steps to come are of another kind: the first may take a phase's time."""
+        self._step_began, self._step_seconds = time.monotonic(), None
+        self._enter("training", self._limits.phase_seconds)
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """While this lasts the rank does `name`, which has no steps to tell of."""

@@ -20,6 +20,10 @@ ReasoningTask = Literal[
     "logic",
 ]
 
+# A quarter of it is a segment, which holds a sentence of any task; beside the question and its
+# answer there is room for one (tokens).
+SMALLEST_WINDOW = 64
+
 
 class AdapterConfig(Section):
     """Hebbian plasticity adapters."""
@@ -39,7 +43,11 @@ class PolicyConfig(Section):
     max_branches: int = Field(ge=1, description="Candidates evaluated per decision (count).")
     step_budget: int = Field(ge=1, description="Memory operations per prompt (count).")
     accept_threshold: float = Field(0.0, description="Advantage from which a branch is kept.")
-    horizon: int = Field(ge=1, description="Transitions kept for the return (count).")
+    horizon: int = Field(
+        ge=1,
+        description="Transitions that are learned from, the last of each episode up to its answer "
+        "(count).",
+    )
     gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
     gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
     kl_target: float = Field(gt=0, description="KL divergence that ends a round of epochs (nats).")
@@ -75,7 +83,9 @@ class StageBTraining(Section):
     """
 
     window_tokens: int | None = Field(
-        None, ge=8, description="Tokens read at a time; null: training.sequence_length."
+        None,
+        ge=SMALLEST_WINDOW,
+        description="Tokens read at a time; null: training.sequence_length.",
     )
     length_ratios: tuple[int, ...] = Field(
         (1, 2, 4, 8),

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from cdrmix.config.data import DataConfig
 from cdrmix.config.health import HealthConfig
 from cdrmix.config.model import ModelConfig
-from cdrmix.config.reasoning import StageBConfig
+from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 from cdrmix.config.section import Section
 
 
@@ -195,8 +195,8 @@ class SupervisionConfig(Section):
     phase_seconds: float = Field(
         1_800.0,
         ge=1,
-        description="Longest time to start (up to the end of the first step), to save, to evaluate "
-        "or to finish (seconds).",
+        description="Longest time to start (up to the end of the first step), for the first step "
+        "of a phase of Stage B, to save, to evaluate or to finish (seconds).",
     )
 
 
@@ -228,5 +228,18 @@ class Config(Section):
         if self.training.stage == "b" and self.stage_b is None:
             raise ValueError(
                 "training.stage = b needs a reasoning variant: this config has no stage_b section"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _window_holds_a_sentence(self) -> Config:
+        if self.stage_b is None or self.training.stage == "a":
+            return self
+        window = self.stage_b.training.window_tokens or self.training.sequence_length
+        if window < SMALLEST_WINDOW:
+            raise ValueError(
+                f"stage_b.training.window_tokens = null takes training.sequence_length = {window}, "
+                f"but Stage B reads {SMALLEST_WINDOW} tokens at a time or more. Try "
+                f"stage_b.training.window_tokens={SMALLEST_WINDOW}"
             )
         return self

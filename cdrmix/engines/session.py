@@ -99,13 +99,17 @@ def _run_stages(start: Start, found: store.Found | None) -> bool:
         )
     if stage == "b" or is_in_stage_b:
         return train_stage_b(start, found)
-    if _pretrain(start, found):
+    goes_on = stage == "all" and start.config.stage_b is not None
+    if _pretrain(start, found, goes_on=goes_on):
         return True
-    return stage == "all" and start.config.stage_b is not None and train_stage_b(start, None)
+    if not goes_on:
+        return False
+    runtime.release_memory()
+    return train_stage_b(start, None)
 
 
-def _pretrain(start: Start, found: store.Found | None) -> bool:
-    """Stage A; whether a signal stopped it."""
+def _pretrain(start: Start, found: store.Found | None, *, goes_on: bool) -> bool:
+    """Stage A; whether a signal stopped it. Where the run goes on, its engine is given up."""
     config, directory = start.config, start.directory
     with _set_up(start) as run:
         if found is not None:
@@ -125,7 +129,9 @@ def _pretrain(start: Start, found: store.Found | None) -> bool:
             if not stopped:
                 with start.heartbeat.phase("finishing"):
                     finish(run)
-        return stopped
+    if goes_on and not stopped:
+        run.engine.destroy()
+    return stopped
 
 
 def _set_up(start: Start) -> Run:

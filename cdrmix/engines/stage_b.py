@@ -29,6 +29,7 @@ from cdrmix.engines.stage_b_optim import (
     Place,
     in_order,
     learning_rates,
+    place_of,
     set_learning,
 )
 from cdrmix.errors import StateError
@@ -43,7 +44,7 @@ class LessonResult(NamedTuple):
 
     Attributes:
         place: of the step.
-        sums: of every metric over this rank's lessons.
+        measured: metrics of each of this rank's lessons; one may lack what it has nothing of.
         rates: of every part.
         epochs: optimizer steps taken.
         seconds: wall time; in the loop, with the wait for lessons and other ranks.
@@ -51,7 +52,7 @@ class LessonResult(NamedTuple):
     """
 
     place: Place
-    sums: Metrics
+    measured: list[Metrics]
     rates: dict[Part, float]
     epochs: int
     seconds: float
@@ -63,7 +64,7 @@ class Measured(NamedTuple):
 
     Attributes:
         phase: of the step.
-        means: of every metric over the lessons.
+        means: of every metric over the lessons that have it.
         rate: largest learning rate.
         grad_norm: of all that learned, before clipping (L2).
         epochs: optimizer steps taken.
@@ -101,7 +102,10 @@ class StageB:
     def next_batch(self, run: Run) -> Share:
         """This rank's share of the next step."""
         assert isinstance(run.loader, Lessons), "Stage B runs on lessons"
-        return run.loader.next(run.step - self._first_step)
+        step = run.step - self._first_step
+        if place_of(step, self._config.training).step == 0:  # no step before it was of its kind
+            run.heartbeat.forget_step()
+        return run.loader.next(step)
 
     def weight(self, run: Run, batch: Share) -> float:
         """Lessons of this rank."""
@@ -118,32 +122,34 @@ class StageB:
         scale = slots * run.topology.degrees.data / weight
         epochs = 1
         if place.phase == "policy":
-            sums, epochs = self._learn_policy(run.engine, batch.lessons, slots, scale, weight)
+            measured, epochs = self._learn_policy(run.engine, batch.lessons, slots, scale, weight)
         else:
             losses = (self._course.loss(place.phase, lesson) for lesson in batch.lessons)
-            sums = _learn(run.engine, losses, slots, scale)
-        return LessonResult(place, sums, rates, epochs, time.perf_counter() - began)
+            measured = _learn(run.engine, losses, slots, scale)
+        return LessonResult(place, measured, rates, epochs, time.perf_counter() - began)
 
     def _learn_policy(
         self, engine: Any, collected: list[Any], slots: int, scale: float, weight: float
-    ) -> tuple[Metrics, int]:
+    ) -> tuple[list[Metrics], int]:
         """Epochs on one batch of episodes, until the policy has moved far enough; what the last
         forward pass measured, and how many epochs were taken."""
         farthest = KL_MARGIN * self._config.policy.kl_target
-        sums: Metrics = {}
+        measured: list[Metrics] = []
         for epoch in range(EPOCHS):
             losses = [self._course.rollout_loss(each) for each in collected]
-            sums = _summed([each.metrics for each in collected])
-            sums |= _summed([{"loss": loss.detach(), **measured} for loss, measured in losses])
-            if epoch and self._kl(sums) / weight > farthest:
-                return sums, epoch
+            measured = [
+                {**each.metrics, "loss": loss.detach(), **found}
+                for each, (loss, found) in zip(collected, losses, strict=True)
+            ]
+            if epoch and self._kl(measured) / weight > farthest:
+                return measured, epoch
             _learn(engine, losses, slots, scale)
-        return sums, EPOCHS
+        return measured, EPOCHS
 
     @staticmethod
-    def _kl(sums: Metrics) -> float:
-        """Of the lessons of all ranks, which decide alike."""
-        own = sums.get("kl", torch.zeros((), dtype=torch.float64)).clone()
+    def _kl(measured: list[Metrics]) -> float:
+        """Sum over the lessons of all ranks, which decide alike."""
+        own = torch.tensor(sum(float(each["kl"]) for each in measured), dtype=torch.float64)
         return float(runtime.all_reduce_sum(own.to(runtime.device())))
 
     def evaluate(self, run: Run) -> dict[str, float]:
@@ -158,7 +164,7 @@ class StageB:
         """Reduce what a step measured over the ranks."""
         return Measured(
             phase=result.place.phase,
-            means=_means_over_ranks(result.sums, self._config.training.lessons_per_step),
+            means=_means_over_ranks(result.measured),
             rate=max(result.rates.values()),
             grad_norm=math.hypot(*self._clip.norms.values()),
             epochs=result.epochs,
@@ -233,8 +239,8 @@ class StageB:
 
 def _learn(
     engine: Any, losses: Iterable[tuple[Tensor, Metrics]], slots: int, scale: float
-) -> Metrics:
-    """One optimizer step, a micro-step per loss; sums of what the losses measured.
+) -> list[Metrics]:
+    """One optimizer step, a micro-step per loss; what each of them measured.
 
     Every rank takes as many micro-steps; those beyond its lessons teach nothing.
     """
@@ -245,20 +251,14 @@ def _learn(
             measured.append({"loss": own[0].detach(), **own[1]})
         engine.backward(in_order(engine, None if own is None else scale * own[0]))
         engine.step()
-    return _summed(measured)
+    return measured
 
 
-def _summed(metrics: Iterable[Metrics]) -> Metrics:
-    sums: Metrics = {}
-    for each in metrics:
-        for name, value in each.items():
-            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.double().cpu()
-    return sums
-
-
-def _means_over_ranks(sums: Metrics, num_lessons: int) -> dict[str, float]:
-    """Every metric per lesson of the step, the same on every rank."""
-    names = sorted(set().union(*runtime.all_gather_object(set(sums))))
-    own = torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64)) for name in names])
-    total = runtime.all_reduce_sum(own.to(runtime.device())).tolist()
-    return {name: value / num_lessons for name, value in zip(names, total, strict=True)}
+def _means_over_ranks(measured: list[Metrics]) -> dict[str, float]:
+    """Every metric per lesson of the step that has it, the same on every rank."""
+    own_names = set().union(*measured)
+    names = sorted(set().union(*runtime.all_gather_object(own_names)))
+    found = [[float(each[name]) for each in measured if name in each] for name in names]
+    own = torch.tensor([[sum(each), len(each)] for each in found], dtype=torch.float64)
+    totals = runtime.all_reduce_sum(own.to(runtime.device())).tolist()
+    return {name: value / count for name, (value, count) in zip(names, totals, strict=True)}

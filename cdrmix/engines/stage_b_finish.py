@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cdrmix import runtime
+from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.engines.recovery import write_record
 from cdrmix.engines.run import Run
 from cdrmix.evaluation.long_context import (
@@ -37,19 +39,31 @@ def finish_stage_b(run: Run, course: ReaderCourse) -> None:
 
 
 def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
-    """Rows of the suite on every rank; each rank reads the texts of some tasks."""
+    """Rows of the suite on every rank, a cell of the table per rank at a time.
+
+    Each of these rounds is a phase of its own: the whole suite has no limit worth the name.
+    """
     count, tasks = run.config.evaluation.reasoning_examples, course.lessons.training.tasks
     if count == 0:
         return []
-    reader = course.model.eval()
-    own = score_tasks(
-        reader,
-        course.lessons,
-        tasks[runtime.rank() :: runtime.world_size()],
-        length_ratios=LENGTH_RATIOS,
-        num_examples=count,
-    )
-    rows = [row for each in runtime.all_gather_object(own) for row in each]
+    reader, rows = course.model.eval(), list[Row]()
+    # cells of one length take about as long
+    cells = [(task, ratio) for ratio in LENGTH_RATIOS for task in tasks]
+
+    def score(mine: list[tuple[ReasoningTask, int]]) -> list[Row]:
+        return [
+            row
+            for task, ratio in mine
+            for row in score_tasks(
+                reader, course.lessons, [task], length_ratios=(ratio,), num_examples=count
+            )
+        ]
+
+    for first in range(0, len(cells), runtime.world_size()):
+        place = first + runtime.rank()
+        with run.heartbeat.phase("reasoning"):
+            own = runtime.together(partial(score, cells[place : place + 1]))
+            rows += [row for each in runtime.all_gather_object(own) for row in each]
     return sorted(rows, key=lambda row: (tasks.index(row.task), row.length_ratio))
 
 

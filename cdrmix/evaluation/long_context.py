@@ -19,15 +19,18 @@ from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.errors import DataError
 from cdrmix.evaluation.readers import load_reader
 from cdrmix.log import get_logger
+from cdrmix.monitoring.sinks import write_text_atomic
 from cdrmix.reasoning.episodes import roll_out
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.phases import grade_by
 from cdrmix.reasoning.reader import MemoryReader
 from cdrmix.reasoning.reading import ReadingEpisodes
+from cdrmix.reasoning.tasks import Example, check_task
 
 LENGTH_RATIOS = (1, 2, 4, 8, 16)
 REASONING_FILE = "reasoning.json"
 _EXAMPLES_PER_BATCH = 16
+_TRIES_PER_EXAMPLE = 4
 
 logger = get_logger(__name__)
 
@@ -58,7 +61,7 @@ def evaluate_reasoning(
     length_ratios: Sequence[int] = LENGTH_RATIOS,
     num_examples: int,
 ) -> list[Row]:
-    """Evaluate a trained reader, and store the rows in its run directory.
+    """Evaluate a trained reader; see `store_rows`.
 
     Args:
         source: a run directory or a checkpoint of one.
@@ -71,12 +74,21 @@ def evaluate_reasoning(
     loaded = load_reader(source)
     logger.info("%s: step %d", source, loaded.trained.step)
     names = tasks or loaded.lessons.training.tasks
-    rows = score_tasks(
+    return score_tasks(
         loaded.reader, loaded.lessons, names, length_ratios=length_ratios, num_examples=num_examples
     )
-    path = _run_directory(source) / REASONING_FILE
-    path.write_text(as_json(rows) + "\n", encoding="utf-8")
-    return rows
+
+
+def store_rows(source: Path, rows: Sequence[Row]) -> None:
+    """Write the rows into the run directory that they are of.
+
+    Args:
+        source: that, or a checkpoint of it.
+        rows: of the suite.
+    Raises:
+        StateError: if they cannot be written.
+    """
+    write_text_atomic(_run_directory(source) / REASONING_FILE, as_json(rows) + "\n")
 
 
 def score_tasks(
@@ -89,8 +101,8 @@ def score_tasks(
 ) -> list[Row]:
     """Mean scores of greedy episodes, and of the backbone alone.
 
-    Texts are none of those that training saw. A task whose statements a length has no room for has
-    no row there.
+    Texts are none of those that training saw. An example whose statements a length has no room for
+    gives way to the next; a task of which none fits has no row there.
 
     Args:
         reader: in evaluation mode.
@@ -98,34 +110,42 @@ def score_tasks(
         tasks: names.
         length_ratios: lengths (windows).
         num_examples: texts for each cell.
+    Raises:
+        DataError: if a task is unknown, or the agent's numbers are not finite.
     """
     rows = []
     for task in tasks:
         for ratio in length_ratios:
-            try:
-                scores = _scores(reader, lessons, task, ratio, num_examples)
-            except DataError as error:
-                logger.info("%s", error)
-                continue
-            mean, alone = scores.mean(0).tolist()
-            rows.append(Row(task, ratio, mean, alone, num_examples))
+            examples = _examples(lessons, task, ratio, num_examples)
+            if examples:
+                mean, alone = _scores(reader, lessons, examples).mean(0).tolist()
+                rows.append(Row(task, ratio, mean, alone, len(examples)))
     return rows
 
 
-@torch.no_grad()
-def _scores(
-    reader: MemoryReader, lessons: Lessons, task: str, ratio: int, count: int
-) -> torch.Tensor:
-    """Score with memory and alone of each example, [count, 2].
+def _examples(lessons: Lessons, task: str, ratio: int, count: int) -> list[Example]:
+    """The first `count` examples that fit into a length, among four times as many."""
+    check_task(task)
+    examples: list[Example] = []
+    why = None
+    for number in range(_TRIES_PER_EXAMPLE * count):
+        try:
+            examples.append(lessons.example(task, f"{lessons.seed}/evaluation", number, ratio))
+        except DataError as error:
+            why = error
+        if len(examples) == count:
+            break
+    if why is not None and len(examples) < count:
+        logger.info("%d of %d texts found: %s", len(examples), count, why)
+    return examples
 
-    Raises:
-        DataError: if the task does not fit into the length.
-    """
+
+@torch.no_grad()
+def _scores(reader: MemoryReader, lessons: Lessons, fitting: Sequence[Example]) -> torch.Tensor:
+    """Score with memory and alone of each example, [N, 2]."""
     parts = []
-    seed = f"{lessons.seed}/evaluation"
-    for first in range(0, count, _EXAMPLES_PER_BATCH):
-        numbers = range(first, min(first + _EXAMPLES_PER_BATCH, count))
-        examples = [lessons.example(task, seed, number, ratio) for number in numbers]
+    for first in range(0, len(fitting), _EXAMPLES_PER_BATCH):
+        examples = fitting[first : first + _EXAMPLES_PER_BATCH]
         texts = lessons.texts([lessons.segments(each.text) for each in examples], examples)
         texts = texts.to(reader.backbone.device)
         grade = grade_by(examples, lessons.tokenizer)
@@ -153,8 +173,14 @@ def table(rows: Sequence[Row]) -> str:
             row = by_cell.get((task, ratio))
             cells.append(f"{row.score:.2f}, {row.backbone_score:.2f}" if row else "-")
         lines.append(f"{task:<24}" + "".join(f"{cell:>14}" for cell in cells))
-    lines.append(f"{rows[0].n} texts each; lengths in windows" if rows else "no task fits")
+    lines.append(_note([row.n for row in rows]) if rows else "no task fits")
     return "\n".join(lines)
+
+
+def _note(counts: Sequence[int]) -> str:
+    fewest, most = min(counts), max(counts)
+    texts = f"{most}" if fewest == most else f"{fewest} to {most}"
+    return f"{texts} texts each; lengths in windows"
 
 
 def _run_directory(source: Path) -> Path:

@@ -25,6 +25,7 @@ class Run:
     plan: Mapping[str, Any]
     environment: Mapping[str, Any]
     health: Mapping[str, Any]
+    reasoning: Mapping[str, Any]
     config_text: str
     config: Config | None
     problems: Mapping[str, str]
@@ -84,6 +85,7 @@ def read_run(run_dir: Path) -> Run:
         plan=_read_json(run_dir / "plan.json", problems),
         environment=_read_json(run_dir / "environment.json", problems),
         health=_read_json(run_dir / "health.json", problems),
+        reasoning=_read_json(run_dir / "reasoning.json", problems),
         config_text=config_text,
         config=config,
         problems=problems,

@@ -111,17 +111,21 @@ def _figure(run: Run, figure: _Figure) -> str:
 
 def _reasoning(run: Run) -> str:
     title = "Reasoning over long texts"
-    rows: Sequence[Mapping[str, Any]] = (run.summary.get("stage_b") or {}).get("reasoning") or []
+    at_the_end = (run.summary.get("stage_b") or {}).get("reasoning")
+    rows: Sequence[Mapping[str, Any]] = at_the_end or run.reasoning.get("rows") or []
     if not rows:
-        return page.section(title, page.missing("The suite has not been run at the end."))
+        why = "The suite has not been run. See cdrmix evaluate --suite reasoning."
+        return page.section(title, page.missing(why))
     ratios = sorted({row["length_ratio"] for row in rows})
     cells = {(row["task"], row["length_ratio"]): row for row in rows}
     body = [
         page.row(page.text(task), *(_cell(cells.get((task, ratio))) for ratio in ratios))
         for task in dict.fromkeys(row["task"] for row in rows)
     ]
+    fewest, most = min(row["n"] for row in rows), max(row["n"] for row in rows)
+    texts = f"{most}" if fewest == most else f"{fewest} to {most}"
     told = (
-        f"Score with memory, and of the backbone's last window alone, over {rows[0]['n']} texts "
+        f"Score with memory, and of the backbone's last window alone, over {texts} texts "
         "each that training did not see; lengths in windows."
     )
     head = ["task", *(f"{ratio}x" for ratio in ratios)]

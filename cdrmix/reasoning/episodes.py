@@ -7,7 +7,7 @@ Rules of episodes are an `Environment`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -43,10 +43,10 @@ class Rollouts(Generic[State]):
         hidden, features, legal: what was seen, [N, T, D], [N, T, F], [N, T, A].
         actions: [N, T] int64.
         logprobs: of the actions, under the policy that took them, [N, T] (nats).
-        values: of the value head before each step and after the last, [N, T + 1]; 0 after an end.
+        values: of the value head before each step, [N, T + 1]; 0 after an end.
         rewards: [N, T].
         taken: whether a step was taken, [N, T].
-        returns: sum of rewards, and beyond the horizon what the value head expects, [N].
+        returns: sum of the rewards of whole episodes, [N].
         final: the states in which they ended.
     """
 
@@ -61,6 +61,27 @@ class Rollouts(Generic[State]):
     returns: Tensor
     final: State
 
+    def last(self, count: int) -> Rollouts[State]:
+        """The last `count` steps that each episode took, up to its end."""
+        length = self.taken.shape[1]
+        if length <= count:
+            return self
+        first = (self.taken.sum(1) - count).clamp(min=0).unsqueeze(1)
+        places = first + torch.arange(count, device=first.device)
+        rows = torch.arange(len(first), device=first.device).unsqueeze(1)
+        values = torch.cat([places, first + count], dim=1)
+        return replace(
+            self,
+            hidden=self.hidden[rows, places],
+            features=self.features[rows, places],
+            legal=self.legal[rows, places],
+            actions=self.actions[rows, places],
+            logprobs=self.logprobs[rows, places],
+            values=self.values[rows, values],
+            rewards=self.rewards[rows, places],
+            taken=self.taken[rows, places],
+        )
+
 
 @torch.no_grad()
 def roll_out(
@@ -70,22 +91,25 @@ def roll_out(
     *,
     generator: torch.Generator | None,
 ) -> Rollouts[State]:
-    """Play episodes to their end, or to the horizon.
+    """Play episodes to their end, which their rules bring about in a bounded number of steps.
+
+    Reading takes a step for each segment before the question is asked: an episode that was cut
+    short would never answer, and teach what the value head believes.
 
     Args:
-        environment: rules, and the horizon in its `config`.
+        environment: rules.
         policy: decides.
         state: where the episodes start, not yet over.
         generator: source of the sampling; None takes the likeliest action.
     Raises:
-        DataError: if a reward is not finite.
+        DataError: if a reward or a decision is not finite.
     """
     steps: list[list[Tensor]] = []
     running = torch.ones(len(state.time), dtype=torch.bool, device=state.time.device)
-    value = torch.zeros_like(state.score)
-    while bool(running.any()) and len(steps) < environment.config.horizon:
+    while bool(running.any()):
         seen = environment.observe(state)
         decision = policy(*seen)
+        _check_decision(decision, seen.legal)
         actions = _choose(decision, generator)
         after = environment.step(state, actions)
         _check_rewards(after.reward, running)
@@ -94,9 +118,6 @@ def roll_out(
         value = torch.where(running, decision.value, 0.0)
         steps.append([*seen, actions, chosen, value, reward, running])
         state, running = merge(running, after.state, state), running & ~after.done
-    beyond = torch.zeros_like(value)
-    if bool(running.any()):
-        beyond = torch.where(running, policy(*environment.observe(state)).value, 0.0)
     hidden, features, legal, acted, logprobs, values, rewards, taken = (
         torch.stack(column, dim=1) for column in zip(*steps, strict=True)
     )
@@ -106,10 +127,10 @@ def roll_out(
         legal=legal,
         actions=acted,
         logprobs=logprobs,
-        values=torch.cat([values, beyond.unsqueeze(1)], dim=1),
+        values=torch.cat([values, torch.zeros_like(values[:, :1])], dim=1),
         rewards=rewards,
         taken=taken,
-        returns=rewards.sum(1) + beyond,
+        returns=rewards.sum(1),
         final=state,
     )
 
@@ -118,6 +139,16 @@ def _choose(decision: Decision, generator: torch.Generator | None) -> Tensor:
     if generator is None:
         return decision.logprobs.argmax(-1)
     return torch.multinomial(decision.logprobs.exp(), 1, generator=generator).squeeze(1)
+
+
+def _check_decision(decision: Decision, legal: Tensor) -> None:
+    bad = (legal & ~decision.logprobs.isfinite()).any(1) | ~decision.value.isfinite()
+    if bool(bad.any()):
+        raise DataError(
+            f"the agent's numbers are not finite in episode {int(bad.nonzero()[0])}: the policy, "
+            "or what the reader gives it to see, has diverged. Nothing was learned from this "
+            "batch. Try an earlier checkpoint with lower rates in stage_b.training"
+        )
 
 
 def _check_rewards(reward: Tensor, running: Tensor) -> None:
@@ -209,13 +240,14 @@ def learn_from(
         policy: learns.
         optimizer: of its parameters.
         rollouts: those of one prompt beside each other.
-        config: clip, discount and KL target.
+        config: clip, discount, horizon and KL target.
         group_size: G.
         gradient_clipping: largest gradient norm.
         reference: as in `policy_loss`.
     """
     grouped = rollouts.returns.view(-1, group_size)
     advantages = group_advantages(grouped).flatten()
+    rollouts = rollouts.last(config.horizon)
     epochs = 0
     for _ in range(EPOCHS):
         loss, metrics = policy_loss(policy, rollouts, advantages, config, reference=reference)

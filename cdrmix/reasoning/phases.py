@@ -129,16 +129,24 @@ def _task_losses(
     losses = {"retrieval": retrieval, "answer": nats / num_labels}
     if reading.correlation is not None:
         losses["correlation"] = reading.correlation / count
-    return losses, {"recall": recall, "answered": right}
+    metrics = {"answered": right}
+    if recall is not None:
+        metrics["recall"] = recall
+    return losses, metrics
 
 
-def retrieval_loss(reading: Reading, queries: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor]:
+def retrieval_loss(
+    reading: Reading, queries: Tensor, lesson: Lesson
+) -> tuple[Tensor, Tensor | None]:
     """InfoNCE of the segments sought, among all segments of the lesson; and recall at 1.
 
-    What already stands in the window is no choice, as when memory is read.
+    What already stands in the window is no choice, as when memory is read. Where no task has
+    evidence to look for, the loss is 0 and there is no recall.
     """
     length = reading.keys.shape[1]
     asked = torch.nonzero(lesson.sought >= 0).flatten()
+    if len(asked) == 0:
+        return queries.sum() * 0.0, None
     scores = queries[asked] @ reading.keys.flatten(0, 1).transpose(0, 1) / TEMPERATURE
     there = reading.texts.lengths.flatten() > 0
     allowed = there.expand(len(asked), -1).clone()
@@ -240,7 +248,8 @@ class Collected:
     """Episodes of a lesson, played by the present policy.
 
     Attributes:
-        rollouts: those of one text beside each other, on the memory of a reader.
+        rollouts: those of one text beside each other, on the memory of a reader; of each the last
+            steps, as many as the policy's horizon.
         advantages: of each, [N].
         metrics: detached scalars: means over the lesson's episodes.
     """
@@ -262,7 +271,7 @@ def collect(
     """Play `group_size` episodes of each text of a lesson.
 
     Raises:
-        DataError: if a reward is not finite.
+        DataError: if a reward or a decision is not finite.
     """
     group = section(config).training.group_size
     reading = reader.read(lesson.texts)
@@ -271,10 +280,12 @@ def collect(
     rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
     returns = rollouts.returns.view(-1, group)
     policy = section(config).policy
-    metrics = _episode_metrics(rollouts, returns, policy, capacity=reader.capacity)
+    kept = rollouts.last(policy.horizon)
+    metrics = _episode_metrics(rollouts, returns, capacity=reader.capacity)
+    metrics["explained_variance"] = _explained(kept, policy)
     per_retrieval = episodes.retrieval_seconds / max(episodes.num_retrievals, 1)
     metrics["retrieval_milliseconds"] = torch.tensor(1e3 * per_retrieval)
-    return Collected(rollouts, group_advantages(returns).flatten(), metrics)
+    return Collected(kept, group_advantages(returns).flatten(), metrics)
 
 
 def rollout_loss(
@@ -311,19 +322,23 @@ def rollout_loss(
     return stage_b.losses.rl * loss / sums.steps, detached
 
 
-def _episode_metrics(
-    rollouts: Rollouts[ReadingState], returns: Tensor, policy: PolicyConfig, *, capacity: int
-) -> Metrics:
-    final, taken = rollouts.final, rollouts.taken
+def _explained(rollouts: Rollouts[ReadingState], policy: PolicyConfig) -> Tensor:
+    """Share of the variance of what is to be learned that the value head explains already."""
     targets = lambda_returns(
         rollouts.rewards,
         rollouts.values,
-        taken,
+        rollouts.taken,
         gamma=policy.gamma,
         gae_lambda=policy.gae_lambda,
     )
-    # where targets do not vary nothing is explained
-    explained = explained_variance(rollouts.values[:, :-1], targets, taken).nan_to_num(0, 0, 0)
+    found = explained_variance(rollouts.values[:, :-1], targets, rollouts.taken)
+    return found.nan_to_num(0, 0, 0)  # where targets do not vary nothing is explained
+
+
+def _episode_metrics(
+    rollouts: Rollouts[ReadingState], returns: Tensor, *, capacity: int
+) -> Metrics:
+    final, taken = rollouts.final, rollouts.taken
     operations = {
         f"operations/{action.name.lower()}": ((rollouts.actions == action) & taken).sum(1)
         for action in Action
@@ -336,7 +351,6 @@ def _episode_metrics(
     }
     metrics = {name: values.float().mean() for name, values in means.items()}
     metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
-    metrics["explained_variance"] = explained
     return metrics
 
 

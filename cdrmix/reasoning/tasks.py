@@ -67,6 +67,13 @@ def score(example: Example, answer: str) -> float:
     return float(any(right)) if example.match == "any" else sum(right) / len(right)
 
 
+def check_task(task: str) -> None:
+    """Raises DataError if there is no such task."""
+    if task not in KINDS:
+        hint = "".join(f" Did you mean {name!r}?" for name in get_close_matches(task, KINDS, n=1))
+        raise DataError(f"{task!r} is no reasoning task.{hint} Known: {', '.join(KINDS)}")
+
+
 def generate(
     task: str,
     *,
@@ -91,9 +98,7 @@ def generate(
     Raises:
         DataError: if the task is unknown, or its statements are longer than the text may be.
     """
-    if task not in KINDS:
-        hint = "".join(f" Did you mean {name!r}?" for name in get_close_matches(task, KINDS, n=1))
-        raise DataError(f"{task!r} is no reasoning task.{hint} Known: {', '.join(KINDS)}")
+    check_task(task)
     rng = random.Random(f"{seed}/{task}/{length_ratio}/{number}")
     puzzle = KINDS[task](rng)
     most = length_ratio * window_tokens
@@ -103,7 +108,9 @@ def generate(
         needed = sum(count_tokens(f"{line} ") for line in puzzle.statements)
         raise DataError(
             f"{task}: its statements take {needed} tokens, but a text of {length_ratio} x "
-            f"{window_tokens} tokens has room for {most - kept_free}. Try a longer length_ratio"
+            f"{window_tokens} tokens has room for fewer"
+            + (", as whole sentences without any of them fill its last window" if kept_free else "")
+            + ". Try a longer length_ratio"
         )
     return Example(
         task=task,

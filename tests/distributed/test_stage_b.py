@@ -3,7 +3,9 @@
 import os
 import shutil
 import signal
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +68,40 @@ def part_of_name(name: str) -> str:
         return "backbone"
     words = name.split(".")
     return next((part for part in ("adapters", "policy") if part in words), "memory")
+
+
+def left_of_stage_a(argv: list[str]) -> list[str]:
+    """What is still there of Stage A's engine where Stage B begins."""
+    from cdrmix.engines import session
+
+    held: dict[str, weakref.ref[Any]] = {}
+    left: list[str] = []
+    start_engine, train_stage_b = session.start_engine, session.train_stage_b
+
+    def watched(*args: Any) -> Any:
+        engine = start_engine(*args)
+        (held["engine"], held["model"]) = (weakref.ref(engine), weakref.ref(engine.module))
+        held["weights"] = weakref.ref(next(engine.module.parameters()))
+        held["optimizer"] = weakref.ref(engine.optimizer)
+        return engine
+
+    def noted(*args: Any) -> bool:
+        left.extend(name for name, reference in held.items() if reference() is not None)
+        return train_stage_b(*args)
+
+    session.start_engine, session.train_stage_b = watched, noted
+    assert start(argv) == 0 and held
+    return left
+
+
+@pytest.mark.parametrize("profile", ["zero1", "zero2"])
+def test_nothing_of_stage_as_engine_is_held_through_stage_b(
+    profile: str, small_corpus: Path, tmp_path: Path
+) -> None:
+    argv = arguments(small_corpus, tmp_path / "run", tmp_path, "--profile", profile)
+    for phase in ("adapter", "joint", "policy"):
+        argv += ["--set", f"stage_b.training.{phase}_steps=0"]
+    assert run_ranks(left_of_stage_a, 1, argv) == [[]]
 
 
 def test_the_backbone_is_that_of_stage_a_bit_by_bit(alone: Path) -> None:

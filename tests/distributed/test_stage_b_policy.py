@@ -101,13 +101,18 @@ def learn(profile: str, kl_target: float) -> tuple[list[int], list[float], dict[
     )
     lessons = Lessons(course, config.stage_b, rank=runtime.rank(), world_size=world)
     run: Any = SimpleNamespace(
-        engine=engine, config=config, topology=topology, loader=lessons, step=0
+        engine=engine,
+        config=config,
+        topology=topology,
+        loader=lessons,
+        heartbeat=SimpleNamespace(forget_step=lambda: None),
+        step=0,
     )
     stage = StageB(course, config, clip, first_step=0, origin="")
     results = []
     for run.step in range(STEPS):
         results.append(stage.train_step(run, stage.next_batch(run), weight=LESSONS))
-    returns = [float(runtime.all_reduce_sum(result.sums["return"])) for result in results]
+    returns = [stage.measure(run, result).means["return"] for result in results]
     parameters = {name: p.detach().clone() for name, p in course.model.named_parameters()}
     runtime.destroy_distributed()
     return [result.epochs for result in results], returns, parameters

@@ -252,6 +252,31 @@ def allowed_between_long_steps(seconds: float) -> list[float]:
         return asked
 
 
+def allowed_where_steps_become_slower(fast: float, slow: float) -> list[float]:
+    """Seconds that a rank asks for: after two fast steps, where they end, and after two slow."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        meeting = Meeting("127.0.0.1", listener.getsockname()[1], "token")
+        heartbeat = Heartbeat(meeting, Limits(deadline_seconds=1.0, phase_seconds=100.0), rank=0)
+        connection, _ = listener.accept()
+        asked = []
+        for step, seconds in enumerate((0.0, fast, slow, slow)):
+            if step == 2:
+                heartbeat.forget_step()
+                asked.append(heartbeat._beat["allowed_seconds"])
+            connection.sendall(encode({"alive": True}))
+            time.sleep(seconds)
+            heartbeat.step_done(step + 1)
+            asked.append(heartbeat._beat["allowed_seconds"])
+        heartbeat.leave(0)
+        return asked
+
+
+def test_the_first_step_of_another_kind_has_the_time_of_a_phase() -> None:
+    (asked,) = run_ranks(allowed_where_steps_become_slower, 1, 0.01, 0.5)
+    assert asked[:3] == [100.0, 1.0, 100.0]
+    assert all(4 * 0.5 <= each < 100 for each in asked[3:]), "measured from its beginning on"
+
+
 def test_steps_longer_than_the_deadline_are_given_their_time() -> None:
     (asked,) = run_ranks(allowed_between_long_steps, 1, 0.6)
     assert asked[0] == 100.0, "nobody knows yet how long a step takes"

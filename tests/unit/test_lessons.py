@@ -1,8 +1,10 @@
 """Lessons: pure functions of their number, whose evidence is where they say; losses of phases."""
 
+import dataclasses
+
 import torch
 
-from cdrmix.config.reasoning import Phase
+from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
 from cdrmix.reasoning.course import ReaderCourse
 from cdrmix.reasoning.parts import part_of
 from cdrmix.reasoning.policy import Action
@@ -76,6 +78,26 @@ def test_each_phase_gives_gradients_to_what_learns_in_it_and_to_nothing_else() -
         assert with_gradient == learning, phase
 
 
+def test_a_lesson_that_asks_for_nothing_has_no_recall_and_its_graph() -> None:
+    config = small_config(tasks=("common_words",), texts_per_lesson=1)
+    reader, lesson = small_reader(config), small_lessons(config).lesson("memory", 0)
+    assert lesson.sought.tolist() == [-1]
+    loss, metrics = ReaderCourse(reader, small_lessons(config), config).loss("memory", lesson)
+    assert loss == 0 and "recall" not in metrics and "answered" in metrics
+    loss.backward()
+    gradients = [p.grad for p in reader.retrieval.parameters() if p.grad is not None]
+    assert gradients and not any(gradient.any() for gradient in gradients)
+
+
+def test_the_smallest_window_has_segments_that_hold_the_evidence_of_every_task() -> None:
+    lessons = small_lessons(small_config(tasks=TASKS, texts_per_lesson=len(TASKS)))
+    lessons = dataclasses.replace(lessons, window_tokens=SMALLEST_WINDOW)
+    lesson = lessons.lesson("memory", 0)
+    assert [bool(places) for places in lesson.evidence] == [
+        bool(example.evidence) for example in lesson.examples
+    ]
+
+
 def test_the_policy_learns_from_episodes() -> None:
     config = small_config(texts_per_lesson=2, length_ratios=(2,))
     reader = small_reader(config)
@@ -89,6 +111,24 @@ def test_the_policy_learns_from_episodes() -> None:
     loss.backward()
     assert reader.policy.feature_policy.weight.grad.any()
     assert float(metrics["kl"]) == 0 and float(metrics["entropy"]) > 0
+
+
+def test_a_horizon_shorter_than_the_text_leaves_episodes_whole_and_their_last_steps() -> None:
+    config = small_config(texts_per_lesson=2, length_ratios=(2,))
+    section = config.stage_b
+    assert section is not None
+    policy = section.policy.model_copy(update={"horizon": 3})
+    short = config.model_copy(update={"stage_b": section.model_copy(update={"policy": policy})})
+    found = []
+    for each in (config, short):
+        course = ReaderCourse(small_reader(each), small_lessons(each), each)
+        found.append(course.collect(course.lesson("policy", 0)))
+    whole, cut = found
+    assert whole.rollouts.taken.sum(1).min() > 3, "a segment is a step"
+    assert cut.rollouts.taken.shape[1] == 3 and cut.rollouts.final.solved.all()
+    assert torch.equal(whole.rollouts.final.earned, cut.rollouts.final.earned)
+    assert torch.equal(whole.rollouts.returns, cut.rollouts.returns)
+    assert whole.metrics["operations/splice_window"] == cut.metrics["operations/splice_window"]
 
 
 def test_an_episode_writes_fetches_and_answers() -> None:

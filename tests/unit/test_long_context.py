@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from cdrmix.cli import main
-from cdrmix.errors import DataError
+from cdrmix.errors import DataError, StateError
+from cdrmix.evaluation import long_context
 from cdrmix.evaluation.answering import answer_with
 from cdrmix.evaluation.long_context import Row, as_json, score_tasks, table
 from cdrmix.evaluation.readers import TrainedReader
 from cdrmix.evaluation.trained import Trained
+from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reader import MemoryReader
+from cdrmix.reasoning.tasks import Example
 from tests.unit.small_reader import small_config, small_lessons, small_reader, tokenizer
 
 
@@ -75,6 +78,51 @@ def test_a_length_without_room_has_no_row(reader: MemoryReader) -> None:
     assert table(rows).endswith("no task fits")
 
 
+def test_examples_without_room_give_way_to_the_next(
+    reader: MemoryReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def example(self: Lessons, task: str, seed: str, number: int, ratio: int) -> Example:
+        tried.append(number)
+        if number % 3 != 1:
+            raise DataError("no room")
+        return original(self, task, seed, number, ratio)
+
+    original = Lessons.example
+    monkeypatch.setattr(Lessons, "example", example)
+    lessons = small_lessons(small_config())
+    (row,) = score_tasks(reader, lessons, ["logic"], length_ratios=(4,), num_examples=2)
+    assert (tried, row.n) == ([0, 1, 2, 3, 4], 2)
+    tried.clear()
+    monkeypatch.setattr("cdrmix.evaluation.long_context._TRIES_PER_EXAMPLE", 1)
+    (row,) = score_tasks(reader, lessons, ["logic"], length_ratios=(4,), num_examples=3)
+    assert (tried, row.n) == ([0, 1, 2], 1)
+
+
+def test_an_unknown_task_is_no_misfit(reader: MemoryReader) -> None:
+    lessons = small_lessons(small_config())
+    with pytest.raises(DataError, match="'logik' is no reasoning task. Did you mean 'logic'"):
+        score_tasks(reader, lessons, ["logik"], length_ratios=(4,), num_examples=1)
+
+
+def test_rows_are_printed_also_where_they_cannot_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row("logic", 4, 0.5, 0.25, 8)]
+    monkeypatch.setattr(long_context, "evaluate_reasoning", lambda *_, **__: rows)
+    monkeypatch.setattr(long_context, "_run_directory", lambda source: source)
+    (tmp_path / "reasoning.json").mkdir()  # which no file can replace
+    arguments = ["evaluate", "--suite", "reasoning", str(tmp_path)]
+    assert main([*arguments, "--json"]) == StateError.exit_code
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"rows": [dataclasses.asdict(rows[0])]}
+    assert "reasoning.json: cannot be written" in shown.err
+    (tmp_path / "reasoning.json").rmdir()
+    assert main(arguments) == 0
+    assert (tmp_path / "reasoning.json").read_text() == as_json(rows) + "\n"
+
+
 def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
     rows = [
         Row("logic", 1, 0.5, 0.25, 8),
@@ -87,6 +135,8 @@ def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
         "look_up                              -    1.00, 0.00",
         "8 texts each; lengths in windows",
     ]
+    fewer = [rows[0], dataclasses.replace(rows[1], n=5)]
+    assert table(fewer).endswith("\n5 to 8 texts each; lengths in windows")
     assert json.loads(as_json(rows))["rows"][0] == {
         "task": "logic",
         "length_ratio": 1,

@@ -106,14 +106,35 @@ def test_the_step_budget_leaves_only_splicing_and_ends_the_episode() -> None:
     assert stream.observe(rollouts.final).legal.tolist() == [[False, False, True, False]] * 8
 
 
-def test_beyond_the_horizon_stands_what_the_value_head_expects() -> None:
-    stream, (_, state) = with_budget(64, horizon=5), started()
-    policy = random_policy()
-    rollouts = roll_out(stream, policy, state, generator=torch.Generator().manual_seed(0))
-    expected = policy(*stream.observe(rollouts.final)).value
-    assert rollouts.actions.shape == (8, 5)
-    assert torch.equal(rollouts.values[:, 5], expected)
-    assert torch.equal(rollouts.returns, expected)
+def test_a_horizon_shortens_no_episode() -> None:
+    whole, cut = (
+        roll_out(
+            with_budget(64, horizon=horizon),
+            random_policy(),
+            started()[1],
+            generator=torch.Generator().manual_seed(0),
+        )
+        for horizon in (64, 5)
+    )
+    assert whole.taken.sum(1).min() >= NUM_SEGMENTS
+    assert torch.equal(whole.taken, cut.taken)
+    assert torch.equal(whole.final.solved, cut.final.solved)
+    assert torch.equal(whole.returns, cut.returns)
+
+
+def test_what_is_kept_are_the_last_steps_of_each_episode() -> None:
+    stream, state = started(64)
+    whole = roll_out(stream, fresh_policy(), state, generator=torch.Generator().manual_seed(0))
+    kept, ends = whole.last(5), whole.taken.sum(1).tolist()
+    assert len(set(ends)) > 1, "episodes of different lengths"
+    assert kept.taken.all() and torch.equal(kept.returns, whole.returns)
+    for row, end in enumerate(ends):
+        for name in ("hidden", "features", "legal", "actions", "logprobs", "rewards"):
+            mine = getattr(whole, name)[row, end - 5 : end]
+            assert torch.equal(getattr(kept, name)[row], mine), name
+        assert torch.equal(kept.values[row], whole.values[row, end - 5 : end + 1])
+        assert kept.values[row, -1] == 0
+    assert whole.last(1000) is whole
 
 
 def test_a_policy_that_knows_nothing_is_uniform_over_what_is_legal() -> None:
@@ -159,6 +180,19 @@ def test_a_reward_that_is_not_finite_is_reported() -> None:
     _, state = started()
     with pytest.raises(DataError, match="the reward of episode 3 is nan.*Nothing was learned"):
         roll_out(environment(Broken), fresh_policy(), state, generator=None)
+
+
+@pytest.mark.parametrize("head", ["policy", "value"])
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_numbers_of_the_agent_that_are_not_finite_are_reported(
+    head: str, generator: torch.Generator | None
+) -> None:
+    stream, state = started()
+    policy = fresh_policy()
+    with torch.no_grad():
+        getattr(policy, head).weight.fill_(torch.nan)
+    with pytest.raises(DataError, match="agent's numbers are not finite in episode 0.*Nothing was"):
+        roll_out(stream, policy, state, generator=generator)
 
 
 def halfway() -> tuple[SegmentStream, StreamState]:

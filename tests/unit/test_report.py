@@ -1,12 +1,14 @@
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cdrmix.config.load import shipped
 from cdrmix.errors import StateError
 from cdrmix.monitoring.metrics import record
 from cdrmix.monitoring.plots import decimate
@@ -285,6 +287,19 @@ def test_what_was_unhealthy_is_listed_with_what_was_done(tmp_path):
     write_json_atomic(folder / "health.json", record | {"events": [event]})
     text = report_of(folder)[1].text
     assert "7 loss spike 1 loss 9.1 is above 8.7 rollback back to step 4" in text
+
+
+def test_a_suite_that_was_run_after_the_end_is_shown(tmp_path):
+    run = make_run(tmp_path / "run", num_steps=8)
+    shutil.copy(shipped("model_configs") / "cdrmix-reason-tiny.yaml", run / "config_snapshot.yaml")
+    with MetricsFile(run / "metrics.jsonl") as lines:
+        lines.write(record(step=9, **{"stage_b/loss": 1.0}))
+    assert "The suite has not been run" in report_of(run)[1].text
+    cell = {"task": "logic", "score": 0.53, "backbone_score": 0.21, "n": 8}
+    rows = [{**cell, "length_ratio": 2}, {**cell, "length_ratio": 4, "n": 5}]
+    write_json_atomic(run / "reasoning.json", {"rows": rows})
+    text = report_of(run)[1].text
+    assert "0.53, 0.21" in text and "over 5 to 8 texts each" in text
 
 
 def test_a_dense_model_has_no_routing_plots(tmp_path):

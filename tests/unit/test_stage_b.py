@@ -1,5 +1,6 @@
 """Stage B's plan in time and over ranks: phases, rates, groups, clips, lessons, layout."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
+from cdrmix.engines.stage_b import LessonResult, StageB
 from cdrmix.engines.stage_b_lessons import Lessons
 from cdrmix.engines.stage_b_optim import (
     Clip,
@@ -18,6 +20,7 @@ from cdrmix.engines.stage_b_optim import (
     part_groups,
     place_of,
 )
+from cdrmix.errors import ConfigError
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import stage_b_choice
@@ -121,6 +124,27 @@ def test_what_does_not_learn_is_not_measured() -> None:
     assert clip.norms == {}
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_metric_is_the_mean_over_the_lessons_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cdrmix.runtime.all_gather_object", lambda own: [own])
+    losses = [{"loss": torch.tensor(value)} for value in (1.0, 2.0, 6.0)]
+    lessons = [losses[0], losses[1], {**losses[2], "recall": torch.tensor(0.5)}]
+    clip = make_clip(config())
+    stage: Any = StageB(None, config(), clip, first_step=0, origin="")  # type: ignore[arg-type]
+    result = LessonResult(Place("memory", 0, 3), lessons, {"memory": 1.0}, 1, 0.0)
+    assert stage.measure(None, result).means == {"loss": 3.0, "recall": 0.5}
+
+
+def test_a_window_in_which_no_sentence_fits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="window_tokens: given 32, allowed is a .* from 64"):
+        config("window_tokens=32")
+    short = ["training.sequence_length=32", "stage_b.training.window_tokens=null"]
+    with pytest.raises(ConfigError, match="training.sequence_length = 32.*window_tokens=64"):
+        load_config(TINY, short)
+
+
 class Numbers:
     """A course whose lessons are their numbers."""
 
@@ -186,3 +210,15 @@ def test_the_zero_stage_of_stage_a_is_kept(profile: str, kept: str) -> None:
     choice = stage_b_choice(given, choose(given, processes(1), profile=profile), world_size=1)
     assert choice.name == kept
     assert choice.deepspeed["gradient_clipping"] == 0.0
+
+
+def test_where_a_phase_begins_the_steps_before_are_no_measure() -> None:
+    stage_b, course = section(config("lessons_per_step=3")), Numbers()
+    forgotten: list[int] = []
+    lessons: Any = Lessons(course, stage_b, rank=0, world_size=1)  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(loader=lessons, step=10)
+    run.heartbeat = SimpleNamespace(forget_step=lambda: forgotten.append(run.step))
+    stage = StageB(None, config(), make_clip(config()), first_step=10, origin="")  # type: ignore[arg-type]
+    for run.step in range(10, 16):
+        stage.next_batch(run)
+    assert forgotten == [10, 13, 15]

@@ -130,7 +130,9 @@ def test_a_look_up_takes_two_facts() -> None:
 def test_an_unknown_task_and_a_text_too_short_are_refused() -> None:
     with pytest.raises(DataError, match="'needle_key' is no reasoning task. Did you mean 'needle"):
         make("needle_key")
-    with pytest.raises(DataError, match=r"take \d+ tokens, but a text of 1 x 10 tokens has room"):
+    with pytest.raises(
+        DataError, match=r"take \d+ tokens, but a text of 1 x 10 tokens has room for fewer"
+    ):
         generate(
             "look_up",
             number=0,
