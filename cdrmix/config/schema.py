@@ -229,4 +229,14 @@ class Config(Section):
             raise ValueError(
                 "training.stage = b needs a reasoning variant: this config has no stage_b section"
             )
+        if (
+            self.training.stage == "all"
+            and self.stage_b is not None
+            and self.stage_b.run is not None
+        ):
+            raise ValueError(
+                "training.stage = all trains a Stage A of its own, and stage_b.run = "
+                f"{self.stage_b.run} names that of another run: say training.stage = b, or leave "
+                "stage_b.run out"
+            )
         return self
