@@ -204,6 +204,12 @@ def test_a_run_of_both_stages_has_no_use_for_the_stage_a_of_another() -> None:
     assert "say training.stage = b, or leave stage_b.run out" in line
 
 
+def test_summary_slots_share_their_features_evenly() -> None:
+    (line,) = problems(REASON, "stage_b.memory.summary_dim=100")
+    assert "stage_b.memory.summary_dim: given 100" in line
+    assert "a multiple of 8" in line
+
+
 def test_a_section_made_by_an_override_must_be_complete() -> None:
     lines = problems(TINY, "stage_b.run=x")
     for line, key in zip(lines, ("adapters", "policy", "memory"), strict=True):
