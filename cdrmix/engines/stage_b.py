@@ -121,8 +121,26 @@ class StageB:
             sums, epochs = self._learn_policy(run.engine, batch.lessons, slots, scale, weight)
         else:
             losses = (self._course.loss(place.phase, lesson) for lesson in batch.lessons)
-            sums = _learn(run.engine, losses, slots, scale)
+            sums = self._learn(run.engine, losses, slots, scale)
         return LessonResult(place, sums, rates, epochs, time.perf_counter() - began)
+
+    def _learn(
+        self, engine: Any, losses: Iterable[tuple[Tensor, Metrics]], slots: int, scale: float
+    ) -> Metrics:
+        """One optimizer step, a micro-step per loss; sums of what the losses measured.
+
+        Every rank takes as many micro-steps; those beyond its lessons teach nothing.
+        """
+        measured, coming = [], iter(losses)
+        for slot in range(slots):
+            own = next(coming, None)
+            if own is not None:
+                measured.append({"loss": own[0].detach(), **own[1]})
+            engine.backward(in_order(engine, None if own is None else scale * own[0]))
+            if slot == slots - 1:
+                self._clip.prepare(engine.optimizer)
+            engine.step()
+        return _summed(measured)
 
     def _learn_policy(
         self, engine: Any, collected: list[Any], slots: int, scale: float, weight: float
@@ -137,7 +155,7 @@ class StageB:
             sums |= _summed([{"loss": loss.detach(), **measured} for loss, measured in losses])
             if epoch and self._kl(sums) / weight > farthest:
                 return sums, epoch
-            _learn(engine, losses, slots, scale)
+            self._learn(engine, losses, slots, scale)
         return sums, EPOCHS
 
     @staticmethod
@@ -229,23 +247,6 @@ class StageB:
                 "is_backbone_trained": self._config.training.backbone_lr_scale > 0,
             },
         }
-
-
-def _learn(
-    engine: Any, losses: Iterable[tuple[Tensor, Metrics]], slots: int, scale: float
-) -> Metrics:
-    """One optimizer step, a micro-step per loss; sums of what the losses measured.
-
-    Every rank takes as many micro-steps; those beyond its lessons teach nothing.
-    """
-    measured, coming = [], iter(losses)
-    for _ in range(slots):
-        own = next(coming, None)
-        if own is not None:
-            measured.append({"loss": own[0].detach(), **own[1]})
-        engine.backward(in_order(engine, None if own is None else scale * own[0]))
-        engine.step()
-    return _summed(measured)
 
 
 def _summed(metrics: Iterable[Metrics]) -> Metrics:

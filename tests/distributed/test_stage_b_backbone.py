@@ -11,9 +11,13 @@ from cdrmix.cli import main
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import run_ranks
 from tests.small_reasoning_run import PHASE_STEPS, STAGE_A_STEPS, arguments
-from tests.small_run import start
+from tests.small_run import overrides, start
 
-LEARNS = ("--set", "stage_b.training.backbone_lr_scale=0.5")
+CLIP = 0.01  # below every norm
+LEARNS = overrides(
+    ["stage_b.training.backbone_lr_scale=0.5", f"stage_b.training.gradient_clipping={CLIP}"]
+)
+BETA1 = 0.9
 JOINT = STAGE_A_STEPS + 2 * PHASE_STEPS  # the last step before the joint phase
 
 
@@ -42,6 +46,15 @@ def test_the_backbone_moves_in_the_joint_phase_alone(run_dir: Path) -> None:
         assert torch.equal(states[2][name], states[3][name]), name
     moved = [name for name in states[0] if not torch.equal(states[1][name], states[2][name])]
     assert any("experts" in name for name in moved) and "embedding.weight" in moved
+
+
+def test_its_groups_are_clipped_by_their_common_norm(run_dir: Path) -> None:
+    with CheckpointReader(run_dir / "checkpoints" / str(JOINT + 1)) as reader:
+        names = [name for name in reader.names() if "exp_avg" in reader.kinds(name)]
+        means = [reader.full(name, "exp_avg") for name in names if "stage_b." not in name]
+    norm = sum(float(mean.double().square().sum()) for mean in means) ** 0.5
+    # the first step's mean of the gradients, which were zero before
+    assert norm == pytest.approx((1 - BETA1) * CLIP, rel=1e-3)
 
 
 def test_its_losses_are_reported(run_dir: Path) -> None:

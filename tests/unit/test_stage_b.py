@@ -1,5 +1,6 @@
 """Stage B's plan in time and over ranks: phases, rates, groups, clips, lessons, layout."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +113,34 @@ def test_parts_are_clipped_apart() -> None:
     assert found["memory"] == pytest.approx([0.6, 0.8])
     assert found["policy"] == pytest.approx([0.3])
     assert clip.norms == pytest.approx({"adapters": 50.0, "memory": 5.0, "policy": 0.3})
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_the_groups_of_a_part_are_clipped_by_their_common_norm(is_zero: bool) -> None:
+    groups: list[dict[str, Any]] = []
+    for gradient in (30.0, 40.0):
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.tensor([gradient])
+        groups.append({"params": [parameter], "part": "backbone", "lr": 1.0})
+    clip, optimizer = make_clip(config()), torch.optim.SGD(groups, lr=1.0)
+    optimizer.register_step_pre_hook(clip)
+    if is_zero:
+        step_as_zero(clip, optimizer)
+    else:
+        optimizer.step()
+    assert [g["params"][0].grad.item() for g in groups] == pytest.approx([0.6, 0.8])
+    assert clip.norms == pytest.approx({"backbone": 50.0})
+
+
+def step_as_zero(clip: Clip, optimizer: torch.optim.Optimizer) -> None:
+    """Steps of one group at a time, whose gradients were raised by a loss scale before."""
+    groups = optimizer.param_groups
+    raised = {number: [4 * p.grad for p in g["params"]] for number, g in enumerate(groups)}
+    clip.prepare(SimpleNamespace(param_groups=groups, averaged_gradients=raised, loss_scale=4.0))
+    for group in groups:
+        optimizer.param_groups = [group]
+        optimizer.step()
 
 
 @pytest.mark.usefixtures("one_rank")
