@@ -116,7 +116,12 @@ class CheckpointConfig(Section):
 
     every_steps: int | None = Field(1_000, ge=1, description="Optimizer steps between saves.")
     every_minutes: float | None = Field(None, gt=0, description="Minutes between saves.")
-    keep: int = Field(3, ge=1, description="Newest checkpoints kept (count).")
+    keep: int = Field(
+        3,
+        ge=1,
+        description="Newest checkpoints kept (count); Stage B keeps that of the end of Stage A "
+        "besides.",
+    )
     background: bool = Field(
         True,
         description="Training waits for a copy of the state in host memory only, which takes 12 "

@@ -66,23 +66,42 @@ def find_backbone(
     Raises:
         NoUsableStateError: if there are checkpoints and all are damaged.
         StateError: if there is none, it is of an unfinished Stage A or another architecture, or
-            its backbone was trained in Stage B.
+            all backbones there were trained in Stage B.
     """
     assert config.stage_b is not None, "Stage B has its section"
     given = config.stage_b.run
     place = directory.path if given is None else Path(given)
+    copies = directory.copies if given is None else ()
     if given is not None or found is None:
-        found = store.find(place, *(directory.copies if given is None else ()))
+        found = store.find(place, *copies)
     if found is None:
         raise StateError(
             f"{place}: holds no checkpoint to take the backbone from. Give stage_b.run = RUN_DIR, "
             "the run directory of a finished Stage A"
         )
+    trained = _trained_in_stage_b(found)
+    if trained is not None:
+        earlier = store.find(place, *copies, before=trained["first_step"] + 1)
+        if earlier is None or _trained_in_stage_b(earlier) is not None:
+            raise StateError(
+                f"{found.path}: its backbone was trained in Stage B (backbone_lr_scale > 0), and "
+                f"{place} has no checkpoint of step {trained['first_step']}, where that began. The "
+                f"backbone came from {trained['origin']}. Try stage_b.run = another run"
+            )
+        found = earlier
     for name, why in found.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
     with runtime.together(lambda: CheckpointReader(found.path)) as reader:
         runtime.together(lambda: _check(config, reader.state, found))
     return found
+
+
+def _trained_in_stage_b(found: store.Found) -> dict[str, Any] | None:
+    """What a checkpoint says of Stage B, if that has trained the backbone; collective."""
+    with runtime.together(lambda: CheckpointReader(found.path)) as reader:
+        state = reader.state
+    is_trained = state.get("stage") == "b" and state["stage_b"]["is_backbone_trained"]
+    return state["stage_b"] if is_trained else None
 
 
 def _check(config: Config, state: dict[str, Any], found: store.Found) -> None:
@@ -94,12 +113,6 @@ def _check(config: Config, state: dict[str, Any], found: store.Found) -> None:
             "or the run of a Stage A with those here"
         )
     if state.get("stage") == "b":
-        if state["stage_b"]["is_backbone_trained"]:
-            raise StateError(
-                f"{found.path}: its backbone was trained in Stage B (backbone_lr_scale > 0), and "
-                "its Stage A has no checkpoint any more. Try another run, or a larger "
-                "checkpoint.keep there"
-            )
         return
     length = Config.model_validate(state["config"]).training.num_steps
     if found.step < length:

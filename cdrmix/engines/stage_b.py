@@ -96,6 +96,7 @@ class StageB:
         assert config.stage_b is not None, "Stage B has its section"
         self._course, self._config, self._clip = course, config.stage_b, clip
         self._first_step, self._origin = first_step, origin
+        self._is_backbone_trained = False
         self.num_steps = first_step + config.stage_b.training.num_steps
 
     def next_batch(self, run: Run) -> Share:
@@ -236,15 +237,17 @@ class StageB:
         held = {logical_name(name) for name, _ in run.engine.module.named_parameters()}
         others = frozenset(name for name in reader.names() if not is_stage_b(name)) - held
         engine_state.load(run.engine, reader, logical_name, others=others)
+        self._is_backbone_trained = reader.state["stage_b"]["is_backbone_trained"]
 
     def saved(self, run: Run) -> dict[str, Any]:
         """What a checkpoint says of Stage B."""
+        learns = self._config.training.backbone_lr_scale > 0 and run.step > self._first_step
         return {
             "stage": "b",
             "stage_b": {
                 "first_step": self._first_step,
                 "origin": self._origin,
-                "is_backbone_trained": self._config.training.backbone_lr_scale > 0,
+                "is_backbone_trained": self._is_backbone_trained or learns,
             },
         }
 
