@@ -35,6 +35,9 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
     if config.training.stage != "b":
         return
     assert config.stage_b is not None, "checked at construction"
+    goes_on = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
+    if goes_on is not None and _is_in_stage_b(goes_on):
+        return
     if config.stage_b.run is not None:
         place, told = Path(config.stage_b.run), f"stage_b.run = {config.stage_b.run}"
     elif resume not in ("never", "auto"):
@@ -52,6 +55,11 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
             f"{told}: holds no checkpoint to take the backbone from. Give the run directory of a "
             "finished Stage A, or training.stage = all"
         )
+
+
+def _is_in_stage_b(place: Path) -> bool:
+    """Whether a run has a checkpoint of Stage B: that holds the backbone too."""
+    return any(state.get("stage") == "b" for state in store.readable_states(place))
 
 
 def find_backbone(

@@ -1,5 +1,6 @@
 """Stage B's plan in time and over ranks: phases, rates, groups, clips, lessons, layout."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from cdrmix.checkpoint.store import save
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
+from cdrmix.engines.backbone_source import check_given
 from cdrmix.engines.stage_b_lessons import Lessons
 from cdrmix.engines.stage_b_optim import (
     Clip,
@@ -19,6 +22,7 @@ from cdrmix.engines.stage_b_optim import (
     part_groups,
     place_of,
 )
+from cdrmix.errors import StateError
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import stage_b_choice
@@ -148,6 +152,21 @@ def test_what_does_not_learn_is_not_measured() -> None:
     clip = make_clip(config())
     assert stepped(clip, {"memory": [3.0]}, {"memory": 0.0}) == {"memory": [3.0]}
     assert clip.norms == {}
+
+
+def test_a_run_in_stage_b_goes_on_without_the_run_that_its_backbone_is_from(
+    tmp_path: Path,
+) -> None:
+    given = load_config(TINY, ["training.stage=b", f"stage_b.run={tmp_path / 'gone'}"])
+    state: dict[str, Any] = {"rank_state": {}, "keep": 2}
+    save(tmp_path / "run" / "checkpoints", 1, [], state={"stage": "a"}, **state)
+    with pytest.raises(StateError, match="gone: holds no checkpoint to take the backbone from"):
+        check_given(given, run_dir=tmp_path / "run", resume="auto")
+    save(tmp_path / "run" / "checkpoints", 2, [], state={"stage": "b"}, **state)
+    check_given(given, run_dir=tmp_path / "run", resume="auto")
+    check_given(given, run_dir=None, resume=str(tmp_path / "run"))
+    with pytest.raises(StateError):
+        check_given(given, run_dir=tmp_path / "run", resume="never")
 
 
 class Numbers:
