@@ -12,6 +12,7 @@ from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.load import changed_keys
 from cdrmix.config.schema import Config
+from cdrmix.data.shards import Manifest, manifest_digest
 from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.log import get_logger
@@ -63,18 +64,19 @@ def _is_in_stage_b(place: Path) -> bool:
 
 
 def find_backbone(
-    config: Config, directory: RunDirectory, found: store.Found | None
+    config: Config, directory: RunDirectory, manifest: Manifest, found: store.Found | None
 ) -> store.Found:
     """The checkpoint that Stage B starts from; collective.
 
     Args:
         config: names another run, or leaves it to this one's.
         directory: of this run.
+        manifest: of the data that Stage B reads.
         found: what --resume names, to be taken where the configuration names no run.
     Raises:
         NoUsableStateError: if there are checkpoints and all are damaged.
-        StateError: if there is none, it is of an unfinished Stage A or another architecture, or
-            all backbones there were trained in Stage B.
+        StateError: if there is none, it is of an unfinished Stage A, or of another architecture or
+            tokenizer, or all backbones there were trained in Stage B.
     """
     assert config.stage_b is not None, "Stage B has its section"
     given = config.stage_b.run
@@ -101,6 +103,7 @@ def find_backbone(
         logger.warning("skipped checkpoint %s: %s", name, why)
     with runtime.together(lambda: CheckpointReader(found.path)) as reader:
         runtime.together(lambda: _check(config, reader.state, found))
+        runtime.together(lambda: _check_tokenizer(manifest, reader.state, found))
     return found
 
 
@@ -128,6 +131,24 @@ def _check(config: Config, state: dict[str, Any], found: store.Found) -> None:
         raise StateError(
             f"{found.path}: Stage A stopped at step {found.step} of {length}{damaged}. Finish it "
             "first, with --resume auto and training.stage = a"
+        )
+
+
+def _check_tokenizer(manifest: Manifest, state: dict[str, Any], found: store.Found) -> None:
+    """Refuse token ids that mean other text; other data of the same tokenizer is what Stage B may
+    have."""
+    ours, theirs = manifest.tokenizer.sha256, state.get("tokenizer")
+    if theirs is None:  # of older versions, which tell of the data set alone
+        if state["loader"].get("manifest_digest") != manifest_digest(manifest):
+            logger.warning(
+                "warning: %s: does not tell its tokenizer, and its data set is another. Make sure "
+                "that data.path was built with the same tokenizer",
+                found.path,
+            )
+    elif theirs != ours:
+        raise StateError(
+            f"{found.path}: its backbone has another tokenizer: sha256 {theirs} there, {ours} "
+            f"here ({manifest.tokenizer.file}). Try data built with the tokenizer there"
         )
 
 

@@ -182,15 +182,17 @@ class Numbers:
 def test_ranks_share_out_every_lesson_once_and_a_position_is_one_number() -> None:
     stage_b, course = section(config("lessons_per_step=3")), Numbers()
     ranks: list[Any] = [
-        Lessons(course, stage_b, rank=rank, world_size=2)  # type: ignore[arg-type]
+        Lessons(course, stage_b, rank=rank, world_size=2, manifest_digest="1")  # type: ignore[arg-type]
         for rank in range(2)
     ]
     for step in range(5):
         taken = sorted(lesson for lessons in ranks for lesson in lessons.next(step).lessons)
         assert taken == [3 * step, 3 * step + 1, 3 * step + 2]
-    alone: Any = Lessons(course, stage_b, rank=0, world_size=1)  # type: ignore[arg-type]
+    alone: Any = Lessons(course, stage_b, rank=0, world_size=1, manifest_digest="1")  # type: ignore[arg-type]
     alone.load_state_dict(ranks[1].state_dict())
     assert alone.next(5).lessons == [-15, -16, -17], "those of the policy's phase are played"
+    with pytest.raises(StateError, match="of another data set: manifest_digest 2 there, 1 here"):
+        alone.load_state_dict(ranks[1].state_dict() | {"manifest_digest": "2"})
 
 
 @pytest.mark.parametrize(
