@@ -131,14 +131,15 @@ def publish(temporary: Path, step: int) -> None:
     replace_text(root / "latest", f"{step}\n")
 
 
-def drop_others(root: Path, step: int, keep: int) -> None:
-    """Remove checkpoints newer than `step`, and those older than the newest `keep` whole ones."""
+def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> None:
+    """Remove checkpoints newer than `step`, and those older than the newest `keep` whole ones, but
+    for that of step `pinned`."""
     folders = step_folders(root)
     newer = [folder for folder in folders if step_of(folder) > step]
     for folder in newer:
         logger.warning("%s: removed, because the run has gone back to step %d", folder, step)
         _remove(folder)
-    rest = folders[len(newer) :]
+    rest = [folder for folder in folders[len(newer) :] if step_of(folder) != pinned]
     whole = [folder for folder in rest if not damage(folder, with_digests=False)]
     if len(whole) >= keep:
         for folder in rest[rest.index(whole[keep - 1]) + 1 :]:

@@ -84,7 +84,13 @@ class Saver:
     """
 
     def __init__(
-        self, roots: Sequence[Path], *, keep: int, background: bool, ranks: Ranks = THIS_RUN
+        self,
+        roots: Sequence[Path],
+        *,
+        keep: int,
+        background: bool,
+        pinned: int | None = None,
+        ranks: Ranks = THIS_RUN,
     ) -> None:
         """Collective.
 
@@ -93,13 +99,15 @@ class Saver:
                 the first one and a warning in the others.
             keep: number of whole checkpoints to keep in each (>= 1).
             background: copy to memory and write from a thread; otherwise `start` itself writes.
+            pinned: step whose checkpoint stays beside those.
             ranks: who writes together.
         """
         self.saved_step: int | None = None
         self.last: Saved | None = None
         self._stalled, self._stalled_since = 0.0, time.monotonic()
         self._is_stalling = False
-        self._roots, self._keep, self._ranks = tuple(roots), keep, ranks
+        self._roots, self._keep, self._pinned = tuple(roots), keep, pinned
+        self._ranks = ranks
         self._token = ranks.all_gather_object(uuid4().hex[:8])[0]
         self._memory = HostMemory() if background else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
@@ -257,7 +265,7 @@ class Saver:
             num_bytes = sum(file["bytes"] for part in parts for file in part.files.values())
             self.last = Saved(root / str(step), num_bytes, time.monotonic() - save.began)
         try:
-            folder.drop_others(root, step, self._keep)
+            folder.drop_others(root, step, self._keep, self._pinned)
         except OSError as error:
             logger.warning("%s: old checkpoints cannot be dropped: %s", root, described(error))
 

@@ -13,8 +13,9 @@ that. Nothing here trusts `latest`: what verifies counts. No file holds a pickle
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,14 @@ def save(
 def has_checkpoints(path: Path) -> bool:
     """Whether there is anything under `path` that `find` would look at, good or damaged."""
     return bool(_candidates(path, ()))
+
+
+def readable_states(path: Path) -> Iterator[dict[str, Any]]:
+    """What state.json says in each checkpoint that `find` would look at, newest first, where it can
+    be read; nothing is verified."""
+    for folder in _candidates(path, ()):
+        with contextlib.suppress(OSError, ValueError):
+            yield json.loads((folder / "state.json").read_text(encoding="utf-8"))
 
 
 def find(

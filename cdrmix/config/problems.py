@@ -30,7 +30,13 @@ _KINDS: dict[Any, str] = {
     str: "text",
 }
 _CONTAINERS = (tuple, list, Sequence, dict, Mapping)
-_BOUNDS = (("ge", "from"), ("gt", "above"), ("le", "up to"), ("lt", "below"))
+_BOUNDS = (
+    ("ge", "from"),
+    ("gt", "above"),
+    ("le", "up to"),
+    ("lt", "below"),
+    ("multiple_of", "a multiple of"),
+)
 
 
 @dataclass(frozen=True)

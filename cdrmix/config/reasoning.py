@@ -59,7 +59,9 @@ class PolicyConfig(Section):
 class MemoryConfig(Section):
     """Working and episodic memory."""
 
-    summary_dim: int = Field(ge=1, description="Width shared by the summary slots (features).")
+    summary_dim: int = Field(
+        ge=1, multiple_of=8, description="Width shared by the 8 summary slots (features)."
+    )
     kv_summary_stride: int = Field(8, ge=1, description="Tokens per summary update.")
     top_k: int = Field(ge=1, description="Entries read per retrieval (count).")
     max_tokens: int = Field(ge=1, description="Capacity of the episodic memory (tokens).")

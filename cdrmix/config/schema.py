@@ -116,7 +116,12 @@ class CheckpointConfig(Section):
 
     every_steps: int | None = Field(1_000, ge=1, description="Optimizer steps between saves.")
     every_minutes: float | None = Field(None, gt=0, description="Minutes between saves.")
-    keep: int = Field(3, ge=1, description="Newest checkpoints kept (count).")
+    keep: int = Field(
+        3,
+        ge=1,
+        description="Newest checkpoints kept (count); Stage B keeps that of the end of Stage A "
+        "besides.",
+    )
     background: bool = Field(
         True,
         description="Training waits for a copy of the state in host memory only, which takes 12 "
@@ -228,6 +233,16 @@ class Config(Section):
         if self.training.stage == "b" and self.stage_b is None:
             raise ValueError(
                 "training.stage = b needs a reasoning variant: this config has no stage_b section"
+            )
+        if (
+            self.training.stage == "all"
+            and self.stage_b is not None
+            and self.stage_b.run is not None
+        ):
+            raise ValueError(
+                "training.stage = all trains a Stage A of its own, and stage_b.run = "
+                f"{self.stage_b.run} names that of another run: say training.stage = b, or leave "
+                "stage_b.run out"
             )
         return self
 

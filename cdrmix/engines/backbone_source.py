@@ -12,6 +12,7 @@ from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.load import changed_keys
 from cdrmix.config.schema import Config
+from cdrmix.data.shards import Manifest, manifest_digest
 from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.log import get_logger
@@ -35,6 +36,9 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
     if config.training.stage != "b":
         return
     assert config.stage_b is not None, "checked at construction"
+    goes_on = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
+    if goes_on is not None and _is_in_stage_b(goes_on):
+        return
     if config.stage_b.run is not None:
         place, told = Path(config.stage_b.run), f"stage_b.run = {config.stage_b.run}"
     elif resume not in ("never", "auto"):
@@ -54,35 +58,61 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
         )
 
 
+def _is_in_stage_b(place: Path) -> bool:
+    """Whether a run has a checkpoint of Stage B: that holds the backbone too."""
+    return any(state.get("stage") == "b" for state in store.readable_states(place))
+
+
 def find_backbone(
-    config: Config, directory: RunDirectory, found: store.Found | None
+    config: Config, directory: RunDirectory, manifest: Manifest, found: store.Found | None
 ) -> store.Found:
     """The checkpoint that Stage B starts from; collective.
 
     Args:
         config: names another run, or leaves it to this one's.
         directory: of this run.
+        manifest: of the data that Stage B reads.
         found: what --resume names, to be taken where the configuration names no run.
     Raises:
         NoUsableStateError: if there are checkpoints and all are damaged.
-        StateError: if there is none, it is of an unfinished Stage A or another architecture, or
-            its backbone was trained in Stage B.
+        StateError: if there is none, it is of an unfinished Stage A, or of another architecture or
+            tokenizer, or all backbones there were trained in Stage B.
     """
     assert config.stage_b is not None, "Stage B has its section"
     given = config.stage_b.run
     place = directory.path if given is None else Path(given)
+    copies = directory.copies if given is None else ()
     if given is not None or found is None:
-        found = store.find(place, *(directory.copies if given is None else ()))
+        found = store.find(place, *copies)
     if found is None:
         raise StateError(
             f"{place}: holds no checkpoint to take the backbone from. Give stage_b.run = RUN_DIR, "
             "the run directory of a finished Stage A"
         )
+    trained = _trained_in_stage_b(found)
+    if trained is not None:
+        earlier = store.find(place, *copies, before=trained["first_step"] + 1)
+        if earlier is None or _trained_in_stage_b(earlier) is not None:
+            raise StateError(
+                f"{found.path}: its backbone was trained in Stage B (backbone_lr_scale > 0), and "
+                f"{place} has no checkpoint of step {trained['first_step']}, where that began. The "
+                f"backbone came from {trained['origin']}. Try stage_b.run = another run"
+            )
+        found = earlier
     for name, why in found.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
     with runtime.together(lambda: CheckpointReader(found.path)) as reader:
         runtime.together(lambda: _check(config, reader.state, found))
+        runtime.together(lambda: _check_tokenizer(manifest, reader.state, found))
     return found
+
+
+def _trained_in_stage_b(found: store.Found) -> dict[str, Any] | None:
+    """What a checkpoint says of Stage B, if that has trained the backbone; collective."""
+    with runtime.together(lambda: CheckpointReader(found.path)) as reader:
+        state = reader.state
+    is_trained = state.get("stage") == "b" and state["stage_b"]["is_backbone_trained"]
+    return state["stage_b"] if is_trained else None
 
 
 def _check(config: Config, state: dict[str, Any], found: store.Found) -> None:
@@ -94,12 +124,6 @@ def _check(config: Config, state: dict[str, Any], found: store.Found) -> None:
             "or the run of a Stage A with those here"
         )
     if state.get("stage") == "b":
-        if state["stage_b"]["is_backbone_trained"]:
-            raise StateError(
-                f"{found.path}: its backbone was trained in Stage B (backbone_lr_scale > 0), and "
-                "its Stage A has no checkpoint any more. Try another run, or a larger "
-                "checkpoint.keep there"
-            )
         return
     length = Config.model_validate(state["config"]).training.num_steps
     if found.step < length:
@@ -107,6 +131,24 @@ def _check(config: Config, state: dict[str, Any], found: store.Found) -> None:
         raise StateError(
             f"{found.path}: Stage A stopped at step {found.step} of {length}{damaged}. Finish it "
             "first, with --resume auto and training.stage = a"
+        )
+
+
+def _check_tokenizer(manifest: Manifest, state: dict[str, Any], found: store.Found) -> None:
+    """Refuse token ids that mean other text; other data of the same tokenizer is what Stage B may
+    have."""
+    ours, theirs = manifest.tokenizer.sha256, state.get("tokenizer")
+    if theirs is None:  # of older versions, which tell of the data set alone
+        if state["loader"].get("manifest_digest") != manifest_digest(manifest):
+            logger.warning(
+                "warning: %s: does not tell its tokenizer, and its data set is another. Make sure "
+                "that data.path was built with the same tokenizer",
+                found.path,
+            )
+    elif theirs != ours:
+        raise StateError(
+            f"{found.path}: its backbone has another tokenizer: sha256 {theirs} there, {ours} "
+            f"here ({manifest.tokenizer.file}). Try data built with the tokenizer there"
         )
 
 

@@ -39,6 +39,7 @@ def save(run: Run, position: dict[str, Any]) -> None:
             run.stage.fragments(run),
             state={
                 "loader": position,
+                "tokenizer": run.corpus.manifest.tokenizer.sha256,
                 "engine": engine_state.counters(run.engine),
                 "config": run.config.model_dump(mode="json"),
                 "seconds": run.seconds,

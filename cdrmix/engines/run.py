@@ -174,12 +174,13 @@ class Run:
         self.observer.close()
 
 
-def make_saver(config: Config, directory: RunDirectory) -> Saver:
-    """What writes the checkpoints of a run directory."""
+def make_saver(config: Config, directory: RunDirectory, *, pinned: int | None = None) -> Saver:
+    """What writes the checkpoints of a run directory, and never drops that of step `pinned`."""
     return Saver(
         (directory.checkpoints, *directory.copies),
         keep=config.checkpoint.keep,
         background=config.checkpoint.background,
+        pinned=pinned,
     )
 
 

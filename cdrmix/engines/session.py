@@ -92,6 +92,11 @@ def _run_stages(start: Start, found: store.Found | None) -> bool:
     """The stages that are asked for and not over, from a checkpoint on; whether a signal stopped
     one of them."""
     stage, is_in_stage_b = start.config.training.stage, found is not None and stage_of(found) == "b"
+    if found is not None and is_in_stage_b and start.config.stage_b is None:
+        raise StateError(
+            f"{found.path}: was saved in Stage B; this config has no stage_b section. Use "
+            "config_snapshot.yaml of that run"
+        )
     if stage == "a" and is_in_stage_b and found is not None:
         raise StateError(
             f"{found.path}: was saved in Stage B. Try training.stage = b or all, or a new run "

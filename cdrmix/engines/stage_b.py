@@ -97,6 +97,7 @@ class StageB:
         assert config.stage_b is not None, "Stage B has its section"
         self._course, self._config, self._clip = course, config.stage_b, clip
         self._first_step, self._origin = first_step, origin
+        self._is_backbone_trained = False
         self.num_steps = first_step + config.stage_b.training.num_steps
 
     def next_batch(self, run: Run) -> Share:
@@ -125,8 +126,26 @@ class StageB:
             measured, epochs = self._learn_policy(run.engine, batch.lessons, slots, scale, weight)
         else:
             losses = (self._course.loss(place.phase, lesson) for lesson in batch.lessons)
-            measured = _learn(run.engine, losses, slots, scale)
+            measured = self._learn(run.engine, losses, slots, scale)
         return LessonResult(place, measured, rates, epochs, time.perf_counter() - began)
+
+    def _learn(
+        self, engine: Any, losses: Iterable[tuple[Tensor, Metrics]], slots: int, scale: float
+    ) -> list[Metrics]:
+        """One optimizer step, a micro-step per loss; what each of them measured.
+
+        Every rank takes as many micro-steps; those beyond its lessons teach nothing.
+        """
+        measured, coming = [], iter(losses)
+        for slot in range(slots):
+            own = next(coming, None)
+            if own is not None:
+                measured.append({"loss": own[0].detach(), **own[1]})
+            engine.backward(in_order(engine, None if own is None else scale * own[0]))
+            if slot == slots - 1:
+                self._clip.prepare(engine.optimizer)
+            engine.step()
+        return measured
 
     def _learn_policy(
         self, engine: Any, collected: list[Any], slots: int, scale: float, weight: float
@@ -143,7 +162,7 @@ class StageB:
             ]
             if epoch and self._kl(measured) / weight > farthest:
                 return measured, epoch
-            _learn(engine, losses, slots, scale)
+            self._learn(engine, losses, slots, scale)
         return measured, EPOCHS
 
     @staticmethod
@@ -224,34 +243,19 @@ class StageB:
         held = {logical_name(name) for name, _ in run.engine.module.named_parameters()}
         others = frozenset(name for name in reader.names() if not is_stage_b(name)) - held
         engine_state.load(run.engine, reader, logical_name, others=others)
+        self._is_backbone_trained = reader.state["stage_b"]["is_backbone_trained"]
 
     def saved(self, run: Run) -> dict[str, Any]:
         """What a checkpoint says of Stage B."""
+        learns = self._config.training.backbone_lr_scale > 0 and run.step > self._first_step
         return {
             "stage": "b",
             "stage_b": {
                 "first_step": self._first_step,
                 "origin": self._origin,
-                "is_backbone_trained": self._config.training.backbone_lr_scale > 0,
+                "is_backbone_trained": self._is_backbone_trained or learns,
             },
         }
-
-
-def _learn(
-    engine: Any, losses: Iterable[tuple[Tensor, Metrics]], slots: int, scale: float
-) -> list[Metrics]:
-    """One optimizer step, a micro-step per loss; what each of them measured.
-
-    Every rank takes as many micro-steps; those beyond its lessons teach nothing.
-    """
-    measured, coming = [], iter(losses)
-    for _ in range(slots):
-        own = next(coming, None)
-        if own is not None:
-            measured.append({"loss": own[0].detach(), **own[1]})
-        engine.backward(in_order(engine, None if own is None else scale * own[0]))
-        engine.step()
-    return measured
 
 
 def _means_over_ranks(measured: list[Metrics]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.engines.course import Course
 from cdrmix.engines.stage_b_optim import Place, place_of
+from cdrmix.errors import StateError
 
 
 class Share(NamedTuple):
@@ -31,16 +32,24 @@ class Lessons:
         stage_b: phases and lessons per step.
         rank: of this process among those that share lessons out.
         world_size: how many they are.
+        manifest_digest: names the data set that texts and tokenizer are of.
 
     Attributes:
         samples_consumed: lessons handed out, to all ranks.
     """
 
     def __init__(
-        self, course: Course, stage_b: StageBConfig, *, rank: int, world_size: int
+        self,
+        course: Course,
+        stage_b: StageBConfig,
+        *,
+        rank: int,
+        world_size: int,
+        manifest_digest: str,
     ) -> None:
         self._course, self._training = course, stage_b.training
         self._rank, self._world_size = rank, world_size
+        self._manifest_digest = manifest_digest
         self.samples_consumed = 0
 
     def next(self, step: int) -> Share:
@@ -60,12 +69,26 @@ class Lessons:
         self.samples_consumed = end
         return Share(place, lessons)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The position between two steps; the same on every rank."""
-        return {"samples_consumed": self.samples_consumed}
+        return {
+            "samples_consumed": self.samples_consumed,
+            "manifest_digest": self._manifest_digest,
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there, on whatever ranks."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, on whatever ranks.
+
+        Raises:
+            StateError: if the lessons so far were of another data set.
+        """
+        saved = state.get("manifest_digest", self._manifest_digest)  # of older versions: not told
+        if saved != self._manifest_digest:
+            raise StateError(
+                f"The lessons of the checkpoint are of another data set: manifest_digest {saved} "
+                f"there, {self._manifest_digest} here. Resume with the data.path of the "
+                "checkpoint, or start Stage B in a new run directory"
+            )
         self.samples_consumed = state["samples_consumed"]
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ def part_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class Clip:
-    """Clips the gradients of each group by their own norm, on the way into the optimizer's step.
+    """Clips the gradients of each part by their own norm, on the way into the optimizer's step.
 
     DeepSpeed would clip all of them by one norm, in which the adapters' is the largest by far. Its
     own clipping is off; under ZeRO 1 and 2 a group's gradients are one flat partition per rank.
@@ -125,22 +125,55 @@ class Clip:
     def __init__(self, limits: dict[Part, float]) -> None:
         self._limits = limits
         self.norms: dict[Part, float] = {}
+        self._coming: dict[Part, float] = {}
+
+    @torch.no_grad()
+    def prepare(self, optimizer: Any) -> None:
+        """Measure the gradients of the coming step, between its last backward pass and itself.
+
+        ZeRO 1 and 2 hand over a group at a time (0.19.8, zero/stage_1_and_2.py), and a part may
+        have several. Every rank calls this.
+
+        Args:
+            optimizer: DeepSpeed's; others hand over all groups together and are measured then.
+        """
+        averaged = getattr(optimizer, "averaged_gradients", None)
+        if averaged is not None:
+            gradients = [averaged[number] for number in range(len(optimizer.param_groups))]
+            self._coming = _norms(optimizer.param_groups, gradients, scale=optimizer.loss_scale)
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Hook of `torch.optim.Optimizer.register_step_pre_hook`; every rank calls it."""
-        for group in optimizer.param_groups:
-            part: Part = group["part"]
-            if group["lr"] == 0:  # does not learn now, or a checkpoint is being read
-                continue
-            gradients = [p.grad for p in group["params"] if p.grad is not None]
-            own = sum((g.double().square().sum() for g in gradients), torch.zeros(()).double())
-            total = runtime.all_reduce_sum(torch.as_tensor(own).to(runtime.device()))
-            self.norms[part] = norm = math.sqrt(float(total))
-            limit = self._limits[part]
+        groups = optimizer.param_groups
+        gradients = [[p.grad for p in each["params"] if p.grad is not None] for each in groups]
+        self.norms = self._coming or _norms(groups, gradients)
+        for group, own in zip(groups, gradients, strict=True):
+            norm, limit = self.norms.get(group["part"], 0.0), self._limits[group["part"]]
             if limit and norm > limit:
-                for gradient in gradients:
+                for gradient in own:
                     gradient.mul_(limit / norm)
+
+
+def _norms(
+    groups: list[dict[str, Any]], gradients: list[list[Tensor]], *, scale: float = 1.0
+) -> dict[Part, float]:
+    """L2 norm over all ranks and groups of each part that learns.
+
+    Args:
+        groups: of an optimizer; a rate of 0 does not learn, or a checkpoint is being read.
+        gradients: of this rank, by group.
+        scale: by which they are too large.
+    """
+    learning = [part for part in PARTS if any(g["part"] == part and g["lr"] for g in groups)]
+    if not learning:
+        return {}
+    sums = torch.zeros(len(learning), dtype=torch.float64, device=runtime.device())
+    for group, own in zip(groups, gradients, strict=True):
+        for gradient in own if group["lr"] else ():
+            sums[learning.index(group["part"])] += gradient.double().square().sum()
+    totals = runtime.all_reduce_sum(sums).sqrt().div(scale).tolist()
+    return dict(zip(learning, totals, strict=True))
 
 
 def make_clip(config: Config) -> Clip:

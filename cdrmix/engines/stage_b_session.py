@@ -16,6 +16,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.schema import Config
+from cdrmix.data.shards import manifest_digest
 from cdrmix.engines.backbone_source import find_backbone, load_backbone
 from cdrmix.engines.course import Course, make_course
 from cdrmix.engines.loop import start_engine, train
@@ -90,7 +91,7 @@ def _set_up(start: Start, found: store.Found | None) -> tuple[Run, ReaderCourse]
     corpus, topology = open_corpus(config), make_topology(choice.degrees)
     start.start_up.done("data")
     resumed = found if found is not None and stage_of(found) == "b" else None
-    source = resumed or find_backbone(config, directory, found)
+    source = resumed or find_backbone(config, directory, corpus.manifest, found)
     with runtime.together(lambda: CheckpointReader(source.path)) as reader:
         backbone = runtime.together(lambda: load_backbone(config, reader))
         course, clip = make_course(config, backbone, corpus), make_clip(config)
@@ -111,11 +112,15 @@ def _set_up(start: Start, found: store.Found | None) -> tuple[Run, ReaderCourse]
             directory=directory,
             corpus=corpus,
             loader=Lessons(
-                course, config.stage_b, rank=topology.data_rank, world_size=choice.degrees.data
+                course,
+                config.stage_b,
+                rank=topology.data_rank,
+                world_size=choice.degrees.data,
+                manifest_digest=manifest_digest(corpus.manifest),
             ),
             engine=engine,
             observer=Observer(),
-            saver=make_saver(config, directory),
+            saver=make_saver(config, directory, pinned=first_step),
             requests=start.requests,
             heartbeat=start.heartbeat,
             start_up=start.start_up,

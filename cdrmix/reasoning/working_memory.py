@@ -31,15 +31,11 @@ class WorkingMemory(nn.Module):
     Args:
         hidden_size: D, of the backbone.
         config: `summary_dim`, `kv_summary_stride`.
-    Raises:
-        ValueError: if the slots cannot share the summary's features alike.
     """
 
     def __init__(self, hidden_size: int, config: MemoryConfig) -> None:
         super().__init__()
-        width, rest = divmod(config.summary_dim, NUM_SLOTS)
-        if rest:
-            raise ValueError(f"summary_dim = {config.summary_dim} is no multiple of {NUM_SLOTS}")
+        width = config.summary_dim // NUM_SLOTS  # the schema takes multiples alone
         self.stride = config.kv_summary_stride
         self.slots = nn.Parameter(torch.empty(NUM_SLOTS, width))  # initial content, and query
         self.key = nn.Linear(hidden_size, width, bias=False)

@@ -1,5 +1,6 @@
 """Stage B on ranks: equal to one process in every layout, and resumed in each phase bit by bit."""
 
+import hashlib
 import os
 import shutil
 import signal
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.data.shards import read_manifest, write_manifest
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
-from tests.harness import RanksFailed, run_ranks
+from tests.harness import ROOT, RanksFailed, run_ranks
 from tests.small_reasoning_run import (
     NUM_PHASES,
     PHASE_STEPS,
@@ -247,6 +249,32 @@ def test_a_checkpoint_of_stage_b_gives_its_backbone_where_that_is_all_there_is(
     argv = arguments(small_corpus, tmp_path / "run", tmp_path, *settings)
     assert run_ranks(start, 1, argv) == [0]
     assert lines_of(tmp_path / "run") == lines_of(alone)[:PHASE_STEPS]
+
+
+def test_another_tokenizer_is_refused(
+    alone: Path, small_corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(small_corpus, data)
+    manifest = read_manifest(data)
+    file = data / manifest.tokenizer.file
+    file.write_bytes(file.read_bytes() + b"\n")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    tokenizer = manifest.tokenizer.model_copy(update={"sha256": digest})
+    write_manifest(data, manifest.model_copy(update={"tokenizer": tokenizer}))
+    text = refusal(data, tmp_path, alone, capfd, code=2)
+    assert "its backbone has another tokenizer" in text
+    assert f"sha256 {manifest.tokenizer.sha256} there, {digest} here" in text
+
+
+def test_a_run_in_stage_b_does_not_go_on_with_a_config_that_has_none(
+    alone: Path, small_corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source, core = copy_of(alone, tmp_path, STEPS), ROOT / "model_configs/cdrmix-core-tiny.yaml"
+    argv = ["--config", str(core), *overrides([f"data.path={small_corpus}"])]
+    text = refused([*argv, "--run-dir", str(source), "--resume", "auto"], capfd)
+    assert f"{STEPS}: was saved in Stage B; this config has no stage_b section" in text
+    assert "Use config_snapshot.yaml of that run" in text
 
 
 def start_with_a_broken_checker(argv: list[str]) -> int:

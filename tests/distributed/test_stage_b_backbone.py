@@ -1,7 +1,9 @@
 """Stage B that trains its backbone too: in the joint phase alone, and the same on two ranks."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,14 @@ from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.cli import main
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import run_ranks
-from tests.small_reasoning_run import PHASE_STEPS, STAGE_A_STEPS, arguments
-from tests.small_run import start
+from tests.small_reasoning_run import PHASE_STEPS, STAGE_A_STEPS, STEPS, arguments
+from tests.small_run import overrides, refused, start
 
-LEARNS = ("--set", "stage_b.training.backbone_lr_scale=0.5")
+CLIP = 0.01  # below every norm
+LEARNS = overrides(
+    ["stage_b.training.backbone_lr_scale=0.5", f"stage_b.training.gradient_clipping={CLIP}"]
+)
+BETA1 = 0.9
 JOINT = STAGE_A_STEPS + 2 * PHASE_STEPS  # the last step before the joint phase
 
 
@@ -42,6 +48,58 @@ def test_the_backbone_moves_in_the_joint_phase_alone(run_dir: Path) -> None:
         assert torch.equal(states[2][name], states[3][name]), name
     moved = [name for name in states[0] if not torch.equal(states[1][name], states[2][name])]
     assert any("experts" in name for name in moved) and "embedding.weight" in moved
+
+
+def test_its_groups_are_clipped_by_their_common_norm(run_dir: Path) -> None:
+    with CheckpointReader(run_dir / "checkpoints" / str(JOINT + 1)) as reader:
+        names = [name for name in reader.names() if "exp_avg" in reader.kinds(name)]
+        means = [reader.full(name, "exp_avg") for name in names if "stage_b." not in name]
+    norm = sum(float(mean.double().square().sum()) for mean in means) ** 0.5
+    # the first step's mean of the gradients, which were zero before
+    assert norm == pytest.approx((1 - BETA1) * CLIP, rel=1e-3)
+
+
+def copy_of(run_dir: Path, target: Path, *steps: int) -> Path:
+    """A run directory with some checkpoints of another."""
+    for step in steps:
+        name = f"checkpoints/{step}"
+        shutil.copytree(run_dir / name, target / name)
+    return target
+
+
+def state_of(run_dir: Path, step: int) -> dict[str, Any]:
+    path = run_dir / "checkpoints" / str(step) / "state.json"
+    return json.loads(path.read_text(encoding="utf-8"))["stage_b"]
+
+
+def test_the_end_of_stage_a_stays_and_gives_the_next_stage_b_its_backbone(
+    run_dir: Path, small_corpus: Path, tmp_path: Path
+) -> None:
+    source = copy_of(run_dir, tmp_path / "source", STAGE_A_STEPS, STEPS - 1)
+    frozen = overrides(["checkpoint.keep=1", "training.stage=b"])
+    argv = arguments(small_corpus, source, tmp_path, *frozen, "--resume", "auto")
+    assert run_ranks(start, 1, argv) == [0]
+    left = {folder.name for folder in (source / "checkpoints").iterdir() if folder.is_dir()}
+    assert left == {str(STAGE_A_STEPS), str(STEPS)}
+    assert state_of(source, STEPS)["is_backbone_trained"], "though this start did not train it"
+    none = [f"stage_b.training.{name}_steps=0" for name in ("adapter", "joint", "policy")]
+    more = overrides(["training.stage=b", f"stage_b.run={source}", *none])
+    argv = arguments(small_corpus, tmp_path / "next", tmp_path, *more)
+    assert run_ranks(start, 1, argv) == [0]
+    told = state_of(tmp_path / "next", STAGE_A_STEPS + PHASE_STEPS)
+    assert told["origin"] == str(source / "checkpoints" / str(STAGE_A_STEPS))
+    assert not told["is_backbone_trained"]
+
+
+def test_a_backbone_that_stage_b_has_trained_is_refused(
+    run_dir: Path, small_corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = copy_of(run_dir, tmp_path / "source", STEPS)
+    more = overrides(["training.stage=b", f"stage_b.run={source}"])
+    text = refused(arguments(small_corpus, tmp_path / "next", tmp_path, *more), capfd)
+    assert "its backbone was trained in Stage B" in text
+    assert f"{source} has no checkpoint of step {STAGE_A_STEPS}, where that began" in text
+    assert f"came from {run_dir / 'checkpoints' / str(STAGE_A_STEPS)}. Try stage_b.run" in text
 
 
 def test_its_losses_are_reported(run_dir: Path) -> None:

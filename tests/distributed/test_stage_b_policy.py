@@ -99,7 +99,9 @@ def learn(profile: str, kl_target: float) -> tuple[list[int], list[float], dict[
     engine = start_engine(
         Trained(course.model), config, choice, topology, optimizer=stage_b_adamw(clip)
     )
-    lessons = Lessons(course, config.stage_b, rank=runtime.rank(), world_size=world)
+    lessons = Lessons(
+        course, config.stage_b, rank=runtime.rank(), world_size=world, manifest_digest=""
+    )
     run: Any = SimpleNamespace(
         engine=engine,
         config=config,

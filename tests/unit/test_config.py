@@ -193,8 +193,21 @@ def test_overrides_make_sections_that_the_file_lacks() -> None:
 
 
 def test_overrides_reach_stage_b_and_can_remove_it() -> None:
-    assert load_config(REASON, ["stage_b.run=experiments/x"]).stage_b.run == "experiments/x"
+    given = load_config(REASON, ["training.stage=b", "stage_b.run=experiments/x"])
+    assert given.stage_b.run == "experiments/x"
     assert load_config(REASON, ["stage_b=null"]).variant == "core"
+
+
+def test_a_run_of_both_stages_has_no_use_for_the_stage_a_of_another() -> None:
+    (line,) = problems(REASON, "stage_b.run=experiments/x")
+    assert "stage_b.run = experiments/x names that of another run" in line
+    assert "say training.stage = b, or leave stage_b.run out" in line
+
+
+def test_summary_slots_share_their_features_evenly() -> None:
+    (line,) = problems(REASON, "stage_b.memory.summary_dim=100")
+    assert "stage_b.memory.summary_dim: given 100" in line
+    assert "a multiple of 8" in line
 
 
 def test_a_section_made_by_an_override_must_be_complete() -> None:

@@ -1,5 +1,6 @@
 """Stage B's plan in time and over ranks: phases, rates, groups, clips, lessons, layout."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from cdrmix.checkpoint.store import save
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
+from cdrmix.engines.backbone_source import check_given
 from cdrmix.engines.stage_b import LessonResult, StageB
 from cdrmix.engines.stage_b_lessons import Lessons
 from cdrmix.engines.stage_b_optim import (
@@ -20,7 +23,7 @@ from cdrmix.engines.stage_b_optim import (
     part_groups,
     place_of,
 )
-from cdrmix.errors import ConfigError
+from cdrmix.errors import ConfigError, StateError
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import stage_b_choice
@@ -118,6 +121,34 @@ def test_parts_are_clipped_apart() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_the_groups_of_a_part_are_clipped_by_their_common_norm(is_zero: bool) -> None:
+    groups: list[dict[str, Any]] = []
+    for gradient in (30.0, 40.0):
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.tensor([gradient])
+        groups.append({"params": [parameter], "part": "backbone", "lr": 1.0})
+    clip, optimizer = make_clip(config()), torch.optim.SGD(groups, lr=1.0)
+    optimizer.register_step_pre_hook(clip)
+    if is_zero:
+        step_as_zero(clip, optimizer)
+    else:
+        optimizer.step()
+    assert [g["params"][0].grad.item() for g in groups] == pytest.approx([0.6, 0.8])
+    assert clip.norms == pytest.approx({"backbone": 50.0})
+
+
+def step_as_zero(clip: Clip, optimizer: torch.optim.Optimizer) -> None:
+    """Steps of one group at a time, whose gradients were raised by a loss scale before."""
+    groups = optimizer.param_groups
+    raised = {number: [4 * p.grad for p in g["params"]] for number, g in enumerate(groups)}
+    clip.prepare(SimpleNamespace(param_groups=groups, averaged_gradients=raised, loss_scale=4.0))
+    for group in groups:
+        optimizer.param_groups = [group]
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_what_does_not_learn_is_not_measured() -> None:
     clip = make_clip(config())
     assert stepped(clip, {"memory": [3.0]}, {"memory": 0.0}) == {"memory": [3.0]}
@@ -145,6 +176,21 @@ def test_a_window_in_which_no_sentence_fits_is_refused() -> None:
         load_config(TINY, short)
 
 
+def test_a_run_in_stage_b_goes_on_without_the_run_that_its_backbone_is_from(
+    tmp_path: Path,
+) -> None:
+    given = load_config(TINY, ["training.stage=b", f"stage_b.run={tmp_path / 'gone'}"])
+    state: dict[str, Any] = {"rank_state": {}, "keep": 2}
+    save(tmp_path / "run" / "checkpoints", 1, [], state={"stage": "a"}, **state)
+    with pytest.raises(StateError, match="gone: holds no checkpoint to take the backbone from"):
+        check_given(given, run_dir=tmp_path / "run", resume="auto")
+    save(tmp_path / "run" / "checkpoints", 2, [], state={"stage": "b"}, **state)
+    check_given(given, run_dir=tmp_path / "run", resume="auto")
+    check_given(given, run_dir=None, resume=str(tmp_path / "run"))
+    with pytest.raises(StateError):
+        check_given(given, run_dir=tmp_path / "run", resume="never")
+
+
 class Numbers:
     """A course whose lessons are their numbers."""
 
@@ -158,15 +204,17 @@ class Numbers:
 def test_ranks_share_out_every_lesson_once_and_a_position_is_one_number() -> None:
     stage_b, course = section(config("lessons_per_step=3")), Numbers()
     ranks: list[Any] = [
-        Lessons(course, stage_b, rank=rank, world_size=2)  # type: ignore[arg-type]
+        Lessons(course, stage_b, rank=rank, world_size=2, manifest_digest="1")  # type: ignore[arg-type]
         for rank in range(2)
     ]
     for step in range(5):
         taken = sorted(lesson for lessons in ranks for lesson in lessons.next(step).lessons)
         assert taken == [3 * step, 3 * step + 1, 3 * step + 2]
-    alone: Any = Lessons(course, stage_b, rank=0, world_size=1)  # type: ignore[arg-type]
+    alone: Any = Lessons(course, stage_b, rank=0, world_size=1, manifest_digest="1")  # type: ignore[arg-type]
     alone.load_state_dict(ranks[1].state_dict())
     assert alone.next(5).lessons == [-15, -16, -17], "those of the policy's phase are played"
+    with pytest.raises(StateError, match="of another data set: manifest_digest 2 there, 1 here"):
+        alone.load_state_dict(ranks[1].state_dict() | {"manifest_digest": "2"})
 
 
 @pytest.mark.parametrize(

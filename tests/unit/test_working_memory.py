@@ -73,5 +73,5 @@ def test_rows_do_not_mix() -> None:
 
 
 def test_a_summary_that_slots_cannot_share_is_refused() -> None:
-    with pytest.raises(ValueError, match="summary_dim = 100 is no multiple of 8"):
-        WorkingMemory(64, MemoryConfig(summary_dim=100, top_k=4, max_tokens=64))
+    with pytest.raises(ValueError, match=f"summary_dim\n.*multiple of {NUM_SLOTS}"):
+        MemoryConfig(summary_dim=100, top_k=4, max_tokens=64)
