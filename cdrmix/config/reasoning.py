@@ -36,9 +36,14 @@ class AdapterConfig(Section):
 class PolicyConfig(Section):
     """RL memory agent, trained with GRPO."""
 
-    max_branches: int = Field(ge=1, description="Candidates evaluated per decision (count).")
+    max_branches: int = Field(
+        ge=1,
+        description="Candidates of a decision in try_branches, which no run uses yet (count).",
+    )
     step_budget: int = Field(ge=1, description="Memory operations per prompt (count).")
-    accept_threshold: float = Field(0.0, description="Advantage from which a branch is kept.")
+    accept_threshold: float = Field(
+        0.0, description="Advantage from which try_branches keeps one; no run uses it yet."
+    )
     horizon: int = Field(ge=1, description="Transitions kept for the return (count).")
     gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
     gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
