@@ -40,9 +40,14 @@ class AdapterConfig(Section):
 class PolicyConfig(Section):
     """RL memory agent, trained with GRPO."""
 
-    max_branches: int = Field(ge=1, description="Candidates evaluated per decision (count).")
+    max_branches: int = Field(
+        ge=1,
+        description="Candidates of a decision in try_branches, which no run uses yet (count).",
+    )
     step_budget: int = Field(ge=1, description="Memory operations per prompt (count).")
-    accept_threshold: float = Field(0.0, description="Advantage from which a branch is kept.")
+    accept_threshold: float = Field(
+        0.0, description="Advantage from which try_branches keeps one; no run uses it yet."
+    )
     horizon: int = Field(
         ge=1,
         description="Transitions that are learned from, the last of each episode up to its answer "

@@ -263,7 +263,7 @@ def test_the_zero_stage_of_stage_a_is_kept(profile: str, kept: str) -> None:
 def test_where_a_phase_begins_the_steps_before_are_no_measure() -> None:
     stage_b, course = section(config("lessons_per_step=3")), Numbers()
     forgotten: list[int] = []
-    lessons: Any = Lessons(course, stage_b, rank=0, world_size=1)  # type: ignore[arg-type]
+    lessons: Any = Lessons(course, stage_b, rank=0, world_size=1, manifest_digest="1")  # type: ignore[arg-type]
     run: Any = SimpleNamespace(loader=lessons, step=10)
     run.heartbeat = SimpleNamespace(forget_step=lambda: forgotten.append(run.step))
     stage = StageB(None, config(), make_clip(config()), first_step=10, origin="")  # type: ignore[arg-type]
