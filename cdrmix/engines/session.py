@@ -136,6 +136,9 @@ def _pretrain(start: Start, found: store.Found | None, *, goes_on: bool) -> bool
                     finish(run)
     if goes_on and not stopped:
         run.engine.destroy()
+        for parameter in run.engine.module.parameters():
+            # the optimizer of bf16 binds methods to each that hold it, out of the collector's sight
+            vars(parameter).clear()
     return stopped
 
 

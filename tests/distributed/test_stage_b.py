@@ -96,11 +96,14 @@ def left_of_stage_a(argv: list[str]) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("profile", ["zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("profile", "precision"), [("zero1", "fp32"), ("zero2", "fp32"), ("zero1", "bf16")]
+)
 def test_nothing_of_stage_as_engine_is_held_through_stage_b(
-    profile: str, small_corpus: Path, tmp_path: Path
+    profile: str, precision: str, small_corpus: Path, tmp_path: Path
 ) -> None:
     argv = arguments(small_corpus, tmp_path / "run", tmp_path, "--profile", profile)
+    argv += ["--set", f"training.precision={precision}"]
     for phase in ("adapter", "joint", "policy"):
         argv += ["--set", f"stage_b.training.{phase}_steps=0"]
     assert run_ranks(left_of_stage_a, 1, argv) == [[]]
