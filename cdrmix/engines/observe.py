@@ -94,7 +94,6 @@ def log_step(
         tokens_seen=run.tokens_seen,
         tokens_per_second=steps * training.tokens_per_step / seconds,
         step_seconds=seconds / steps,
-        data_wait_seconds=waited / steps,
         memory_peak_bytes=peak,
         **measured.routing,
         **run.health.metrics(),

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from cdrmix import runtime
+from cdrmix.monitoring.metrics import SHOWN_ONLY
 from cdrmix.monitoring.sinks import MetricsFile, Progress
 
 
@@ -65,7 +66,8 @@ class Observer:
             StateError: if the metrics file cannot be written.
         """
         if self._metrics is not None and self._progress is not None:
-            self._metrics.write(line)
+            kept = {name: value for name, value in line.items() if name not in SHOWN_ONLY}
+            self._metrics.write(kept)
             self._progress.update(step, line)
 
     def sync(self) -> None:

@@ -229,7 +229,6 @@ class Health:
             "health/skipped_steps": self.skipped_steps,
             "health/rollbacks": self.rollbacks,
             "health/passed_over_samples": self.passed_over_samples,
-            "health/warnings": self.warnings,
         }
         return {name: count for name, count in counts.items() if count}
 

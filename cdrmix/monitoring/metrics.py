@@ -45,7 +45,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens_seen", "tokens", "none"),
     Metric("tokens_per_second", "tokens", "none", "second", deterministic=False),
     Metric("step_seconds", "seconds", "none", "step", deterministic=False),
-    Metric("data_wait_seconds", "seconds of the slowest rank", "max", "step", deterministic=False),
     Metric("memory_peak_bytes", "bytes", "max", deterministic=False),
     # Overflow and entropy are not additive: they are computed from expert counts, and the router
     # losses from means, that were added up over the data ranks first.
@@ -56,7 +55,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("health/skipped_steps", "steps not taken, since the start of the run", "none"),
     Metric("health/rollbacks", "times, since the start of the run", "none"),
     Metric("health/passed_over_samples", "samples, since the start of the run", "none"),
-    Metric("health/warnings", "unhealthy judgements, since the start", "none", deterministic=False),
     # Of Stage B: means over a step's lessons, each a mean over itself. What each is a mean of is
     # the denominator of the lesson's mean.
     Metric("stage_b/loss", "weighted sum of the losses below", "sum", "lesson"),
@@ -114,6 +112,11 @@ def record(*, step: int, **values: float | None) -> dict[str, float]:
         for name in _BY_NAME
         if (value := given.get(name)) is not None
     }
+
+
+# Shown to whoever looks on, and not kept: equal runs have equal lines but for step_seconds,
+# tokens_per_second and memory_peak_bytes.
+SHOWN_ONLY = ("eval/seconds",)
 
 
 def deterministic_part(line: Mapping[str, float]) -> dict[str, float]:
