@@ -107,7 +107,7 @@ def answer_with(loaded: TrainedReader, text: str, question: str) -> Answered:
             said = lessons.tokenizer.decode(texts.segment(0, place))
             events.append(Event(kind, said))
         state = after
-    return Answered(lessons.tokenizer.decode(episodes.answers[0]), tuple(events))
+    return Answered(lessons.tokenizer.decode(episodes.answers(state)[0]), tuple(events))
 
 
 def _changes(

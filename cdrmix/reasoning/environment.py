@@ -43,11 +43,17 @@ State = TypeVar("State", bound=Episodes)
 
 
 class Transition(NamedTuple, Generic[State]):
-    """What a step gives: the next state, reward [N], and whether the episode is over [N]."""
+    """What a step gives: the next state, and whether the episode is over [N]."""
+
+    state: State
+    done: Tensor
+
+
+class Outcome(NamedTuple, Generic[State]):
+    """What episodes that are over come to: their last state, and reward [N]."""
 
     state: State
     reward: Tensor
-    done: Tensor
 
 
 class Environment(Protocol[State]):
@@ -61,4 +67,11 @@ class Environment(Protocol[State]):
 
     def step(self, state: State, actions: Tensor) -> Transition[State]:
         """Take one action per episode, [N] int64, legal ones."""
+        ...
+
+    def settle(self, state: State) -> Outcome[State]:
+        """Reward episodes that are over; before its end an episode earns nothing.
+
+        What an answer is worth can be costly to find: many episodes are settled together.
+        """
         ...

@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.errors import DataError
@@ -23,7 +24,7 @@ from cdrmix.objectives.grpo import (
     lambda_returns,
     zero_variance_groups,
 )
-from cdrmix.reasoning.environment import Environment, State
+from cdrmix.reasoning.environment import Environment, Outcome, State
 from cdrmix.reasoning.policy import Action, Decision, MemoryPolicy
 from cdrmix.reasoning.speculation import branch, merge, select
 
@@ -112,15 +113,16 @@ def roll_out(
         _check_decision(decision, seen.legal)
         actions = _choose(decision, generator)
         after = environment.step(state, actions)
-        _check_rewards(after.reward, running)
         chosen = decision.logprobs.gather(1, actions.unsqueeze(1)).squeeze(1)
-        reward = torch.where(running, after.reward, 0.0)
         value = torch.where(running, decision.value, 0.0)
-        steps.append([*seen, actions, chosen, value, reward, running])
+        steps.append([*seen, actions, chosen, value, running])
         state, running = merge(running, after.state, state), running & ~after.done
-    hidden, features, legal, acted, logprobs, values, rewards, taken = (
+    hidden, features, legal, acted, logprobs, values, taken = (
         torch.stack(column, dim=1) for column in zip(*steps, strict=True)
     )
+    outcome = environment.settle(state)
+    _check_rewards(outcome.reward)
+    last = F.one_hot(taken.sum(1) - 1, taken.shape[1])
     return Rollouts(
         hidden=hidden,
         features=features,
@@ -128,10 +130,10 @@ def roll_out(
         actions=acted,
         logprobs=logprobs,
         values=torch.cat([values, torch.zeros_like(values[:, :1])], dim=1),
-        rewards=rewards,
+        rewards=outcome.reward.unsqueeze(1) * last,
         taken=taken,
-        returns=rewards.sum(1),
-        final=state,
+        returns=outcome.reward,
+        final=outcome.state,
     )
 
 
@@ -151,8 +153,8 @@ def _check_decision(decision: Decision, legal: Tensor) -> None:
         )
 
 
-def _check_rewards(reward: Tensor, running: Tensor) -> None:
-    bad = torch.nonzero(running & ~reward.isfinite()).flatten().tolist()
+def _check_rewards(reward: Tensor) -> None:
+    bad = torch.nonzero(~reward.isfinite()).flatten().tolist()
     if bad:
         raise DataError(
             f"the reward of episode {bad[0]} is {float(reward[bad[0]])}; a checker gives finite "
@@ -303,7 +305,8 @@ def try_branches(
     actions = likely.indices[:, :count]  # [N, K]
     tried = environment.step(branch(state, count), actions.flatten())
     value = policy(*environment.observe(tried.state)).value
-    worth = tried.reward + config.gamma * torch.where(tried.done, 0.0, value)
+    state_after, reward = _settled(environment, tried.state, tried.done)
+    worth = reward + config.gamma * torch.where(tried.done, 0.0, value)
     advantages = worth.view(-1, count) - decision.value.unsqueeze(1)
     advantages = advantages.masked_fill(likely.values[:, :count].isinf(), -torch.inf)
     good = advantages >= config.accept_threshold
@@ -312,9 +315,20 @@ def try_branches(
     rows = torch.arange(len(place), device=place.device) * count + place
     chosen = actions.gather(1, place.unsqueeze(1)).squeeze(1)
     return Branching(
-        state=merge(accepted, select(tried.state, rows), state),
+        state=merge(accepted, select(state_after, rows), state),
         actions=torch.where(accepted, chosen, -1),
         advantages=advantages,
-        reward=torch.where(accepted, tried.reward[rows], 0.0),
+        reward=torch.where(accepted, reward[rows], 0.0),
         done=accepted & tried.done[rows],
     )
+
+
+def _settled(environment: Environment[State], state: State, done: Tensor) -> Outcome[State]:
+    """The outcome of episodes that are over; the others are as they were and earn nothing."""
+    reward = torch.zeros_like(state.score)
+    if not bool(done.any()):
+        return Outcome(state, reward)
+    outcome = environment.settle(select(state, torch.nonzero(done).flatten()))
+    place = (done.cumsum(0) - 1).clamp(min=0)  # among those that are over
+    settled = merge(done, select(outcome.state, place), state)
+    return Outcome(settled, torch.where(done, outcome.reward[place], reward))

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
-from cdrmix.reasoning.environment import Observation, Transition
+from cdrmix.reasoning.environment import Observation, Outcome, Transition
 from cdrmix.reasoning.hebbian import PlasticState
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action
 from cdrmix.reasoning.reader import MemoryReader, Reading, Windows, plastic_rows
@@ -34,6 +34,8 @@ MOST_FETCHED = 8
 STEPS_AFTER_QUESTION = 9  # four times retrieve and splice, then answer
 
 Grade = Callable[[int, Sequence[int]], float]
+# (text, segments in the window, bits of those in the slots)
+_Key = tuple[int, tuple[int, ...], bytes]
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class ReadingState:
         seen: what the agent sees of the window with the question, [N, D]; 0 before.
         query: retrieval query of that window, [N, K]; 0 before.
         filled: share of the window's room that is fetched segments, [N].
-        earned: score of the answer, [N]; 0 before.
-        solved: whether the episode was answered, [N].
+        earned: score of the answer, [N]; 0 until it is settled.
+        solved: whether the episode is over, [N].
     """
 
     rows: Tensor
@@ -85,7 +87,6 @@ class ReadingEpisodes:
         forbidden: actions that are never legal.
 
     Attributes:
-        answers: tokens of each episode that is over.
         retrieval_seconds: spent on looking for entries.
         num_retrievals: episodes that they were looked for in.
     """
@@ -104,10 +105,9 @@ class ReadingEpisodes:
         # a text has no more segments to write
         self.num_entries = min(reader.capacity, reading.texts.tokens.shape[1])
         self.forbidden = forbidden
-        self.answers: dict[int, list[int]] = {}
         self.retrieval_seconds, self.num_retrievals = 0.0, 0
-        self._known: dict[tuple[int, tuple[int, ...], bytes], tuple[Tensor, Tensor, Tensor]] = {}
-        self._answered: dict[tuple[int, tuple[int, ...], bytes], tuple[list[int], float]] = {}
+        self._known: dict[_Key, tuple[Tensor, Tensor, Tensor]] = {}
+        self._answered: dict[_Key, tuple[list[int], float]] = {}
 
     def start(self, branches: int = 1) -> ReadingState:
         """Episodes before their first action, those of one text beside each other."""
@@ -206,8 +206,21 @@ class ReadingEpisodes:
         out = now_asked & (after.time >= self._num_steps(after))
         done = running & (answers | out)
         after = self._looked(after, running & now_asked & ~done & (puts | ~asked))
-        after = self._finished(after, done)
-        return Transition(after, self._reward(after, done), done)
+        return Transition(dataclasses.replace(after, solved=state.solved | done), done)
+
+    @torch.no_grad()
+    def settle(self, state: ReadingState) -> Outcome[ReadingState]:
+        """Answer and reward, for what was right alone; see `stream`."""
+        earned = self._earned(state)
+        stability = 1 - state.harm / self._num_steps(state)
+        worth = 1 + self.config.stability_bonus * stability
+        worth = worth - self.config.latency_penalty * state.operations
+        return Outcome(dataclasses.replace(state, earned=earned), earned * worth)
+
+    @torch.no_grad()
+    def answers(self, state: ReadingState) -> list[list[int]]:
+        """Tokens of each episode's answer."""
+        return [self._answered[key][0] for key in self._answer(state)]
 
     def segment_read(self, state: ReadingState) -> int | None:
         """The segment that a single episode has before it; None once the question is asked."""
@@ -239,30 +252,21 @@ class ReadingEpisodes:
             filled=state.filled.index_copy(0, rows, found[2]),
         )
 
-    def _finished(self, state: ReadingState, done: Tensor) -> ReadingState:
-        """The state with the scores of episodes that are answered now."""
-        rows = torch.nonzero(done).flatten()
-        if len(rows) == 0:
-            return state
-        keys = self._keys(state, rows)
-        new = {
-            key: int(row) for key, row in zip(keys, rows, strict=True) if key not in self._answered
-        }
+    def _earned(self, state: ReadingState) -> Tensor:
+        """Scores of the answers, [N]."""
+        return state.earned.new_tensor([self._answered[key][1] for key in self._answer(state)])
+
+    def _answer(self, state: ReadingState) -> list[_Key]:
+        """Answer each window that was not answered yet; what they are kept under."""
+        keys = self._keys(state, torch.arange(len(state.rows)))
+        new = {key: row for row, key in enumerate(keys) if key not in self._answered}
         if new:
-            windows, slots, plastic = self._window(
-                state, torch.tensor(list(new.values()), device=rows.device)
-            )
+            places = torch.tensor(list(new.values()), device=state.rows.device)
+            windows, slots, plastic = self._window(state, places)
             answers = self.reader.answer(windows, slots=slots, plastic=plastic)
             for key, answer in zip(new, answers, strict=True):
                 self._answered[key] = (answer, self.grade(key[0], answer))
-        earned = state.earned.new_tensor([self._answered[key][1] for key in keys])
-        for row, key in zip(rows.tolist(), keys, strict=True):
-            self.answers[row] = self._answered[key][0]
-        return dataclasses.replace(
-            state,
-            earned=state.earned.index_copy(0, rows, earned),
-            solved=state.solved | done,
-        )
+        return keys
 
     def _window(
         self, state: ReadingState, places: Tensor
@@ -278,7 +282,7 @@ class ReadingEpisodes:
     def _wanted(self, state: ReadingState, place: int) -> list[int]:
         return [segment for segment in state.fetched[place].tolist() if segment >= 0]
 
-    def _keys(self, state: ReadingState, rows: Tensor) -> list[tuple[int, tuple[int, ...], bytes]]:
+    def _keys(self, state: ReadingState, rows: Tensor) -> list[_Key]:
         """What the look of a window depends on; rollouts of one text often share it."""
         return [
             (
@@ -288,13 +292,6 @@ class ReadingEpisodes:
             )
             for row in rows.tolist()
         ]
-
-    def _reward(self, state: ReadingState, done: Tensor) -> Tensor:
-        """Given at the end, for what was right alone; see `stream`."""
-        stability = 1 - state.harm / self._num_steps(state)
-        worth = 1 + self.config.stability_bonus * stability
-        worth = worth - self.config.latency_penalty * state.operations
-        return torch.where(done, state.earned * worth, 0.0)
 
     def _num_steps(self, state: ReadingState) -> Tensor:
         return self.reading.texts.num_segments[state.rows] + STEPS_AFTER_QUESTION

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
-from cdrmix.reasoning.environment import Observation, Transition
+from cdrmix.reasoning.environment import Observation, Outcome, Transition
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action
 
 # fill, budget used, question asked, entries in the buffer, its best score, last action one-hot
@@ -168,10 +168,10 @@ class SegmentStream:
         )
         out_of_budget = after.time >= self.config.step_budget
         done = after.solved | (after.time >= self.num_steps(state.streams)) | out_of_budget
-        return Transition(after, self._reward(after, done), done)
+        return Transition(after, done)
 
-    def _reward(self, state: StreamState, done: Tensor) -> Tensor:
-        """Given at the end, for success alone: a failure that spent little earns nothing.
+    def settle(self, state: StreamState) -> Outcome[StreamState]:
+        """Reward success alone: a failure that spent little earns nothing.
 
         Where costs and bonus count for failures too, and returns are divided by their standard
         deviation, the agent learns to do nothing.
@@ -179,7 +179,7 @@ class SegmentStream:
         stability = 1 - state.harm / self.num_steps(state.streams)
         worth = 1 + self.config.stability_bonus * stability
         worth = worth - self.config.latency_penalty * state.operations
-        return torch.where(done & state.solved, worth, 0.0)
+        return Outcome(state, torch.where(state.solved, worth, 0.0))
 
     def _is_asked(self, state: StreamState) -> Tensor:
         return state.time >= state.streams.hidden.shape[1]

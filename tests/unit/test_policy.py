@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cdrmix.errors import DataError
+from cdrmix.reasoning.environment import Outcome
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out, try_branches
 from cdrmix.reasoning.policy import Action, MemoryPolicy
 from cdrmix.reasoning.speculation import branch, map_tensors, select
@@ -65,9 +66,10 @@ def test_a_success_pays_for_its_operations_and_a_failure_for_nothing() -> None:
     last = play(stream, state, [WRITE] * NUM_SEGMENTS + [RETRIEVE, SPLICE])
     config, lost = stream.config, state.streams.live[:, : NUM_SEGMENTS - 6].sum(1)
     worth = 1 + config.stability_bonus * (1 - lost / 28) - config.latency_penalty * 25
-    torch.testing.assert_close(last.reward, torch.where(last.state.solved, worth, 0.0))
+    reward = stream.settle(last.state).reward
+    torch.testing.assert_close(reward, torch.where(last.state.solved, worth, 0.0))
     idle = play(stream, state, [SPLICE] * 28)
-    assert idle.done.all() and not idle.reward.any()
+    assert idle.done.all() and not stream.settle(idle.state).reward.any()
 
 
 def test_splicing_nothing_or_before_the_question_solves_nothing() -> None:
@@ -170,10 +172,10 @@ def test_rolling_out_twice_with_one_seed_gives_equal_bits() -> None:
 
 
 class Broken(SegmentStream):
-    def _reward(self, state: StreamState, done: torch.Tensor) -> torch.Tensor:
-        reward = super()._reward(state, done)
+    def settle(self, state: StreamState) -> Outcome[StreamState]:
+        reward = super().settle(state).reward
         reward[3] = torch.nan
-        return reward
+        return Outcome(state, reward)
 
 
 def test_a_reward_that_is_not_finite_is_reported() -> None:
