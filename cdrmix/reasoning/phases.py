@@ -33,7 +33,7 @@ from cdrmix.objectives.grpo import (
     lambda_returns,
     zero_variance_groups,
 )
-from cdrmix.objectives.language_model import IGNORED_LABEL, count_valid, linear_cross_entropy
+from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.hebbian import EpisodeState
@@ -119,20 +119,26 @@ def _task_losses(
     _, queries = reader.question_state(seeking, hidden[:count, : seeking.tokens.shape[1]])
     retrieval, recall = retrieval_loss(reading, queries, lesson)
     chosen = hidden[count:, : labels.shape[1]]
-    num_labels = count_valid(labels)
-    nats = linear_cross_entropy(chosen, reader.backbone.embedding.weight, labels)
+    answer = _answer_loss(reader, chosen, labels)
     with torch.no_grad():
         answered = labels != IGNORED_LABEL
         guesses = torch.full_like(labels, IGNORED_LABEL)
         guesses[answered] = reader.backbone.logits(chosen[answered]).argmax(-1)
         right = (guesses == labels).all(1).float().mean()
-    losses = {"retrieval": retrieval, "answer": nats / num_labels}
+    losses = {"retrieval": retrieval, "answer": answer}
     if reading.correlation is not None:
         losses["correlation"] = reading.correlation / count
     metrics = {"answered": right}
     if recall is not None:
         metrics["recall"] = recall
     return losses, metrics
+
+
+def _answer_loss(reader: MemoryReader, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Nats per label of windows, [n, T, D] and [n, T]; few of their tokens have one."""
+    answered = labels != IGNORED_LABEL
+    weight = reader.backbone.embedding.weight
+    return linear_cross_entropy(hidden[answered], weight, labels[answered]) / answered.sum()
 
 
 def retrieval_loss(
@@ -196,8 +202,7 @@ def _backbone_losses(
     if lesson.drills:
         tokens, labels = _rows_with_answers(*zip(*lesson.drills, strict=True))
         tokens, labels = tokens.to(weight.device), labels.to(weight.device)
-        nats = linear_cross_entropy(reader.backbone(tokens).hidden, weight, labels)
-        losses["drill"] = nats / count_valid(labels)
+        losses["drill"] = _answer_loss(reader, reader.backbone(tokens).hidden, labels)
     if len(lesson.plain):
         output: Output = reader.backbone(lesson.plain[:, :-1])
         labels = lesson.plain[:, 1:]
