@@ -34,12 +34,12 @@ class Puzzle(NamedTuple):
     match: Literal["all", "any"] = "all"
 
 
-def words(rng: random.Random) -> Iterator[str]:
-    """Made-up words of three syllables, none twice."""
+def words(rng: random.Random, *, num_syllables: int = 3) -> Iterator[str]:
+    """Made-up words, none twice."""
     syllables = ["".join(pair) for pair in itertools.product(_CONSONANTS, _VOWELS)]
     seen: set[str] = set()
     while True:
-        word = "".join(rng.choices(syllables, k=3))
+        word = "".join(rng.choices(syllables, k=num_syllables))
         if word not in seen:
             seen.add(word)
             yield word
@@ -61,8 +61,12 @@ def needle(rng: random.Random, *, num_keys: int, num_values: int, num_queries: i
 
 
 def variable_tracking(rng: random.Random, *, hops: int, num_chains: int = 2) -> Puzzle:
-    """Variables that take each other's value; all of one chain are asked for."""
-    fresh = words(rng)
+    """Variables that take each other's value; all of one chain are asked for.
+
+    Their names are short: what holds a chain of two hops, the question and its answer then stand in
+    a window of 64 tokens.
+    """
+    fresh = words(rng, num_syllables=2)
     values = [str(value) for value in rng.sample(range(1000, 10_000), num_chains)]
     chains = [[next(fresh) for _ in range(hops + 1)] for _ in values]
     queues = []
