@@ -1,7 +1,7 @@
 """What a run directory tells about its run, whether it finished, still goes on, or died."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,19 @@ class Run:
         if in_all is not None:
             return int(in_all)
         return None if self.config is None else self.config.training.num_steps
+
+    @property
+    def is_stage_b_alone(self) -> bool:
+        """Whether it starts from the Stage A of another run and logged steps of its own only."""
+        names = {name for line in self.records for name in line}
+        in_stage_b = any(name.startswith(("stage_b/", "policy/")) for name in names)
+        return in_stage_b and "loss" not in names
+
+    @property
+    def reasoning_rows(self) -> Sequence[Mapping[str, Any]]:
+        """Rows of the reasoning suite: those of the run's end, else those stored since."""
+        at_the_end = (self.summary.get("stage_b") or {}).get("reasoning")
+        return at_the_end or self.reasoning.get("rows") or []
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of one metric, where it was logged."""

@@ -17,11 +17,12 @@ from cdrmix.monitoring.figures import plot as _plot
 from cdrmix.monitoring.plots import Curve, Mark
 from cdrmix.monitoring.recorded_run import Run, read_run
 from cdrmix.monitoring.sinks import duration, write_text_atomic
-from cdrmix.monitoring.stage_b_page import stage_b_sections
+from cdrmix.monitoring.stage_b_page import stage_b_sections, stage_b_tiles
 from cdrmix.monitoring.time_section import time_section
 
 _MAX_SAMPLES = 50  # pages of hundreds of evaluations stay readable
 _MAX_EVENTS = 50
+_UNKNOWN = "–"
 
 
 def write_report(run_dir: Path) -> Path:
@@ -49,8 +50,11 @@ def write_report(run_dir: Path) -> Path:
         _summary,
         _config,
     )
+    # of the run that Stage A was: its own report has them
+    elsewhere = (_loss, _routing, _experts, _samples) if run.is_stage_b_alone else ()
     path = run_dir / "report.html"
-    write_text_atomic(path, page.document(f"{name} · CDRmix", [make(run) for make in sections]))
+    parts = [make(run) for make in sections if make not in elsewhere]
+    write_text_atomic(path, page.document(f"{name} · CDRmix", parts))
     return path
 
 
@@ -93,14 +97,16 @@ def _tiles(run: Run) -> str:
         ("Validation loss", _shown(judged("loss"), "{:.4f}"), f"nats per token, {when}"),
         ("Perplexity", _shown(judged("perplexity"), "{:.2f}"), "per token"),
         ("Bits per byte", _shown(judged("bits_per_byte"), "{:.3f}"), "of held-out text"),
-        ("Trained on", "–" if tokens is None else page.compact(tokens), "tokens"),
-        ("Time", "–" if seconds is None else duration(seconds), "from start to end"),
+        ("Trained on", _UNKNOWN if tokens is None else page.compact(tokens), "tokens"),
+        ("Time", _UNKNOWN if seconds is None else duration(seconds), "from start to end"),
         ("Throughput", _shown(speed, "{:,.0f}"), "tokens per second, median"),
     ]
     if total is not None:
         unit = "parameters" if active is None else f"parameters, {page.compact(active)} active"
         items.append(("Size", page.compact(total), unit))
-    return page.tiles(items)
+    if run.is_stage_b_alone:
+        items = [item for item in items if item[1] != _UNKNOWN]
+    return page.tiles([*items, *stage_b_tiles(run)])
 
 
 def _loss(run: Run) -> str:
@@ -379,4 +385,4 @@ def _number(value: Any) -> float | None:
 
 
 def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+    return _UNKNOWN if value is None else form.format(value)

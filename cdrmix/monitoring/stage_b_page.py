@@ -1,6 +1,6 @@
 """Sections of a report about Stage B: what it learned, how its agent acts, what comes of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cdrmix.monitoring import page
@@ -88,6 +88,18 @@ def stage_b_sections(run: Run) -> str:
     )
 
 
+def stage_b_tiles(run: Run) -> list[tuple[str, str, str]]:
+    """Scores of the reasoning suite, for the tiles; none before it was run."""
+    rows = run.reasoning_rows
+    if not rows:
+        return []
+    count = sum(row["n"] for row in rows)
+    mean, alone = (
+        sum(row[name] * row["n"] for row in rows) / count for name in ("score", "backbone_score")
+    )
+    return [("Reasoning", f"{mean:.2f}", f"over all lengths; backbone alone {alone:.2f}")]
+
+
 def _figure(run: Run, figure: _Figure) -> str:
     """A figure of what was measured; empty where nothing of it was."""
     title, unit, series, from_zero = figure
@@ -111,8 +123,7 @@ def _figure(run: Run, figure: _Figure) -> str:
 
 def _reasoning(run: Run) -> str:
     title = "Reasoning over long texts"
-    at_the_end = (run.summary.get("stage_b") or {}).get("reasoning")
-    rows: Sequence[Mapping[str, Any]] = at_the_end or run.reasoning.get("rows") or []
+    rows = run.reasoning_rows
     if not rows:
         why = "The suite has not been run. See cdrmix evaluate --suite reasoning."
         return page.section(title, page.missing(why))

@@ -300,6 +300,18 @@ def test_a_suite_that_was_run_after_the_end_is_shown(tmp_path):
     write_json_atomic(run / "reasoning.json", {"rows": rows})
     text = report_of(run)[1].text
     assert "0.53, 0.21" in text and "over 5 to 8 texts each" in text
+    assert "Reasoning 0.53 over all lengths; backbone alone 0.21" in text
+
+
+def test_a_run_of_stage_b_alone_leaves_stage_a_to_the_report_of_its_own_run(tmp_path):
+    run = make_run(tmp_path / "run", num_steps=8)
+    shutil.copy(shipped("model_configs") / "cdrmix-reason-tiny.yaml", run / "config_snapshot.yaml")
+    (run / "metrics.jsonl").write_text('{"step": 9, "stage_b/answer_loss": 1.0}\n')
+    (run / "metrics.json").unlink()
+    source, page = report_of(run)
+    titles = re.findall("<h2>(.*?)</h2>", source)
+    assert "Stage B: learning" in titles and not {"Loss", "Routing", "Generated text"} & {*titles}
+    assert "Validation loss" not in page.text
 
 
 def test_a_dense_model_has_no_routing_plots(tmp_path):
