@@ -237,20 +237,39 @@ def add_evaluate(verbs: Verbs) -> None:
     parser.add_argument(
         "--examples",
         type=at_least(1),
-        default=32,
         metavar="N",
         help="texts of each task and length in the reasoning suite; default 32",
+    )
+    parser.add_argument(
+        "--tasks",
+        type=Path,
+        metavar="FILE",
+        help="tasks of your own for the reasoning suite, a JSON object per line "
+        "(docs/reasoning.md); the table is printed and not stored",
+    )
+    parser.add_argument(
+        "--write-tasks", type=Path, metavar="FILE", help="write the suite's tasks to such a file"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def run(arguments: argparse.Namespace) -> None:
+        if arguments.tasks and (arguments.examples or arguments.write_tasks):
+            parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
         if arguments.suite == "reasoning":
             from cdrmix.evaluation import long_context as suite
 
-            rows = suite.evaluate_reasoning(arguments.run_dir, num_examples=arguments.examples)
+            rows = suite.evaluate_reasoning(
+                arguments.run_dir,
+                num_examples=arguments.examples or 32,
+                file=arguments.tasks,
+                written=arguments.write_tasks,
+            )
             print(suite.as_json(rows) if arguments.json else suite.table(rows), flush=True)
-            suite.store_rows(arguments.run_dir, rows)
+            if not arguments.tasks:
+                suite.store_rows(arguments.run_dir, rows)
             return
+        if arguments.tasks or arguments.write_tasks:
+            parser.error("--tasks and --write-tasks go with --suite reasoning")
         from cdrmix.evaluation.trained import evaluate_run
 
         evaluation = evaluate_run(arguments.run_dir, max_tokens=arguments.max_tokens)

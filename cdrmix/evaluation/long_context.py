@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from cdrmix.checkpoint import store
-from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.errors import DataError
 from cdrmix.evaluation.readers import load_reader
 from cdrmix.log import get_logger
@@ -23,9 +23,9 @@ from cdrmix.monitoring.sinks import write_text_atomic
 from cdrmix.reasoning.episodes import roll_out
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.phases import grade_by
-from cdrmix.reasoning.reader import MemoryReader
+from cdrmix.reasoning.reader import MemoryReader, segment_room
 from cdrmix.reasoning.reading import ReadingEpisodes
-from cdrmix.reasoning.tasks import Example, check_task
+from cdrmix.reasoning.tasks import Example, check_task, read_examples, write_examples
 
 LENGTH_RATIOS = (1, 2, 4, 8, 16)
 REASONING_FILE = "reasoning.json"
@@ -55,28 +55,41 @@ class Row:
 
 
 def evaluate_reasoning(
-    source: Path,
-    *,
-    tasks: Sequence[ReasoningTask] | None = None,
-    length_ratios: Sequence[int] = LENGTH_RATIOS,
-    num_examples: int,
+    source: Path, *, num_examples: int, file: Path | None = None, written: Path | None = None
 ) -> list[Row]:
     """Evaluate a trained reader; see `store_rows`.
 
     Args:
         source: a run directory or a checkpoint of one.
-        tasks: which; None: those that it was trained on.
-        length_ratios: lengths (windows).
-        num_examples: texts for each cell.
+        num_examples: texts for each of the tasks that it was trained on, and each length.
+        file: tasks to read instead.
+        written: file to write the tasks to.
     Raises:
-        StateError: if there is no checkpoint, or it has not come to Stage B.
+        StateError: if there is no checkpoint, it has not come to Stage B, or the tasks cannot be
+            written.
+        DataError: if a row of the file cannot be used.
     """
     loaded = load_reader(source)
     logger.info("%s: step %d", source, loaded.trained.step)
-    names = tasks or loaded.lessons.training.tasks
-    return score_tasks(
-        loaded.reader, loaded.lessons, names, length_ratios=length_ratios, num_examples=num_examples
-    )
+    lessons = loaded.lessons
+    if file is not None:
+        examples = read_examples(file, check=partial(_check_room, lessons))
+    else:
+        tasks = lessons.training.tasks
+        examples = suite(lessons, tasks, length_ratios=LENGTH_RATIOS, num_examples=num_examples)
+    if written is not None:
+        write_examples(written, examples)
+    return score_examples(loaded.reader, lessons, examples)
+
+
+def _check_room(lessons: Lessons, example: Example) -> None:
+    """Raises ValueError where a window has no room for the question."""
+    count = len(lessons.tokenizer.encode(example.question))
+    if (room := segment_room(lessons.window_tokens, count)) < 0:
+        raise ValueError(
+            f"question takes {count} tokens, {-room} more than a window of "
+            f"{lessons.window_tokens} tokens has room for"
+        )
 
 
 def store_rows(source: Path, rows: Sequence[Row]) -> None:
@@ -99,10 +112,7 @@ def score_tasks(
     length_ratios: Sequence[int],
     num_examples: int,
 ) -> list[Row]:
-    """Mean scores of greedy episodes, and of the backbone alone.
-
-    Texts are none of those that training saw. An example whose statements a length has no room for
-    gives way to the next; a task of which none fits has no row there.
+    """Mean scores on a `suite`.
 
     Args:
         reader: in evaluation mode.
@@ -113,13 +123,48 @@ def score_tasks(
     Raises:
         DataError: if a task is unknown, or the agent's numbers are not finite.
     """
+    examples = suite(lessons, tasks, length_ratios=length_ratios, num_examples=num_examples)
+    return score_examples(reader, lessons, examples)
+
+
+def suite(
+    lessons: Lessons, tasks: Sequence[str], *, length_ratios: Sequence[int], num_examples: int
+) -> list[Example]:
+    """Examples of every task and length, on texts that training did not see.
+
+    One whose statements a length has no room for gives way to the next; a task of which none fits
+    has none there.
+
+    Raises:
+        DataError: if a task is unknown.
+    """
+    return [
+        example
+        for task in tasks
+        for ratio in length_ratios
+        for example in _examples(lessons, task, ratio, num_examples)
+    ]
+
+
+def score_examples(
+    reader: MemoryReader, lessons: Lessons, examples: Sequence[Example]
+) -> list[Row]:
+    """Mean scores of greedy episodes, and of the backbone alone, by task and length.
+
+    Args:
+        reader: in evaluation mode.
+        lessons: give its tokens.
+        examples: whose questions a window has room for.
+    Raises:
+        DataError: if the agent's numbers are not finite.
+    """
+    cells: dict[tuple[str, int], list[Example]] = {}
+    for example in examples:
+        cells.setdefault((example.task, example.length_ratio), []).append(example)
     rows = []
-    for task in tasks:
-        for ratio in length_ratios:
-            examples = _examples(lessons, task, ratio, num_examples)
-            if examples:
-                mean, alone = _scores(reader, lessons, examples).mean(0).tolist()
-                rows.append(Row(task, ratio, mean, alone, len(examples)))
+    for (task, ratio), cell in cells.items():
+        mean, alone = _scores(reader, lessons, cell).mean(0).tolist()
+        rows.append(Row(task, ratio, mean, alone, len(cell)))
     return rows
 
 
@@ -141,11 +186,11 @@ def _examples(lessons: Lessons, task: str, ratio: int, count: int) -> list[Examp
 
 
 @torch.no_grad()
-def _scores(reader: MemoryReader, lessons: Lessons, fitting: Sequence[Example]) -> torch.Tensor:
+def _scores(reader: MemoryReader, lessons: Lessons, cell: Sequence[Example]) -> torch.Tensor:
     """Score with memory and alone of each example, [N, 2]."""
     parts = []
-    for first in range(0, len(fitting), _EXAMPLES_PER_BATCH):
-        examples = fitting[first : first + _EXAMPLES_PER_BATCH]
+    for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
+        examples = cell[first : first + _EXAMPLES_PER_BATCH]
         texts = lessons.texts([lessons.segments(each.text) for each in examples], examples)
         texts = texts.to(reader.backbone.device)
         grade = grade_by(examples, lessons.tokenizer)

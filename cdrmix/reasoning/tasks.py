@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from cdrmix.errors import DataError
+from cdrmix.monitoring.sinks import write_text_atomic
 from cdrmix.reasoning.task_kinds import KINDS, Puzzle, words
 
 Match = Literal["all", "any"]
@@ -35,7 +36,7 @@ class Example:
     """One task.
 
     Attributes:
-        task: a key of `KINDS`.
+        task: a key of `KINDS`, or a name of your own.
         length_ratio: length of the text in windows.
         text: what is to be read.
         question: asked behind it.
@@ -157,20 +158,29 @@ def _fillers(rng: random.Random, puzzle: Puzzle) -> Iterator[str]:
 
 
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """One JSON object per line."""
-    with path.open("w", encoding="utf-8") as file:
-        for example in examples:
-            file.write(json.dumps(dataclasses.asdict(example)) + "\n")
+    """One JSON object per line.
+
+    Raises:
+        StateError: if the file cannot be written.
+    """
+    rows = [json.dumps(dataclasses.asdict(example)) + "\n" for example in examples]
+    write_text_atomic(path, "".join(rows))
 
 
-def read_examples(path: Path) -> list[Example]:
+def read_examples(
+    path: Path, *, check: Callable[[Example], None] = lambda example: None
+) -> list[Example]:
     """What `write_examples` wrote, or a file of your own of the same form.
 
+    Args:
+        path: of the file; blank lines are passed over.
+        check: raises ValueError for an example that its reader cannot use.
     Raises:
         DataError: naming the line, if the file or a row cannot be used.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # not splitlines: JSON may hold the other ends of lines that Unicode has
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise DataError(f"{path}: {reason}") from None
@@ -179,12 +189,17 @@ def read_examples(path: Path) -> list[Example]:
         if not line.strip():
             continue
         try:
-            examples.append(_parse(json.loads(line)))
+            example = _parse(json.loads(line))
+            check(example)
         except (ValueError, TypeError) as error:
+            why = error
+            if isinstance(error, json.JSONDecodeError):
+                why = ValueError(f"{error.msg} at column {error.colno}")
             raise DataError(
-                f"{path}:{number}: {error}. A row is a JSON object with "
+                f"{path}:{number}: {why}. A row is a JSON object with "
                 f"{', '.join(field.name for field in dataclasses.fields(Example))}"
             ) from None
+        examples.append(example)
     if not examples:
         raise DataError(f"{path}: no rows")
     return examples
@@ -195,15 +210,33 @@ def _parse(row: object) -> Example:
         raise TypeError(f"a row is {type(row).__name__}, not an object")
     kinds = {"task": str, "length_ratio": int, "text": str, "question": str, "answers": list}
     for name, kind in {**kinds, "match": str}.items():
-        if type(row.get(name)) is not kind:
-            raise TypeError(f"{name} is {row.get(name)!r}, not {kind.__name__}")
+        if name not in row:
+            raise ValueError(f"{name} is missing")
+        if type(row[name]) is not kind:
+            raise TypeError(f"{name} is {row[name]!r}, not {kind.__name__}")
     if unknown := sorted(row.keys() - kinds.keys() - {"match", "evidence"}):
         raise ValueError(f"unknown keys {unknown}")
+    for name in ("task", "text", "question"):
+        if not row[name].strip():
+            raise ValueError(f"{name} is empty")
+    if row["length_ratio"] < 1:
+        raise ValueError(f"length_ratio is {row['length_ratio']}; allowed is a number from 1")
     if row["match"] not in get_args(Match):
         raise ValueError(f"match is {row['match']!r}; allowed are {', '.join(get_args(Match))}")
-    if not row["answers"] or not all(type(word) is str and word for word in row["answers"]):
-        raise ValueError(f"answers are {row['answers']!r}; at least one word is needed")
     evidence = row.get("evidence", [])
     if not isinstance(evidence, list) or not all(type(line) is str for line in evidence):
         raise TypeError(f"evidence is {evidence!r}, not a list of sentences")
-    return Example(**{**row, "answers": tuple(row["answers"]), "evidence": tuple(evidence)})
+    answers = _parse_answers(row["answers"])
+    return Example(**{**row, "answers": answers, "evidence": tuple(evidence)})
+
+
+def _parse_answers(answers: list[Any]) -> tuple[str, ...]:
+    if not answers or not all(type(word) is str and word for word in answers):
+        raise ValueError(f"answers are {answers!r}; at least one word is needed")
+    for word in answers:  # which `score` would never find
+        if not re.fullmatch(r"\w+", word):
+            raise ValueError(
+                f"answer {word!r} is no single word of letters and digits, as they are compared; "
+                "give each word of it as an answer of its own"
+            )
+    return tuple(answers)

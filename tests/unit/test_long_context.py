@@ -123,6 +123,91 @@ def test_rows_are_printed_also_where_they_cannot_be_stored(
     assert (tmp_path / "reasoning.json").read_text() == as_json(rows) + "\n"
 
 
+def evaluated(run_dir: Path, *flags: str) -> int:
+    return main(["evaluate", "--suite", "reasoning", str(run_dir), *flags])
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run whose reader knows one answer, and whose suite is short."""
+    reader = loaded()
+    lessons = dataclasses.replace(
+        small_lessons(small_config(tasks=("logic",))), tokenizer=Knowing("yes")
+    )
+    known = dataclasses.replace(reader, lessons=lessons)
+    monkeypatch.setattr(long_context, "load_reader", lambda source: known)
+    monkeypatch.setattr(long_context, "_run_directory", lambda source: source)
+    monkeypatch.setattr(long_context, "LENGTH_RATIOS", (4, 6))
+    return tmp_path
+
+
+def test_tasks_of_a_file_are_scored_as_those_of_the_suite(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(run_dir / "tasks.jsonl")
+    assert evaluated(run_dir, "--examples", "5", "--write-tasks", file, "--json") == 0
+    suite = capsys.readouterr().out
+    stored = run_dir / "reasoning.json"
+    assert stored.read_text() == suite
+    stored.unlink()
+    assert evaluated(run_dir, "--tasks", file, "--json") == 0
+    assert capsys.readouterr().out == suite
+    assert not stored.exists(), "the run's own table is not replaced"
+    rows = json.loads(suite)["rows"]
+    assert [(row["length_ratio"], row["n"]) for row in rows] == [(4, 5), (6, 5)]
+    assert {0 < row["score"] < 1 for row in rows} == {True}
+
+
+def test_rows_of_a_file_are_grouped_by_task_and_length(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"text": "Is it so?", "question": "Is it?", "match": "all"}
+    rows = [
+        {"task": task, "length_ratio": ratio, "answers": [answer], **row}
+        for task, ratio, answer in (
+            ("mine", 1, "yes"),
+            ("other", 1, "no"),
+            ("mine", 3, "no"),
+            ("mine", 1, "no"),
+        )
+    ]
+    (run_dir / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert evaluated(run_dir, "--tasks", str(run_dir / "tasks.jsonl"), "--json") == 0
+    assert [tuple(row.values()) for row in json.loads(capsys.readouterr().out)["rows"]] == [
+        ("mine", 1, 0.5, 0.5, 2),
+        ("other", 1, 0.0, 0.0, 1),
+        ("mine", 3, 0.0, 0.0, 1),
+    ]
+
+
+def test_a_broken_row_of_a_file_ends_the_command_with_a_message(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run_dir / "tasks.jsonl"
+    good = {"task": "a", "length_ratio": 1, "text": "b", "answers": ["c"], "match": "any"}
+    rows = [good | {"question": "d?"}, good | {"question": "What is it? " * 20}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert evaluated(run_dir, "--tasks", str(file)) == DataError.exit_code
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {file}:2: question takes ")
+    assert "more than a window of 64 tokens has room for" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tasks", "a"], "--tasks and --write-tasks go with --suite reasoning"),
+        (["--tasks", "a", "--examples", "3"], "--tasks reads every row of its file"),
+    ],
+)
+def test_flags_of_tasks_that_would_do_nothing_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "run", *flags])
+    assert message in capsys.readouterr().err
+
+
 def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
     rows = [
         Row("logic", 1, 0.5, 0.25, 8),

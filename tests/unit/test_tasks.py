@@ -1,5 +1,6 @@
 """Reasoning tasks: laws of the generators, the checker, and broken files."""
 
+import dataclasses
 import json
 import random
 import re
@@ -157,6 +158,11 @@ def test_examples_survive_a_file(tmp_path: Path) -> None:
         ({"match": "some"}, "match is 'some'; allowed are all, any"),
         ({"length_ratio": True}, "length_ratio is True, not int"),
         ({"text": None}, "text is None, not str"),
+        ({"text": " "}, "text is empty"),
+        ({"length_ratio": 0}, "length_ratio is 0; allowed is a number from 1"),
+        ({"answers": ["New York"]}, "answer 'New York' is no single word of letters and digits"),
+        ({"answers": [""]}, r"answers are \[''\]; at least one word is needed"),
+        ({"evidence": "It is."}, "evidence is 'It is.', not a list of sentences"),
         ({"extra": 1}, r"unknown keys \['extra'\]"),
     ],
 )
@@ -165,8 +171,41 @@ def test_a_broken_row_is_named(tmp_path: Path, change: dict, message: str) -> No
     write_examples(path, [make("logic")] * 2)
     first, second = path.read_text().splitlines()
     path.write_text(f"{first}\n{json.dumps(json.loads(second) | change)}\n")
-    with pytest.raises(DataError, match=rf"tasks.jsonl:2: {message}. A row is a JSON object with"):
+    with pytest.raises(
+        DataError, match=rf"tasks.jsonl:2: {message}.*\. A row is a JSON object with task, length_r"
+    ):
         read_examples(path)
+
+
+def test_rows_may_lack_evidence_and_nothing_else(tmp_path: Path) -> None:
+    path, row = tmp_path / "tasks.jsonl", dataclasses.asdict(make("logic"))
+    for name in row:
+        path.write_text(json.dumps({key: value for key, value in row.items() if key != name}))
+        if name == "evidence":
+            assert read_examples(path) == [dataclasses.replace(make("logic"), evidence=())]
+            continue
+        with pytest.raises(DataError, match=f"tasks.jsonl:1: {name} is missing"):
+            read_examples(path)
+
+
+def test_a_row_that_its_reader_cannot_use_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    write_examples(path, [make("logic", ratio=1), make("logic", ratio=4)])
+
+    def check(example: Example) -> None:
+        if example.length_ratio == 4:
+            raise ValueError("too long")
+
+    with pytest.raises(DataError, match=r"tasks.jsonl:2: too long\. A row is"):
+        read_examples(path, check=check)
+
+
+def test_only_a_line_feed_ends_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    examples = [dataclasses.replace(make("logic"), text="One.\u2028Two.\x85Three.")] * 2
+    rows = [json.dumps(dataclasses.asdict(each), ensure_ascii=False) for each in examples]
+    path.write_text("\r\n".join(rows), encoding="utf-8", newline="")
+    assert read_examples(path) == examples
 
 
 def test_a_file_that_holds_no_rows_is_refused(tmp_path: Path) -> None:
@@ -177,7 +216,7 @@ def test_a_file_that_holds_no_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no rows"):
         read_examples(path)
     path.write_text('{"task": \n')
-    with pytest.raises(DataError, match="tasks.jsonl:1: Expecting value"):
+    with pytest.raises(DataError, match="tasks.jsonl:1: Expecting value at column 10"):
         read_examples(path)
 
 

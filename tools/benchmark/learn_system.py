@@ -26,7 +26,8 @@ from cdrmix.config.load import load_config, shipped
 from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
-from cdrmix.evaluation.long_context import evaluate_reasoning
+from cdrmix.evaluation.long_context import score_tasks
+from cdrmix.evaluation.readers import load_reader
 from cdrmix.models.backbone import Backbone
 from cdrmix.network import free_port
 from cdrmix.reasoning import phases
@@ -60,8 +61,13 @@ def run(seed: int) -> dict[str, Any]:
         began = time.monotonic()
         subprocess.run(command, check=True, stdout=sys.stderr)
         seconds = time.monotonic() - began
-        rows = evaluate_reasoning(
-            run_dir, tasks=TASKS, length_ratios=(LENGTH_RATIO,), num_examples=NUM_EVALUATED
+        loaded = load_reader(run_dir)
+        rows = score_tasks(
+            loaded.reader,
+            loaded.lessons,
+            TASKS,
+            length_ratios=(LENGTH_RATIO,),
+            num_examples=NUM_EVALUATED,
         )
     scores = {row.task: (row.score, row.backbone_score) for row in rows}
     return {"seed": seed, "seconds": seconds, "scores": scores}
