@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from cdrmix.errors import DataError
+from cdrmix.reasoning.branches import try_branches
 from cdrmix.reasoning.environment import Outcome
-from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out, try_branches
+from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.policy import Action, MemoryPolicy
 from cdrmix.reasoning.speculation import branch, map_tensors, select
 from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, StreamState

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from cdrmix.objectives.grpo import group_advantages
 from cdrmix.planning.autosize import variant
-from cdrmix.reasoning.episodes import Rollouts, learn_from, roll_out, try_branches
+from cdrmix.reasoning.branches import try_branches
+from cdrmix.reasoning.episodes import Rollouts, learn_from, roll_out
 from cdrmix.reasoning.policy import Action, MemoryPolicy
 from cdrmix.reasoning.speculation import branch, merge
 from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, Streams, StreamState
