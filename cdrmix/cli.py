@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -174,11 +175,12 @@ def add_generate(verbs: Verbs) -> None:
     _add_memory_flags(parser)
 
     def run(arguments: argparse.Namespace) -> None:
+        _check_branch_flags(parser, arguments)
         if arguments.memory:
             _answer_with_memory(arguments)
             return
-        if arguments.file or arguments.question or arguments.show_memory:
-            parser.error("--file, --question and --show-memory go with --memory")
+        if arguments.file or arguments.question or arguments.show_memory or arguments.branches:
+            parser.error("--file, --question, --show-memory and --branches go with --memory")
         from cdrmix.evaluation.trained import continue_text
 
         text = continue_text(
@@ -205,13 +207,40 @@ def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show-memory", action="store_true", help="first what was written, retrieved and dropped"
     )
+    _add_branch_flags(parser)
+
+
+def _add_branch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--branches",
+        action="store_true",
+        help="have the memory agent try its likeliest actions in one batch and take the first that "
+        "its value head accepts, instead of the likeliest",
+    )
+    parser.add_argument(
+        "--accept-threshold",
+        type=at_least(-math.inf),
+        metavar="A",
+        help="advantage from which a branch is accepted; default: accept_threshold of the run",
+    )
+
+
+def _check_branch_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.accept_threshold is not None and not arguments.branches:
+        parser.error("--accept-threshold goes with --branches")
 
 
 def _answer_with_memory(arguments: argparse.Namespace) -> None:
     from cdrmix.evaluation.answering import answer_from, read_text
 
     text = read_text(arguments.file) if arguments.file else arguments.prompt
-    answered = answer_from(arguments.run_dir, text, arguments.question)
+    answered = answer_from(
+        arguments.run_dir,
+        text,
+        arguments.question,
+        branches=arguments.branches,
+        accept_threshold=arguments.accept_threshold,
+    )
     if arguments.show_memory:
         print(answered.memory_lines() + "\n")
     print(answered.answer)
@@ -250,26 +279,30 @@ def add_evaluate(verbs: Verbs) -> None:
     parser.add_argument(
         "--write-tasks", type=Path, metavar="FILE", help="write the suite's tasks to such a file"
     )
+    _add_branch_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def run(arguments: argparse.Namespace) -> None:
+        _check_branch_flags(parser, arguments)
         if arguments.tasks and (arguments.examples or arguments.write_tasks):
             parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
         if arguments.suite == "reasoning":
             from cdrmix.evaluation import long_context as suite
 
-            rows = suite.evaluate_reasoning(
+            found = suite.evaluate_reasoning(
                 arguments.run_dir,
                 num_examples=arguments.examples or 32,
                 file=arguments.tasks,
                 written=arguments.write_tasks,
+                branches=arguments.branches,
+                accept_threshold=arguments.accept_threshold,
             )
-            print(suite.as_json(rows) if arguments.json else suite.table(rows), flush=True)
-            if not arguments.tasks:
-                suite.store_rows(arguments.run_dir, rows)
+            print(found.as_json() if arguments.json else found.table(), flush=True)
+            if not (arguments.tasks or arguments.branches):
+                suite.store_rows(arguments.run_dir, found.rows)
             return
-        if arguments.tasks or arguments.write_tasks:
-            parser.error("--tasks and --write-tasks go with --suite reasoning")
+        if arguments.tasks or arguments.write_tasks or arguments.branches:
+            parser.error("--tasks, --write-tasks and --branches go with --suite reasoning")
         from cdrmix.evaluation.trained import evaluate_run
 
         evaluation = evaluate_run(arguments.run_dir, max_tokens=arguments.max_tokens)

@@ -42,11 +42,11 @@ class PolicyConfig(Section):
 
     max_branches: int = Field(
         ge=1,
-        description="Candidates of a decision in try_branches, which no run uses yet (count).",
+        description="Actions of a decision that --branches tries side by side (count).",
     )
     step_budget: int = Field(ge=1, description="Memory operations per prompt (count).")
     accept_threshold: float = Field(
-        0.0, description="Advantage from which try_branches keeps one; no run uses it yet."
+        0.0, description="Advantage from which --branches accepts one (return)."
     )
     horizon: int = Field(
         ge=1,

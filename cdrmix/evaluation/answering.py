@@ -9,6 +9,7 @@ import torch
 
 from cdrmix.errors import DataError
 from cdrmix.evaluation.readers import TrainedReader, load_reader
+from cdrmix.reasoning.branches import step_by_branches
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reader import segment_room
 from cdrmix.reasoning.reading import ReadingEpisodes, ReadingState
@@ -41,14 +42,20 @@ class Answered:
     Attributes:
         answer: text.
         events: in their order.
+        accepted: of the agent's decisions, those that accepted a branch, and all of them; None
+            where it took its likeliest action.
     """
 
     answer: str
     events: tuple[Event, ...]
+    accepted: tuple[int, int] | None = None
 
     def memory_lines(self) -> str:
         """The events as lines for a person."""
-        return "\n".join(f"{event.kind:<11} {event.text.strip()!r}" for event in self.events)
+        lines = [f"{event.kind:<11} {event.text.strip()!r}" for event in self.events]
+        if self.accepted is not None:
+            lines.append("branches    {} of {} decisions accepted one".format(*self.accepted))
+        return "\n".join(lines)
 
 
 def read_text(path: Path) -> str:
@@ -64,23 +71,34 @@ def read_text(path: Path) -> str:
         raise DataError(f"{path}: {reason}") from None
 
 
-def answer_from(source: Path, text: str, question: str) -> Answered:
+def answer_from(
+    source: Path,
+    text: str,
+    question: str,
+    *,
+    branches: bool = False,
+    accept_threshold: float | None = None,
+) -> Answered:
     """What a trained reader answers from a text of any length.
 
     Args:
         source: a run directory or a checkpoint.
         text: to read.
         question: asked behind it.
+        branches: have the agent act by branches, instead of taking its likeliest action.
+        accept_threshold: of these; None: the run's.
     Raises:
         StateError: if there is no checkpoint, or it has not come to Stage B.
         DataError: if there is nothing to read or to ask, or the question leaves no room.
     """
-    loaded = load_reader(source)
-    return answer_with(loaded, text, question)
+    loaded = load_reader(source, accept_threshold=accept_threshold)
+    return answer_with(loaded, text, question, branches=branches)
 
 
 @torch.no_grad()
-def answer_with(loaded: TrainedReader, text: str, question: str) -> Answered:
+def answer_with(
+    loaded: TrainedReader, text: str, question: str, *, branches: bool = False
+) -> Answered:
     """As `answer_from`, of a reader that is loaded."""
     reader, lessons = loaded.reader, loaded.lessons
     segments = lessons.segments(text)
@@ -98,16 +116,30 @@ def answer_with(loaded: TrainedReader, text: str, question: str) -> Answered:
         )
     texts = lessons.as_texts([segments], [asked]).to(reader.backbone.device)
     episodes = ReadingEpisodes(reader, reader.read(texts), lambda _, __: 0.0)
-    state, events = episodes.start(), list[Event]()
+    state, events, accepted = episodes.start(), list[Event](), list[bool]()
     while not bool(state.solved.all()):
-        decision = reader.policy(*episodes.observe(state))
-        action = Action(int(decision.logprobs.argmax(-1)))
-        after = episodes.step(state, torch.tensor([int(action)], device=state.time.device)).state
+        action, is_accepted, after = _step(episodes, state, branches=branches)
+        accepted.append(is_accepted)
         for kind, place in _changes(episodes, action, state, after):
             said = lessons.tokenizer.decode(texts.segment(0, place))
             events.append(Event(kind, said))
         state = after
-    return Answered(lessons.tokenizer.decode(episodes.answers(state)[0]), tuple(events))
+    return Answered(
+        lessons.tokenizer.decode(episodes.answers(state)[0]),
+        tuple(events),
+        (sum(accepted), len(accepted)) if branches else None,
+    )
+
+
+def _step(
+    episodes: ReadingEpisodes, state: ReadingState, *, branches: bool
+) -> tuple[Action, bool, ReadingState]:
+    """The action of a single episode, whether a branch with it was accepted, the state after it."""
+    if branches:
+        after = step_by_branches(episodes, episodes.reader.policy, state)
+        return Action(int(after.actions)), bool(after.accepted), after.state
+    actions = episodes.reader.policy(*episodes.observe(state)).logprobs.argmax(-1)
+    return Action(int(actions)), False, episodes.step(state, actions).state
 
 
 def _changes(

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cdrmix.checkpoint import store
 from cdrmix.errors import DataError
 from cdrmix.evaluation.readers import load_reader
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_text_atomic
+from cdrmix.reasoning.branches import roll_out_branches
 from cdrmix.reasoning.episodes import roll_out
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.phases import grade_by
@@ -54,9 +57,40 @@ class Row:
     n: int
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """What reading came to.
+
+    Attributes:
+        rows: of the table.
+        accepted: share of the agent's decisions in which a branch was accepted; None where it took
+            its likeliest action.
+    """
+
+    rows: list[Row]
+    accepted: float | None = None
+
+    def as_json(self) -> str:
+        """One JSON object; the share is there where there is one."""
+        share = {} if self.accepted is None else {"accepted_branches": self.accepted}
+        return json.dumps({"rows": [asdict(row) for row in self.rows], **share})
+
+    def table(self) -> str:
+        """For a person."""
+        if self.accepted is None:
+            return table(self.rows)
+        return f"{table(self.rows)}; {self.accepted:.1%} of the decisions accepted a branch"
+
+
 def evaluate_reasoning(
-    source: Path, *, num_examples: int, file: Path | None = None, written: Path | None = None
-) -> list[Row]:
+    source: Path,
+    *,
+    num_examples: int,
+    file: Path | None = None,
+    written: Path | None = None,
+    branches: bool = False,
+    accept_threshold: float | None = None,
+) -> Evaluated:
     """Evaluate a trained reader; see `store_rows`.
 
     Args:
@@ -64,12 +98,14 @@ def evaluate_reasoning(
         num_examples: texts for each of the tasks that it was trained on, and each length.
         file: tasks to read instead.
         written: file to write the tasks to.
+        branches: act by branches, instead of taking the likeliest action.
+        accept_threshold: of these; None: the run's.
     Raises:
         StateError: if there is no checkpoint, it has not come to Stage B, or the tasks cannot be
             written.
         DataError: if a row of the file cannot be used.
     """
-    loaded = load_reader(source)
+    loaded = load_reader(source, accept_threshold=accept_threshold)
     logger.info("%s: step %d", source, loaded.trained.step)
     lessons = loaded.lessons
     if file is not None:
@@ -79,7 +115,7 @@ def evaluate_reasoning(
         examples = suite(lessons, tasks, length_ratios=LENGTH_RATIOS, num_examples=num_examples)
     if written is not None:
         write_examples(written, examples)
-    return score_examples(loaded.reader, lessons, examples)
+    return score_examples(loaded.reader, lessons, examples, branches=branches)
 
 
 def _check_room(lessons: Lessons, example: Example) -> None:
@@ -124,7 +160,7 @@ def score_tasks(
         DataError: if a task is unknown, or the agent's numbers are not finite.
     """
     examples = suite(lessons, tasks, length_ratios=length_ratios, num_examples=num_examples)
-    return score_examples(reader, lessons, examples)
+    return score_examples(reader, lessons, examples).rows
 
 
 def suite(
@@ -147,25 +183,29 @@ def suite(
 
 
 def score_examples(
-    reader: MemoryReader, lessons: Lessons, examples: Sequence[Example]
-) -> list[Row]:
-    """Mean scores of greedy episodes, and of the backbone alone, by task and length.
+    reader: MemoryReader, lessons: Lessons, examples: Sequence[Example], *, branches: bool = False
+) -> Evaluated:
+    """Mean scores of episodes, and of the backbone alone, by task and length.
 
     Args:
         reader: in evaluation mode.
         lessons: give its tokens.
         examples: whose questions a window has room for.
+        branches: act by branches, instead of taking the likeliest action.
     Raises:
         DataError: if the agent's numbers are not finite.
     """
     cells: dict[tuple[str, int], list[Example]] = {}
     for example in examples:
         cells.setdefault((example.task, example.length_ratio), []).append(example)
-    rows = []
+    rows, num_accepted, num_decisions = [], 0, 0
     for (task, ratio), cell in cells.items():
-        mean, alone = _scores(reader, lessons, cell).mean(0).tolist()
+        played = _play(reader, lessons, cell, branches=branches)
+        mean, alone = played.scores.mean(0).tolist()
         rows.append(Row(task, ratio, mean, alone, len(cell)))
-    return rows
+        num_accepted += played.num_accepted
+        num_decisions += played.num_decisions
+    return Evaluated(rows, num_accepted / num_decisions if num_decisions else None)
 
 
 def _examples(lessons: Lessons, task: str, ratio: int, count: int) -> list[Example]:
@@ -185,25 +225,42 @@ def _examples(lessons: Lessons, task: str, ratio: int, count: int) -> list[Examp
     return examples
 
 
+class _Played(NamedTuple):
+    """Score with memory and alone of each example, [N, 2], and what became of branches."""
+
+    scores: Tensor
+    num_accepted: int
+    num_decisions: int
+
+
 @torch.no_grad()
-def _scores(reader: MemoryReader, lessons: Lessons, cell: Sequence[Example]) -> torch.Tensor:
-    """Score with memory and alone of each example, [N, 2]."""
-    parts = []
+def _play(
+    reader: MemoryReader, lessons: Lessons, cell: Sequence[Example], *, branches: bool
+) -> _Played:
+    parts, num_accepted, num_decisions = [], 0, 0
     for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
         examples = cell[first : first + _EXAMPLES_PER_BATCH]
         texts = lessons.texts([lessons.segments(each.text) for each in examples], examples)
         texts = texts.to(reader.backbone.device)
         grade = grade_by(examples, lessons.tokenizer)
         episodes = ReadingEpisodes(reader, reader.read(texts), grade)
-        final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
+        if branches:
+            played = roll_out_branches(episodes, reader.policy, episodes.start())
+            earned = played.final.earned
+            num_accepted += played.num_accepted
+            num_decisions += played.num_decisions
+        else:
+            earned = roll_out(
+                episodes, reader.policy, episodes.start(), generator=None
+            ).final.earned
         alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
-        parts.append(torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1))
-    return torch.cat(parts)
+        parts.append(torch.stack([earned.cpu(), torch.tensor(alone)], dim=1))
+    return _Played(torch.cat(parts), num_accepted, num_decisions)
 
 
 def as_json(rows: Sequence[Row]) -> str:
     """The rows as one JSON object."""
-    return json.dumps({"rows": [asdict(row) for row in rows]})
+    return Evaluated(list(rows)).as_json()
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -30,11 +30,12 @@ class TrainedReader:
     lessons: Lessons
 
 
-def load_reader(source: Path) -> TrainedReader:
+def load_reader(source: Path, *, accept_threshold: float | None = None) -> TrainedReader:
     """Load the newest checkpoint under `source` that verifies.
 
     Args:
         source: a run directory or a checkpoint.
+        accept_threshold: advantage from which a branch is accepted; None: the run's.
     Raises:
         StateError: if there is none, or it has not come to Stage B.
         DataError: if the corpus's tokenizer is not where it was.
@@ -49,6 +50,9 @@ def load_reader(source: Path) -> TrainedReader:
                 f"{source}: step {trained.step} has no memory to read with. Memory is trained in "
                 "Stage B: train a reasoning variant (cdrmix-reason-*) with training.stage all or b"
             )
+        if accept_threshold is not None:
+            policy = stage_b.policy.model_copy(update={"accept_threshold": accept_threshold})
+            stage_b = stage_b.model_copy(update={"policy": policy})
         lessons = make_lessons(trained, stage_b)
         reader = MemoryReader(
             trained.model, stage_b, window_tokens=lessons.window_tokens, marks=lessons.marks

@@ -110,7 +110,7 @@ def roll_out(
     while bool(running.any()):
         seen = environment.observe(state)
         decision = policy(*seen)
-        _check_decision(decision, seen.legal)
+        check_decision(decision, seen.legal)
         actions = _choose(decision, generator)
         after = environment.step(state, actions)
         chosen = decision.logprobs.gather(1, actions.unsqueeze(1)).squeeze(1)
@@ -121,7 +121,7 @@ def roll_out(
         torch.stack(column, dim=1) for column in zip(*steps, strict=True)
     )
     outcome = environment.settle(state)
-    _check_rewards(outcome.reward)
+    check_rewards(outcome.reward)
     last = F.one_hot(taken.sum(1) - 1, taken.shape[1])
     return Rollouts(
         hidden=hidden,
@@ -143,7 +143,8 @@ def _choose(decision: Decision, generator: torch.Generator | None) -> Tensor:
     return torch.multinomial(decision.logprobs.exp(), 1, generator=generator).squeeze(1)
 
 
-def _check_decision(decision: Decision, legal: Tensor) -> None:
+def check_decision(decision: Decision, legal: Tensor) -> None:
+    """Raises DataError if a number of the agent's is not finite."""
     bad = (legal & ~decision.logprobs.isfinite()).any(1) | ~decision.value.isfinite()
     if bool(bad.any()):
         raise DataError(
@@ -153,7 +154,8 @@ def _check_decision(decision: Decision, legal: Tensor) -> None:
         )
 
 
-def _check_rewards(reward: Tensor) -> None:
+def check_rewards(reward: Tensor) -> None:
+    """Raises DataError if a reward is not finite."""
     bad = torch.nonzero(~reward.isfinite()).flatten().tolist()
     if bad:
         raise DataError(

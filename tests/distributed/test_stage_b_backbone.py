@@ -123,6 +123,17 @@ def test_its_reasoning_is_evaluated_and_stored(
         assert 0 <= row["score"] <= 1 and 0 <= row["backbone_score"] <= 1 and row["n"] == 1
 
 
+def test_branches_are_accepted_by_the_threshold_that_is_given(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--suite", "reasoning", str(run_dir), "--examples", "1", "--json", "--branches"]
+    shares = []
+    for threshold in ("-1e6", "1e6"):
+        assert main(["evaluate", *flags, "--accept-threshold", threshold]) == 0
+        shares.append(json.loads(capsys.readouterr().out)["accepted_branches"])
+    assert shares == [1.0, 0.0]
+
+
 def test_it_answers_from_a_file_longer_than_its_window(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,21 @@ from cdrmix.cli import main
 from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation import long_context
 from cdrmix.evaluation.answering import answer_with
-from cdrmix.evaluation.long_context import Row, as_json, score_tasks, table
+from cdrmix.evaluation.long_context import (
+    Evaluated,
+    Row,
+    as_json,
+    score_examples,
+    score_tasks,
+    suite,
+    table,
+)
 from cdrmix.evaluation.readers import TrainedReader
 from cdrmix.evaluation.trained import Trained
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reader import MemoryReader
+from cdrmix.reasoning.reading import Grade
 from cdrmix.reasoning.tasks import Example
 from tests.unit.small_reader import small_config, small_lessons, small_reader, tokenizer
 
@@ -34,9 +44,14 @@ class Knowing:
         return self._words
 
 
-def loaded(*, favourite: Action | None = None) -> TrainedReader:
+def loaded(
+    *, favourite: Action | None = None, accept_threshold: float | None = None
+) -> TrainedReader:
     config = small_config()
     reader = small_reader(config)
+    if accept_threshold is not None:
+        policy = reader.config.policy.model_copy(update={"accept_threshold": accept_threshold})
+        reader.config = reader.config.model_copy(update={"policy": policy})
     if favourite is not None:
         with torch.no_grad():
             reader.policy.feature_policy.bias[favourite] = 10.0
@@ -110,7 +125,7 @@ def test_rows_are_printed_also_where_they_cannot_be_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [Row("logic", 4, 0.5, 0.25, 8)]
-    monkeypatch.setattr(long_context, "evaluate_reasoning", lambda *_, **__: rows)
+    monkeypatch.setattr(long_context, "evaluate_reasoning", lambda *_, **__: Evaluated(rows))
     monkeypatch.setattr(long_context, "_run_directory", lambda source: source)
     (tmp_path / "reasoning.json").mkdir()  # which no file can replace
     arguments = ["evaluate", "--suite", "reasoning", str(tmp_path)]
@@ -135,7 +150,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         small_lessons(small_config(tasks=("logic",))), tokenizer=Knowing("yes")
     )
     known = dataclasses.replace(reader, lessons=lessons)
-    monkeypatch.setattr(long_context, "load_reader", lambda source: known)
+    monkeypatch.setattr(long_context, "load_reader", lambda source, **_: known)
     monkeypatch.setattr(long_context, "_run_directory", lambda source: source)
     monkeypatch.setattr(long_context, "LENGTH_RATIOS", (4, 6))
     return tmp_path
@@ -146,14 +161,14 @@ def test_tasks_of_a_file_are_scored_as_those_of_the_suite(
 ) -> None:
     file = str(run_dir / "tasks.jsonl")
     assert evaluated(run_dir, "--examples", "5", "--write-tasks", file, "--json") == 0
-    suite = capsys.readouterr().out
+    shown = capsys.readouterr().out
     stored = run_dir / "reasoning.json"
-    assert stored.read_text() == suite
+    assert stored.read_text() == shown
     stored.unlink()
     assert evaluated(run_dir, "--tasks", file, "--json") == 0
-    assert capsys.readouterr().out == suite
+    assert capsys.readouterr().out == shown
     assert not stored.exists(), "the run's own table is not replaced"
-    rows = json.loads(suite)["rows"]
+    rows = json.loads(shown)["rows"]
     assert [(row["length_ratio"], row["n"]) for row in rows] == [(4, 5), (6, 5)]
     assert {0 < row["score"] < 1 for row in rows} == {True}
 
@@ -196,7 +211,7 @@ def test_a_broken_row_of_a_file_ends_the_command_with_a_message(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tasks", "a"], "--tasks and --write-tasks go with --suite reasoning"),
+        (["--tasks", "a"], "--write-tasks and --branches go with --suite reasoning"),
         (["--tasks", "a", "--examples", "3"], "--tasks reads every row of its file"),
     ],
 )
@@ -206,6 +221,39 @@ def test_flags_of_tasks_that_would_do_nothing_are_refused(
     with pytest.raises(SystemExit):
         main(["evaluate", "run", *flags])
     assert message in capsys.readouterr().err
+
+
+def test_branches_that_are_all_accepted_score_as_the_agent_alone() -> None:
+    lessons = small_lessons(small_config())
+    examples = suite(lessons, ["logic"], length_ratios=(4,), num_examples=3)
+    alone = score_examples(loaded().reader, lessons, examples)
+    reader = loaded(accept_threshold=-1e6).reader
+    branched = score_examples(reader, lessons, examples, branches=True)
+    assert (alone.accepted, branched.accepted) == (None, 1.0)
+    assert branched.rows == alone.rows
+    assert branched.table().endswith("; 100.0% of the decisions accepted a branch")
+    assert json.loads(branched.as_json()) == {
+        "rows": json.loads(alone.as_json())["rows"],
+        "accepted_branches": 1.0,
+    }
+
+
+def test_acting_by_branches_does_not_ask_the_checker_and_leaves_the_runs_table(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graded: list[int] = []
+
+    def grade_by(examples: Sequence[Example], _: object) -> Grade:
+        return lambda row, tokens: graded.append(row) or 0.5
+
+    monkeypatch.setattr(long_context, "grade_by", grade_by)
+    assert evaluated(run_dir, "--examples", "2", "--branches", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 <= found["accepted_branches"] <= 1
+    assert [row["score"] for row in found["rows"]] == [0.5, 0.5]
+    # each text of each length: the reader's answer, and the backbone's alone
+    assert len(graded) == 2 * 2 * 2
+    assert not (run_dir / "reasoning.json").exists()
 
 
 def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
@@ -264,6 +312,19 @@ def test_what_is_retrieved_was_written() -> None:
     assert retrieved and set(retrieved) <= written
 
 
+@pytest.mark.parametrize(("threshold", "kind"), [(-1e6, "written"), (1e6, "dropped")])
+def test_branches_decide_what_becomes_of_a_text(threshold: float, kind: str) -> None:
+    reader = loaded(favourite=Action.CACHE_WRITE, accept_threshold=threshold)
+    answered = answer_with(reader, TEXT, "What is the code of bami?", branches=True)
+    read = [event.kind for event in answered.events if event.kind in ("written", "dropped")]
+    assert set(read) == {kind}
+    assert answered.accepted is not None
+    accepted, decisions = answered.accepted
+    assert accepted == (decisions if threshold < 0 else 0)
+    last = answered.memory_lines().splitlines()[-1]
+    assert last == f"branches    {accepted} of {decisions} decisions accepted one"
+
+
 def test_a_question_must_be_asked_and_leave_room() -> None:
     reader = loaded()
     with pytest.raises(DataError, match="takes a text and a question"):
@@ -278,3 +339,26 @@ def test_flags_of_memory_are_refused_without_it(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["generate", "run", "--question", "Why?"])
     assert "go with --memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "run", "--branches"], "go with --memory"),
+        (["evaluate", "run", "--branches"], "go with --suite reasoning"),
+        (
+            ["evaluate", "run", "--suite", "reasoning", "--accept-threshold", "-0.1"],
+            "--accept-threshold goes with --branches",
+        ),
+        (
+            ["generate", "run", "--memory", "--branches", "--accept-threshold", "nan"],
+            "given nan, allowed is a number",
+        ),
+    ],
+)
+def test_flags_of_branches_that_would_do_nothing_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert message in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cdrmix.errors import DataError
-from cdrmix.reasoning.branches import try_branches
+from cdrmix.reasoning.branches import roll_out_branches, step_by_branches, try_branches
 from cdrmix.reasoning.environment import Outcome
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.policy import Action, MemoryPolicy
@@ -223,7 +223,7 @@ def test_a_branch_below_the_threshold_is_rolled_back() -> None:
     stream, state = halfway()
     stream.config = stream.config.model_copy(update={"accept_threshold": 1e6})
     tried = try_branches(stream, random_policy(), state)
-    assert (tried.actions == -1).all() and not tried.done.any() and not tried.reward.any()
+    assert (tried.actions == -1).all() and not tried.done.any()
     assert torch.equal(tried.state.time, state.time)
 
 
@@ -238,3 +238,55 @@ def test_of_the_branches_that_are_good_enough_the_likeliest_is_kept() -> None:
     for row in range(6):
         kept = [int(order[row, k]) for k in range(3) if good[row, k]]
         assert tried.actions[row] == (kept[0] if kept else -1)
+
+
+def test_where_no_branch_is_good_enough_the_agent_passes() -> None:
+    stream, state = halfway()
+    policy = random_policy()
+    best = try_branches(stream, policy, state).advantages.amax(1)
+    threshold = float(best.median())
+    stream.config = stream.config.model_copy(update={"accept_threshold": threshold + 1e-6})
+    tried = try_branches(stream, policy, state)
+    rejected = tried.actions < 0
+    assert rejected.any() and not rejected.all()
+    after = step_by_branches(stream, policy, state)
+    passed = stream.step(state, torch.full((6,), int(SPLICE))).state
+    assert torch.equal(after.accepted, ~rejected)
+    assert torch.equal(after.actions, torch.where(rejected, SPLICE, tried.actions))
+    assert torch.equal(after.state.buffer[rejected], passed.buffer[rejected])
+    assert torch.equal(after.state.buffer[~rejected], tried.state.buffer[~rejected])
+
+
+def test_branches_that_are_all_accepted_act_as_the_policy_does() -> None:
+    stream, state = started(16)
+    stream.config = stream.config.model_copy(update={"accept_threshold": -1e6})
+    policy = random_policy()
+    played = roll_out_branches(stream, policy, state)
+    greedy = roll_out(stream, policy, state, generator=None)
+    assert played.num_accepted == played.num_decisions == int(greedy.taken.sum())
+    for name in ("memory", "operations", "solved", "time"):
+        assert torch.equal(getattr(played.final, name), getattr(greedy.final, name)), name
+
+
+def test_branches_that_are_all_rejected_pass_to_the_end() -> None:
+    stream, state = started()
+    stream.config = stream.config.model_copy(update={"accept_threshold": 1e6})
+    played = roll_out_branches(stream, random_policy(), state)
+    assert (played.num_accepted, played.num_decisions) == (0, 8 * 28)
+    assert not played.final.operations.any() and not played.final.solved.any()
+
+
+class Unasked(SegmentStream):
+    """Whose checker must not be asked."""
+
+    def settle(self, state: StreamState) -> Outcome[StreamState]:
+        raise AssertionError("nobody knows what an answer earns before it is given")
+
+
+def test_no_branch_asks_the_checker() -> None:
+    stream, state = started(64)
+    state = play(stream, state, [WRITE] * NUM_SEGMENTS + [RETRIEVE]).state
+    tried = try_branches(environment(Unasked), random_policy(), state)
+    actions = random_policy()(*stream.observe(state)).logprobs.argsort(dim=1, descending=True)
+    ends = torch.stack([stream.step(state, actions[:, k]).done for k in range(3)], dim=1)
+    assert ends.any() and (tried.advantages[ends] == 0).all()

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from cdrmix.objectives.grpo import group_advantages
 from cdrmix.planning.autosize import variant
-from cdrmix.reasoning.branches import try_branches
+from cdrmix.reasoning.branches import roll_out_branches
 from cdrmix.reasoning.episodes import Rollouts, learn_from, roll_out
 from cdrmix.reasoning.policy import Action, MemoryPolicy
-from cdrmix.reasoning.speculation import branch, merge
+from cdrmix.reasoning.speculation import branch
 from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, Streams, StreamState
 
 NUM_SEGMENTS, NUM_LIVE, NUM_ENTRIES, TOP_K = 24, 4, 6, 4
@@ -135,18 +135,11 @@ def evaluate_branches(policy: MemoryPolicy, *, threshold: float) -> dict[str, fl
     stream = environment()
     stream.config = stream.config.model_copy(update={"accept_threshold": threshold})
     streams = make_streams(NUM_EVALUATED, torch.Generator().manual_seed(10_000))
-    state = stream.start(streams)
-    running = torch.ones(NUM_EVALUATED, dtype=torch.bool)
-    kept = taken = 0
-    while bool(running.any()):
-        tried = try_branches(stream, policy, state)
-        accepted = tried.actions >= 0
-        moved_on = stream.step(state, torch.full((NUM_EVALUATED,), int(Action.SPLICE_WINDOW)))
-        after = merge(accepted, tried.state, moved_on.state)
-        done = torch.where(accepted, tried.done, moved_on.done)
-        kept, taken = kept + int((accepted & running).sum()), taken + int(running.sum())
-        state, running = merge(running, after, state), running & ~done
-    return {"success": float(state.solved.float().mean()), "accepted": kept / taken}
+    played = roll_out_branches(stream, policy, stream.start(streams))
+    return {
+        "success": float(played.final.solved.float().mean()),
+        "accepted": played.num_accepted / played.num_decisions,
+    }
 
 
 def learn(seed: int, *, iterations: int) -> dict[str, Any]:
