@@ -176,11 +176,16 @@ def add_generate(verbs: Verbs) -> None:
 
     def run(arguments: argparse.Namespace) -> None:
         _check_branch_flags(parser, arguments)
+        if arguments.faiss and not arguments.index:
+            parser.error("--faiss goes with --index")
         if arguments.memory:
             _answer_with_memory(arguments)
             return
-        if arguments.file or arguments.question or arguments.show_memory or arguments.branches:
-            parser.error("--file, --question, --show-memory and --branches go with --memory")
+        flags = ("file", "question", "show_memory", "branches", "index")
+        if any(getattr(arguments, flag) for flag in flags):
+            parser.error(
+                "--file, --question, --show-memory, --branches and --index go with --memory"
+            )
         from cdrmix.evaluation.trained import continue_text
 
         text = continue_text(
@@ -204,6 +209,16 @@ def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--file", type=Path, metavar="TEXT", help="text to read, in place of it")
     parser.add_argument("--question", default="", help="what is asked behind the text")
+    parser.add_argument(
+        "--index",
+        type=Path,
+        metavar="DIR",
+        help="memory that lasts: what is written goes there, and answers come from what earlier "
+        "texts left there too; with it a text or a question alone is enough",
+    )
+    parser.add_argument(
+        "--faiss", action="store_true", help="search the index through FAISS ([faiss] extra)"
+    )
     parser.add_argument(
         "--show-memory", action="store_true", help="first what was written, retrieved and dropped"
     )
@@ -231,8 +246,9 @@ def _check_branch_flags(parser: argparse.ArgumentParser, arguments: argparse.Nam
 
 
 def _answer_with_memory(arguments: argparse.Namespace) -> None:
-    from cdrmix.evaluation.answering import answer_from, read_text
+    from cdrmix.evaluation.answering import Lasting, answer_from, read_text
 
+    name = str(arguments.file or "the prompt")
     text = read_text(arguments.file) if arguments.file else arguments.prompt
     answered = answer_from(
         arguments.run_dir,
@@ -240,10 +256,14 @@ def _answer_with_memory(arguments: argparse.Namespace) -> None:
         arguments.question,
         branches=arguments.branches,
         accept_threshold=arguments.accept_threshold,
+        lasting=Lasting(arguments.index, name, arguments.faiss) if arguments.index else None,
     )
     if arguments.show_memory:
         print(answered.memory_lines() + "\n")
-    print(answered.answer)
+    if arguments.question:
+        print(answered.answer)
+    elif not arguments.show_memory:
+        print(f"{arguments.index}: {answered.index}")
 
 
 def add_evaluate(verbs: Verbs) -> None:

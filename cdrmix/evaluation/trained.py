@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
+from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from cdrmix.errors import StateError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.log import get_logger
@@ -42,6 +43,11 @@ class Trained:
     tokenizer: Tokenizer
     data: Path
     step: int
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """sha256 of the tokenizer's file, hex."""
+        return hashlib.sha256((self.data / TOKENIZER_FILE).read_bytes()).hexdigest()
 
 
 def load_trained(source: Path) -> Trained:

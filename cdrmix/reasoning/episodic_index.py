@@ -76,10 +76,11 @@ class EpisodicIndex:
         key_size: S.
         max_tokens: capacity (tokens of all entries together).
         encoder: digest of the encoder that makes keys and queries.
+        tokenizer: digest of the tokenizer that gives the segments' ids.
     """
 
-    def __init__(self, *, key_size: int, max_tokens: int, encoder: str) -> None:
-        self.max_tokens, self.encoder = max_tokens, encoder
+    def __init__(self, *, key_size: int, max_tokens: int, encoder: str, tokenizer: str) -> None:
+        self.max_tokens, self.encoder, self.tokenizer = max_tokens, encoder, tokenizer
         self.entries: list[Entry] = []
         self._rows = torch.zeros(0, key_size)  # room for keys, doubled when it is used up
         self.next_id = 0

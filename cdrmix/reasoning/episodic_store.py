@@ -25,9 +25,10 @@ from cdrmix.data.folders import new_folder, remove_unfinished
 from cdrmix.errors import StateError
 from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex
 
-FORMAT = 1
+FORMAT = 2
 _KEYS, _VALUES, _ENTRIES = "keys.safetensors", "values.safetensors", "entries.jsonl"
 _MANIFEST = "manifest.json"
+_TOLD = {"tokenizer", "key_size", "encoder", "count", "next_id"}
 
 
 def save_index(index: EpisodicIndex, folder: Path) -> Path:
@@ -50,31 +51,42 @@ def save_index(index: EpisodicIndex, folder: Path) -> Path:
     return out
 
 
-def load_index(folder: Path, *, encoder: str, key_size: int, max_tokens: int) -> EpisodicIndex:
+def has_index(folder: Path) -> bool:
+    """Whether `save_index` has saved here."""
+    return bool(_saves(folder))
+
+
+def load_index(
+    folder: Path, *, encoder: str, tokenizer: str, key_size: int, max_tokens: int
+) -> EpisodicIndex:
     """The newest save.
 
     Args:
         folder: as given to `save_index`.
         encoder: digest of the encoder whose queries will come.
+        tokenizer: digest of the tokenizer that reads the segments' ids.
         key_size: of its keys.
         max_tokens: capacity from now on; entries leave at the next commit if they are more.
     Raises:
-        StateError: if there is none, if it is damaged, or if it is of another encoder or size.
+        StateError: if there is none, if it is damaged, or if it is of another encoder, tokenizer or
+            size.
     """
     saves = _saves(folder)
     if not saves:
         raise StateError(f"{folder}: no episodic memory was saved here")
     newest = saves[-1]
     manifest = _read_manifest(newest)
-    for what, here, wanted in (
-        ("key_size", manifest["key_size"], key_size),
-        ("encoder", manifest["encoder"], encoder),
-    ):
-        if here != wanted:
-            raise StateError(
-                f"{newest}: {what} is {here!r}, but the model's is {wanted!r}: its keys mean "
-                "nothing to this model. Use the model that it was written with, or another folder"
-            )
+    wanted = {"tokenizer": tokenizer, "key_size": key_size, "encoder": encoder}
+    differ = [
+        f"{what} is {manifest[what]!r}, but the model's is {ours!r}"
+        for what, ours in wanted.items()
+        if manifest[what] != ours
+    ]
+    if differ:
+        raise StateError(
+            f"{newest}: {'; '.join(differ)}: its entries mean nothing to this model. Use the model "
+            "that it was written with, or another folder"
+        )
     try:
         keys, entries = load_file(newest / _KEYS)["keys"], _read_entries(newest)
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
@@ -84,7 +96,9 @@ def load_index(folder: Path, *, encoder: str, key_size: int, max_tokens: int) ->
             f"{newest}: {len(keys)} keys for {len(entries)} entries, and its manifest says "
             f"{manifest['count']}"
         )
-    index = EpisodicIndex(key_size=key_size, max_tokens=max_tokens, encoder=encoder)
+    index = EpisodicIndex(
+        key_size=key_size, max_tokens=max_tokens, encoder=encoder, tokenizer=tokenizer
+    )
     index.restore(keys, entries, next_id=manifest["next_id"])
     return index
 
@@ -110,6 +124,7 @@ def _write(index: EpisodicIndex, folder: Path) -> None:
     manifest = {
         "format": FORMAT,
         "encoder": index.encoder,
+        "tokenizer": index.tokenizer,
         "key_size": index.keys.shape[1],
         "count": len(index),
         "next_id": index.next_id,
@@ -126,6 +141,8 @@ def _read_manifest(save: Path) -> dict[str, Any]:
         manifest = json.loads((save / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
+        if missing := _TOLD - manifest.keys():
+            raise ValueError(f"without {', '.join(sorted(missing))}")
         digests = {name: manifest["sha256"][name] for name in (_KEYS, _VALUES, _ENTRIES)}
         altered = [name for name, sha256 in digests.items() if _digest(save / name) != sha256]
     except OSError as error:

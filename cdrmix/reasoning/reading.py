@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
+from cdrmix.reasoning.earlier import Earlier
 from cdrmix.reasoning.environment import Observation, Outcome, Transition
 from cdrmix.reasoning.hebbian import PlasticState
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action
@@ -41,6 +42,9 @@ _Key = tuple[int, tuple[int, ...], bytes]
 @dataclass(frozen=True)
 class ReadingState:
     """Where a batch of episodes stands; the names shared with `StreamState` mean the same.
+
+    Segments in memory, buffer and window are numbered through: those of earlier texts, then those
+    of the text.
 
     Attributes:
         rows: the text of each, [N].
@@ -85,8 +89,11 @@ class ReadingEpisodes:
         reading: of P texts.
         grade: score of an answer, (text, tokens) -> 0 to 1.
         forbidden: actions that are never legal.
+        earlier: what earlier texts left in memory; None: nothing.
 
     Attributes:
+        texts: segments as states number them.
+        num_earlier: of them are of earlier texts.
         retrieval_seconds: spent on looking for entries.
         num_retrievals: episodes that they were looked for in.
     """
@@ -98,13 +105,16 @@ class ReadingEpisodes:
         grade: Grade,
         *,
         forbidden: frozenset[Action] = frozenset(),
+        earlier: Earlier | None = None,
     ) -> None:
         self.reader, self.reading, self.grade = reader, reading, grade
         self.config: PolicyConfig = reader.config.policy
         self.top_k = reader.config.memory.top_k
         # a text has no more segments to write
         self.num_entries = min(reader.capacity, reading.texts.tokens.shape[1])
-        self.forbidden = forbidden
+        self.forbidden, self._earlier = forbidden, earlier
+        self.texts = reading.texts if earlier is None else earlier.before(reading.texts)
+        self.num_earlier = len(earlier) if earlier else 0
         self.retrieval_seconds, self.num_retrievals = 0.0, 0
         self._known: dict[_Key, tuple[Tensor, Tensor, Tensor]] = {}
         self._answered: dict[_Key, tuple[list[int], float]] = {}
@@ -115,7 +125,7 @@ class ReadingEpisodes:
         device = texts.tokens.device
         rows = torch.arange(len(texts.tokens), device=device).repeat_interleave(branches)
         zero = torch.zeros_like(rows)
-        return ReadingState(
+        state = ReadingState(
             rows=rows,
             time=zero,
             memory=zero.new_full((len(rows), self.num_entries), -1),
@@ -134,6 +144,7 @@ class ReadingEpisodes:
             earned=torch.zeros(len(rows), device=device),
             solved=zero.bool(),
         )
+        return self._looked(state, self._is_asked(state))  # a text may be empty
 
     def observe(self, state: ReadingState) -> Observation:
         """What the agent sees in a state."""
@@ -161,7 +172,8 @@ class ReadingEpisodes:
         legal = torch.ones(len(state.time), NUM_ACTIONS, dtype=torch.bool, device=asked.device)
         # what was found already is put into the window before there is something new to ask for
         found = asked & (state.buffer >= 0).any(1)
-        legal[:, Action.RETRIEVE] = (state.memory >= 0).any(1) & ~found
+        holds = (state.memory >= 0).any(1) | (self.num_earlier > 0)
+        legal[:, Action.RETRIEVE] = holds & ~found
         legal[:, Action.CACHE_WRITE] = ~asked
         legal[:, Action.SUMMARIZE] = ~asked
         for action in self.forbidden:
@@ -222,9 +234,16 @@ class ReadingEpisodes:
         """Tokens of each episode's answer."""
         return [self._answered[key][0] for key in self._answer(state)]
 
+    def in_window(self, state: ReadingState, row: int) -> list[int]:
+        """Segments that stand in the window of an episode beside its question."""
+        text = int(state.rows[row])
+        return sorted(self.reader.choose(self.texts, text, self._wanted(state, row))[0])
+
     def segment_read(self, state: ReadingState) -> int | None:
         """The segment that a single episode has before it; None once the question is asked."""
-        return None if bool(self._is_asked(state)[0]) else int(self._place(state)[0])
+        if bool(self._is_asked(state)[0]):
+            return None
+        return self.num_earlier + int(self._place(state)[0])
 
     def _looked(self, state: ReadingState, changed: Tensor) -> ReadingState:
         """The state with what windows that changed now look like."""
@@ -274,7 +293,7 @@ class ReadingEpisodes:
         """Windows, slots and fast weights of chosen episodes."""
         rows = state.rows[places]
         windows = self.reader.windows(
-            self.reading.texts, rows.tolist(), [self._wanted(state, int(p)) for p in places]
+            self.texts, rows.tolist(), [self._wanted(state, int(p)) for p in places]
         )
         slots = self.reader.summarise(self.reading, rows, state.summarised[places])
         return windows, slots, plastic_rows(self.reading.plastic, rows)
@@ -307,7 +326,8 @@ class ReadingEpisodes:
 
     def _written(self, state: ReadingState, writes: Tensor) -> tuple[Tensor, Tensor]:
         """Memory after the writes, the oldest first, and how many entries were lost, [N]."""
-        pushed = torch.cat([state.memory[:, 1:], self._place(state).unsqueeze(1)], dim=1)
+        place = self.num_earlier + self._place(state)
+        pushed = torch.cat([state.memory[:, 1:], place.unsqueeze(1)], dim=1)
         lost = writes & (state.memory[:, 0] >= 0)
         return torch.where(writes.unsqueeze(1), pushed, state.memory), lost.long()
 
@@ -315,18 +335,22 @@ class ReadingEpisodes:
         self, state: ReadingState, retrieves: Tensor, asked: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Buffer and its best score after the retrievals; what is in the window is not fetched."""
-        places = state.memory.clamp(min=0)
+        places = (state.memory - self.num_earlier).clamp(min=0)
         rows = state.rows.unsqueeze(1)
         keys = self.reading.keys[rows, places]  # [N, M, K]
         # before the question is asked nobody knows it: a segment looks for what is like itself
         own = self.reading.keys[state.rows, self._place(state)]
         query = torch.where(asked.unsqueeze(1), state.query, own)
-        there = (state.memory.unsqueeze(2) == state.fetched.unsqueeze(1)).any(2)
-        usable = (state.memory >= 0) & ~there
-        scores = (keys @ query.unsqueeze(2)).squeeze(2).masked_fill(~usable, -torch.inf)
-        best = scores.sort(dim=1, descending=True, stable=True)
+        held, scores = state.memory, (keys @ query.unsqueeze(2)).squeeze(2)
+        if self._earlier:  # of which some may stand in the window
+            count = self.top_k + MOST_FETCHED
+            found, cosines = self._earlier.find(query, keys, held >= 0, count=count)
+            held, scores = torch.cat([found, held], dim=1), torch.cat([cosines, scores], dim=1)
+        there = (held.unsqueeze(2) == state.fetched.unsqueeze(1)).any(2)
+        usable = (held >= 0) & ~there
+        best = scores.masked_fill(~usable, -torch.inf).sort(dim=1, descending=True, stable=True)
         order = best.indices[:, : self.top_k]
-        found = torch.where(usable.gather(1, order), state.memory.gather(1, order), -1)
+        found = torch.where(usable.gather(1, order), held.gather(1, order), -1)
         found = F.pad(found, (0, self.top_k - found.shape[1]), value=-1)
         top = best.values[:, 0].clamp(min=0)
         return (

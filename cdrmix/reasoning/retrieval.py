@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +42,13 @@ class RetrievalEncoder(nn.Module):
         """Query from the hidden state of one token, [B, D] -> [B, S], float32."""
         return F.normalize(self.to_query(hidden).float(), dim=-1)
 
-    @torch.no_grad()
-    def digest(self) -> str:
-        """sha256 of the weights, hex: keys of another encoder mean nothing to this one."""
-        found = hashlib.sha256()
-        for name, parameter in sorted(self.named_parameters()):
-            values = parameter.detach().float().cpu().contiguous()
-            found.update(f"{name} {tuple(values.shape)}".encode())
-            found.update(values.numpy().tobytes())
-        return found.hexdigest()
+
+@torch.no_grad()
+def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 of named weights, hex, in any order: keys of other weights mean nothing to these."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights, key=lambda pair: pair[0]):
+        values = tensor.detach().float().cpu().contiguous()
+        found.update(f"{name} {tuple(values.shape)}".encode())
+        found.update(values.numpy().tobytes())
+    return found.hexdigest()

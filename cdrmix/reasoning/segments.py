@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cdrmix.data.tokenizer import ANSWER, Tokenizer
 
@@ -64,6 +65,17 @@ class Texts:
     def to(self, device: torch.device) -> Texts:
         """The texts on a device."""
         return Texts(self.tokens.to(device), self.lengths.to(device), self.questions)
+
+    def behind(self, segments: Sequence[Sequence[int]]) -> Texts:
+        """The texts with further segments, the same before each; those are numbered first."""
+        longest = max(map(len, segments), default=0)
+        wider = max(longest - self.tokens.shape[2], 0)
+        tokens = F.pad(self.tokens, (0, wider, len(segments), 0))
+        lengths = F.pad(self.lengths, (len(segments), 0))
+        for place, ids in enumerate(segments):
+            tokens[:, place, : len(ids)] = torch.tensor(ids)
+            lengths[:, place] = len(ids)
+        return Texts(tokens, lengths, self.questions)
 
     def segment(self, row: int, place: int) -> list[int]:
         """Tokens of one segment."""

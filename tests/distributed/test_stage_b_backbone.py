@@ -128,7 +128,7 @@ def test_branches_are_accepted_by_the_threshold_that_is_given(
 ) -> None:
     flags = ["--suite", "reasoning", str(run_dir), "--examples", "1", "--json", "--branches"]
     shares = []
-    for threshold in ("-1e6", "1e6"):
+    for threshold in ("-1000000", "1e6"):
         assert main(["evaluate", *flags, "--accept-threshold", threshold]) == 0
         shares.append(json.loads(capsys.readouterr().out)["accepted_branches"])
     assert shares == [1.0, 0.0]

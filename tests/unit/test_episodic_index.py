@@ -1,5 +1,6 @@
 """Episodic memory: search, proposals, eviction, duplicates, and what is on disk."""
 
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from cdrmix.errors import StateError
 from cdrmix.reasoning.episodic_index import EpisodicIndex, best_of
 from cdrmix.reasoning.episodic_store import load_index, save_index
-from cdrmix.reasoning.retrieval import RetrievalEncoder
+from cdrmix.reasoning.retrieval import RetrievalEncoder, weights_digest
 from tests.harness import ROOT
 
 SIZE = 16
@@ -25,7 +26,7 @@ def unit(*shape: int) -> torch.Tensor:
 
 
 def empty(max_tokens: int = 1024) -> EpisodicIndex:
-    return EpisodicIndex(key_size=SIZE, max_tokens=max_tokens, encoder="e" * 64)
+    return EpisodicIndex(key_size=SIZE, max_tokens=max_tokens, encoder="e" * 64, tokenizer="t" * 64)
 
 
 def write(index: EpisodicIndex, key: torch.Tensor, *tokens: int, score: float = 0.0) -> None:
@@ -134,7 +135,12 @@ def test_what_cannot_be_stored_is_refused(
 
 
 def loaded(folder: Path, **changed: object) -> EpisodicIndex:
-    settings = {"encoder": "e" * 64, "key_size": SIZE, "max_tokens": 1024} | changed
+    settings = {
+        "encoder": "e" * 64,
+        "tokenizer": "t" * 64,
+        "key_size": SIZE,
+        "max_tokens": 1024,
+    } | changed
     return load_index(folder, **settings)
 
 
@@ -172,19 +178,21 @@ def test_equal_memories_are_equal_files(tmp_path: Path) -> None:
     assert contents[0] == contents[1] and len(contents[0]) == 4
 
 
-def test_keys_of_another_encoder_or_size_are_refused(tmp_path: Path) -> None:
+def test_entries_of_another_encoder_tokenizer_or_size_are_refused(tmp_path: Path) -> None:
     save_index(filled(2), tmp_path)
     with pytest.raises(StateError, match="encoder is 'eee.* mean nothing to this model"):
         loaded(tmp_path, encoder="f" * 64)
-    with pytest.raises(StateError, match="key_size is 16, but the model's is 32"):
+    with pytest.raises(StateError, match="key_size is 16, but the model's is 32: its"):
         loaded(tmp_path, key_size=32)
+    with pytest.raises(StateError, match="tokenizer is 'ttt.*; encoder is 'eee.* mean nothing"):
+        loaded(tmp_path, tokenizer="u" * 64, encoder="f" * 64)
 
 
 def test_a_digest_tells_encoders_apart() -> None:
     encoders = [RetrievalEncoder(8, 4) for _ in range(3)]
     for encoder, seed in zip(encoders, (0, 0, 1), strict=True):
         encoder.initialize(seed=seed)
-    first, same, other = (encoder.digest() for encoder in encoders)
+    first, same, other = (weights_digest(encoder.named_parameters()) for encoder in encoders)
     assert first == same != other
 
 
@@ -206,7 +214,7 @@ def test_a_missing_or_foreign_memory_is_refused(tmp_path: Path) -> None:
         loaded(tmp_path / "nowhere")
     save = save_index(filled(5), tmp_path)
     (save / "manifest.json").write_text('{"format": 9}')
-    with pytest.raises(StateError, match="not a manifest .format 9, this version reads 1"):
+    with pytest.raises(StateError, match="not a manifest .format 9, this version reads 2"):
         loaded(tmp_path)
 
 
@@ -215,7 +223,7 @@ import sys, torch
 from pathlib import Path
 from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.episodic_store import save_index
-index = EpisodicIndex(key_size=16, max_tokens=10**6, encoder="e" * 64)
+index = EpisodicIndex(key_size=16, max_tokens=10**6, encoder="e" * 64, tokenizer="t" * 64)
 while True:
     key = torch.nn.functional.normalize(torch.randn(16), dim=0)
     index.propose(key, range(50), offset=len(index), source="text", score=0.0)
@@ -237,6 +245,15 @@ def test_a_process_that_is_killed_while_saving_leaves_a_whole_memory(tmp_path: P
     assert [entry.id for entry in index.entries] == list(range(len(index)))
     save_index(index, tmp_path)  # removes what the killed process left
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_manifest_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    manifest = save_index(filled(1), tmp_path) / "manifest.json"
+    told = json.loads(manifest.read_text())
+    del told["tokenizer"]
+    manifest.write_text(json.dumps(told))
+    with pytest.raises(StateError, match="not a manifest .without tokenizer"):
+        loaded(tmp_path)
 
 
 def test_of_an_unfinished_and_a_finished_save_the_finished_one_is_read(tmp_path: Path) -> None:

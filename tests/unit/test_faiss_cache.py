@@ -14,7 +14,7 @@ SIZE = 16
 
 
 def filled(count: int) -> EpisodicIndex:
-    index = EpisodicIndex(key_size=SIZE, max_tokens=10**6, encoder="")
+    index = EpisodicIndex(key_size=SIZE, max_tokens=10**6, encoder="", tokenizer="")
     for key in F.normalize(torch.randn(count, SIZE), dim=-1):
         index.propose(key, (1,), offset=0, source="text", score=0.0)
     index.commit(step=0)

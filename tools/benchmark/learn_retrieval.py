@@ -64,7 +64,7 @@ def train(steps: int, *, seed: int) -> RetrievalEncoder:
 
 def recall(keys: Tensor, queries: Tensor) -> float:
     """Share of queries whose own key, of the same row, is among the first four of an index."""
-    index = EpisodicIndex(key_size=keys.shape[1], max_tokens=len(keys), encoder="")
+    index = EpisodicIndex(key_size=keys.shape[1], max_tokens=len(keys), encoder="", tokenizer="")
     for key in keys:
         index.propose(key, (0,), offset=0, source="", score=0.0)
     added = index.commit(step=0).added
@@ -93,7 +93,7 @@ def latency(num_entries: int, key_size: int, *, rounds: int) -> dict[str, float 
     """Median milliseconds of one query, by kind of search; None where FAISS is not installed."""
     generator = torch.Generator().manual_seed(0)
     keys = F.normalize(torch.randn(num_entries, key_size, generator=generator), dim=-1)
-    index = EpisodicIndex(key_size=key_size, max_tokens=num_entries, encoder="")
+    index = EpisodicIndex(key_size=key_size, max_tokens=num_entries, encoder="", tokenizer="")
     entries = [Entry((0,), place, "", 0.0, id=place) for place in range(num_entries)]
     index.restore(keys, entries, next_id=num_entries)
     query = keys[:1]

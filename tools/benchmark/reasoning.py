@@ -80,7 +80,10 @@ def operations(rounds: int) -> dict[str, float]:
     entries = stage_b.memory.max_tokens // SEGMENT_TOKENS
     keys = torch.nn.functional.normalize(torch.randn(entries, stage_b.memory.summary_dim), dim=-1)
     index = EpisodicIndex(
-        key_size=stage_b.memory.summary_dim, max_tokens=stage_b.memory.max_tokens, encoder=""
+        key_size=stage_b.memory.summary_dim,
+        max_tokens=stage_b.memory.max_tokens,
+        encoder="",
+        tokenizer="",
     )
     index.restore(
         keys,
