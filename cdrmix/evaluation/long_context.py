@@ -244,17 +244,16 @@ def _play(
         texts = texts.to(reader.backbone.device)
         grade = grade_by(examples, lessons.tokenizer)
         episodes = ReadingEpisodes(reader, reader.read(texts), grade)
+        start = episodes.start()
         if branches:
-            played = roll_out_branches(episodes, reader.policy, episodes.start())
-            earned = played.final.earned
-            num_accepted += played.num_accepted
-            num_decisions += played.num_decisions
+            branched = roll_out_branches(episodes, reader.policy, start)
+            final = branched.final
+            num_accepted += branched.num_accepted
+            num_decisions += branched.num_decisions
         else:
-            earned = roll_out(
-                episodes, reader.policy, episodes.start(), generator=None
-            ).final.earned
+            final = roll_out(episodes, reader.policy, start, generator=None).final
         alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
-        parts.append(torch.stack([earned.cpu(), torch.tensor(alone)], dim=1))
+        parts.append(torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1))
     return _Played(torch.cat(parts), num_accepted, num_decisions)
 
 

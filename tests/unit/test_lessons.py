@@ -5,10 +5,12 @@ import dataclasses
 import torch
 
 from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
+from cdrmix.reasoning.branches import try_branches
 from cdrmix.reasoning.course import ReaderCourse
 from cdrmix.reasoning.parts import part_of
 from cdrmix.reasoning.policy import Action
-from cdrmix.reasoning.reading import ReadingEpisodes
+from cdrmix.reasoning.reading import ReadingEpisodes, ReadingState
+from cdrmix.reasoning.speculation import select
 from tests.unit.small_reader import (
     TASKS,
     WINDOW_TOKENS,
@@ -163,3 +165,33 @@ def test_an_episode_writes_fetches_and_answers() -> None:
     operations = state.operations * policy.latency_penalty
     assert (reward <= 1 + policy.stability_bonus - operations + 1e-6).all()
     assert (reward > 0.5).all()
+
+
+def test_branches_of_one_text_see_nothing_of_another() -> None:
+    config = small_config(tasks=("needle_keys",), length_ratios=(1,))
+    reader, lessons = small_reader(config), small_lessons(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in reader.policy.parameters():
+        parameter.data.normal_(generator=generator)
+    texts = lessons.lesson("policy", 0).texts
+    reading = reader.read(texts)
+
+    def at_the_question() -> tuple[ReadingEpisodes, ReadingState]:
+        episodes = ReadingEpisodes(reader, reading, lambda *_: 1.0)
+        state = episodes.start()
+        for _ in range(int(texts.num_segments.min())):
+            state = episodes.step(state, torch.full((4,), int(Action.CACHE_WRITE))).state
+        return episodes, state
+
+    episodes, state = at_the_question()
+    _, before = at_the_question()
+    together = try_branches(episodes, reader.policy, state)
+    for field in dataclasses.fields(state):
+        assert torch.equal(getattr(state, field.name), getattr(before, field.name)), field.name
+    for row in range(4):
+        own, _ = at_the_question()
+        alone = try_branches(own, reader.policy, select(state, torch.tensor([row])))
+        assert alone.actions.item() == together.actions[row].item()
+        torch.testing.assert_close(alone.advantages[0], together.advantages[row], atol=1e-4, rtol=0)
+        for name in ("memory", "buffer", "fetched", "summarised"):
+            assert torch.equal(getattr(alone.state, name)[0], getattr(together.state, name)[row])
