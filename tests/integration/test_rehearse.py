@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from cdrmix.config.load import load_config
-from cdrmix.engines.rehearse import Check, _Stage
+from cdrmix.engines.rehearsal_runs import Check, SmallRuns
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.plan import plan
 from cdrmix.planning.rehearsal import rehearsals
@@ -48,7 +48,7 @@ def test_a_layout_that_trains_otherwise_fails_the_rehearsal(
     made = plan(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
     (small,) = rehearsals(config, made.pick)
 
-    class Wrong(_Stage):
+    class Wrong(SmallRuns):
         def _alone(self):  # one process that clips otherwise stands for a wrong gradient norm
             right = super()._alone()
             training = right.training.model_copy(update={"gradient_clipping": 0.01})
@@ -66,7 +66,7 @@ def test_a_rank_that_ends_with_a_fault_is_shown(tmp_path: Path) -> None:
     config = load_config(CONFIG)
     made = plan(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
     (small,) = rehearsals(config, made.pick)
-    (check,) = _Stage(tmp_path / "1", tmp_path / "no corpus", small).checks()
+    (check,) = SmallRuns(tmp_path / "1", tmp_path / "no corpus", small).checks()
     assert check == Check("runs", None, 0.0, check.fault)
     assert "no corpus" in check.fault
     assert not check.passed
