@@ -2,7 +2,8 @@
 
 Each small layout trains, saves and ends; goes on from its first checkpoint; and goes on from it in
 one process. One process trains the same micro-steps from the start. What should be equal to the bit
-is compared so, the rest to a relative 1e-5.
+is compared so, the rest to a relative 1e-5. A small Stage B starts from the backbone that the first
+layout has trained.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from cdrmix.errors import PlanError
 from cdrmix.log import get_logger
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.plan import Plan, plan, unavailable
-from cdrmix.planning.rehearsal import Aspect, Rehearsal, aspects, rehearsals
+from cdrmix.planning.profile import Choice
+from cdrmix.planning.rehearsal import Aspect, Rehearsal, aspects, describe, rehearsals
+from cdrmix.planning.rehearsal_stage_b import (
+    planned_stage_b,
+    stage_b_aspects,
+    stage_b_rehearsal,
+)
 
 logger = get_logger(__name__)
 
@@ -31,22 +38,22 @@ _TEXT = ("asyncio", "email", "json", "logging", "unittest")
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """A plan, and what its rehearsal showed.
+class RehearsedStage:
+    """A stage of a run, and what its rehearsal showed.
 
     Attributes:
-        plan: what was rehearsed.
+        title: the stage and how it is planned.
+        planned: its layout, as plain values.
         small: the layouts that were run.
         checks: comparisons by layout.
         aspects: what was exercised, and what not.
-        seconds: wall time.
     """
 
-    plan: Plan
+    title: str
+    planned: dict[str, Any]
     small: list[Rehearsal]
     checks: list[list[Check]]
     aspects: list[Aspect]
-    seconds: float
 
     @property
     def passed(self) -> bool:
@@ -64,25 +71,59 @@ class Rehearsed:
             for each, checks in zip(self.small, self.checks, strict=True)
         ]
         return {
-            "name": self.plan.config.name,
-            "passed": self.passed,
-            "planned": self.plan.pick.to_json(),
+            "planned": self.planned,
             "layouts": layouts,
             "aspects": [asdict(aspect) for aspect in self.aspects],
+        }
+
+    def lines(self, *, first: int) -> list[str]:
+        """The tables that a person reads, with layouts numbered from `first`."""
+        lines, heads = [self.title], [f"rehearsed {first + n}" for n in range(len(self.small))]
+        for head, each, checks in zip(heads, self.small, self.checks, strict=True):
+            lines += ["", f"{head}: {each.describe()}, {each.degrees.world_size} processes"]
+            lines += [f"  {check}" for check in checks]
+        return [*lines, "", *_aspect_lines(self.aspects, heads), ""]
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A plan, and what its rehearsal showed.
+
+    Attributes:
+        plan: what was rehearsed.
+        stage_a: pretraining.
+        stage_b: reasoning enablement; None where the run has none.
+        seconds: wall time.
+    """
+
+    plan: Plan
+    stage_a: RehearsedStage
+    stage_b: RehearsedStage | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison passed."""
+        return self.stage_a.passed and (self.stage_b is None or self.stage_b.passed)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        stage_b = {} if self.stage_b is None else {"stage_b": self.stage_b.to_json()}
+        return {
+            "name": self.plan.config.name,
+            "passed": self.passed,
+            **self.stage_a.to_json(),
+            **stage_b,
             "seconds": self.seconds,
         }
 
     def as_text(self) -> str:
         """The tables that a person reads."""
-        lines = [f"{self.plan.config.name} on {self.plan.cluster}: {self.plan.pick.describe()}"]
-        for number, (each, checks) in enumerate(zip(self.small, self.checks, strict=True), 1):
-            ranks = each.degrees.world_size
-            lines += ["", f"rehearsed {number}: {each.describe()}, {ranks} processes"]
-            lines += [f"  {check}" for check in checks]
-        lines += ["", *_aspect_lines(self.aspects, len(self.small)), ""]
+        lines = self.stage_a.lines(first=1)
+        if self.stage_b is not None:
+            lines += self.stage_b.lines(first=1 + len(self.stage_a.small))
         verdict = "passed" if self.passed else "FAILED"
-        lines.append(f"rehearsal {verdict} in {self.seconds:.0f} s")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"rehearsal {verdict} in {self.seconds:.0f} s"])
 
 
 def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
@@ -95,17 +136,51 @@ def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
     if made.pick.missing:
         raise PlanError("\n".join(unavailable(made.pick, config, cluster)))
     small = rehearsals(config, made.pick)
+    planned = planned_stage_b(config, made.pick, cluster)
+    stage_b = [] if planned is None else [stage_b_rehearsal(config, planned, small[0])]
     with tempfile.TemporaryDirectory(prefix="cdrmix-rehearsal-") as folder:
-        root = Path(folder)
-        logger.info("building a corpus of a few files")
-        corpus = _build_corpus(root, small[0].config.model.vocab_size)
-        checks = []
-        for number, each in enumerate(small, 1):
-            logger.info("running %d of %d: %s", number, len(small), each.describe())
-            runs = SmallRuns(root / str(number), corpus, each)
-            checks.append(list(runs.checks()))
-    found = aspects(config, made.pick, small)
-    return Rehearsed(made, small, checks, found, time.monotonic() - began)
+        checks = _run(Path(folder), small, stage_b)
+    found = RehearsedStage(
+        title=f"{config.name} on {cluster}: {made.pick.describe()}",
+        planned=made.pick.to_json(),
+        small=small,
+        checks=checks[: len(small)],
+        aspects=aspects(config, made.pick, small),
+    )
+    after = None
+    if planned is not None:
+        after = RehearsedStage(
+            title=_stage_b_title(made, planned),
+            planned=planned.to_json(),
+            small=stage_b,
+            checks=checks[len(small) :],
+            aspects=stage_b_aspects(config, planned, stage_b[0]),
+        )
+    return Rehearsed(made, found, after, time.monotonic() - began)
+
+
+def _stage_b_title(made: Plan, planned: Choice) -> str:
+    title = f"Stage B: {describe(planned.name, planned.degrees)}"
+    if not made.stage_b_fits:
+        title += "; does NOT fit that cluster's memory, see cdrmix plan"
+    return title
+
+
+def _run(root: Path, small: list[Rehearsal], stage_b: list[Rehearsal]) -> list[list[Check]]:
+    """Comparisons of every layout, those of Stage B last: they start where the first one ends."""
+    logger.info("building a corpus of a few files")
+    corpus = _build_corpus(root, small[0].config.model.vocab_size)
+    layouts, checks = [*small, *stage_b], list[list[Check]]()
+    backbone: Path | None = None
+    for number, each in enumerate(layouts, 1):
+        is_stage_b = number > len(small)
+        told = f"Stage B, {each.describe()}" if is_stage_b else each.describe()
+        logger.info("running %d of %d: %s", number, len(layouts), told)
+        source = backbone if is_stage_b else None
+        runs = SmallRuns(root / str(number), corpus, each, backbone=source)
+        checks.append(list(runs.checks()))
+        backbone = backbone or runs.first
+    return checks
 
 
 def _build_corpus(root: Path, vocab_size: int) -> Path:
@@ -118,8 +193,8 @@ def _build_corpus(root: Path, vocab_size: int) -> Path:
     return root / "corpus"
 
 
-def _aspect_lines(found: list[Aspect], layouts: int) -> list[str]:
-    heads = ["", "planned", *(f"rehearsed {n}" for n in range(1, layouts + 1)), "exercised"]
+def _aspect_lines(found: list[Aspect], layouts: list[str]) -> list[str]:
+    heads = ["", "planned", *layouts, "exercised"]
     rows = [heads]
     for aspect in found:
         verdict = {True: "yes", False: "no", None: ""}[aspect.is_exercised]
