@@ -1,11 +1,14 @@
 """Plans made small: every axis is kept, no more processes than a laptop runs."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
+from cdrmix.engines.rehearsal_runs import Check
+from cdrmix.engines.rehearse import Rehearsed, RehearsedStage
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
@@ -198,3 +201,21 @@ def test_stage_a_alone_has_no_stage_b_to_rehearse() -> None:
     config = load_config(shipped("model_configs") / "cdrmix-reason-1b.yaml", ("training.stage=a",))
     cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80")
     assert planned_stage_b(config, plan(config, cluster).pick, cluster) is None
+
+
+def test_a_stage_b_that_fails_fails_the_rehearsal() -> None:
+    config, small, _ = small_stage_b("1b")
+    made = plan(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
+    stage_a = RehearsedStage("Stage A", {}, [small], [[Check("runs", 0.0, 0.0)]], [])
+    alone = Rehearsed(made, stage_a, None, 1.0)
+    assert alone.passed and "stage_b" not in alone.to_json()
+    assert alone.as_text().endswith("rehearsal passed in 1 s")
+    failed = [[Check("runs", None, 0.0, "exit codes [1, 0]")]]
+    both = Rehearsed(made, stage_a, replace(stage_a, checks=failed), 1.0)
+    assert not both.passed and not both.to_json()["passed"]
+    (layout,) = both.to_json()["stage_b"]["layouts"]
+    assert layout["checks"][0]["fault"] == "exit codes [1, 0]"
+    text = both.as_text()
+    assert "rehearsed 1: zero2, data 2, 2 processes\n  ok     runs: equal to the bit" in text
+    assert "rehearsed 2: zero2, data 2, 2 processes\n  FAILED runs: exit codes [1, 0]" in text
+    assert text.endswith("rehearsal FAILED in 1 s")
