@@ -2,7 +2,8 @@
 
 Each small layout trains, saves and ends; goes on from its first checkpoint; and goes on from it in
 one process. One process trains the same micro-steps from the start. What should be equal to the bit
-is compared so, the rest to a relative 1e-5.
+is compared so, the rest to a relative 1e-5. A small Stage B starts from the backbone that the first
+layout has trained.
 """
 
 from __future__ import annotations
@@ -11,88 +12,48 @@ import shutil
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.schema import Config
 from cdrmix.data.sample import build_sample
-from cdrmix.engines.local_ranks import RanksFailed, run_ranks
-from cdrmix.errors import PlanError, TrainingError
+from cdrmix.engines.rehearsal_runs import Check, SmallRuns
+from cdrmix.errors import PlanError
 from cdrmix.log import get_logger
-from cdrmix.monitoring.sinks import read_metrics
 from cdrmix.planning.cluster import Cluster
-from cdrmix.planning.layout import Degrees
 from cdrmix.planning.plan import Plan, plan, unavailable
-from cdrmix.planning.rehearsal import (
-    SAVED_STEP,
-    STEPS,
-    Aspect,
-    Rehearsal,
-    aspects,
-    rehearsals,
+from cdrmix.planning.profile import Choice
+from cdrmix.planning.rehearsal import Aspect, Rehearsal, aspects, describe, rehearsals
+from cdrmix.planning.rehearsal_stage_b import (
+    planned_stage_b,
+    stage_b_aspects,
+    stage_b_rehearsal,
 )
 
 logger = get_logger(__name__)
 
-TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
-_SECONDS = 300.0  # for one start; on two idle cores the largest takes ten
-_ALONE = Degrees(data=1, tensor=1, pipeline=1, sequence=1, expert=1)
 # Packages of the standard library whose text is enough to train a tokenizer of 512 slots on.
 _TEXT = ("asyncio", "email", "json", "logging", "unittest")
 
 
 @dataclass(frozen=True)
-class Check:
-    """One comparison.
+class RehearsedStage:
+    """A stage of a run, and what its rehearsal showed.
 
     Attributes:
-        name: what was compared.
-        deviation: largest relative difference found; None where it could not be compared.
-        allowed: largest that passes; 0 means equal to the bit.
-        fault: what went wrong instead, or empty.
-    """
-
-    name: str
-    deviation: float | None
-    allowed: float
-    fault: str = ""
-
-    def __str__(self) -> str:
-        mark = "ok    " if self.passed else "FAILED"
-        if self.deviation is None:
-            return f"{mark} {self.name}: {self.fault}"
-        if self.allowed:
-            found = f"within {self.deviation:.1e}, allowed are {self.allowed:.0e}"
-        else:
-            found = "equal to the bit" if self.passed else f"differs by {self.deviation:.1e}"
-        return f"{mark} {self.name}: {found}"
-
-    @property
-    def passed(self) -> bool:
-        """Whether what was found is what should be."""
-        return self.deviation is not None and self.deviation <= self.allowed
-
-
-@dataclass(frozen=True)
-class Rehearsed:
-    """A plan, and what its rehearsal showed.
-
-    Attributes:
-        plan: what was rehearsed.
+        title: the stage and how it is planned.
+        planned: its layout, as plain values.
         small: the layouts that were run.
         checks: comparisons by layout.
         aspects: what was exercised, and what not.
-        seconds: wall time.
     """
 
-    plan: Plan
+    title: str
+    planned: dict[str, Any]
     small: list[Rehearsal]
     checks: list[list[Check]]
     aspects: list[Aspect]
-    seconds: float
 
     @property
     def passed(self) -> bool:
@@ -110,25 +71,59 @@ class Rehearsed:
             for each, checks in zip(self.small, self.checks, strict=True)
         ]
         return {
-            "name": self.plan.config.name,
-            "passed": self.passed,
-            "planned": self.plan.pick.to_json(),
+            "planned": self.planned,
             "layouts": layouts,
             "aspects": [asdict(aspect) for aspect in self.aspects],
+        }
+
+    def lines(self, *, first: int) -> list[str]:
+        """The tables that a person reads, with layouts numbered from `first`."""
+        lines, heads = [self.title], [f"rehearsed {first + n}" for n in range(len(self.small))]
+        for head, each, checks in zip(heads, self.small, self.checks, strict=True):
+            lines += ["", f"{head}: {each.describe()}, {each.degrees.world_size} processes"]
+            lines += [f"  {check}" for check in checks]
+        return [*lines, "", *_aspect_lines(self.aspects, heads), ""]
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A plan, and what its rehearsal showed.
+
+    Attributes:
+        plan: what was rehearsed.
+        stage_a: pretraining.
+        stage_b: reasoning enablement; None where the run has none.
+        seconds: wall time.
+    """
+
+    plan: Plan
+    stage_a: RehearsedStage
+    stage_b: RehearsedStage | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison passed."""
+        return self.stage_a.passed and (self.stage_b is None or self.stage_b.passed)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        stage_b = {} if self.stage_b is None else {"stage_b": self.stage_b.to_json()}
+        return {
+            "name": self.plan.config.name,
+            "passed": self.passed,
+            **self.stage_a.to_json(),
+            **stage_b,
             "seconds": self.seconds,
         }
 
     def as_text(self) -> str:
         """The tables that a person reads."""
-        lines = [f"{self.plan.config.name} on {self.plan.cluster}: {self.plan.pick.describe()}"]
-        for number, (each, checks) in enumerate(zip(self.small, self.checks, strict=True), 1):
-            ranks = each.degrees.world_size
-            lines += ["", f"rehearsed {number}: {each.describe()}, {ranks} processes"]
-            lines += [f"  {check}" for check in checks]
-        lines += ["", *_aspect_lines(self.aspects, len(self.small)), ""]
+        lines = self.stage_a.lines(first=1)
+        if self.stage_b is not None:
+            lines += self.stage_b.lines(first=1 + len(self.stage_a.small))
         verdict = "passed" if self.passed else "FAILED"
-        lines.append(f"rehearsal {verdict} in {self.seconds:.0f} s")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"rehearsal {verdict} in {self.seconds:.0f} s"])
 
 
 def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
@@ -141,17 +136,51 @@ def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
     if made.pick.missing:
         raise PlanError("\n".join(unavailable(made.pick, config, cluster)))
     small = rehearsals(config, made.pick)
+    planned = planned_stage_b(config, made.pick, cluster)
+    stage_b = [] if planned is None else [stage_b_rehearsal(config, planned, small[0])]
     with tempfile.TemporaryDirectory(prefix="cdrmix-rehearsal-") as folder:
-        root = Path(folder)
-        logger.info("building a corpus of a few files")
-        corpus = _build_corpus(root, small[0].config.model.vocab_size)
-        checks = []
-        for number, each in enumerate(small, 1):
-            logger.info("running %d of %d: %s", number, len(small), each.describe())
-            stage = _Stage(root / str(number), corpus, each)
-            checks.append(list(stage.checks()))
-    found = aspects(config, made.pick, small)
-    return Rehearsed(made, small, checks, found, time.monotonic() - began)
+        checks = _run(Path(folder), small, stage_b)
+    found = RehearsedStage(
+        title=f"{config.name} on {cluster}: {made.pick.describe()}",
+        planned=made.pick.to_json(),
+        small=small,
+        checks=checks[: len(small)],
+        aspects=aspects(config, made.pick, small),
+    )
+    after = None
+    if planned is not None:
+        after = RehearsedStage(
+            title=_stage_b_title(made, planned),
+            planned=planned.to_json(),
+            small=stage_b,
+            checks=checks[len(small) :],
+            aspects=stage_b_aspects(config, planned, stage_b[0]),
+        )
+    return Rehearsed(made, found, after, time.monotonic() - began)
+
+
+def _stage_b_title(made: Plan, planned: Choice) -> str:
+    title = f"Stage B: {describe(planned.name, planned.degrees)}"
+    if not made.stage_b_fits:
+        title += "; does NOT fit that cluster's memory, see cdrmix plan"
+    return title
+
+
+def _run(root: Path, small: list[Rehearsal], stage_b: list[Rehearsal]) -> list[list[Check]]:
+    """Comparisons of every layout, those of Stage B last: they start where the first one ends."""
+    logger.info("building a corpus of a few files")
+    corpus = _build_corpus(root, small[0].config.model.vocab_size)
+    layouts, checks = [*small, *stage_b], list[list[Check]]()
+    backbone: Path | None = None
+    for number, each in enumerate(layouts, 1):
+        is_stage_b = number > len(small)
+        told = f"Stage B, {each.describe()}" if is_stage_b else each.describe()
+        logger.info("running %d of %d: %s", number, len(layouts), told)
+        source = backbone if is_stage_b else None
+        runs = SmallRuns(root / str(number), corpus, each, backbone=source)
+        checks.append(list(runs.checks()))
+        backbone = backbone or runs.first
+    return checks
 
 
 def _build_corpus(root: Path, vocab_size: int) -> Path:
@@ -164,110 +193,8 @@ def _build_corpus(root: Path, vocab_size: int) -> Path:
     return root / "corpus"
 
 
-class _Stage:
-    """One small layout in a folder of its own."""
-
-    def __init__(self, folder: Path, corpus: Path, small: Rehearsal) -> None:
-        folder.mkdir()
-        self._folder, self._small = folder, small
-        data = small.config.data.model_copy(update={"path": str(corpus)})
-        self._config = small.config.model_copy(update={"data": data})
-
-    def checks(self) -> Iterator[Check]:
-        """Run and compare; ends at the first start that fails."""
-        whole, alone = self._config, self._alone()
-        starts = (
-            ("a second run", whole, "again", None, 0.0),
-            ("goes on from its checkpoint", whole, "resumed", "first", 0.0),
-            ("equals one process", alone, "alone", None, TOLERANCE),
-            ("goes on in one process", alone, "moved", "first", TOLERANCE),
-        )
-        try:
-            self._train(whole, "first", None)
-            for name, config, run, source, allowed in starts:
-                self._train(config, run, source)
-                yield Check(name, self._difference(run, "first", bits=not allowed), allowed)
-        except RanksFailed as failure:
-            yield Check("runs", None, 0.0, str(failure))
-
-    def _alone(self) -> Config:
-        """The same micro-steps in one process."""
-        degrees, training = self._small.degrees, self._config.training
-        assert training.micro_batch_size is not None, "rehearsals give it"
-        micro = training.micro_batch_size * degrees.sample_ranks
-        values = self._config.model_dump(mode="json", exclude_unset=True)
-        values["parallel"] = asdict(_ALONE)
-        values["training"] |= {"micro_batch_size": micro}
-        return Config.model_validate(values)
-
-    def _train(self, config: Config, run: str, source: str | None) -> None:
-        is_whole = config is self._config
-        degrees = self._small.degrees if is_whole else _ALONE
-        resume = "never"
-        if source is not None:
-            resume = str(self._folder / source / "checkpoints" / str(SAVED_STEP))
-        run_ranks(
-            _train,
-            degrees.world_size,
-            config,
-            self._small.profile if is_whole else "zero1",
-            self._folder / run,
-            resume,
-            log=self._folder / f"{run}.log",
-            timeout=_SECONDS,
-        )
-
-    def _difference(self, run: str, like: str, *, bits: bool) -> float:
-        """Largest relative difference of the two runs' losses and norms; with `bits` also whether
-        their last weights are equal to the bit, which any difference makes infinite."""
-        found, expected = (
-            {line["step"]: line for line in read_metrics(self._folder / name / "metrics.jsonl")}
-            for name in (run, like)
-        )
-        steps = sorted(found.keys() & expected.keys())
-        assert steps and steps[-1] == STEPS, f"{run}: logged steps {steps}"
-        largest = max(
-            abs(found[step][key] - expected[step][key]) / abs(expected[step][key])
-            for step in steps
-            for key in ("loss", "grad_norm")
-        )
-        if bits and not self._have_equal_weights(run, like):
-            return float("inf")
-        return largest
-
-    def _have_equal_weights(self, run: str, like: str) -> bool:
-        paths = [self._folder / name / "checkpoints" / str(STEPS) for name in (run, like)]
-        with CheckpointReader(paths[0]) as ours, CheckpointReader(paths[1]) as theirs:
-            return ours.names() == theirs.names() and all(
-                ours.read(name).equal(theirs.read(name)) for name in ours.names()
-            )
-
-
-def _train(config: Config, profile: str, run_dir: Path, resume: str) -> int:
-    """What one rank does: a training run as launch/train.py starts it."""
-    from cdrmix import log, runtime
-    from cdrmix.cluster.start_up import StartUp
-    from cdrmix.engines.session import run_training
-    from cdrmix.planning.cluster import processes
-    from cdrmix.planning.profile import choose
-
-    log.configure(rank=runtime.environment_rank())
-    try:
-        choice = choose(config, processes(runtime.environment_world_size()), profile=profile)
-        runtime.set_threads()
-        runtime.initialize_distributed(timeout_minutes=_SECONDS / 60)
-        start_up = StartUp()
-        return run_training(config, choice, run_dir=run_dir, resume=resume, start_up=start_up)
-    except TrainingError as error:
-        if runtime.speaks_for_errors():
-            print(f"error: {error}")
-        return error.exit_code
-    finally:
-        runtime.destroy_distributed()
-
-
-def _aspect_lines(found: list[Aspect], layouts: int) -> list[str]:
-    heads = ["", "planned", *(f"rehearsed {n}" for n in range(1, layouts + 1)), "exercised"]
+def _aspect_lines(found: list[Aspect], layouts: list[str]) -> list[str]:
+    heads = ["", "planned", *layouts, "exercised"]
     rows = [heads]
     for aspect in found:
         verdict = {True: "yes", False: "no", None: ""}[aspect.is_exercised]

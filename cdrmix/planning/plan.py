@@ -52,6 +52,11 @@ class Plan:
         """Whether this version can run it within 90 % of the memory; of Stage B, see `stage_b`."""
         return self.pick.fits and not self.pick.missing
 
+    @property
+    def stage_b_fits(self) -> bool:
+        """Whether Stage B, where there is one, stays within 90 % of the memory too."""
+        return self.stage_b is None or self.stage_b.fits(self.cluster)
+
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values."""
         cluster = self.cluster
@@ -177,8 +182,7 @@ def _on_more_nodes(made: Plan) -> tuple[int, Candidate] | None:
 def as_text(made: Plan, *, explain: bool = False) -> str:
     """The plan as a page; `explain` adds every buffer, what is exchanged, and what was assumed."""
     pick = made.pick
-    verdict = "fits" if made.fits else "does NOT fit" if not pick.fits else UNAVAILABLE
-    lines = [f"{made.config.name} on {made.cluster}: {verdict}", "", f"  {pick.describe()}"]
+    lines = [f"{made.config.name} on {made.cluster}: {_verdict(made)}", "", f"  {pick.describe()}"]
     lines += ["", *_memory_lines(made, explain=explain), "", *_time_lines(made, explain=explain)]
     lines += ["", "why", *(f"  - {reason}" for reason in made.reasons)]
     if made.changes:
@@ -188,6 +192,14 @@ def as_text(made: Plan, *, explain: bool = False) -> str:
     if explain:
         lines += ["", f"{made.layouts} legal layouts compared. {_ASSUMPTIONS}"]
     return "\n".join(lines)
+
+
+def _verdict(made: Plan) -> str:
+    fits = {True: "fits", False: "does NOT fit"}
+    stage_a = UNAVAILABLE if made.pick.fits and not made.fits else fits[made.fits]
+    if made.stage_b is None:
+        return stage_a
+    return f"Stage A {stage_a}, Stage B {fits[made.stage_b_fits]}"
 
 
 _ASSUMPTIONS = (
@@ -201,7 +213,8 @@ def _memory_lines(made: Plan, *, explain: bool) -> list[str]:
     memory, there = made.pick.memory, made.cluster.memory_bytes
     parts = dict(describe(memory)) if explain else memory.to_json()
     parts["total"] = memory.total
-    lines = ["  per rank                       GiB"]
+    title = "per rank" if made.stage_b is None else "per rank in Stage A"
+    lines = [f"  {title:26}     GiB"]
     lines += [f"  {part:26} {size / GIB:7.2f}" for part, size in parts.items()]
     lines.append(f"  {'may be filled':26} {USABLE_SHARE * there / GIB:7.2f}")
     if memory.on_host:
@@ -216,9 +229,13 @@ def _time_lines(made: Plan, *, explain: bool) -> list[str]:
         f"{training.tokens_per_step:,} tokens",
         f"  speed       {cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%}, "
         f"scaling efficiency {cost.scaling_efficiency:.0%}",
-        f"  the run     {training.num_steps:,} steps, {cost.days:,.1f} days",
+        f"  {'Stage A' if made.stage_b else 'the run':11} {training.num_steps:,} steps, "
+        f"{cost.days:,.1f} days",
         f"  waiting     {cost.bubble:.1%} pipeline bubble",
     ]
+    if made.stage_b is not None and made.config.stage_b is not None:
+        steps = made.config.stage_b.training.num_steps
+        lines.append(f"  Stage B     {steps:,} steps, which are not timed")
     if explain:
         lines += [
             f"  exchanged   {traffic.payload / GIB:8.2f} GiB a step, {traffic.seconds:.3g} s: "

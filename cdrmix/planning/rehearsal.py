@@ -35,18 +35,27 @@ class Rehearsal:
         config: the small run, with its degrees given.
         profile: DeepSpeed profile, as planned.
         degrees: of the small run.
+        last_step: that it trains.
+        saved_step: that a checkpoint is written at on the way.
     """
 
     config: Config
     profile: str
     degrees: Degrees
+    last_step: int = STEPS
+    saved_step: int = SAVED_STEP
 
     def describe(self) -> str:
         """In one line."""
-        axes = ("pipeline", "tensor", "data", "sequence", "expert")
-        spread = [f"{axis} {getattr(self.degrees, axis)}" for axis in axes]
-        kept = [part for part in spread if not part.endswith(" 1")]
-        return f"{self.profile}, {' x '.join(kept) or 'one rank'}"
+        return describe(self.profile, self.degrees)
+
+
+def describe(profile: str, degrees: Degrees) -> str:
+    """A layout in one line."""
+    axes = ("pipeline", "tensor", "data", "sequence", "expert")
+    spread = [f"{axis} {getattr(degrees, axis)}" for axis in axes]
+    kept = [part for part in spread if not part.endswith(" 1")]
+    return f"{profile}, {' x '.join(kept) or 'one rank'}"
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,11 @@ def rehearsals(config: Config, pick: Candidate) -> list[Rehearsal]:
     made = pick.arrangement
     return [
         Rehearsal(_small_config(config, made, degrees), pick.profile, degrees)
-        for degrees in _small_degrees(made.degrees)
+        for degrees in small_degrees(made.degrees)
     ]
 
 
-def _small_degrees(planned: Degrees) -> list[Degrees]:
+def small_degrees(planned: Degrees) -> list[Degrees]:
     pipeline, tensor, sequence, samples = (
         min(2, degree)
         for degree in (planned.pipeline, planned.tensor, planned.sequence, planned.sample_ranks)
@@ -166,11 +175,11 @@ def aspects(config: Config, pick: Candidate, small: list[Rehearsal]) -> list[Asp
     made = pick.arrangement
     degrees = made.degrees
     found = [
-        _degree(axis, getattr(degrees, axis), [getattr(each.degrees, axis) for each in small])
+        degree_aspect(axis, getattr(degrees, axis), [getattr(each.degrees, axis) for each in small])
         for axis in ("pipeline", "tensor", "sequence", "expert")
     ]
     readers = [each.degrees.sample_ranks for each in small]
-    found.append(_degree("ranks with samples of their own", degrees.sample_ranks, readers))
+    found.append(degree_aspect("ranks with samples of their own", degrees.sample_ranks, readers))
     accumulated = min(2, made.gradient_accumulation_steps)
     found.append(_kept("accumulation", made.gradient_accumulation_steps, accumulated, small))
     found.append(_same("DeepSpeed profile", pick.profile, small))
@@ -184,7 +193,7 @@ def aspects(config: Config, pick: Candidate, small: list[Rehearsal]) -> list[Asp
     return found
 
 
-def _degree(name: str, planned: int, rehearsed: list[int]) -> Aspect:
+def degree_aspect(name: str, planned: int, rehearsed: list[int]) -> Aspect:
     is_exercised = any(number > 1 for number in rehearsed) if planned > 1 else None
     return Aspect(name, str(planned), tuple(map(str, rehearsed)), is_exercised)
 
@@ -209,8 +218,6 @@ def _not_exercised(config: Config, made: Arrangement, small: list[Rehearsal]) ->
         *_not_exercised_of_experts(config, small),
         *_not_exercised_of_data(config),
     ]
-    if config.stage_b is not None and config.training.stage != "a":
-        rows.append(("Stage B", "after Stage A", "left out"))
     found = [
         Aspect(name, planned, (rehearsed,) * len(small), planned == rehearsed)
         for name, planned, rehearsed in rows

@@ -1,43 +1,58 @@
 """`cdrmix rehearse` as a user starts it: real processes, collectives, checkpoints."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from cdrmix.config.load import load_config
-from cdrmix.engines.rehearse import Check, _Stage
+from cdrmix.engines import rehearsal_runs
+from cdrmix.engines.rehearsal_runs import Check, SmallRuns
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.plan import plan
 from cdrmix.planning.rehearsal import rehearsals
+from cdrmix.planning.rehearsal_stage_b import planned_stage_b, stage_b_rehearsal
 from tests.harness import ROOT
 
 CONFIG = ROOT / "model_configs" / "cdrmix-core-1b.yaml"
+REASONING = ROOT / "model_configs" / "cdrmix-reason-1b.yaml"
 
 
 def rehearse(*flags: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cdrmix.cli", "rehearse", "--config", str(CONFIG), *flags]
+    command = [sys.executable, "-m", "cdrmix.cli", "rehearse", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
 
 
-def test_a_plan_of_one_node_is_rehearsed_and_leaves_nothing(tmp_path: Path) -> None:
+def test_both_stages_of_a_plan_are_rehearsed_and_leave_nothing(tmp_path: Path) -> None:
     cluster = ("--nodes", "1", "--gpus-per-node", "8", "--gpu", "a100-80")
-    done = rehearse(*cluster, "--json", folder=tmp_path)
+    done = rehearse("--config", str(REASONING), *cluster, "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["passed"]
     (layout,) = found["layouts"]
     assert layout["degrees"]["expert"] == layout["degrees"]["data"] == 2
-    assert {check["name"]: check["passed"] for check in layout["checks"]} == {
-        "a second run": True,
+    of_stage_b = {
         "goes on from its checkpoint": True,
         "equals one process": True,
         "goes on in one process": True,
     }
+    assert {check["name"]: check["passed"] for check in layout["checks"]} == {
+        "a second run": True,
+        **of_stage_b,
+    }
+    assert found["stage_b"]["planned"]["degrees"]["data"] == 8
+    (layout,) = found["stage_b"]["layouts"]
+    assert (layout["profile"], layout["degrees"]["data"]) == ("zero2", 2)
+    assert {check["name"]: check["passed"] for check in layout["checks"]} == of_stage_b
     assert not list(tmp_path.iterdir())
 
 
@@ -48,7 +63,7 @@ def test_a_layout_that_trains_otherwise_fails_the_rehearsal(
     made = plan(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
     (small,) = rehearsals(config, made.pick)
 
-    class Wrong(_Stage):
+    class Wrong(SmallRuns):
         def _alone(self):  # one process that clips otherwise stands for a wrong gradient norm
             right = super()._alone()
             training = right.training.model_copy(update={"gradient_clipping": 0.01})
@@ -56,7 +71,7 @@ def test_a_layout_that_trains_otherwise_fails_the_rehearsal(
 
     model = small.config.model.model_copy(update={"vocab_size": 4096})
     config = small.config.model_copy(update={"model": model})
-    small = type(small)(config, small.profile, small.degrees)
+    small = replace(small, config=config)
     checks = {check.name: check for check in Wrong(tmp_path / "1", small_corpus, small).checks()}
     assert checks["goes on from its checkpoint"].passed
     assert not checks["equals one process"].passed
@@ -66,7 +81,41 @@ def test_a_rank_that_ends_with_a_fault_is_shown(tmp_path: Path) -> None:
     config = load_config(CONFIG)
     made = plan(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
     (small,) = rehearsals(config, made.pick)
-    (check,) = _Stage(tmp_path / "1", tmp_path / "no corpus", small).checks()
+    (check,) = SmallRuns(tmp_path / "1", tmp_path / "no corpus", small).checks()
     assert check == Check("runs", None, 0.0, check.fault)
     assert "no corpus" in check.fault
     assert not check.passed
+
+
+def train_with_gradients_of_rank_0_alone(*args: Any) -> int:
+    """What one rank does; of what the other learns in Stage B nothing arrives."""
+    from cdrmix.engines import rehearsal_runs, stage_b
+
+    original = stage_b.in_order
+    if os.environ["RANK"] != "0":
+        stage_b.in_order = lambda engine, loss: original(engine, None)
+    return rehearsal_runs._train(*args)
+
+
+def test_a_stage_b_that_loses_a_ranks_gradients_fails_the_rehearsal(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # one phase is enough to lose gradients in
+    left_out = [f"stage_b.training.{phase}_steps=0" for phase in ("adapter", "joint", "policy")]
+    config = load_config(REASONING, left_out)
+    cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80")
+    pick = plan(config, cluster).pick
+    planned = planned_stage_b(config, pick, cluster)
+    assert planned is not None
+    (small,) = rehearsals(config, pick)
+    model = small.config.model.model_copy(update={"vocab_size": 4096})
+    small = replace(small, config=small.config.model_copy(update={"model": model}))
+    stage_a = SmallRuns(tmp_path / "1", small_corpus, small)
+    stage_a._train(stage_a._config, "first", None)
+    stage_b = stage_b_rehearsal(config, planned, small)
+    monkeypatch.setattr(rehearsal_runs, "_train", train_with_gradients_of_rank_0_alone)
+    runs = SmallRuns(tmp_path / "2", small_corpus, stage_b, backbone=stage_a.first)
+    resumed, alone = itertools.islice(runs.checks(), 2)
+    assert (resumed.name, resumed.passed) == ("goes on from its checkpoint", True)
+    assert (alone.name, alone.passed) == ("equals one process", False)
+    assert alone.deviation is not None, "both ran to their end"

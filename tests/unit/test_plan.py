@@ -339,6 +339,18 @@ def test_the_page_shows_memory_speed_and_reasons() -> None:
     assert "gradients all reduce" in long
 
 
+def test_the_page_of_a_reasoning_variant_tells_its_stages_apart() -> None:
+    more = ("stage_b.training.texts_per_lesson=64",)  # which no device holds
+    for overrides, verdict in (((), "fits"), (more, "does NOT fit")):
+        text = as_text(planned("reason-1b", 1, "a100-80", *overrides))
+        told = f"cdrmix-reason-1b on 1 x 8 a100-80 (79.1 GiB): Stage A fits, Stage B {verdict}\n"
+        assert text.startswith(told)
+        assert "  Stage A     572,205 steps, 28.7 days\n" in text
+        assert "  Stage B     9,000 steps, which are not timed\n" in text
+    alone = as_text(planned("reason-1b", 1, "a100-80", "training.stage=a"))
+    assert alone.startswith("cdrmix-reason-1b on 1 x 8 a100-80 (79.1 GiB): fits\n")
+
+
 def test_equal_input_gives_an_equal_plan() -> None:
     first, second = (planned("core-4b", 2, "a100-80").to_json() for _ in range(2))
     assert first == second

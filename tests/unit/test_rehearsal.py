@@ -1,8 +1,14 @@
 """Plans made small: every axis is kept, no more processes than a laptop runs."""
 
+import functools
+from dataclasses import replace
+
 import pytest
 
 from cdrmix.config.load import load_config, shipped
+from cdrmix.config.schema import Config
+from cdrmix.engines.rehearsal_runs import Check
+from cdrmix.engines.rehearse import Rehearsed, RehearsedStage
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
@@ -10,10 +16,18 @@ from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.plan import plan
 from cdrmix.planning.rehearsal import (
     MOST_RANKS,
+    STEPS,
+    Aspect,
     Rehearsal,
-    _small_degrees,
     aspects,
     rehearsals,
+    small_degrees,
+)
+from cdrmix.planning.rehearsal_stage_b import (
+    PHASE_STEPS,
+    planned_stage_b,
+    stage_b_aspects,
+    stage_b_rehearsal,
 )
 
 AXES = ("pipeline", "tensor", "sequence", "sample_ranks", "expert")
@@ -33,7 +47,7 @@ VARIANTS = [f"cdrmix-{family}-{size}" for family in ("core", "reason") for size 
     ],
 )
 def test_every_axis_is_kept_on_at_most_eight_ranks(planned: Degrees) -> None:
-    small = _small_degrees(planned)
+    small = small_degrees(planned)
     assert len(small) <= 2
     assert all(degrees.world_size <= MOST_RANKS for degrees in small)
     for axis in AXES:
@@ -42,7 +56,7 @@ def test_every_axis_is_kept_on_at_most_eight_ranks(planned: Degrees) -> None:
 
 
 def test_what_does_not_fit_at_once_is_split_so_that_axes_meet() -> None:
-    small = _small_degrees(Degrees(data=8, tensor=8, pipeline=4, sequence=4, expert=8))
+    small = small_degrees(Degrees(data=8, tensor=8, pipeline=4, sequence=4, expert=8))
     assert [(d.pipeline, d.tensor, d.sequence, d.sample_ranks) for d in small] == [
         (2, 2, 2, 1),
         (2, 1, 2, 2),
@@ -71,7 +85,6 @@ def test_the_small_layouts_of_every_variant_are_sound(variant: str) -> None:
         "ranks",
         "devices and links",
         "tokens beyond an expert's capacity",
-        *(["Stage B"] if "reason" in variant else []),
     }
 
 
@@ -103,3 +116,106 @@ def test_what_the_corpus_cannot_show_of_the_data_is_told() -> None:
     assert small.config.data.token_weights is not None, "the weighted loss is exercised"
     assert small.config.data.token_weights.text == 1
     assert {"weights of tokens", "mixture", "order of samples"} <= unseen
+
+
+@functools.cache
+def small_stage_b(size: str, *overrides: str) -> tuple[Config, Rehearsal, dict[str, Aspect]]:
+    """Configuration of a reasoning variant, its small Stage B, and what that exercises."""
+    nodes, gpus = CLUSTERS[size]
+    config = load_config(shipped("model_configs") / f"cdrmix-reason-{size}.yaml", overrides)
+    cluster = make_cluster(nodes=nodes, gpus_per_node=gpus, gpu="a100-80")
+    pick = plan(config, cluster).pick
+    planned = planned_stage_b(config, pick, cluster)
+    assert planned is not None
+    small = stage_b_rehearsal(config, planned, rehearsals(config, pick)[0])
+    return config, small, {each.name: each for each in stage_b_aspects(config, planned, small)}
+
+
+@pytest.mark.parametrize("size", CLUSTERS)
+def test_the_small_stage_b_keeps_what_costs_no_time(size: str) -> None:
+    config, small, found = small_stage_b(size)
+    there, here = config.stage_b, small.config.stage_b
+    assert there is not None and here is not None
+    assert (here.adapters, here.policy, here.losses) == (there.adapters, there.policy, there.losses)
+    assert here.training.tasks == there.training.tasks
+    assert here.training.phases == tuple((p, PHASE_STEPS) for p, _ in there.training.phases)
+    assert here.memory.top_k == there.memory.top_k
+    assert small.degrees.data == 2
+    assert small.degrees.pipeline == min(2, int(found["pipeline"].planned))
+    assert small.degrees.world_size == 2 * small.degrees.pipeline
+    assert STEPS < small.saved_step < small.last_step == STEPS + 4 * PHASE_STEPS
+    assert {name for name, each in found.items() if each.is_exercised is False} == {
+        "precision",
+        "tokens a window",
+        "steps",
+        *(["texts a lesson"] if there.training.texts_per_lesson > 2 else []),
+        "windows of the longest text",
+        "episodes of a text",
+        "width of summaries",
+        "tokens of memory",
+        "agent",
+        "tasks at the end",
+        "devices and links",
+        "ranks",
+    }
+
+
+@pytest.mark.parametrize("scale", [0, 0.5])
+@pytest.mark.parametrize(
+    "phases", [("memory",), ("memory", "policy"), ("joint", "memory", "policy")]
+)
+def test_a_small_stage_b_has_the_plans_phases_and_saves_inside_of_one(
+    phases: tuple[str, ...], scale: float
+) -> None:
+    lengths = ("memory", "adapter", "joint", "policy")
+    left_out = [f"stage_b.training.{name}_steps=0" for name in lengths if name not in phases]
+    backbone = f"stage_b.training.backbone_lr_scale={scale}"
+    config, small, found = small_stage_b("1b", backbone, *left_out)
+    assert config.stage_b is not None and small.config.stage_b is not None
+    assert [phase for phase, _ in small.config.stage_b.training.phases] == [
+        phase for phase, _ in config.stage_b.training.phases
+    ]
+    assert (small.saved_step - STEPS) % PHASE_STEPS == 1
+    assert small.saved_step < small.last_step
+    assert found["backbone"].planned == ("trained in the joint phase" if scale else "frozen")
+
+
+def test_lessons_that_ranks_do_not_divide_do_not_divide_the_small_ones() -> None:
+    _, small, found = small_stage_b("1b", "stage_b.training.lessons_per_step=5")  # on 8 ranks
+    assert small.config.stage_b is not None
+    assert small.config.stage_b.training.lessons_per_step == 3, "each rank has one at least"
+    assert found["micro-steps without a lesson"].planned == "3"
+    assert found["micro-steps without a lesson"].rehearsed == ("1",)
+    _, small, found = small_stage_b("1b")  # 32 on 8
+    assert small.config.stage_b is not None
+    assert small.config.stage_b.training.lessons_per_step == 4
+    assert "micro-steps without a lesson" not in found
+
+
+def test_zero_stage_of_stage_b_is_the_plans() -> None:
+    assert small_stage_b("1b")[2]["DeepSpeed profile"].rehearsed == ("zero2",)
+    assert small_stage_b("40b")[2]["DeepSpeed profile"].rehearsed == ("zero1",)
+
+
+def test_stage_a_alone_has_no_stage_b_to_rehearse() -> None:
+    config = load_config(shipped("model_configs") / "cdrmix-reason-1b.yaml", ("training.stage=a",))
+    cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80")
+    assert planned_stage_b(config, plan(config, cluster).pick, cluster) is None
+
+
+def test_a_stage_b_that_fails_fails_the_rehearsal() -> None:
+    config, small, _ = small_stage_b("1b")
+    made = plan(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
+    stage_a = RehearsedStage("Stage A", {}, [small], [[Check("runs", 0.0, 0.0)]], [])
+    alone = Rehearsed(made, stage_a, None, 1.0)
+    assert alone.passed and "stage_b" not in alone.to_json()
+    assert alone.as_text().endswith("rehearsal passed in 1 s")
+    failed = [[Check("runs", None, 0.0, "exit codes [1, 0]")]]
+    both = Rehearsed(made, stage_a, replace(stage_a, checks=failed), 1.0)
+    assert not both.passed and not both.to_json()["passed"]
+    (layout,) = both.to_json()["stage_b"]["layouts"]
+    assert layout["checks"][0]["fault"] == "exit codes [1, 0]"
+    text = both.as_text()
+    assert "rehearsed 1: zero2, data 2, 2 processes\n  ok     runs: equal to the bit" in text
+    assert "rehearsed 2: zero2, data 2, 2 processes\n  FAILED runs: exit codes [1, 0]" in text
+    assert text.endswith("rehearsal FAILED in 1 s")
