@@ -124,9 +124,9 @@ class CheckpointConfig(Section):
     )
     background: bool = Field(
         True,
-        description="Training waits for a copy of the state in host memory only, which takes 12 "
-        "bytes per parameter of a rank's share, and goes on while it is written. "
-        "false: it waits for the disk.",
+        description="Training goes on while the state is copied to host memory, which takes 12 "
+        "bytes per parameter of a rank's share, and written; only the next optimizer step waits "
+        "for the copy. false: training waits for the disk.",
     )
     replica: str | None = Field(
         None,

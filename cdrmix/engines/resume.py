@@ -56,6 +56,13 @@ def save(run: Run, position: dict[str, Any]) -> None:
         settle(run)
 
 
+def hold(run: Run) -> None:
+    """Wait until the optimizer may change what is being saved; on this rank alone."""
+    if run.saver.is_copying:
+        with _stalled(run):
+            run.saver.wait_for_copy()
+
+
 def settle(run: Run) -> None:
     """Wait until what is being saved is saved; collective.
 
