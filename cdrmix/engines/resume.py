@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 def save(run: Run, position: dict[str, Any]) -> None:
     """Save the current step, unless the run directory has it already or is getting it; collective.
 
-    In the background if so configured: `agree` in the loop takes note of its end, or `settle` does.
+    In the background if so planned: `agree` in the loop takes note of its end, or `settle` does.
 
     Args:
         run: the run, between two steps.
@@ -52,7 +52,7 @@ def save(run: Run, position: dict[str, Any]) -> None:
         )
     run.wall_time.save()
     run.saved_time = time.monotonic()
-    if not run.config.checkpoint.background:
+    if not run.choice.saves_in_background:
         settle(run)
 
 
