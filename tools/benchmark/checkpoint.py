@@ -8,8 +8,6 @@ apart than a write takes.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -27,7 +25,7 @@ from cdrmix.config.schema import Config
 from cdrmix.models.backbone import logical_name
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.profile import choose
-from tools.benchmark.timing import median_ratio
+from tools.benchmark.timing import median_ratio, report
 
 CONFIG = Path("model_configs/cdrmix-core-tiny.yaml")
 # name -> what differs from the tiny variant
@@ -156,16 +154,8 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"rounds": rounds, "states": states}
 
 
-def main() -> None:
-    """Print a line per state, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print a line per state."""
     for state in result["states"]:
         milliseconds = {kind: 1e3 * seconds for kind, seconds in state["seconds"].items()}
         shown = ", ".join(f"{kind} {value:.1f} ms" for kind, value in milliseconds.items())
@@ -174,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=15, description=__doc__)
