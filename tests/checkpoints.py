@@ -1,14 +1,18 @@
-"""What tests of checkpoints share: ranks that are threads of one process, and simple fragments."""
+"""What tests of checkpoints share: ranks that are threads of one process, simple fragments, and
+copies that are made as late as may be."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from cdrmix.checkpoint.fragments import Block, Fragment, Span
+from cdrmix.checkpoint.host_memory import HostMemory
+from cdrmix.checkpoint.saver import Saver
 
 
 def whole(name: str, tensor: torch.Tensor, kind: str = "param") -> Fragment:
@@ -55,3 +59,32 @@ def on_ranks(count: int, action: Callable[[ThreadRanks], Any]) -> list[Any]:
     for thread in threads:
         thread.join()
     return results
+
+
+def copy_late() -> None:
+    """Have each copy of the state, in this process, begin only when something waits for it, and
+    then take its time: who does not wait has changed the state before."""
+    is_waited_for = threading.Event()
+    make = HostMemory.copier
+
+    def copier(self: HostMemory, tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:
+        copy = make(self, tensors)
+        is_waited_for.clear()
+
+        def late() -> list[torch.Tensor]:
+            assert is_waited_for.wait(60), "nothing waits for the copy"
+            time.sleep(0.1)
+            return copy()
+
+        return late
+
+    def telling(wait: Callable) -> Callable:
+        def told(self: Saver, *args: Any, **kwargs: Any) -> None:
+            is_waited_for.set()
+            wait(self, *args, **kwargs)
+
+        return told
+
+    HostMemory.copier = copier  # type: ignore[method-assign]
+    for name in ("start", "wait_for_copy", "wait"):
+        setattr(Saver, name, telling(getattr(Saver, name)))

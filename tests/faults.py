@@ -49,7 +49,6 @@ FAULTS = (
     ("write that fails for a while", f"{BEHIND}write_that_fails_at_first", ""),
     ("write that goes on failing", f"{BEHIND}write_that_goes_on_failing", ""),
     ("damaged checkpoint with a replica", f"{BEHIND}run_goes_on_from_the_copy", ""),
-    ("kill after the rename", f"{RESUME}a_killed_run_resumes", "after the rename"),
     ("kill at every durable operation", f"{STORE}a_kill_before_or_after", ""),
     ("kills at random times", f"{STORE}kills_at_random_times", ""),
     ("disk full in a save", f"{STORE}a_full_disk", ""),

@@ -13,6 +13,7 @@ single numbers (`step`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,8 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
     """What this rank holds of masters, optimizer state, frozen parameters and buffers.
 
     Over all ranks each element comes exactly once. Values are views of live memory where they can
-    be: use or copy them before the next step.
+    be: use or copy them before the optimizer steps. Buffers, which a forward pass may change, are
+    copies.
 
     Args:
         engine: from deepspeed.initialize, between two optimizer steps.
@@ -98,8 +100,19 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
     for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
         if placement.is_first_replica and not placement.is_copy:
             values = tensor.detach().reshape(-1)
-            values = values.float() if kind == "param" else values
+            values = values.float() if kind == "param" else values.clone()
             yield Fragment(name, kind, placement.shape, Span.whole(placement.block), values)
+
+
+@contextlib.contextmanager
+def before_each_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
+    """While this lasts, have `action` done whenever weights and optimizer state begin to change."""
+    inner: torch.optim.Optimizer = engine.optimizer.optimizer
+    hook = inner.register_step_pre_hook(lambda *_: action())
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def whole_fragments(

@@ -26,7 +26,6 @@ from cdrmix.checkpoint.files import (
     write_text,
 )
 from cdrmix.checkpoint.fragments import Fragment
-from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.checkpoint.index import index_entry, merge_entries
 from cdrmix.checkpoint.manifest import damage, write_manifest
 from cdrmix.log import get_logger
@@ -43,7 +42,7 @@ class Share:
     Attributes:
         rank: its number.
         fragments: what it holds.
-        data: their bytes, end to end, in the order of its file.
+        data: their values in the order of its file, or the bytes of these, end to end.
         state: its small state, as JSON.
     """
 
@@ -61,13 +60,10 @@ class Part:
     index: list[dict[str, Any]]
 
 
-def make_share(
-    rank: int, fragments: Iterable[Fragment], state: Mapping[str, Any], memory: HostMemory | None
-) -> Share:
-    """The share of this rank: a copy in `memory`, or views of the live state without one."""
+def make_share(rank: int, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> Share:
+    """The share of this rank, its data where they are."""
     held = list(fragments)
-    values = [fragment.values for fragment in _in_file_order(held)]
-    return Share(rank, held, values if memory is None else memory.copy(values), state)
+    return Share(rank, held, [fragment.values for fragment in _in_file_order(held)], state)
 
 
 def prepare(temporary: Path, *, clears_leftovers: bool) -> None:

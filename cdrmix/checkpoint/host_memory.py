@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -19,15 +19,34 @@ class HostMemory:
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
 
-    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The bytes of `tensors`, end to end, as they are now; valid until the next copy.
+    def copier(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """What copies `tensors` as they are now, for any thread to call.
+
+        It must have returned before they change. A GPU copies beside what it is given to do from
+        now on.
 
         Args:
-            tensors: on any device, of any type.
+            tensors: on the host or one GPU, of any type.
         Returns:
-            Chunks in host memory, uint8, each full but the last one.
+            A function that gives their bytes end to end, in chunks of host memory, uint8, each full
+            but the last one; valid until the next copy.
         """
-        pin = any(tensor.is_cuda for tensor in tensors)
+        gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if gpu is None:
+            return lambda: self._copy(tensors, pin=False)
+        given = torch.cuda.current_stream(gpu).record_event()
+
+        def copy() -> list[torch.Tensor]:
+            stream = torch.cuda.Stream(gpu)
+            stream.wait_event(given)
+            with torch.cuda.stream(stream):
+                chunks = self._copy(tensors, pin=True)
+            stream.synchronize()
+            return chunks
+
+        return copy
+
+    def _copy(self, tensors: Sequence[torch.Tensor], *, pin: bool) -> list[torch.Tensor]:
         position = 0
         for run in _runs(tensors):
             copied = 0
@@ -38,8 +57,6 @@ class HostMemory:
                 chunk[start : start + part.numel()].copy_(part, non_blocking=True)
                 copied += part.numel()
             position += copied
-        if pin:
-            torch.cuda.current_stream().synchronize()
         full, rest = divmod(position, CHUNK_BYTES)
         return [*self._chunks[:full], *([self._chunks[full][:rest]] if rest else [])]
 

@@ -1,4 +1,7 @@
-"""Saves of a run: the state is copied at once and written while training goes on.
+"""Saves of a run: the state is copied and written while training goes on.
+
+The copy is made beside the next step's forward and backward passes, which change nothing of the
+state; before the optimizer does, training waits for what is left of it (`wait_for_copy`).
 
 A save has two phases. In the first each rank writes its share, in the second rank 0 completes the
 folder and gives it its name. A phase is over when no rank is at work any more. The ranks find that
@@ -14,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -56,6 +59,7 @@ class _Save:
         stalled: `Saver.stall_seconds` at that time.
         state: text of state.json.
         before: what rank 0 does before the checkpoint gets its name.
+        taken: this rank's share, once the state may change.
         job: what this rank does in this phase; its result is a problem, or "", for each root.
         problems: what went wrong on any rank, or "", for each root.
         fault: a failure of this rank that is no failed write.
@@ -67,6 +71,7 @@ class _Save:
     stalled: float
     state: str
     before: Callable[[], None]
+    taken: Future[Share]
     job: Future[list[str]]
     problems: list[str]
     fault: BaseException | None = None
@@ -115,7 +120,7 @@ class Saver:
 
     @property
     def stall_seconds(self) -> float:
-        """Spent in `start` and `wait` so far."""
+        """Spent in `start`, `wait_for_copy` and `wait` so far."""
         now = time.monotonic()
         return self._stalled + (now - self._stalled_since if self._is_stalling else 0.0)
 
@@ -137,7 +142,8 @@ class Saver:
 
         Args:
             step: optimizer steps done.
-            fragments: what this rank holds; over all ranks each element exactly once.
+            fragments: what this rank holds; over all ranks each element exactly once. In the
+                background their values must not change before `wait_for_copy` returns.
             state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
             rank_state: JSON of this rank alone, not to be changed afterwards.
             before: done by rank 0, on the thread, before the checkpoint gets its name.
@@ -149,14 +155,20 @@ class Saver:
             stalled = self.stall_seconds
             contents = {**state, "step": step, "world_size": self._ranks.world_size()}
             began, text, problems = time.monotonic(), json_text(contents), self._no_problems()
-            rank, memory, job = self._ranks.rank(), self._memory, Future[list[str]]()
-            try:
-                share = folder.make_share(rank, fragments, rank_state, memory)
-            except Exception as error:  # the other ranks are told with the outcome
-                job.set_exception(error)
-            else:
-                job = self._do(lambda: [self._write(root, step, share) for root in self._roots])
-            self._save = _Save(step, began, stalled, text, before, job, problems)
+            taken = self._take(fragments, rank_state)
+            job = self._do(lambda: [self._write(r, step, taken.result()) for r in self._roots])
+            self._save = _Save(step, began, stalled, text, before, taken, job, problems)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the state must not change yet."""
+        return self._save is not None and not self._save.taken.done()
+
+    def wait_for_copy(self) -> None:
+        """Wait until the state may change; on this rank alone."""
+        if self._save is not None and self.is_copying:
+            with self._stall():
+                self._save.taken.exception()  # waits, and raises nothing: `advance` does
 
     def votes(self) -> list[float]:
         """Whether this rank is at work in this phase, and for each root whether it failed there.
@@ -223,11 +235,22 @@ class Saver:
         finally:
             self._stalled, self._is_stalling = self.stall_seconds, False
 
-    def _do(self, action: Callable[[], list[str]]) -> Future[list[str]]:
+    def _take(self, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> Future[Share]:
+        """This rank's share as it is now: a copy by the thread, or where it lies without one."""
+        try:
+            share = folder.make_share(self._ranks.rank(), fragments, state)
+            copy = None if self._memory is None else self._memory.copier(share.data)
+        except Exception as error:  # the other ranks are told with the outcome
+            failed = Future[Share]()
+            failed.set_exception(error)
+            return failed
+        return self._do(lambda: share if copy is None else replace(share, data=copy()))
+
+    def _do(self, action: Callable[[], T]) -> Future[T]:
         """Have the thread do it, or do it here if there is none."""
         if self._thread is not None:
             return self._thread.submit(action)
-        job = Future[list[str]]()
+        job = Future[T]()
         try:
             job.set_result(action())
         except Exception as error:

@@ -122,11 +122,12 @@ class CheckpointConfig(Section):
         description="Newest checkpoints kept (count); Stage B keeps that of the end of Stage A "
         "besides.",
     )
-    background: bool = Field(
-        True,
-        description="Training waits for a copy of the state in host memory only, which takes 12 "
-        "bytes per parameter of a rank's share, and goes on while it is written. "
-        "false: it waits for the disk.",
+    background: bool | None = Field(
+        None,
+        description="Training goes on while the state is copied to host memory, which takes 12 "
+        "bytes per parameter of a rank's share, and written; only the next optimizer step waits "
+        "for the copy. false: training waits for the disk. null: the plan decides, by whether "
+        "hosts have room for the copy.",
     )
     replica: str | None = Field(
         None,

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from cdrmix import runtime
+from cdrmix.checkpoint.engine_state import before_each_step
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.optim import adamw
 from cdrmix.engines.recovery import react
-from cdrmix.engines.resume import save, settle
+from cdrmix.engines.resume import hold, save, settle
 from cdrmix.engines.run import Run
 from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
@@ -85,7 +86,8 @@ def train(run: Run) -> bool:
         StateError: on every rank, if one could not write, or the run is not healthy.
     """
     try:
-        is_stopped = _train(run)
+        with before_each_step(run.engine, partial(hold, run)):
+            is_stopped = _train(run)
     except TrainingError:  # the same on all ranks, which can still wait for each other
         try:
             settle(run)
@@ -119,6 +121,7 @@ def _train(run: Run) -> bool:
             return True
         assert batch is not None, "agreed.unread otherwise"
         skipped, may_lower_scale = run.engine.skipped_steps, _may_lower_scale(run.engine)
+        stalled = run.saver.stall_seconds
         result = run.stage.train_step(run, batch, weight=agreed.tokens)
         run.step += 1
         run.heartbeat.step_done(run.step)
@@ -128,7 +131,9 @@ def _train(run: Run) -> bool:
         verdict = None
         if not (is_skipped and may_lower_scale):
             verdict = run.health.step_done(run.step, is_skipped=is_skipped)
-        result = result._replace(seconds=waited + result.seconds, waited=waited_for_data)
+        # what the step waited for a checkpoint's copy is that of the checkpoint
+        seconds = waited + result.seconds - (run.saver.stall_seconds - stalled)
+        result = result._replace(seconds=seconds, waited=waited_for_data)
         _observe(run, result, verdict)
     return False
 

@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 def save(run: Run, position: dict[str, Any]) -> None:
     """Save the current step, unless the run directory has it already or is getting it; collective.
 
-    In the background if so configured: `agree` in the loop takes note of its end, or `settle` does.
+    In the background if so planned: `agree` in the loop takes note of its end, or `settle` does.
 
     Args:
         run: the run, between two steps.
@@ -52,8 +52,15 @@ def save(run: Run, position: dict[str, Any]) -> None:
         )
     run.wall_time.save()
     run.saved_time = time.monotonic()
-    if not run.config.checkpoint.background:
+    if not run.choice.saves_in_background:
         settle(run)
+
+
+def hold(run: Run) -> None:
+    """Wait until the optimizer may change what is being saved; on this rank alone."""
+    if run.saver.is_copying:
+        with _stalled(run):
+            run.saver.wait_for_copy()
 
 
 def settle(run: Run) -> None:

@@ -174,12 +174,14 @@ class Run:
         self.observer.close()
 
 
-def make_saver(config: Config, directory: RunDirectory, *, pinned: int | None = None) -> Saver:
+def make_saver(
+    config: Config, choice: Choice, directory: RunDirectory, *, pinned: int | None = None
+) -> Saver:
     """What writes the checkpoints of a run directory, and never drops that of step `pinned`."""
     return Saver(
         (directory.checkpoints, *directory.copies),
         keep=config.checkpoint.keep,
-        background=config.checkpoint.background,
+        background=choice.saves_in_background,
         pinned=pinned,
     )
 

@@ -165,7 +165,7 @@ def _set_up(start: Start) -> Run:
         loader=loader,
         engine=engine,
         observer=Observer(),
-        saver=make_saver(config, directory),
+        saver=make_saver(config, choice, directory),
         requests=start.requests,
         heartbeat=start.heartbeat,
         start_up=start_up,

@@ -120,7 +120,7 @@ def _set_up(start: Start, found: store.Found | None) -> tuple[Run, ReaderCourse]
             ),
             engine=engine,
             observer=Observer(),
-            saver=make_saver(config, directory, pinned=first_step),
+            saver=make_saver(config, choice, directory, pinned=first_step),
             requests=start.requests,
             heartbeat=start.heartbeat,
             start_up=start.start_up,

@@ -55,8 +55,8 @@ def _rows(measured: Mapping[str, Any], meanings: Mapping[str, str]) -> list[str]
             page.text(part.replace("_", " ")),
             f"{seconds:,.1f}",
             f"{seconds / total:.1%}",
-            page.bar(seconds / total, own=part == "productive"),
             *([page.text(meanings[part])] if meanings else []),
+            page.bar(seconds / total, own=part == "productive"),
         )
         for part, seconds in parts.items()
     ]

@@ -45,7 +45,7 @@ def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
     """
     if topology.sequence_group is None:
         return
-    part = _Part(topology.sequence_group, topology.degrees.sequence, topology.sequence_rank)
+    part = SequencePart(topology.sequence_group, topology.degrees.sequence, topology.sequence_rank)
     form = sequence_form(
         config.model,
         sequence_length=config.training.sequence_length,
@@ -64,7 +64,7 @@ def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
 
 
 @dataclass(frozen=True)
-class _Part:
+class SequencePart:
     """This rank's part of a sequence.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Part:
 class SpreadShift(TokenShift):
     """Token shift whose first predecessor comes from the rank before."""
 
-    def __init__(self, part: _Part) -> None:
+    def __init__(self, part: SequencePart) -> None:
         super().__init__()
         self.part = part
 
@@ -110,7 +110,7 @@ class SpreadShift(TokenShift):
 class SpreadHeads(nn.Module):
     """The recurrence over all tokens for some heads: one exchange there, one back."""
 
-    def __init__(self, part: _Part) -> None:
+    def __init__(self, part: SequencePart) -> None:
         super().__init__()
         self.part = part
 
@@ -122,8 +122,8 @@ class SpreadHeads(nn.Module):
             return wkv7(*inputs, segment_ids=segment_ids)  # type: ignore[arg-type]
         *tensors, s0 = inputs
         assert s0 is None, "a sequence is trained on from its beginning"
-        y, s = wkv7(*_Exchange.apply(self.part, True, *tensors), segment_ids=segment_ids)
-        (y,) = _Exchange.apply(self.part, False, y)
+        y, s = wkv7(*Exchange.apply(self.part, True, *tensors), segment_ids=segment_ids)
+        (y,) = Exchange.apply(self.part, False, y)
         return y, s
 
 
@@ -135,7 +135,7 @@ class PassedState(nn.Module):
     what the entering state meets: y + S p.
     """
 
-    def __init__(self, part: _Part) -> None:
+    def __init__(self, part: SequencePart) -> None:
         super().__init__()
         self.part = part
 
@@ -180,7 +180,7 @@ class PassedState(nn.Module):
 class SpreadAttention(nn.Module):
     """Attention to all tokens by some heads: one exchange there, one back."""
 
-    def __init__(self, part: _Part) -> None:
+    def __init__(self, part: SequencePart) -> None:
         super().__init__()
         self.part = part
 
@@ -197,17 +197,19 @@ class SpreadAttention(nn.Module):
         if not self.training:
             return attend(query, keys, values, state, segment_ids, theta)
         assert state is None, "a sequence is trained on from its beginning"
-        query, keys, values = _Exchange.apply(self.part, True, query, keys, values)
+        query, keys, values = Exchange.apply(self.part, True, query, keys, values)
         mixed, after = attend(query, keys, values, None, segment_ids, theta)
-        (mixed,) = _Exchange.apply(self.part, False, mixed)
+        (mixed,) = Exchange.apply(self.part, False, mixed)
         return mixed, after
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """Tokens for heads in one all-to-all: [B, t, H, C] -> [B, T, H / P, C] each, or back."""
 
     @staticmethod
-    def forward(ctx: Any, part: _Part, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, part: SequencePart, to_heads: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.part, ctx.to_heads = part, to_heads
         return _exchanged(part, tensors, to_heads=to_heads)
 
@@ -216,7 +218,9 @@ class _Exchange(torch.autograd.Function):
         return None, None, *_exchanged(ctx.part, gradients, to_heads=not ctx.to_heads)
 
 
-def _exchanged(part: _Part, tensors: Sequence[Tensor], *, to_heads: bool) -> tuple[Tensor, ...]:
+def _exchanged(
+    part: SequencePart, tensors: Sequence[Tensor], *, to_heads: bool
+) -> tuple[Tensor, ...]:
     if to_heads:
         split = [x.unflatten(2, (part.parts, -1)).movedim(2, 0) for x in tensors]
         return tuple(x.transpose(0, 1).flatten(1, 2) for x in _all_to_all(split, part.group))
@@ -244,7 +248,7 @@ class _NextRank(torch.autograd.Function):
     """x to the next rank, the last one's to the first: all send and receive, in both passes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: _Part) -> Tensor:
+    def forward(ctx: Any, x: Tensor, part: SequencePart) -> Tensor:
         ctx.part = part
         return _around(x, part, step=1)
 
@@ -253,7 +257,7 @@ class _NextRank(torch.autograd.Function):
         return _around(gradient, ctx.part, step=-1), None
 
 
-def _around(x: Tensor, part: _Part, *, step: int) -> Tensor:
+def _around(x: Tensor, part: SequencePart, *, step: int) -> Tensor:
     """x of the rank `step` places before, in a ring."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     to, source = ((part.index + way * step) % part.parts for way in (1, -1))
@@ -271,7 +275,7 @@ class _Gather(torch.autograd.Function):
     """x of every rank, [P, *x]; the gradient of each is summed over the ranks that used it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: _Part) -> Tensor:
+    def forward(ctx: Any, x: Tensor, part: SequencePart) -> Tensor:
         ctx.part = part
         gathered = x.new_empty(part.parts * len(x), *x.shape[1:])
         torch.distributed.all_gather_into_tensor(gathered, x.contiguous(), group=part.group)

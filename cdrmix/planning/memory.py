@@ -74,6 +74,11 @@ class Memory:
     checkpoint: int = 0
 
     @property
+    def saves_in_background(self) -> bool:
+        """Whether there is room for a copy of a checkpoint."""
+        return self.checkpoint > 0 or "checkpoint_copy" in self.buffers
+
+    @property
     def on_host(self) -> int:
         """Bytes of the rank's host beside its device."""
         return self.host + self.checkpoint
@@ -176,18 +181,21 @@ class MemoryModel:
             self._stages[pipeline] = stage_layers(self.model, length, pipeline)
         return self._stages[pipeline]
 
-    def estimate(self, arrangement: Arrangement) -> Memory:
-        """Bytes on the fullest rank.
+    def estimate(self, arrangement: Arrangement, *, has_copy: bool | None = None) -> Memory:
+        """Bytes on the fullest rank; `has_copy`: of a checkpoint, by default if that may be made.
 
         Of the stages the first and last hold the embedding, earlier ones keep more micro-batches,
         and the first of those with most blocks holds the most weights: one of them is fullest.
         """
         sizes = [len(stage) for stage in self.stages(arrangement.degrees.pipeline)]
         stages = {0, min(1, len(sizes) - 1), sizes.index(max(sizes)), len(sizes) - 1}
-        return max((self.on_stage(arrangement, stage) for stage in sorted(stages)), key=_total)
+        found = (self.on_stage(arrangement, stage, has_copy=has_copy) for stage in sorted(stages))
+        return max(found, key=_total)
 
-    def on_stage(self, arrangement: Arrangement, stage: int) -> Memory:
-        """Bytes on a rank of one pipeline stage."""
+    def on_stage(
+        self, arrangement: Arrangement, stage: int, *, has_copy: bool | None = None
+    ) -> Memory:
+        """Bytes on a rank of one pipeline stage; `has_copy` as of `estimate`."""
         states = self._states(arrangement, stage)
         kept = self.kept.on_stage(arrangement, stage)
         buffers = self._buffers(arrangement, stage, kept)
@@ -198,7 +206,9 @@ class MemoryModel:
         memory = Memory(
             states.weights, states.gradients, states.optimizer, kept, buffers, states.host
         )
-        if not self.config.checkpoint.background:
+        if has_copy is None:
+            has_copy = self.config.checkpoint.background is not False
+        if not has_copy:
             return memory
         copied = self._saved(arrangement, stage)
         if self.numerics.device == "cuda":

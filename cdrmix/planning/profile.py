@@ -33,6 +33,7 @@ class Choice:
         path: its JSON file.
         arrangement: degrees, batch sizes, recomputation.
         memory: estimated bytes on the fullest rank; None: not estimated.
+        saves_in_background: whether training goes on while a checkpoint is copied and written.
         deepspeed: complete settings for `deepspeed.initialize`.
         reasons: why each was chosen, one line each.
         warnings: what runs at a cost that the user may not expect, one line each.
@@ -42,6 +43,7 @@ class Choice:
     path: Path
     arrangement: Arrangement
     memory: Memory | None
+    saves_in_background: bool
     deepspeed: dict[str, Any]
     reasons: list[str]
     warnings: list[str]
@@ -87,6 +89,7 @@ class Choice:
             "activation_checkpointing": self.activation_checkpointing,
             "sequence_checkpoint_tokens": self.sequence_checkpoint_tokens,
             "memory_per_rank_bytes": self.memory and self.memory.to_json(),
+            "saves_in_background": self.saves_in_background,
             "reasons": self.reasons,
             "warnings": self.warnings,
         }
@@ -172,6 +175,7 @@ def carried_out(
         path=path,
         arrangement=made,
         memory=best.memory,
+        saves_in_background=best.memory.saves_in_background,
         deepspeed=layout.deepspeed | _of_the_run(layout, made),
         reasons=reasons,
         warnings=warnings,
@@ -200,6 +204,8 @@ def _reasons(best: Candidate, config: Config, cluster: Cluster, profile: str | N
     ]
     if made.activation_checkpointing:
         reasons.append("activation checkpointing: " + _checkpointing_reason(config))
+    if config.checkpoint.background is None and not best.memory.saves_in_background:
+        reasons.append("checkpoints: " + _saving_reason(made, config, cluster))
     return [
         *reasons,
         *_sequence_reasons(config, made),
@@ -248,6 +254,22 @@ def memory_reason(best: Candidate, cluster: Cluster) -> str:
     verdict = "within" if best.memory.fits_host(cluster) else "NOT within"
     there_gib = cluster.host_memory_gib
     return f"{told}; {used_by_all / GIB:.1f} GiB of {there_gib:g} GiB a host, {verdict} it"
+
+
+def _saving_reason(made: Arrangement, config: Config, cluster: Cluster) -> str:
+    """Why training waits for the disk in each save."""
+    model = MemoryModel(config, cluster.device)
+    copied = model.estimate(made, has_copy=True)
+    if cluster.device == "cpu":
+        used, there_gib, where = copied.total, cluster.memory_gib, "a rank"
+    else:
+        used = copied.on_host * cluster.gpus_per_node
+        there_gib, where = cluster.host_memory_gib, "a host"
+    return (
+        "training waits for each save: with a copy to write in the background "
+        f"{used / GIB:.1f} GiB of {there_gib:g} GiB {where} would be filled, NOT within 90 %; "
+        "checkpoint.background = true has it copied all the same"
+    )
 
 
 def _checkpointing_reason(config: Config) -> str:
@@ -330,7 +352,9 @@ def with_micro_batch(
     return replace(
         choice,
         arrangement=made,
-        memory=MemoryModel(config, "cpu" if device == "cpu" else "cuda").estimate(made),
+        memory=MemoryModel(config, "cpu" if device == "cpu" else "cuda").estimate(
+            made, has_copy=choice.saves_in_background
+        ),
         deepspeed=choice.deepspeed | batches,
         reasons=[*choice.reasons, f"micro batch {micro} instead, accumulation {steps}: {reason}"],
     )

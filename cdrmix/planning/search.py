@@ -83,6 +83,7 @@ class Candidate:
             "memory_per_rank_bytes": self.memory.to_json(),
             "buffers_bytes": self.memory.buffers,
             "host_memory_per_rank_bytes": self.memory.on_host,
+            "saves_in_background": self.memory.saves_in_background,
             "fits": self.fits and not self.missing,
             "not_available": list(self.missing),
             **self.cost.to_json(),
@@ -91,8 +92,8 @@ class Candidate:
 
 def candidates(config: Config, cluster: Cluster, *, profile: str | None = None) -> list[Candidate]:
     """Every legal layout, in order of preference: those that this version carries out first, of
-    these those that fit, of these the usual ones for the model's size, of these those that offload
-    nothing, of these the fastest.
+    these those that fit, of these those with room for checkpoints in the background, of these the
+    usual ones for the model's size, of these those that offload nothing, of these the fastest.
 
     What the configuration gives is kept.
 
@@ -107,7 +108,7 @@ def candidates(config: Config, cluster: Cluster, *, profile: str | None = None) 
     usual: dict[tuple[Degrees, int, bool], bool] = {}
     found = []
     for name, arrangement, missing in _arrangements(config, cluster, profile, total):
-        memory = memory_model.estimate(arrangement)
+        memory = _memory(memory_model, arrangement, cluster)
         fits = memory.fits(cluster)
         cost = cost_model.estimate(arrangement)
         key = (arrangement.degrees, arrangement.zero_stage, arrangement.offloads_optimizer)
@@ -117,13 +118,25 @@ def candidates(config: Config, cluster: Cluster, *, profile: str | None = None) 
     return sorted(found, key=_standing)
 
 
-def _standing(candidate: Candidate) -> tuple[bool, bool, int, bool, bool, tuple[int, int, int]]:
+def _memory(model: MemoryModel, arrangement: Arrangement, cluster: Cluster) -> Memory:
+    """What a layout takes, without the copy of a checkpoint where hosts have no room for it and the
+    configuration leaves that open."""
+    memory = model.estimate(arrangement)
+    # on CPUs the hosts hold everything
+    has_room = memory.fits(cluster) if cluster.device == "cpu" else memory.fits_host(cluster)
+    if has_room or model.config.checkpoint.background is not None:
+        return memory
+    return model.estimate(arrangement, has_copy=False)
+
+
+def _standing(candidate: Candidate) -> tuple[Any, ...]:
     # what does not fit is ordered by how little it is too large
     excess = 0 if candidate.fits else candidate.memory.total
     lacking, usual = bool(candidate.missing), candidate.is_usual
+    in_front = not candidate.memory.saves_in_background
     # how fast a host steps is assumed: nothing is offloaded where it need not be
     on_host = candidate.arrangement.offloads_optimizer
-    return lacking, not candidate.fits, excess, not usual, on_host, candidate.preference
+    return lacking, not candidate.fits, excess, in_front, not usual, on_host, candidate.preference
 
 
 def _is_usual(config: Config, arrangement: Arrangement, total_params: int) -> bool:

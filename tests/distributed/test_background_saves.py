@@ -17,6 +17,7 @@ import pytest
 from cdrmix.checkpoint import folder, saver, store
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
+from tests.checkpoints import copy_late
 from tests.harness import RanksFailed, run_ranks
 from tests.small_run import STEPS, arguments, before_step, refused, start
 
@@ -59,6 +60,12 @@ def fail(function: str, step: int, times: int) -> None:
 def write_late(rank: int) -> None:
     """What training changes in the two steps after step 3 must not be in its checkpoint."""
     before_step(5, hold_write(3).set)
+
+
+def copy_late_too(rank: int) -> None:
+    """The forward and backward passes of step 4 go on beside the copy, its optimizer does not."""
+    copy_late()
+    write_late(rank)
 
 
 def die_while_writing(rank: int) -> None:
@@ -140,12 +147,16 @@ def assert_equal_runs(found: Path, expected: Path, steps: tuple[int, ...] = SAVE
     assert lines == expected_lines
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "late"), [(1, write_late), (2, write_late), (2, copy_late_too)])
 def test_a_checkpoint_is_that_of_its_step_whatever_is_trained_while_it_is_written(
-    world: int, small_corpus: Path, run_dir: Path, in_front: Callable[[int], Path]
+    world: int,
+    late: Callable[[int], None],
+    small_corpus: Path,
+    run_dir: Path,
+    in_front: Callable[[int], Path],
 ) -> None:
     argv = arguments(small_corpus, run_dir)
-    assert run_ranks(train, world, argv, write_late) == [0] * world
+    assert run_ranks(train, world, argv, late) == [0] * world
     assert_equal_runs(run_dir, in_front(world))
     summary = json.loads((run_dir / "metrics.json").read_text())
     assert 0 < summary["goodput"]["checkpoint_stall_seconds"] < summary["seconds"]

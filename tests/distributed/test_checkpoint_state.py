@@ -304,6 +304,28 @@ def test_the_comparison_fails_when_a_kind_of_state_is_lost(
     assert losses != pytest.approx(unmoved, rel=1e-4)
 
 
+def digests_around_a_forward_pass() -> tuple[list[str], list[str]]:
+    """Of the fragments that were taken before it."""
+    runtime.initialize_distributed()
+    engine = make_engine(Layout(zero=1), seed=1)
+    held = list(engine_state.fragments(engine, logical_name))
+
+    def digests() -> list[str]:
+        return [f"{f.kind} {f.name} {hashlib.sha256(f.values.numpy()).hexdigest()}" for f in held]
+
+    before = digests()
+    engine(torch.zeros((1, TIME), dtype=torch.int64))
+    after = digests()
+    runtime.destroy_distributed()
+    return before, after
+
+
+def test_a_forward_pass_changes_nothing_that_was_taken_for_a_save() -> None:
+    ((before, after),) = run_ranks(digests_around_a_forward_pass, 1)
+    assert any(digest.startswith("buffer forwards ") for digest in before)
+    assert after == before
+
+
 def test_fp16_skips_steps_and_moves_its_scale_before_and_after_the_save(
     saved: dict[int, Saved],
 ) -> None:

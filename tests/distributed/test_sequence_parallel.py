@@ -65,17 +65,17 @@ def test_half_precision_differs_by_its_rounding_from_one_process(length: int) ->
 
 def exchange() -> list[list[torch.Tensor]]:
     """Tensors of different types and widths there, and back; the first of them, and both."""
-    from cdrmix.parallel.sequence import _Exchange, _Part
+    from cdrmix.parallel.sequence import Exchange, SequencePart
 
     runtime.initialize_distributed()
-    part = _Part(torch.distributed.group.WORLD, runtime.world_size(), runtime.rank())
+    part = SequencePart(torch.distributed.group.WORLD, runtime.world_size(), runtime.rank())
     source = torch.Generator().manual_seed(runtime.rank())
     given = [
         torch.randn(2, 3, 4, 6, generator=source).bfloat16(),
         torch.randn(2, 3, 2, 8, generator=source),
     ]
-    there = _Exchange.apply(part, True, *given)
-    back = _Exchange.apply(part, False, *there)
+    there = Exchange.apply(part, True, *given)
+    back = Exchange.apply(part, False, *there)
     runtime.destroy_distributed()
     return [[x.float().numpy() for x in tensors] for tensors in (given, there, back)]
 
@@ -92,10 +92,10 @@ def test_tokens_are_exchanged_for_heads_and_back_bit_by_bit() -> None:
 
 def pass_states(length: int, fastest: bool) -> dict[str, np.ndarray]:
     """Output of this rank's tokens and the gradients of their inputs, in float32."""
-    from cdrmix.parallel.sequence import PassedState, _Part
+    from cdrmix.parallel.sequence import PassedState, SequencePart
 
     runtime.initialize_distributed()
-    part = _Part(torch.distributed.group.WORLD, runtime.world_size(), runtime.rank())
+    part = SequencePart(torch.distributed.group.WORLD, runtime.world_size(), runtime.rank())
     *inputs, weight = (x.chunk(part.parts, dim=1)[part.index] for x in whole(length, fastest))
     leaves = [x.float().requires_grad_() for x in inputs]
     y, _ = PassedState(part).train()(*leaves)

@@ -15,6 +15,7 @@ from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.data.shards import read_manifest, write_manifest
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
+from tests.checkpoints import copy_late
 from tests.harness import ROOT, RanksFailed, run_ranks
 from tests.small_reasoning_run import (
     NUM_PHASES,
@@ -70,6 +71,21 @@ def part_of_name(name: str) -> str:
         return "backbone"
     words = name.split(".")
     return next((part for part in ("adapters", "policy") if part in words), "memory")
+
+
+def start_with_late_copies(argv: list[str]) -> int:
+    copy_late()
+    return start(argv)
+
+
+def test_copies_beside_a_step_of_any_phase_are_of_the_state_before_it(
+    alone: Path, small_corpus: Path, tmp_path: Path
+) -> None:
+    argv = stage_b_of(alone, small_corpus, tmp_path, "zero1")
+    assert run_ranks(start_with_late_copies, 1, argv) == [0]
+    for step in range(STAGE_A_STEPS + 1, STEPS + 1):
+        name = f"checkpoints/{step}/rank-00000.safetensors"
+        assert (tmp_path / "run" / name).read_bytes() == (alone / name).read_bytes(), step
 
 
 def left_of_stage_a(argv: list[str]) -> list[str]:

@@ -42,6 +42,7 @@ def write(root: Path, step: int, *, numel: int = 1000, background: bool = False)
         return
     writing = Saver([root], keep=2, background=True)
     writing.start(step, held, state={"note": step}, rank_state={})
+    writing.wait_for_copy()
     weights.fill_(-1.0)  # training goes on
     writing.wait()
     writing.close()

@@ -19,7 +19,7 @@ def test_a_copy_from_a_gpu_is_of_its_moment(monkeypatch: pytest.MonkeyPatch) -> 
     memory = HostMemory()
     for _ in range(2):
         before = flat.clone()
-        chunks = memory.copy(tensors)
+        chunks = memory.copier(tensors)()
         flat.add_(1.0)
         assert b"".join(chunk.numpy().tobytes() for chunk in chunks) == expected
         assert all(chunk.is_pinned() for chunk in chunks)

@@ -27,15 +27,15 @@ def test_a_copy_is_of_its_moment_and_the_next_takes_the_same_memory(
     ]
     memory = HostMemory()
     expected = b"".join(flat_bytes(tensor).numpy().tobytes() for tensor in tensors)
-    chunks = memory.copy(tensors)
+    chunks = memory.copier(tensors)()
     for tensor in tensors:
         tensor.zero_()
     assert content(chunks) == expected
     assert all(len(chunk) == chunk_bytes for chunk in chunks[:-1])
-    again = memory.copy(tensors[1:])
+    again = memory.copier(tensors[1:])()
     assert content(again) == bytes(len(expected) - 160)
     assert again[0].data_ptr() == chunks[0].data_ptr()
 
 
 def test_nothing_to_copy_is_nothing() -> None:
-    assert HostMemory().copy([]) == []
+    assert HostMemory().copier([])() == []

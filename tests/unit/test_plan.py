@@ -15,9 +15,10 @@ from cdrmix.cli import main
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
-from cdrmix.planning.cluster import make_cluster
+from cdrmix.planning.cluster import GIB, make_cluster, processes
+from cdrmix.planning.memory import USABLE_SHARE
 from cdrmix.planning.plan import Plan, as_text, plan
-from cdrmix.planning.profile import choose
+from cdrmix.planning.profile import choose, with_micro_batch
 
 MOST_LAYOUTS = 3_000  # a thousand take a fifth of a second
 
@@ -212,8 +213,7 @@ PROFILES = {
     "zero1": ("core-tiny", 1, 1, "cpu"),
     "zero2": ("core-1b", 1, 8, "a100-80", "model.moe=null"),
     "expert": ("core-1b", 1, 8, "a100-80"),
-    # the hosts have no room for the state twice
-    "zero2_offload": ("core-4b", 2, 8, "rtx4090-24", "checkpoint.background=false"),
+    "zero2_offload": ("core-4b", 2, 8, "rtx4090-24"),
     "zero3": ("core-4b", 1, 8, "rtx4090-24", "model.moe=null"),
     "zero3_offload": ("core-1b", 1, 1, "rtx4090-24", "model.moe=null"),
     "pipeline": ("core-40b", 8, 8, "h100-80"),
@@ -230,9 +230,46 @@ def test_every_shipped_profile_is_that_of_some_plan(profile: str) -> None:
     assert (made.pick.memory.host > 0) is profile.endswith("_offload")
 
 
-def test_a_host_without_room_for_a_copy_of_the_state_is_told_what_saves_it() -> None:
+def test_training_waits_for_saves_where_hosts_have_no_room_for_a_copy_of_the_state() -> None:
+    made = planned("core-4b", 2, "rtx4090-24")
+    assert made.fits
+    assert not made.pick.memory.saves_in_background
+    (saves,) = (reason for reason in made.reasons if reason.startswith("checkpoints: "))
+    assert saves.startswith("checkpoints: training waits for each save: with a copy to write in ")
+    assert "GiB of 240 GiB a host would be filled, NOT within 90 %" in saves
+    chosen = planned("core-4b", 2, "rtx4090-24", "checkpoint.background=false")
+    assert chosen.pick == made.pick
+    assert not any(reason.startswith("checkpoints: ") for reason in chosen.reasons)
+
+
+def test_training_goes_on_beside_saves_where_there_is_room() -> None:
+    made = planned("core-1b", 1, "a100-80")
+    assert made.pick.memory.checkpoint > 0
+    assert not any(reason.startswith("checkpoints: ") for reason in made.reasons)
+    assert planned("core-1b", 1, "a100-80", "checkpoint.background=true").pick == made.pick
+
+
+@pytest.mark.parametrize(("spare_bytes", "in_background"), [(1e6, True), (-1e6, False)])
+def test_cpu_ranks_wait_for_saves_where_their_own_memory_has_no_room_for_a_copy(
+    spare_bytes: float, in_background: bool
+) -> None:
+    given = ("training.micro_batch_size=1", "training.activation_checkpointing=false")
+    chosen = config("core-tiny", *given)
+    taken = choose(chosen, processes(1), profile="zero1").memory
+    assert taken is not None
+    gib = (taken.total + spare_bytes) / USABLE_SHARE / GIB
+    cluster = make_cluster(nodes=1, gpus_per_node=1, gpu="cpu", gpu_memory_gib=gib)
+    choice = choose(chosen, cluster, profile="zero1")
+    assert choice.saves_in_background is in_background
+    told = [reason for reason in choice.reasons if reason.startswith("checkpoints: ")]
+    assert len(told) == (not in_background)
+    smaller = with_micro_batch(choice, chosen, 1, device="cpu", reason="to see the memory")
+    assert smaller.memory == choice.memory
+
+
+def test_a_host_without_room_for_a_copy_that_is_asked_for_is_told_what_saves_it() -> None:
     cluster = make_cluster(nodes=2, gpus_per_node=8, gpu="rtx4090-24")
-    made = plan(config("core-4b"), cluster)
+    made = plan(config("core-4b", "checkpoint.background=true"), cluster)
     assert not made.fits
     assert "would take less of a host with checkpoint.background = false" in made.changes
     (memory,) = (reason for reason in made.reasons if reason.startswith("memory: "))

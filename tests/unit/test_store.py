@@ -7,9 +7,9 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from cdrmix.checkpoint import folder, saver
 from cdrmix.checkpoint.fragments import Block, Fragment, Span
+from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.checkpoint.saver import Saved, Saver
 from cdrmix.checkpoint.store import Found, find, save
@@ -298,6 +299,48 @@ def test_a_save_tells_how_long_training_waited_for_its_copy_and_its_end(
     (told,) = (record.args for record in caplog.records if record.message.startswith("saved "))
     assert copied < told[-1] <= writing.stall_seconds
     assert told[-1] > 0.2
+
+
+def test_the_state_may_change_once_the_copy_was_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_copy, weights = threading.Event(), torch.ones(8)
+    copy = HostMemory._copy
+
+    def slowly(self: HostMemory, tensors: Sequence[torch.Tensor], *, pin: bool) -> Any:
+        assert may_copy.wait(10)
+        return copy(self, tensors, pin=pin)
+
+    monkeypatch.setattr(HostMemory, "_copy", slowly)
+    writing = Saver([tmp_path], keep=1, background=True)
+    writing.start(1, [whole("w", weights)], state={}, rank_state={})
+    assert writing.is_copying
+    started = writing.stall_seconds
+    threading.Timer(0.1, may_copy.set).start()
+    writing.wait_for_copy()
+    assert not writing.is_copying
+    assert writing.stall_seconds - started > 0.05, "that is a part of the stall"
+    weights.zero_()
+    writing.wait()
+    writing.close()
+    with CheckpointReader(tmp_path / "1") as reader:
+        assert reader.full("w").tolist() == [1.0] * 8
+
+
+def test_a_copy_that_fails_is_told_once_the_save_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, pin: bool) -> NoReturn:
+        raise MemoryError("no room for the copy")
+
+    monkeypatch.setattr(HostMemory, "_copy", failing)
+    writing = Saver([tmp_path], keep=1, background=True)
+    writing.start(1, [whole("w", torch.ones(8))], state={}, rank_state={})
+    writing.wait_for_copy()
+    with pytest.raises(MemoryError, match="no room for the copy"):
+        writing.wait()
+    writing.close()
+    assert find(tmp_path) is None
 
 
 def test_a_rank_that_fails_does_not_wait_for_what_it_writes(

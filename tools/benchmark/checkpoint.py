@@ -1,19 +1,19 @@
 """How long a save holds training up: written in the background, and written while training waits.
 
-Both save the same engine's state, after a step of training, in turns, with everything that a run
-saves. Wall time: a disk's time is no CPU time. In the background only what `Saver.start` takes is
-counted, with the former save over, as it is where checkpoints are further apart than a write takes.
+Both save the same engine's state, in turns, with everything that a run saves. Wall time: a disk's
+time is no CPU time. In the background that is what `Saver.start` takes and what the next step waits
+for the copy before its optimizer, with the former save over, as it is where checkpoints are further
+apart than a write takes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from cdrmix.config.schema import Config
 from cdrmix.models.backbone import logical_name
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.profile import choose
-from tools.benchmark.timing import median_ratio
+from tools.benchmark.timing import median_ratio, report
 
 CONFIG = Path("model_configs/cdrmix-core-tiny.yaml")
 # name -> what differs from the tiny variant
@@ -39,8 +39,15 @@ STATES: dict[str, list[str]] = {
 }
 
 
-def trained_engine(config: Config) -> Any:
-    """An engine after one step, so that its optimizer has all of its state."""
+class Training(NamedTuple):
+    """An engine, and a step of it."""
+
+    engine: Any
+    step: Callable[[], object]
+
+
+def start_training(config: Config) -> Training:
+    """After one step, so that the optimizer has all of its state."""
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.step import train_step
     from cdrmix.parallel.apply import build_model
@@ -54,22 +61,44 @@ def trained_engine(config: Config) -> Any:
     ids = torch.randint(0, config.model.vocab_size, shape)
     batch = {"input_ids": ids[..., :-1], "labels": ids[..., 1:].contiguous()}
     tokens = float(config.training.global_batch_size * length)
-    train_step(engine, config, topology, batch, step=0, tokens=tokens)
-    return engine
+
+    def step() -> None:
+        train_step(engine, config, topology, batch, step=0, tokens=tokens)
+
+    step()
+    return Training(engine, step)
 
 
 class Saves:
     """Saves of one engine into one folder, step after step."""
 
-    def __init__(self, engine: Any, config: Config, folder: Path, *, background: bool) -> None:
-        self._engine, self._config = engine, config
+    def __init__(
+        self, training: Training, config: Config, folder: Path, *, background: bool
+    ) -> None:
+        self._engine, self._train, self._config = training.engine, training.step, config
         self._saver = Saver([folder], keep=1, background=background)
         self._step = 0
 
     def stall(self) -> float:
-        """Seconds for which one save holds training up; returns when it is over."""
-        self._step += 1
+        """Seconds for which one save in the background holds training up, which takes a step
+        meanwhile; returns when it is over."""
+        before = self._saver.stall_seconds
+        self._start()
+        with engine_state.before_each_step(self._engine, self._saver.wait_for_copy):
+            self._train()
+        stalled = self._saver.stall_seconds - before
+        self._saver.wait()
+        return stalled
+
+    def whole(self) -> float:
+        """Seconds that one save takes from beginning to end."""
         began = time.perf_counter()
+        self._start()
+        self._saver.wait()
+        return time.perf_counter() - began
+
+    def _start(self) -> None:
+        self._step += 1
         self._saver.start(
             self._step,
             engine_state.fragments(self._engine, logical_name),
@@ -79,15 +108,6 @@ class Saves:
             },
             rank_state={"random": random_state.random_state()},
         )
-        stalled = time.perf_counter() - began
-        self._saver.wait()
-        return stalled
-
-    def whole(self) -> float:
-        """Seconds that one save takes from beginning to end."""
-        began = time.perf_counter()
-        self.stall()
-        return time.perf_counter() - began
 
     @property
     def num_bytes(self) -> int:
@@ -100,10 +120,10 @@ def measure_state(name: str, rounds: int) -> dict[str, Any]:
     """Median seconds of both ways to save a state, and what the first save takes, which also
     allocates the memory."""
     config = load_config(CONFIG, STATES[name])
-    engine = trained_engine(config)
+    training = start_training(config)
     with tempfile.TemporaryDirectory() as folder:
-        behind = Saves(engine, config, Path(folder) / "behind", background=True)
-        in_front = Saves(engine, config, Path(folder) / "in_front", background=False)
+        behind = Saves(training, config, Path(folder) / "behind", background=True)
+        in_front = Saves(training, config, Path(folder) / "in_front", background=False)
         first = behind.stall()
         in_front.whole()
         waited, stalled = [], []
@@ -134,16 +154,8 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"rounds": rounds, "states": states}
 
 
-def main() -> None:
-    """Print a line per state, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print a line per state."""
     for state in result["states"]:
         milliseconds = {kind: 1e3 * seconds for kind, seconds in state["seconds"].items()}
         shown = ", ".join(f"{kind} {value:.1f} ms" for kind, value in milliseconds.items())
@@ -152,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=15, description=__doc__)

@@ -7,7 +7,6 @@ does: signatures, clusters, drops. A peer that is not installed is left out and 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -23,7 +22,7 @@ from typing import Any
 from cdrmix.data.document import Document
 from cdrmix.data.steps.clusters import DROPS
 from cdrmix.data.steps.dedup import Deduplicate, MinHash, Sign, drops_path, find_duplicates
-from tools.benchmark.timing import median_ratio, paired_cpu_seconds
+from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 
 NUM_PIECES, PIECE_CHARACTERS, COPIES_PER_SHARE = 6000, 3000, 200
 REPLACED_SHARES = (0.01, 0.02, 0.05, 0.10)
@@ -212,16 +211,8 @@ def measure(rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Print a line per side, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print a line per side."""
     for name, seconds in result["cpu_seconds"].items():
         print(
             f"{name:12} {result['documents'] / seconds:8.0f} documents per CPU second, "
@@ -235,4 +226,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=5, description=__doc__)

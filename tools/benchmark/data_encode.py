@@ -6,8 +6,6 @@ of them and of its documentation strings are compared; speed is measured on ever
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import sysconfig
@@ -19,7 +17,7 @@ import tokenizers
 
 from cdrmix.data.sample import read_standard_library
 from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
-from tools.benchmark.timing import median_ratio, paired_cpu_seconds
+from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 
 VOCAB_SIZE, NUM_DOCUMENTS, PIECE_CHARACTERS = 50_272, 10_000, 1_200
 OURS, PEER = "cdrmix", "Hugging Face encode_batch"
@@ -67,16 +65,8 @@ def measure(rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Print a line per side, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print a line per side."""
     for name, rate in result["million_tokens_per_cpu_second"].items():
         print(f"{name:28} {rate:.2f} million tokens per CPU second")
     print(f"{OURS} is {result['over_peer']:.1f} times as fast")
@@ -84,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=5, description=__doc__)

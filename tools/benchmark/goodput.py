@@ -6,7 +6,6 @@ the figures are the run's own, from metrics.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -19,6 +18,7 @@ from cdrmix.cluster.starts import read_starts
 from cdrmix.data.sample import ensure_sample
 from tests.cluster.supervised_launch import SupervisedLaunch
 from tests.small_run import overrides
+from tools.benchmark.timing import report
 
 CONFIG = Path("model_configs/cdrmix-core-tiny.yaml")
 STEPS, STEPS_PER_KILL, RANKS = 400, 200, 2
@@ -79,16 +79,8 @@ def has_gone_back(run_dir: Path, step: int) -> bool:
     return not has_done(run_dir, step)
 
 
-def main() -> None:
-    """Print a line per run, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print a line per run."""
     for run in result["runs"]:
         print(f"killed at {run['killed_at']}, resumed at {run['resumed_at']}: {run['goodput']}")
     shares = [run["goodput"]["share_of_steps"] for run in result["runs"]]
@@ -96,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=1, description=__doc__)

@@ -8,7 +8,6 @@ sends is nearly free and its bytes are given beside it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -25,6 +24,7 @@ from cdrmix.planning.cluster import processes
 from cdrmix.planning.cost import CostModel
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.profile import choose
+from tools.benchmark.timing import report
 
 RANKS, STEPS, BATCH, LENGTH = 2, 3, 8, 256
 # axis -> degrees, profile
@@ -139,16 +139,8 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"rounds": rounds, "steps": STEPS, "tokens": BATCH * LENGTH, "rows": rows}
 
 
-def main() -> None:
-    """Print a line per layout, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print a line per layout."""
     for row in result["rows"]:
         wall, cpu = row["of_data"]["wall"], row["of_data"]["cpu"]
         size = sum(row["bytes"].values()) / 1e6
@@ -156,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=5, description=__doc__)

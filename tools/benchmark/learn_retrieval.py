@@ -8,9 +8,7 @@ Beside it: latency of one query by the number of entries, exact and through FAIS
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from cdrmix.objectives.contrastive import info_nce
 from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex
 from cdrmix.reasoning.faiss_cache import FaissCache
 from cdrmix.reasoning.retrieval import RetrievalEncoder
-from tools.benchmark.timing import paired_cpu_seconds
+from tools.benchmark.timing import paired_cpu_seconds, report
 
 HIDDEN, KEY_SIZE, LOUD_DIMENSIONS, LOUDNESS = 128, 64, 24, 6.0
 NUM_ENTRIES, NUM_DISTRACTORS, TOP_K = 1024, 9216, 4
@@ -121,19 +119,11 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"rounds": rounds, "learned": learned, "latency": sizes}
 
 
-def main() -> None:
-    """Print the rows, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print the rows."""
     for row in [*result["learned"], *result["latency"]]:
         print(row)
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=15, description=__doc__)

@@ -12,10 +12,8 @@ peer that is not installed is left out and named.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +31,7 @@ from cdrmix.data.loader import Loader
 from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.shards import TokenizerInfo, new_manifest, write_manifest, write_shards
 from cdrmix.data.token_dataset import TokenDataset
-from tools.benchmark.timing import median_ratio, paired_cpu_seconds
+from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 
 NUM_SAMPLES, SEQUENCE_LENGTH, BATCH_SIZE, VOCAB_SIZE = 40_000, 2048, 8, 50_272
 OURS = "loader"
@@ -184,16 +182,8 @@ def measure(rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Print a line per reader, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print a line per reader."""
     for name, rate in result["million_tokens_per_cpu_second"].items():
         print(f"{name:24} {rate:8.0f} million tokens per CPU second")
     for name, ratio in result["over_peer"].items():
@@ -203,4 +193,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=7, description=__doc__)

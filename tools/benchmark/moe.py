@@ -7,8 +7,6 @@ DeepSpeed's MoE layer on one rank.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,7 @@ from torch import nn
 
 from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
-from tools.benchmark.timing import median_ratio, paired_cpu_seconds
+from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 
 TOKENS, HIDDEN, INNER = 2048, 384, 1024
 
@@ -67,20 +65,12 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"rounds": rounds, "milliseconds": milliseconds, "moe_over_dense": ratio}
 
 
-def main() -> None:
-    """Print a line per layer, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print a line per layer."""
     for name, milliseconds in result["milliseconds"].items():
         print(f"{name:6} {milliseconds:8.1f} ms CPU")
     print(f"MoE takes {result['moe_over_dense']:.2f} of the dense time")
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=15, description=__doc__)

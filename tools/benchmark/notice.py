@@ -6,8 +6,6 @@ in turns, and each time the run starts again. Noticed is what train.log says, wi
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import signal
 import statistics
@@ -20,6 +18,7 @@ from typing import Any
 from cdrmix.data.sample import ensure_sample
 from tests.cluster.supervised_launch import SupervisedLaunch
 from tests.small_run import arguments, overrides
+from tools.benchmark.timing import report
 
 DEADLINE_SECONDS = 20
 FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
@@ -69,16 +68,8 @@ def errors(log: Path) -> list[float]:
     return [datetime.fromisoformat(when.replace(",", ".")).timestamp() for when in found]
 
 
-def main() -> None:
-    """Print medians and the worst, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print medians and the worst."""
     for fault, costs in result["seconds"].items():
         for what in ("notice", "restart"):
             seconds = [cost[what] for cost in costs]
@@ -86,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=3, description=__doc__)

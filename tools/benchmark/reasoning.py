@@ -6,7 +6,6 @@ width, one of each kind, with the two experts per token that are active.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from typing import Any
@@ -32,7 +31,7 @@ from cdrmix.reasoning.retrieval import RetrievalEncoder
 from cdrmix.reasoning.speculation import map_tensors
 from cdrmix.reasoning.working_memory import WorkingMemory
 from tools.benchmark.learn_retrieval import SIZES, latency
-from tools.benchmark.timing import median_ratio, paired_cpu_seconds
+from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 
 SEGMENT_TOKENS = 64  # what is written to memory at a time
 WINDOW_TOKENS = {"tiny": 64, "1b": 4096}
@@ -215,19 +214,11 @@ def measure(rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Print the rows, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print the rows."""
     for name in ("operations", "overhead", "memory", "latency"):
         print(name, json.dumps(result[name], indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=15, description=__doc__)

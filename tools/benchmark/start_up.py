@@ -5,7 +5,6 @@ Two ranks on CPUs; the parts are those that the run itself writes to metrics.jso
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any
 
 from cdrmix.data.sample import ensure_sample
 from tests.launcher import launch
+from tools.benchmark.timing import report
 
 CONFIG = Path("model_configs/cdrmix-core-tiny.yaml")
 
@@ -40,19 +40,11 @@ def start_once() -> dict[str, float]:
         return json.loads((run_dir / "metrics.json").read_text(encoding="utf-8"))["start_up"]
 
 
-def main() -> None:
-    """Print medians by part, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure(args.rounds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print medians by part."""
     for part, seconds in result["seconds"].items():
         print(f"{part:24} {statistics.median(seconds):6.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=5, description=__doc__)

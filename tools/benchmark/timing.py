@@ -1,10 +1,16 @@
-"""Paired timing on one thread: variants take turns, so that a noisy neighbour meets all of them."""
+"""Paired timing on one thread: variants take turns, so that a noisy neighbour meets all of them.
+
+And what benchmarks have in common as commands.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 
 def paired_cpu_seconds(
@@ -41,3 +47,29 @@ def matmul_peak_flops(*, size: int = 1024, rounds: int = 9) -> float:
     a, b = torch.randn(size, size), torch.randn(size, size)
     seconds = paired_cpu_seconds({"matmul": lambda: a @ b}, rounds=rounds, warmup=3)
     return 2 * size**3 / min(seconds["matmul"])
+
+
+def report(
+    measure: Callable[[int], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+    *,
+    rounds: int,
+    description: str | None,
+) -> None:
+    """What a benchmark does as a command: measure, and print the result.
+
+    Args:
+        measure: --rounds -> result, of plain values.
+        show: prints it for people; with --json, it is one line of JSON instead.
+        rounds: by default.
+        description: for --help.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    result = measure(args.rounds)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        show(result)
