@@ -84,6 +84,8 @@ def test_equal_folders_export_equal_bytes(folder: Path, tmp_path: Path) -> None:
     assert one == two
 
 
+# webdataset itself leaves each tar that it has read for the collector to close
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning:webdataset")
 def test_webdataset_reads_what_is_exported(folder: Path, tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset", reason="the webdataset package reads the tars")
     export_tars(folder, tmp_path / "tars")
