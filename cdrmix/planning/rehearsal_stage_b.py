@@ -160,7 +160,8 @@ def _shrunk(config: Config, small: Rehearsal, world_size: int) -> Iterator[tuple
         ("tokens of memory", [each.memory.max_tokens for each in (there, here)]),
     ):
         yield name, f"{sizes[0]:,}", f"{sizes[1]:,}"
-    yield "agent", "earns rewards", "untrained, earns none"
+    if there.training.policy_steps:
+        yield "agent", "earns rewards", "untrained, earns none"
     if config.evaluation.reasoning_examples:
         yield "tasks at the end", f"{config.evaluation.reasoning_examples} a cell", "left out"
     yield "devices and links", "as planned", "processors, gloo"

@@ -177,6 +177,7 @@ def test_a_small_stage_b_has_the_plans_phases_and_saves_inside_of_one(
     ]
     assert (small.saved_step - STEPS) % PHASE_STEPS == 1
     assert small.saved_step < small.last_step
+    assert ("agent" in found) == ("policy" in phases)
     assert found["backbone"].planned == ("trained in the joint phase" if scale else "frozen")
 
 
