@@ -42,8 +42,9 @@ from cdrmix.reasoning.segments import (
 from cdrmix.reasoning.speculation import map_tensors
 from cdrmix.reasoning.tasks import Example, generate
 
-# How often a window holds a segment that does not belong there, as when retrieval has erred.
-_STRAY_SHARE = 0.3
+# Segments in a window that do not belong there, as when more was fetched than the answer takes; one
+# of these counts is drawn.
+_STRAYS = (0, 1, 1, 2)
 # How often a segment of a training text is folded into the slots.
 _SUMMARISED_SHARE = 0.3
 # A task that a length has no room for may be longer by so many windows.
@@ -226,12 +227,12 @@ class Lessons:
     ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
         """Segments found, the one sought next, and those gathered at the end, in fetching order."""
         others = [place for place in range(count) if place not in evidence]
-        stray = rng.sample(others, 1) if others and rng.random() < _STRAY_SHARE else []
-        gathered = [*evidence, *stray]
+        strays = rng.sample(others, min(rng.choice(_STRAYS), len(others)))
+        gathered = [*evidence, *strays]
         if not evidence:
             return (), -1, tuple(place + offset for place in gathered)
         known = rng.randrange(len(evidence))
-        found = [*evidence[:known], *stray]
+        found = [*evidence[:known], *strays]
         return (
             tuple(place + offset for place in found),
             evidence[known] + offset,
@@ -241,7 +242,7 @@ class Lessons:
     def _drills(
         self, number: int, rng: random.Random
     ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Evidence among at most one other segment, question, answer."""
+        """Evidence among a few other segments, question, answer."""
         count = self.training.texts_per_lesson * DRILLS_PER_TASK
         drills = []
         for place in range(count):
