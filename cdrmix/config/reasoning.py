@@ -179,8 +179,25 @@ class StageBConfig(Section):
     run: str | None = Field(
         None, description="Run directory of a finished Stage A to start from; null: this run's."
     )
+    pipeline: int | None = Field(
+        None,
+        ge=1,
+        description="Stages that share out the blocks of a frozen backbone (ranks); null: as few "
+        "as it takes to fit.",
+    )
     adapters: AdapterConfig
     policy: PolicyConfig
     memory: MemoryConfig
     losses: StageBLosses = StageBLosses()
     training: StageBTraining = StageBTraining()
+
+    @model_validator(mode="after")
+    def _only_frozen_is_cut(self) -> StageBConfig:
+        scale = self.training.backbone_lr_scale
+        if (self.pipeline or 1) > 1 and scale > 0:
+            raise ValueError(
+                f"pipeline = {self.pipeline} with training.backbone_lr_scale = {scale}: in Stage B "
+                "only a frozen backbone is shared out over stages, a trained one is whole on every "
+                "rank. Try training.backbone_lr_scale = 0, or leave pipeline out"
+            )
+        return self

@@ -17,9 +17,15 @@ from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone, logical_name
+from cdrmix.parallel.frozen_stages import FrozenStages
+from cdrmix.parallel.topology import Topology
+from cdrmix.planning.counts import parameters
+from cdrmix.planning.stage_b import stage_b_layers
 from cdrmix.reasoning.parts import is_stage_b
 
 logger = get_logger(__name__)
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
@@ -156,14 +162,35 @@ def _model(config: Config) -> dict[str, Any]:
     return config.model.model_dump(mode="json")
 
 
-def load_backbone(config: Config, reader: CheckpointReader) -> Backbone:
-    """The whole backbone of a checkpoint of either stage, on this rank's device.
+def load_backbone(config: Config, reader: CheckpointReader, topology: Topology) -> Backbone:
+    """The backbone of a checkpoint of either stage, on this rank's device: of a pipeline, the part
+    on this stage.
 
     Raises:
         StateError: if it cannot be read.
     """
-    with torch.device(runtime.device()):
-        backbone = Backbone(config.model)
-    others = frozenset(filter(is_stage_b, reader.names()))
+    assert config.stage_b is not None, "Stage B has its section"
+    if config.stage_b.training.backbone_lr_scale == 0:
+        backbone = _frozen(config, topology)
+    else:  # DeepSpeed gives it its type
+        with torch.device(runtime.device()):
+            backbone = Backbone(config.model)
+    held = {logical_name(name) for name, _ in backbone.named_parameters()}
+    elsewhere = {parameter.name for parameter in parameters(config.model)} - held
+    others = elsewhere.union(filter(is_stage_b, reader.names()))
     engine_state.load_module(backbone, reader, logical_name, others=others)
     return backbone
+
+
+def _frozen(config: Config, topology: Topology) -> Backbone:
+    """A backbone without values, in the type of the run; a device that holds it in no other may
+    have no room for one block more."""
+    pipeline = topology.degrees.pipeline
+    with torch.device("meta"):
+        if pipeline == 1:
+            backbone = Backbone(config.model)
+        else:
+            layers = stage_b_layers(config, pipeline)[topology.stage]
+            backbone = FrozenStages(config.model, topology, layers)
+    backbone.requires_grad_(False)
+    return backbone.to(_TYPES[config.training.precision]).to_empty(device=runtime.device())

@@ -27,6 +27,7 @@ from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
 from cdrmix.parallel.mpu import ModelParallelUnit
+from cdrmix.parallel.stages import Pipeline
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.profile import Choice
 
@@ -61,8 +62,8 @@ def start_engine(
 ) -> Any:
     """DeepSpeed's engine around the model, with our optimizer and the planned JSON."""
     deepspeed, degrees = runtime.import_deepspeed(), topology.degrees
-    # a pipeline brings a grid of its own
-    needs_telling = degrees.tensor > 1 and degrees.pipeline == 1
+    # DeepSpeed's pipeline brings a grid of its own; a frozen backbone's stages are none of its
+    needs_telling = degrees.tensor * degrees.pipeline > 1 and not isinstance(model, Pipeline)
     with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer tells of memory at length
         engine, *_ = deepspeed.initialize(
             model=model,

@@ -35,6 +35,7 @@ from cdrmix.engines.stage_b_optim import (
 from cdrmix.errors import StateError
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import memory_peak_bytes, record
+from cdrmix.parallel.shard import is_copy
 from cdrmix.reasoning.episodes import EPOCHS, KL_MARGIN
 from cdrmix.reasoning.parts import Part, is_stage_b, logical_name, part_of
 
@@ -44,7 +45,7 @@ class LessonResult(NamedTuple):
 
     Attributes:
         place: of the step.
-        measured: metrics of each of this rank's lessons; one may lack what it has nothing of.
+        measured: metrics of each lesson that counts here; one may lack what it has nothing of.
         rates: of every part.
         epochs: optimizer steps taken.
         seconds: wall time; in the loop, with the wait for lessons and other ranks.
@@ -109,8 +110,8 @@ class StageB:
         return run.loader.next(step)
 
     def weight(self, run: Run, batch: Share) -> float:
-        """Lessons of this rank."""
-        return float(len(batch.lessons))
+        """Lessons of this rank, on one stage of a pipeline, whose ranks have the same ones."""
+        return float(len(batch.lessons)) if run.topology.counts_tokens else 0.0
 
     def train_step(self, run: Run, batch: Share, *, weight: float) -> LessonResult:
         """One step of a phase; `weight` is its number of lessons."""
@@ -123,11 +124,12 @@ class StageB:
         scale = slots * run.topology.degrees.data / weight
         epochs = 1
         if place.phase == "policy":
-            measured, epochs = self._learn_policy(run.engine, batch.lessons, slots, scale, weight)
+            measured, epochs = self._learn_policy(run, batch.lessons, slots, scale, weight)
         else:
             losses = (self._course.loss(place.phase, lesson) for lesson in batch.lessons)
             measured = self._learn(run.engine, losses, slots, scale)
-        return LessonResult(place, measured, rates, epochs, time.perf_counter() - began)
+        own = measured if run.topology.counts_tokens else []
+        return LessonResult(place, own, rates, epochs, time.perf_counter() - began)
 
     def _learn(
         self, engine: Any, losses: Iterable[tuple[Tensor, Metrics]], slots: int, scale: float
@@ -148,7 +150,7 @@ class StageB:
         return measured
 
     def _learn_policy(
-        self, engine: Any, collected: list[Any], slots: int, scale: float, weight: float
+        self, run: Run, collected: list[Any], slots: int, scale: float, weight: float
     ) -> tuple[list[Metrics], int]:
         """Epochs on one batch of episodes, until the policy has moved far enough; what the last
         forward pass measured, and how many epochs were taken."""
@@ -160,9 +162,10 @@ class StageB:
                 {**each.metrics, "loss": loss.detach(), **found}
                 for each, (loss, found) in zip(collected, losses, strict=True)
             ]
-            if epoch and self._kl(measured) / weight > farthest:
+            own = measured if run.topology.counts_tokens else []
+            if epoch and self._kl(own) / weight > farthest:
                 return measured, epoch
-            self._learn(engine, losses, slots, scale)
+            self._learn(run.engine, losses, slots, scale)
         return measured, EPOCHS
 
     @staticmethod
@@ -222,13 +225,13 @@ class StageB:
         return (run.health.memory_known(run.step, share),)
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """What this rank saves: of a frozen backbone, which all ranks hold, rank 0 all of it."""
+        """What this rank saves: of a frozen backbone, the first data rank what its stage holds."""
         yield from engine_state.fragments(run.engine, logical_name)
-        if self._config.training.backbone_lr_scale == 0 and runtime.rank() == 0:
+        if self._config.training.backbone_lr_scale == 0 and run.topology.data_rank == 0:
             backbone = {
                 name: tensor
                 for name, tensor in self._course.model.named_parameters()
-                if part_of(name) == "backbone"
+                if part_of(name) == "backbone" and not is_copy(tensor)
             }
             yield from engine_state.whole_fragments(backbone, logical_name)
 
@@ -240,8 +243,9 @@ class StageB:
         """
         if reader.state.get("stage") != "b":
             raise StateError(f"{reader.path}: was saved before Stage B began")
-        held = {logical_name(name) for name, _ in run.engine.module.named_parameters()}
-        others = frozenset(name for name in reader.names() if not is_stage_b(name)) - held
+        own = {logical_name(name) for name, _ in run.engine.module.named_parameters()}
+        held = set().union(*runtime.all_gather_object(own))  # adapters are on their stages
+        others = {name for name in reader.names() if name in held or not is_stage_b(name)} - own
         engine_state.load(run.engine, reader, logical_name, others=others)
         self._is_backbone_trained = reader.state["stage_b"]["is_backbone_trained"]
 

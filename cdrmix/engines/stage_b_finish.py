@@ -39,14 +39,14 @@ def finish_stage_b(run: Run, course: ReaderCourse) -> None:
 
 
 def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
-    """Rows of the suite on every rank, a cell of the table per rank at a time.
+    """Rows of the suite on every rank, a cell of the table per data rank at a time.
 
     Each of these rounds is a phase of its own: the whole suite has no limit worth the name.
     """
     count, tasks = run.config.evaluation.reasoning_examples, course.lessons.training.tasks
     if count == 0:
         return []
-    reader, rows = course.model.eval(), list[Row]()
+    reader, rows, topology = course.model.eval(), list[Row](), run.topology
     # cells of one length take about as long
     cells = [(task, ratio) for ratio in LENGTH_RATIOS for task in tasks]
 
@@ -59,11 +59,12 @@ def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
             )
         ]
 
-    for first in range(0, len(cells), runtime.world_size()):
-        place = first + runtime.rank()
+    for first in range(0, len(cells), topology.degrees.data):
+        place = first + topology.data_rank
         with run.heartbeat.phase("reasoning"):
             own = runtime.together(partial(score, cells[place : place + 1]))
-            rows += [row for each in runtime.all_gather_object(own) for row in each]
+            counted = own if topology.counts_tokens else []  # the stages of a pipeline found it all
+            rows += [row for each in runtime.all_gather_object(counted) for row in each]
     return sorted(rows, key=lambda row: (tasks.index(row.task), row.length_ratio))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cdrmix import runtime
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.engines.course import Course
 from cdrmix.engines.stage_b_optim import Place, place_of
@@ -33,6 +34,7 @@ class Lessons:
         rank: of this process among those that share lessons out.
         world_size: how many they are.
         manifest_digest: names the data set that texts and tokenizer are of.
+        is_shared: whether other ranks take the same lessons, and play their episodes with this one.
 
     Attributes:
         samples_consumed: lessons handed out, to all ranks.
@@ -46,10 +48,11 @@ class Lessons:
         rank: int,
         world_size: int,
         manifest_digest: str,
+        is_shared: bool = False,
     ) -> None:
         self._course, self._training = course, stage_b.training
         self._rank, self._world_size = rank, world_size
-        self._manifest_digest = manifest_digest
+        self._manifest_digest, self._is_shared = manifest_digest, is_shared
         self.samples_consumed = 0
 
     def next(self, step: int) -> Share:
@@ -63,8 +66,14 @@ class Lessons:
         place = place_of(step, self._training)
         begin, end = self.samples_consumed, self.samples_consumed + self._training.lessons_per_step
         mine = range(begin, end)[self._rank :: self._world_size]
-        lessons = [self._course.lesson(place.phase, number) for number in mine]
-        if place.phase == "policy":
+
+        def made() -> list[Any]:
+            return [self._course.lesson(place.phase, number) for number in mine]
+
+        plays = place.phase == "policy"
+        # who has no lesson would be waited for in the middle of an episode
+        lessons = runtime.together(made) if plays and self._is_shared else made()
+        if plays:
             lessons = [self._course.collect(lesson) for lesson in lessons]
         self.samples_consumed = end
         return Share(place, lessons)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
 from cdrmix import runtime
 from cdrmix.config.reasoning import Phase, StageBTraining
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.optim import parameter_groups
+from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.reasoning.parts import PARTS, Part, part_of
 
 
@@ -117,13 +119,15 @@ class Clip:
 
     Args:
         limits: largest L2 norm by part; 0 does not clip.
+        topology: of this rank. What all stages hold has the first one's gradients on all of them:
+            data ranks are summed in orders that may differ, and copies would part in the last bits.
 
     Attributes:
         norms: L2 norm of each part's gradients before clipping, at the last step.
     """
 
-    def __init__(self, limits: dict[Part, float]) -> None:
-        self._limits = limits
+    def __init__(self, limits: dict[Part, float], topology: Topology = ALONE) -> None:
+        self._limits, self._topology = limits, topology
         self.norms: dict[Part, float] = {}
         self._coming: dict[Part, float] = {}
 
@@ -140,48 +144,62 @@ class Clip:
         averaged = getattr(optimizer, "averaged_gradients", None)
         if averaged is not None:
             gradients = [averaged[number] for number in range(len(optimizer.param_groups))]
-            self._coming = _norms(optimizer.param_groups, gradients, scale=optimizer.loss_scale)
+            self._coming = self._measured(
+                optimizer.param_groups, gradients, scale=optimizer.loss_scale
+            )
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Hook of `torch.optim.Optimizer.register_step_pre_hook`; every rank calls it."""
         groups = optimizer.param_groups
         gradients = [[p.grad for p in each["params"] if p.grad is not None] for each in groups]
-        self.norms = self._coming or _norms(groups, gradients)
+        self.norms = self._coming or self._measured(groups, gradients)
         for group, own in zip(groups, gradients, strict=True):
+            self._align(group, own)
             norm, limit = self.norms.get(group["part"], 0.0), self._limits[group["part"]]
             if limit and norm > limit:
                 for gradient in own:
                     gradient.mul_(limit / norm)
 
+    def _measured(
+        self, groups: list[dict[str, Any]], gradients: list[list[Tensor]], *, scale: float = 1.0
+    ) -> dict[Part, float]:
+        """L2 norm over all ranks and groups of each part that learns.
 
-def _norms(
-    groups: list[dict[str, Any]], gradients: list[list[Tensor]], *, scale: float = 1.0
-) -> dict[Part, float]:
-    """L2 norm over all ranks and groups of each part that learns.
+        Args:
+            groups: of an optimizer; a rate of 0 does not learn, or a checkpoint is being read.
+            gradients: of this rank, by group.
+            scale: by which they are too large.
+        """
+        learning = [part for part in PARTS if any(g["part"] == part and g["lr"] for g in groups)]
+        if not learning:
+            return {}
+        sums = torch.zeros(len(learning), dtype=torch.float64, device=runtime.device())
+        for group, own in zip(groups, gradients, strict=True):
+            counts = self._topology.is_first_stage or group["part"] == "adapters"
+            for gradient in own if group["lr"] and counts else ():
+                sums[learning.index(group["part"])] += gradient.double().square().sum()
+        totals = runtime.all_reduce_sum(sums).sqrt().div(scale).tolist()
+        return dict(zip(learning, totals, strict=True))
 
-    Args:
-        groups: of an optimizer; a rate of 0 does not learn, or a checkpoint is being read.
-        gradients: of this rank, by group.
-        scale: by which they are too large.
-    """
-    learning = [part for part in PARTS if any(g["part"] == part and g["lr"] for g in groups)]
-    if not learning:
-        return {}
-    sums = torch.zeros(len(learning), dtype=torch.float64, device=runtime.device())
-    for group, own in zip(groups, gradients, strict=True):
-        for gradient in own if group["lr"] else ():
-            sums[learning.index(group["part"])] += gradient.double().square().sum()
-    totals = runtime.all_reduce_sum(sums).sqrt().div(scale).tolist()
-    return dict(zip(learning, totals, strict=True))
+    def _align(self, group: dict[str, Any], gradients: list[Tensor]) -> None:
+        """Give a group that all stages hold, and share out alike, the first one's gradients."""
+        topology = self._topology
+        if topology.pipeline_group is None or group["part"] == "adapters" or not group["lr"]:
+            return
+        for gradient in gradients:
+            torch.distributed.broadcast(
+                gradient, src=topology.rank_at(0), group=topology.pipeline_group
+            )
 
 
-def make_clip(config: Config) -> Clip:
-    """The clips that a configuration asks for."""
+def make_clip(config: Config, topology: Topology = ALONE) -> Clip:
+    """The clips that a configuration asks for, on a rank."""
     assert config.stage_b is not None, "Stage B has its section"
     others = config.stage_b.training.gradient_clipping
-    limits = dict.fromkeys(PARTS, others)
-    return Clip({**limits, "adapters": config.stage_b.adapters.gradient_clipping})
+    limits: dict[Part, float] = dict.fromkeys(PARTS, others)
+    limits["adapters"] = config.stage_b.adapters.gradient_clipping
+    return Clip(limits, topology)
 
 
 def set_learning(engine: Any, rates: dict[Part, float]) -> None:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.checkpoint.reader import CheckpointReader
@@ -31,15 +29,14 @@ from cdrmix.engines.stage_b_finish import finish_stage_b
 from cdrmix.engines.stage_b_lessons import Lessons
 from cdrmix.engines.stage_b_optim import Clip, Trained, make_clip, stage_b_adamw
 from cdrmix.log import get_logger
+from cdrmix.parallel.shard import mark_copy
 from cdrmix.parallel.topology import Topology, make_topology
 from cdrmix.planning.profile import Choice
 from cdrmix.planning.stage_b import stage_b_choice
 from cdrmix.reasoning.course import ReaderCourse
-from cdrmix.reasoning.parts import part_of
+from cdrmix.reasoning.parts import is_of_a_layer
 
 logger = get_logger(__name__)
-
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def stage_of(found: store.Found) -> str:
@@ -93,8 +90,8 @@ def _set_up(start: Start, found: store.Found | None) -> tuple[Run, ReaderCourse]
     resumed = found if found is not None and stage_of(found) == "b" else None
     source = resumed or find_backbone(config, directory, corpus.manifest, found)
     with runtime.together(lambda: CheckpointReader(source.path)) as reader:
-        backbone = runtime.together(lambda: load_backbone(config, reader))
-        course, clip = make_course(config, backbone, corpus), make_clip(config)
+        backbone = runtime.together(lambda: load_backbone(config, reader, topology))
+        course, clip = make_course(config, backbone, corpus), make_clip(config, topology)
         start.start_up.done("model")
         first_step, origin = source.step, str(source.path)
         if reader.state.get("stage") == "b":
@@ -117,6 +114,7 @@ def _set_up(start: Start, found: store.Found | None) -> tuple[Run, ReaderCourse]
                 rank=topology.data_rank,
                 world_size=choice.degrees.data,
                 manifest_digest=manifest_digest(corpus.manifest),
+                is_shared=choice.degrees.pipeline > 1,
             ),
             engine=engine,
             observer=Observer(),
@@ -137,14 +135,11 @@ def _set_up(start: Start, found: store.Found | None) -> tuple[Run, ReaderCourse]
 
 
 def _start(course: Course, config: Config, choice: Choice, topology: Topology, clip: Clip) -> Any:
-    """DeepSpeed's engine around what is trained; a frozen backbone only gets its type."""
+    """DeepSpeed's engine around what is trained."""
     assert config.stage_b is not None, "Stage B has its section"
-    if config.stage_b.training.backbone_lr_scale > 0:
-        model = course.model
-    else:
-        for name, parameter in course.model.named_parameters():
-            if part_of(name) == "backbone":
-                parameter.requires_grad_(False)
-                parameter.data = parameter.data.to(_TYPES[config.training.precision])
-        model = Trained(course.model)
+    for name, parameter in course.model.named_parameters():
+        if not topology.is_first_stage and not is_of_a_layer(name):
+            mark_copy(parameter)
+    is_frozen = config.stage_b.training.backbone_lr_scale == 0
+    model = Trained(course.model) if is_frozen else course.model
     return start_engine(model, config, choice, topology, optimizer=stage_b_adamw(clip))

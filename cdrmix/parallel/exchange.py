@@ -1,4 +1,4 @@
-"""What tensor ranks exchange on the way forward and back.
+"""What tensor ranks, and stages that compute alike, exchange on the way forward and back.
 
 P tensor ranks. Whatever enters or leaves a region that is cut over them is whole and equal on all.
 """
@@ -53,6 +53,12 @@ def enter_region(x: Tensor, topology: Topology) -> Tensor:
 def leave_region(part: Tensor, topology: Topology) -> Tensor:
     """Sum of the tensor ranks' parts, in the memory of this rank's, which nobody else may need."""
     return _SumOverRanks.apply(part, topology.tensor_group)
+
+
+def sum_over_stages(part: Tensor, topology: Topology) -> Tensor:
+    """Sum of the pipeline stages' parts, in the memory of this one's; each computes the same of it
+    and takes the whole gradient."""
+    return _SumOverRanks.apply(part, topology.pipeline_group)
 
 
 def sum_gradients(tensors: Sequence[Tensor], topology: Topology) -> Sequence[Tensor]:

@@ -9,19 +9,23 @@ from cdrmix.parallel.topology import Topology
 
 
 class ModelParallelUnit:
-    """What `deepspeed.initialize` takes as `mpu`, without pipeline stages.
+    """What `deepspeed.initialize` takes as `mpu`, but for its pipeline engine, which brings a grid
+    of its own.
 
-    DeepSpeed averages gradients and spreads the optimizer over the data group, and sums the
-    gradient norm over the model group besides, which is the tensor group here.
+    DeepSpeed averages gradients and spreads the optimizer over the data group, and over the model
+    group besides it sums the gradient norm and agrees on steps to skip. That is the tensor group
+    here, or the stages of a frozen backbone, which are no stages to DeepSpeed.
 
     Args:
-        topology: of this rank, with more than one tensor rank.
+        topology: of this rank, with more than one tensor rank or else more than one stage.
     """
 
     def __init__(self, topology: Topology) -> None:
-        assert topology.tensor_group is not None, "without tensor ranks there is nothing to tell"
-        assert topology.degrees.pipeline == 1, "the pipeline engine brings a grid of its own"
-        self.topology, self.tensor_group = topology, topology.tensor_group
+        degrees = topology.degrees
+        assert (degrees.tensor > 1) != (degrees.pipeline > 1), "told of one of the two"
+        group = topology.tensor_group or topology.pipeline_group
+        assert group is not None, "an axis of several ranks has a group"
+        self.topology, self.model_group = topology, group
         self.data_group = topology.data_group or _group_of_one(topology.rank)
 
     def get_data_parallel_group(self) -> ProcessGroup:
@@ -36,25 +40,28 @@ class ModelParallelUnit:
         """Place on the data axis."""
         return self.topology.data_rank
 
-    def get_tensor_model_parallel_group(self) -> ProcessGroup:
-        """Ranks that share out matrices."""
-        return self.tensor_group
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Ranks that hold other parts of the model, for the same tokens."""
+        return self.model_group
+
+    def get_model_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self.topology.degrees.tensor * self.topology.degrees.pipeline
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return self.topology.tensor_rank + self.topology.stage
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Ranks that share out matrices."""
         return self.topology.degrees.tensor
 
     def get_tensor_model_parallel_rank(self) -> int:
         """This rank's place among them."""
         return self.topology.tensor_rank
 
-    # the model group is stages and tensor ranks together; there is one stage
-    get_model_parallel_group = get_tensor_model_parallel_group
-    get_model_parallel_world_size = get_tensor_model_parallel_world_size
-    get_model_parallel_rank = get_tensor_model_parallel_rank
-
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """Pipeline stages."""
+        """Stages of DeepSpeed's own."""
         return 1
 
 

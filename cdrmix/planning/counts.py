@@ -242,10 +242,18 @@ _POLICY_ACTIONS, _POLICY_FEATURES, _VALUE_WIDTH = 4, 9, 64
 _SCALARS_PER_ADAPTER = 3
 
 
-def stage_b_params(model: ModelConfig, stage_b: StageBConfig) -> StageBCounts:
-    """Parameters of Stage B, exactly as built."""
+def stage_b_params(
+    model: ModelConfig, stage_b: StageBConfig, layers: range | None = None
+) -> StageBCounts:
+    """Parameters of Stage B, exactly as built.
+
+    Args:
+        model: of the backbone.
+        stage_b: dimensions of the parts.
+        layers: blocks whose adapters count; None: all.
+    """
     width, rank = model.hidden_size, stage_b.adapters.rank
-    adapted = _adapted_matrices(model)
+    adapted = _adapted_matrices(model, layers or range(model.num_layers))
     summary = stage_b.memory.summary_dim
     slot = summary // _SUMMARY_SLOTS
     features = _POLICY_FEATURES
@@ -262,9 +270,10 @@ def stage_b_params(model: ModelConfig, stage_b: StageBConfig) -> StageBCounts:
     )
 
 
-def _adapted_matrices(model: ModelConfig) -> list[tuple[int, int]]:
-    """Inputs and outputs of every layer with an adapter: receptance, key and value of RWKV blocks,
-    query, key, value and output of Transformer blocks, dense feed-forwards; experts have none.
+def _adapted_matrices(model: ModelConfig, layers: range) -> list[tuple[int, int]]:
+    """Inputs and outputs of every layer of some blocks that has an adapter: receptance, key and
+    value of RWKV blocks, query, key, value and output of Transformer blocks, dense feed-forwards;
+    experts have none.
     """
     width, inner = model.hidden_size, model.ffn_hidden_size
     kv_width = model.num_kv_heads * model.head_dim
@@ -273,6 +282,6 @@ def _adapted_matrices(model: ModelConfig) -> list[tuple[int, int]]:
     dense = [(width, inner), (inner, width)] if model.moe is None else []
     return [
         matrix
-        for kind in model.layer_kinds()
+        for kind in model.layer_kinds()[layers.start : layers.stop]
         for matrix in (time_mix if kind == "rwkv" else attention) + dense
     ]

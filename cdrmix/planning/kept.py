@@ -83,7 +83,7 @@ class KeptActivations:
             total = in_flight * (borders + v_first) + unit
         else:
             # v_first counts with the block that makes it, or is received
-            total = in_flight * (self._kept(arrangement, stage) + (v_first if stage else 0))
+            total = in_flight * (self.of_blocks(arrangement, stage) + (v_first if stage else 0))
         if stage == 0:
             total += in_flight * self._before.on(degrees.tensor) * tokens
         if stage == degrees.pipeline - 1:
@@ -98,7 +98,7 @@ class KeptActivations:
         started = arrangement.degrees.pipeline - stage
         return min(started, arrangement.gradient_accumulation_steps)
 
-    def _kept(self, arrangement: Arrangement, stage: int) -> float:
+    def of_blocks(self, arrangement: Arrangement, stage: int) -> float:
         """Bytes that the blocks of a stage keep of a micro-batch, none of them recomputed."""
         degrees, tokens = arrangement.degrees, self.tokens(arrangement)
         total = 0.0

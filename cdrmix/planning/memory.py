@@ -406,16 +406,25 @@ class MemoryModel:
         # where a sequence is spread, its mixers are recomputed over all tokens of the rank
         mixed = span if self.kept.sequence_form(degrees) == "whole" else tokens
         passing = max(feed_forward * span, mixer * mixed) // degrees.tensor
+        return passing + self.block_gradients(arrangement, stage)
+
+    def block_gradients(self, arrangement: Arrangement, stage: int) -> int:
+        """Bytes of the gradients of a block's largest parameters; no part of a frozen one's."""
+        degrees, model = arrangement.degrees, self.model
         layer = self._layers[self.stages(degrees.pipeline)[stage][0]]
-        matrices = layer["experts"].on(degrees.expert) or 2 * model.hidden_size * inner
-        return passing + size * matrices
+        dense = 2 * model.hidden_size * model.ffn_hidden_size
+        return self.numerics.element_bytes * (layer["experts"].on(degrees.expert) or dense)
 
     def _logits(self, degrees: Degrees, tokens: int) -> int:
         """A chunk of logits and its exponential in float32, and the head's gradient of a chunk."""
         vocab = self.model.vocab_size // degrees.tensor
+        return 8 * min(LOGIT_POSITIONS, tokens) * vocab + self.head_gradient(degrees)
+
+    def head_gradient(self, degrees: Degrees) -> int:
+        """Bytes of a chunk's gradient of the head; no part of a frozen one's."""
         size = self.numerics.element_bytes
-        head = vocab * self.model.hidden_size * (4 if size == 4 else 4 + size)
-        return 8 * min(LOGIT_POSITIONS, tokens) * vocab + head
+        matrix = self.model.vocab_size // degrees.tensor * self.model.hidden_size
+        return matrix * (4 if size == 4 else 4 + size)
 
     def _sequence_exchange(self, arrangement: Arrangement) -> int:
         """The larger message of both mixers, sent and received."""

@@ -10,11 +10,11 @@ from typing import Any
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, Cluster
-from cdrmix.planning.memory import USABLE_SHARE, Memory, describe
+from cdrmix.planning.memory import USABLE_SHARE, describe
 from cdrmix.planning.profile import carried_out, laid_out, memory_reason
 from cdrmix.planning.rules import UNAVAILABLE
 from cdrmix.planning.search import Candidate, candidates
-from cdrmix.planning.stage_b_memory import stage_b_memory
+from cdrmix.planning.stage_b_memory import StageBLayout, stage_b_layout
 
 RUNNERS_UP = 4
 # How many times the nodes may be doubled in looking for a cluster that would do.
@@ -34,7 +34,7 @@ class Plan:
         layouts: how many legal layouts were compared.
         reasons: why the pick, one line each.
         changes: what would have to change, one line each; empty where the plan fits.
-        stage_b: bytes on a rank in Stage B; None where there is none.
+        stage_b: how Stage B is laid out; None where there is none.
     """
 
     config: Config
@@ -45,7 +45,7 @@ class Plan:
     layouts: int
     reasons: list[str]
     changes: list[str]
-    stage_b: Memory | None = None
+    stage_b: StageBLayout | None = None
 
     @property
     def fits(self) -> bool:
@@ -55,7 +55,7 @@ class Plan:
     @property
     def stage_b_fits(self) -> bool:
         """Whether Stage B, where there is one, stays within 90 % of the memory too."""
-        return self.stage_b is None or self.stage_b.fits(self.cluster)
+        return self.stage_b is None or self.stage_b.memory.fits(self.cluster)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values."""
@@ -79,8 +79,11 @@ class Plan:
     def _stage_b_to_json(self) -> dict[str, Any]:
         if self.stage_b is None:
             return {}
-        memory, fits = self.stage_b.to_json(), self.stage_b.fits(self.cluster)
-        return {"stage_b": {"memory_per_rank_bytes": memory, "fits": fits}}
+        memory = self.stage_b.memory
+        degrees = {"data": self.stage_b.data, "pipeline": self.stage_b.pipeline}
+        fits = memory.fits(self.cluster)
+        told = {"degrees": degrees, "memory_per_rank_bytes": memory.to_json(), "fits": fits}
+        return {"stage_b": told}
 
 
 def plan(config: Config, cluster: Cluster) -> Plan:
@@ -108,7 +111,7 @@ def plan(config: Config, cluster: Cluster) -> Plan:
         layouts=len(found),
         reasons=reasons,
         changes=[],
-        stage_b=stage_b_memory(config, cluster, zero_stage=pick.arrangement.zero_stage),
+        stage_b=stage_b_layout(config, cluster, zero_stage=pick.arrangement.zero_stage),
     )
     return made if made.fits else replace(made, changes=list(_changes(made)))
 

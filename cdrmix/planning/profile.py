@@ -21,7 +21,7 @@ from cdrmix.planning.layout import Arrangement, Degrees, Layout
 from cdrmix.planning.memory import USABLE_SHARE, Memory, MemoryModel
 from cdrmix.planning.search import Candidate, candidates
 from cdrmix.planning.sequence import recurrence_bytes, sequence_form, state_bytes
-from cdrmix.planning.stage_b_memory import stage_b_memory, stage_b_reason
+from cdrmix.planning.stage_b_memory import stage_b_layout, stage_b_reason
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Choice:
         deepspeed: complete settings for `deepspeed.initialize`.
         reasons: why each was chosen, one line each.
         warnings: what runs at a cost that the user may not expect, one line each.
+        stage_b_pipeline: stages that share out the backbone in Stage B.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Choice:
     deepspeed: dict[str, Any]
     reasons: list[str]
     warnings: list[str]
+    stage_b_pipeline: int = 1
 
     @property
     def degrees(self) -> Degrees:
@@ -165,10 +167,10 @@ def carried_out(
     if not best.fits:
         warnings.append(memory_reason(best, cluster))
     reasons = _reasons(best, config, cluster, profile)
-    stage_b = stage_b_memory(config, cluster, zero_stage=made.zero_stage)
+    stage_b = stage_b_layout(config, cluster, zero_stage=made.zero_stage)
     if stage_b is not None:
         reasons.append(stage_b_reason(config, cluster, stage_b))
-        if not stage_b.fits(cluster):  # better told before Stage A than after it
+        if not stage_b.memory.fits(cluster):  # better told before Stage A than after it
             warnings.append(reasons[-1])
     return Choice(
         name=path.stem,
@@ -179,6 +181,7 @@ def carried_out(
         deepspeed=layout.deepspeed | _of_the_run(layout, made),
         reasons=reasons,
         warnings=warnings,
+        stage_b_pipeline=stage_b.pipeline if stage_b else 1,
     )
 
 

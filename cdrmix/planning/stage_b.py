@@ -1,4 +1,5 @@
-"""How Stage B is laid out: lessons over data ranks, each of which holds the whole backbone.
+"""How Stage B is laid out: lessons over data ranks, each of which holds the whole backbone, or over
+pipelines, whose stages share out the blocks of a frozen one.
 
 Whatever layout Stage A had, its checkpoint is read into this one.
 """
@@ -11,6 +12,13 @@ from cdrmix.config.schema import Config
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.profile import Choice
+from cdrmix.planning.stage_b_memory import stage_b_window
+from cdrmix.planning.stages import stage_layers
+
+
+def stage_b_layers(config: Config, pipeline: int) -> list[range]:
+    """Blocks of each stage of a pipeline in Stage B, cut as Stage A cuts them."""
+    return stage_layers(config.model, stage_b_window(config), pipeline)
 
 
 def stage_b_choice(config: Config, choice: Choice, *, world_size: int) -> Choice:
@@ -19,28 +27,32 @@ def stage_b_choice(config: Config, choice: Choice, *, world_size: int) -> Choice
     Args:
         config: with a Stage B.
         choice: of Stage A on the same ranks; its ZeRO stage is kept where Stage B has it.
-        world_size: number of ranks.
+        world_size: number of ranks, which the stages of Stage B divide.
     """
     assert config.stage_b is not None, "Stage B has its section"
     lessons = config.stage_b.training.lessons_per_step
-    # where ranks do not divide the lessons, some micro-steps stay empty
-    slots = -(-lessons // world_size)
+    pipeline = choice.stage_b_pipeline
+    data = world_size // pipeline
+    # where data ranks do not divide the lessons, some micro-steps stay empty
+    slots = -(-lessons // data)
     name = "zero1" if choice.zero_stage <= 1 else "zero2"
     kept = ("bf16", "fp16", "data_types")  # follow from the precision
     settings = {key: choice.deepspeed[key] for key in kept if key in choice.deepspeed} | {
-        "train_batch_size": slots * world_size,
+        "train_batch_size": slots * data,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": slots,
         "gradient_clipping": 0.0,  # each part is clipped by itself
     }
-    reasons = [f"Stage B: {name}, data {world_size}: every rank holds the whole backbone"]
-    empty = slots * world_size - lessons
+    held = f"data {data}: every rank holds the whole backbone"
+    if pipeline > 1:
+        held = f"data {data}, pipeline {pipeline}: a rank holds its stage's blocks of the backbone"
+    reasons = [f"Stage B: {name}, {held}"]
+    empty = slots * data - lessons
     warnings = []
     if empty:
         warnings.append(
-            f"Stage B: {lessons} lessons of a step leave {empty} of {slots * world_size} "
-            "micro-steps empty. Try stage_b.training.lessons_per_step = "
-            f"{slots * world_size}"
+            f"Stage B: {lessons} lessons of a step leave {empty} of {slots * data} "
+            f"micro-steps empty. Try stage_b.training.lessons_per_step = {slots * data}"
         )
     return replace(
         choice,
@@ -48,7 +60,7 @@ def stage_b_choice(config: Config, choice: Choice, *, world_size: int) -> Choice
         path=profile_path(name),
         arrangement=replace(
             choice.arrangement,
-            degrees=Degrees(data=world_size, tensor=1, pipeline=1, sequence=1, expert=1),
+            degrees=Degrees(data=data, tensor=1, pipeline=pipeline, sequence=1, expert=1),
             zero_stage=1 if name == "zero1" else 2,
             micro_batch_size=1,
             gradient_accumulation_steps=slots,

@@ -1,72 +1,213 @@
-"""Bytes per rank in Stage B, where ranks share out lessons and each holds the whole backbone.
+"""Bytes per rank in Stage B, and how many stages the backbone is shared out over.
+
+Data ranks share out lessons, and each holds the whole backbone, if it fits; of a frozen one that
+does not, a pipeline of ranks hold the blocks. Everything beside the blocks is on every stage: the
+embedding, which is the head, and the parts of Stage B but for the adapters, which lie with their
+layers.
 
 Weights, gradients and optimizer are those of what Stage B trains, the backbone among them only if
 it has a rate. The graph of all that a lesson reads stays until its one backward pass; blocks are
-not recomputed. Activations are those of a backbone that is trained, for the largest lesson: a
-frozen one keeps less, its adapters about as much more (tests/parity/test_stage_b_memory.py).
+not recomputed. Activations of the blocks are those of a backbone that is trained, for the largest
+lesson: a frozen one keeps less, its adapters about as much more
+(tests/parity/test_stage_b_memory.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+
 from cdrmix.config.schema import Config
+from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, Cluster
-from cdrmix.planning.counts import count, stage_b_params
+from cdrmix.planning.counts import parameters, stage_b_params
 from cdrmix.planning.layout import Arrangement, Degrees
 from cdrmix.planning.lesson_size import lesson_tokens
-from cdrmix.planning.memory import USABLE_SHARE, Memory, MemoryModel
+from cdrmix.planning.memory import (
+    CONTEXT_BYTES,
+    FRAGMENTED_SHARE,
+    USABLE_SHARE,
+    Memory,
+    MemoryModel,
+)
+from cdrmix.planning.rules import nearest_divisors
+from cdrmix.planning.stages import border_values
 
-_ALONE = Degrees(data=1, tensor=1, pipeline=1, sequence=1, expert=1)
 _STATE_BYTES = 4  # fast weights are float32
-# Of the buffers of Stage A's estimate, those that a lesson needs as well.
-_BUFFERS = ("workspace", "logits", "fragmentation", "context")
 
 
-def stage_b_memory(config: Config, cluster: Cluster, *, zero_stage: int) -> Memory | None:
-    """Bytes on a rank in Stage B; None where the run has none.
+@dataclass(frozen=True)
+class StageBLayout:
+    """How Stage B is spread over ranks.
+
+    Attributes:
+        data: ranks, or pipelines of ranks, that share out the lessons.
+        pipeline: stages that share out the backbone's blocks.
+        memory: bytes on the fullest rank.
+        is_given: whether the configuration says so.
+        whole: bytes on a rank that held the whole backbone.
+    """
+
+    data: int
+    pipeline: int
+    memory: Memory
+    is_given: bool
+    whole: Memory
+
+
+def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> StageBLayout | None:
+    """The layout with the fewest stages that fits, or, if none does, that takes least of a device;
+    None where the run has no Stage B.
 
     Args:
-        config: of the run.
-        cluster: all of whose ranks share out the lessons.
+        config: of the run; the number of stages that it gives is kept.
+        cluster: all of whose ranks take part.
         zero_stage: of Stage A; Stage B takes 1 where that is 1, else 2.
+    Raises:
+        PlanError: if the stages that it gives are no layout of these ranks.
     """
-    stage_b, training = config.stage_b, config.training
-    if stage_b is None or training.stage == "a":
+    stage_b = config.stage_b
+    if stage_b is None or config.training.stage == "a":
         return None
-    lesson, window = stage_b.training, stage_b.training.window_tokens or training.sequence_length
-    sizes = stage_b_params(config.model, stage_b)
-    backbone = count(config.model, window).total_params
-    trained = sizes.total_params + (backbone if lesson.backbone_lr_scale > 0 else 0)
-    one_window = training.model_copy(update={"sequence_length": window})
-    model = MemoryModel(config.model_copy(update={"training": one_window}), cluster.device)
-    reading = model.estimate(Arrangement(_ALONE, 1, 1, 1, activation_checkpointing=False))
-    tokens = lesson_tokens(lesson, window_tokens=window, sequence_length=training.sequence_length)
-    size, world = model.numerics.element_bytes, cluster.world_size
-    summed = 4 * trained if size == 2 else 0  # in float32 beside those of the backward pass
-    gradients = size * trained + summed if zero_stage <= 1 else 4 * -(-trained // world)
-    rows = lesson.texts_per_lesson * lesson.group_size  # rollouts of the policy's phase
-    return Memory(
-        weights=size * (backbone + sizes.total_params),
-        gradients=gradients,
-        optimizer=12 * -(-trained // world),
-        activations=reading.activations * tokens // window,
-        buffers={
-            "plastic_state": _STATE_BYTES * rows * sizes.plastic_state,
-            **{kind: reading.buffers[kind] for kind in _BUFFERS if kind in reading.buffers},
-        },
-    )
+    world, given = cluster.world_size, stage_b.pipeline
+    if given is not None:
+        _check(config, given, world)
+    is_frozen = stage_b.training.backbone_lr_scale == 0
+    most = config.model.num_layers if is_frozen else 1
+    sizes = [given] if given else [n for n in range(1, most + 1) if world % n == 0]
+    model = _Model(config, cluster, zero_stage)
+    found = []
+    for pipeline in sizes:
+        found.append((model.estimate(pipeline), pipeline))
+        if found[-1][0].fits(cluster):
+            break
+    memory, pipeline = found[-1]
+    if not memory.fits(cluster):
+        memory, pipeline = min(found, key=lambda each: each[0].total)
+    whole = memory if pipeline == 1 else model.estimate(1)
+    return StageBLayout(world // pipeline, pipeline, memory, given is not None, whole)
 
 
-def stage_b_reason(config: Config, cluster: Cluster, memory: Memory) -> str:
+def stage_b_window(config: Config) -> int:
+    """Tokens that are read at a time."""
+    assert config.stage_b is not None, "Stage B has its section"
+    return config.stage_b.training.window_tokens or config.training.sequence_length
+
+
+def _check(config: Config, pipeline: int, world: int) -> None:
+    layers = config.model.num_layers
+    if pipeline > layers:
+        raise PlanError(
+            f"{config.name}: stage_b.pipeline = {pipeline} is more than model.num_layers = "
+            f"{layers}, and a stage needs a block. Try at most that"
+        )
+    if world % pipeline:
+        raise PlanError(
+            f"{config.name}: stage_b.pipeline = {pipeline} does not divide the {world} ranks. Try "
+            f"stage_b.pipeline = {nearest_divisors(world, pipeline)}, or leave it out"
+        )
+
+
+class _Model:
+    """Estimates for one configuration on one cluster."""
+
+    def __init__(self, config: Config, cluster: Cluster, zero_stage: int) -> None:
+        assert config.stage_b is not None, "asked of a run with Stage B"
+        self._config, self._stage_b, self._cluster = config, config.stage_b, cluster
+        self._zero_stage, self._window = zero_stage, stage_b_window(config)
+        self._is_frozen = config.stage_b.training.backbone_lr_scale == 0
+        one_window = config.training.model_copy(update={"sequence_length": self._window})
+        self._memory = MemoryModel(
+            config.model_copy(update={"training": one_window}), cluster.device
+        )
+        self._tokens = lesson_tokens(
+            config.stage_b.training,
+            window_tokens=self._window,
+            sequence_length=config.training.sequence_length,
+        )
+        self._whole = self._memory.on_stage(_arrangement(1), 0)
+        self._params = Counter[int | None]()  # by block; None: those around them
+        for parameter in parameters(config.model):
+            self._params[parameter.layer] += parameter.num_elements
+
+    def estimate(self, pipeline: int) -> Memory:
+        """Bytes on the fullest rank of so many stages."""
+        stages = range(pipeline)
+        return max((self._on_stage(pipeline, stage) for stage in stages), key=lambda m: m.total)
+
+    def _on_stage(self, pipeline: int, stage: int) -> Memory:
+        lesson, size = self._stage_b.training, self._memory.numerics.element_bytes
+        layers, data = self._memory.stages(pipeline)[stage], self._cluster.world_size // pipeline
+        backbone = self._params[None] + sum(self._params[layer] for layer in layers)
+        sizes = stage_b_params(self._config.model, self._stage_b, layers)
+        trained = sizes.total_params + (backbone if lesson.backbone_lr_scale > 0 else 0)
+        summed = 4 * trained if size == 2 else 0  # in float32 beside those of the backward pass
+        zero1 = self._zero_stage <= 1
+        rows = lesson.texts_per_lesson * lesson.group_size  # rollouts of the policy's phase
+        activations = self._activations(pipeline, stage) * self._tokens // self._window
+        plastic_state = _STATE_BYTES * rows * sizes.plastic_state
+        return Memory(
+            weights=size * (backbone + sizes.total_params),
+            gradients=size * trained + summed if zero1 else 4 * -(-trained // data),
+            optimizer=12 * -(-trained // data),
+            activations=activations,
+            buffers={
+                "plastic_state": plastic_state,
+                **self._buffers(pipeline, stage, moving=activations + plastic_state),
+            },
+        )
+
+    def _activations(self, pipeline: int, stage: int) -> int:
+        """Bytes of a window: of the blocks here, of what enters them, and of all around them."""
+        kept, stages = self._memory.kept, self._memory.stages(pipeline)
+        around = self._whole.activations - kept.of_blocks(_arrangement(1), 0)
+        if self._is_frozen:  # so is the head, whose gradient would be formed with the loss
+            around -= 4 * self._config.model.vocab_size * self._config.model.hidden_size
+        entering = border_values(self._config.model, stages, tensor=1)[stage] * self._window
+        entering *= self._memory.numerics.element_bytes
+        return int(around + kept.of_blocks(_arrangement(pipeline), stage)) + entering
+
+    def _buffers(self, pipeline: int, stage: int, *, moving: int) -> dict[str, int]:
+        """What comes and goes beside `moving` bytes; logits are on every stage."""
+        model, cut = self._memory, _arrangement(pipeline)
+        buffers = {
+            "workspace": model.on_stage(cut, stage).buffers["workspace"],
+            "logits": self._whole.buffers["logits"],
+        }
+        if self._is_frozen:
+            buffers["workspace"] -= model.block_gradients(cut, stage)
+            buffers["logits"] -= model.head_gradient(cut.degrees)
+        if model.numerics.device == "cuda":
+            buffers["fragmentation"] = int(FRAGMENTED_SHARE * (moving + sum(buffers.values())))
+            buffers["context"] = CONTEXT_BYTES
+        return buffers
+
+
+def _arrangement(pipeline: int) -> Arrangement:
+    degrees = Degrees(data=1, tensor=1, pipeline=pipeline, sequence=1, expert=1)
+    return Arrangement(degrees, 1, 1, 1, activation_checkpointing=False)
+
+
+def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> str:
     """How much of a device Stage B fills, and what would take less where that is too much."""
-    there = cluster.memory_bytes
+    there, memory = cluster.memory_bytes, layout.memory
+    held = "as every rank holds the whole backbone"
+    if layout.pipeline > 1:
+        why = f"whole it would take {layout.whole.total / GIB:.1f} GiB"
+        if layout.is_given:
+            why = "stage_b.pipeline as given"
+        held = f"as {layout.pipeline} stages share out the frozen backbone ({why})"
     told = (
         f"Stage B: {memory.total / GIB:.1f} GiB of {there / GIB:.1f} GiB a device: "
-        f"{memory.weights / GIB:.1f} of weights, as every rank holds the whole backbone, "
+        f"{memory.weights / GIB:.1f} of weights, {held}, "
         f"{memory.activations / GIB:.1f} of activations of a lesson"
     )
     if memory.fits(cluster):
         return f"{told}: within the 90 % that a plan may fill"
     told += ": NOT within the 90 % that a plan may fill"
+    assert config.stage_b is not None, "Stage B has its section"
+    if config.stage_b.training.backbone_lr_scale > 0 and layout.memory.weights > there / 2:
+        told += ". A frozen backbone (backbone_lr_scale = 0) would be shared out over stages"
     least = (memory.total - memory.activations) / USABLE_SHARE
     if least < there:
         return f"{told}. Try fewer stage_b.training.texts_per_lesson or a smaller window_tokens"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
+from cdrmix.parallel.frozen_stages import chained
 from cdrmix.reasoning import phases
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.parts import Part
@@ -45,7 +48,12 @@ class ReaderCourse:
 
     def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, Metrics]:
         """Loss of a lesson in a phase without rollouts, and what it measured."""
-        return phases.phase_loss(self.model, phase, lesson, self._config)
+        return chained(
+            self.model.backbone,
+            partial(phases.phase_loss, self.model, phase, lesson, self._config),
+            learning=(p for p in self.model.parameters() if p.requires_grad),
+            learns_inside="adapters" in self.learning(phase),
+        )
 
     def collect(self, lesson: Lesson) -> Collected:
         """Episodes of a lesson of the policy's phase.

@@ -22,6 +22,7 @@ from cdrmix.models.backbone import Backbone, Output
 from cdrmix.models.block import BlockState
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.rwkv7 import TimeMix
+from cdrmix.parallel.frozen_stages import mean_over_layers
 from cdrmix.reasoning.adapter import Adapted, Guards, PlasticAdapter
 from cdrmix.reasoning.fast_weights import FastWeights, Rule, blank
 
@@ -66,7 +67,7 @@ class PlasticOutput(NamedTuple):
         state: after the last token.
         correlation: objective of all adapters, summed over sequences and averaged over layers;
             None unless asked for.
-        guards: what the guards did; None where nothing was written.
+        guards: what the guards did in the layers here; None where nothing was written.
     """
 
     output: Output
@@ -161,7 +162,9 @@ class PlasticBackbone(nn.Module):
         return PlasticOutput(
             output=output,
             state=EpisodeState(output.state, after),
-            correlation=torch.stack(correlations).mean() if correlations else None,
+            correlation=(
+                mean_over_layers(torch.stack(correlations), self.backbone) if correlations else None
+            ),
             guards=_combined([result.guards for result in results if result.guards is not None]),
         )
 

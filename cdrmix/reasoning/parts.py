@@ -29,6 +29,12 @@ def logical_name(name: str) -> str:
     return PREFIX + name
 
 
+def is_of_a_layer(name: str) -> bool:
+    """Whether a reader's parameter belongs to a block, and lies where that lies on a pipeline; all
+    others are on every stage."""
+    return "blocks" in name.replace("/", ".").split(".")
+
+
 def is_stage_b(name: str) -> bool:
     """Whether a name in a checkpoint is of Stage B, and not of the backbone."""
     return name.startswith(PREFIX)

@@ -75,7 +75,9 @@ class StreamCourse:
         return loss / sums.steps, {"kl": sums.kl / sums.steps}
 
 
-def learn(profile: str, kl_target: float) -> tuple[list[int], list[float], dict[str, Tensor]]:
+def learn(
+    profile: str, kl_target: float, pipeline: int = 1
+) -> tuple[list[int], list[float], dict[str, Tensor]]:
     """Epochs and returns of each step on this rank, and the parameters after the last."""
     from cdrmix import runtime
     from cdrmix.engines.loop import start_engine
@@ -87,20 +89,33 @@ def learn(profile: str, kl_target: float) -> tuple[list[int], list[float], dict[
     from cdrmix.planning.stage_b import stage_b_choice
 
     training = {"memory_steps": 0, "adapter_steps": 0, "joint_steps": 0, "policy_steps": STEPS}
-    settings = {**training, "lessons_per_step": LESSONS, "group_size": GROUP, "warmup_steps": 0}
+    settings = {
+        **training,
+        "backbone_lr_scale": 0,
+        "lessons_per_step": LESSONS,
+        "group_size": GROUP,
+        "warmup_steps": 0,
+    }
     overrides = [f"stage_b.training.{name}={value}" for name, value in settings.items()]
-    config = load_config(TINY, [*overrides, f"stage_b.policy.kl_target={kl_target}"])
+    overrides += [f"stage_b.policy.kl_target={kl_target}", f"stage_b.pipeline={pipeline}"]
+    config = load_config(TINY, overrides)
     assert config.stage_b is not None
     runtime.initialize_distributed()
     world = runtime.world_size()
     choice = choose(config, processes(world), profile=profile)
     choice = stage_b_choice(config, choice, world_size=world)
-    topology, course, clip = make_topology(choice.degrees), StreamCourse(config), make_clip(config)
+    topology, course = make_topology(choice.degrees), StreamCourse(config)
+    clip = make_clip(config, topology)
     engine = start_engine(
         Trained(course.model), config, choice, topology, optimizer=stage_b_adamw(clip)
     )
     lessons = Lessons(
-        course, config.stage_b, rank=runtime.rank(), world_size=world, manifest_digest=""
+        course,
+        config.stage_b,
+        rank=topology.data_rank,
+        world_size=choice.degrees.data,
+        manifest_digest="",
+        is_shared=pipeline > 1,
     )
     run: Any = SimpleNamespace(
         engine=engine,
@@ -120,16 +135,21 @@ def learn(profile: str, kl_target: float) -> tuple[list[int], list[float], dict[
     return [result.epochs for result in results], returns, parameters
 
 
-@pytest.mark.parametrize("profile", ["zero1", "zero2"])
-def test_two_ranks_learn_as_one(profile: str) -> None:
+@pytest.mark.parametrize(
+    ("profile", "ranks", "pipeline"),
+    [("zero1", 2, 1), ("zero2", 2, 1), ("zero1", 2, 2), ("zero2", 4, 2)],
+)
+def test_ranks_learn_as_one(profile: str, ranks: int, pipeline: int) -> None:
     ((epochs, returns, parameters),) = run_ranks(learn, 1, "zero1", 1.0)
     assert epochs == [4, 4, 4]
     assert min(returns) > 0, "a policy that earns nothing learns from rounding alone"
-    for found in run_ranks(learn, 2, profile, 1.0):
+    everywhere = run_ranks(learn, ranks, profile, 1.0, pipeline)
+    for found in everywhere:
         assert found[0] == epochs
         assert found[1] == pytest.approx(returns, rel=1e-5)
         for name, parameter in parameters.items():
             torch.testing.assert_close(found[2][name], parameter, rtol=1e-4, atol=1e-6)
+            assert torch.equal(found[2][name], everywhere[0][2][name]), "copies are equal"
 
 
 def test_epochs_end_alike_on_all_ranks_where_the_policy_has_moved_far_enough() -> None:

@@ -9,9 +9,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.models.backbone import Backbone
+from cdrmix.parallel.frozen_stages import FrozenStages
+from cdrmix.parallel.topology import Topology
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.counts import stage_b_params
-from cdrmix.planning.stage_b_memory import stage_b_memory
+from cdrmix.planning.layout import Degrees
+from cdrmix.planning.stage_b import stage_b_layers
+from cdrmix.planning.stage_b_memory import stage_b_layout
 from cdrmix.reasoning.hebbian import PlasticBackbone
 from cdrmix.reasoning.phases import phase_loss
 from cdrmix.reasoning.policy import MemoryPolicy
@@ -41,8 +45,9 @@ def test_states_are_those_of_the_built_modules_to_the_last_parameter(path: Any) 
     trained = sum(p.numel() for part in parts for p in part.parameters())
     whole = sum(p.numel() for p in backbone.parameters())
     assert stage_b_params(config.model, stage_b).total_params == trained
-    found = stage_b_memory(config, processes(1), zero_stage=1)
-    assert found is not None
+    layout = stage_b_layout(config, processes(1), zero_stage=1)
+    assert layout is not None
+    found = layout.memory
     size = 4 if config.training.precision == "fp32" else 2
     assert found.weights == size * (whole + trained)
     if stage_b.training.backbone_lr_scale > 0:
@@ -79,6 +84,32 @@ def test_a_lesson_keeps_about_what_is_planned(rank: int, backbone_lr_scale: floa
     with saved_tensors_hooks(keep, lambda x: x):
         phase_loss(reader, "joint", lesson, config)
     measured = sum(x.untyped_storage().nbytes() for x in kept.values())
-    planned = stage_b_memory(config, processes(1), zero_stage=1)
+    planned = stage_b_layout(config, processes(1), zero_stage=1)
     assert planned is not None
-    assert 0.5 < measured / planned.activations < 1.2
+    assert 0.5 < measured / planned.memory.activations < 1.2
+
+
+@pytest.mark.parametrize("pipeline", [2, 16])
+def test_states_of_the_fullest_stage_are_those_of_the_built_modules(pipeline: int) -> None:
+    config = load_config(TINY.with_name("cdrmix-reason-40b.yaml"), [f"stage_b.pipeline={pipeline}"])
+    stage_b, width = config.stage_b, config.model.hidden_size
+    assert stage_b is not None
+    degrees = Degrees(data=2, tensor=1, pipeline=pipeline, sequence=1, expert=1)
+    trained, held = [], []
+    for stage, layers in enumerate(stage_b_layers(config, pipeline)):
+        with torch.device("meta"):
+            backbone = FrozenStages(config.model, Topology(degrees, rank=2 * stage), layers)
+            parts = (
+                PlasticBackbone(backbone, stage_b.adapters).adapters,
+                WorkingMemory(width, stage_b.memory),
+                RetrievalEncoder(width, stage_b.memory.summary_dim),
+                MemoryPolicy(width, NUM_FEATURES),
+            )
+        trained.append(sum(p.numel() for part in parts for p in part.parameters()))
+        held.append(trained[-1] + sum(p.numel() for p in backbone.parameters()))
+    layout = stage_b_layout(config, processes(2 * pipeline), zero_stage=1)
+    assert layout is not None and layout.data == 2
+    fullest = held.index(layout.memory.weights // 2)
+    assert held[fullest] >= 0.99 * max(held)
+    assert layout.memory.gradients == (2 + 4) * trained[fullest]
+    assert layout.memory.optimizer == 12 * -(-trained[fullest] // 2)

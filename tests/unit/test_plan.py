@@ -192,7 +192,7 @@ def test_recomputation_that_was_refused_is_not_planned() -> None:
 def test_stage_b_is_counted_where_it_is_part_of_the_run(scale: str) -> None:
     made = planned(f"reason-{scale}", 32, "h100-80")
     assert made.stage_b is not None
-    assert made.to_json()["stage_b"]["fits"] is made.stage_b.fits(made.cluster)
+    assert made.to_json()["stage_b"]["fits"] is made.stage_b.memory.fits(made.cluster)
     assert made.reasons[-1].startswith("Stage B: ")
     assert planned(f"reason-{scale}", 32, "h100-80", "training.stage=a").stage_b is None
     assert planned(f"core-{scale}", 32, "h100-80").stage_b is None
@@ -203,7 +203,7 @@ def test_a_lesson_that_is_too_long_is_told_with_what_would_fit() -> None:
     assert usual.endswith(": within the 90 % that a plan may fill")
     large = planned("reason-1b", 1, "a100-80", "stage_b.training.texts_per_lesson=64").reasons[-1]
     assert large.endswith("Try fewer stage_b.training.texts_per_lesson or a smaller window_tokens")
-    held = planned("reason-200b", 32, "h100-80").reasons[-1]
+    held = planned("reason-200b", 32, "h100-80", "stage_b.pipeline=1").reasons[-1]
     assert "every rank holds the whole backbone" in held
     assert "training.stage = a leaves it out" in held
 

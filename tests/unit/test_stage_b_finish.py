@@ -9,6 +9,7 @@ import pytest
 
 from cdrmix.engines.stage_b_finish import _reasoning
 from cdrmix.evaluation.long_context import LENGTH_RATIOS
+from cdrmix.parallel.topology import ALONE
 from tests.unit.small_reader import small_config, small_lessons, small_reader
 
 
@@ -24,7 +25,8 @@ def test_every_cell_of_the_suite_has_the_time_of_a_phase(monkeypatch: pytest.Mon
         entered.append(name)
         yield
 
-    run: Any = SimpleNamespace(config=config, heartbeat=SimpleNamespace(phase=phase))
+    heartbeat = SimpleNamespace(phase=phase)
+    run: Any = SimpleNamespace(config=config, heartbeat=heartbeat, topology=ALONE)
     course: Any = SimpleNamespace(model=small_reader(config), lessons=small_lessons(config))
     rows = _reasoning(run, course)
     assert entered == ["reasoning"] * 6

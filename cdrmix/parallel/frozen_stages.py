@@ -1,0 +1,214 @@
+"""A frozen backbone over pipeline stages, in a program that every stage runs alike.
+
+B batch, T time, D hidden.
+
+All ranks of a pipeline call it in the same order with the same tokens, and all get the same hidden
+states: what differs is whose blocks run where. So whatever is around the backbone stands on every
+stage and does the same there, choices of an agent included.
+
+    forward   residual stream and v_first go from stage to stage; the last one broadcasts the hidden
+              states
+    backward  the last stage's gradient of the hidden states counts, the others' are equal and
+              ignored; gradients go from stage to stage; the first one broadcasts that of what
+              entered its blocks, which every stage made alike
+
+A backward pass exchanges what its forward pass did, in reverse. A ticket, zero, goes into each
+call and comes out of it, and the last one into the loss, so that autograd runs through every call
+on all stages, the latest first, whatever of it the loss depends on. A call in which nothing learns
+takes no ticket and exchanges nothing on the way back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from cdrmix.config.model import ModelConfig
+from cdrmix.models.backbone import Backbone, Output
+from cdrmix.models.block import Block, BlockState, make_block
+from cdrmix.models.recompute import run_blocks
+from cdrmix.parallel import border
+from cdrmix.parallel.border import Part
+from cdrmix.parallel.exchange import sum_over_stages
+from cdrmix.parallel.topology import Topology
+
+Measured = TypeVar("Measured")
+
+
+class FrozenStages(Backbone):
+    """The blocks of one stage, with the embedding, which is the head, and norms of all of them.
+
+    Parameters are named as in `Backbone`.
+
+    Args:
+        config: dimensions of the whole model.
+        topology: of this rank, with more than one stage and nothing else cut.
+        layers: the blocks of this stage.
+    """
+
+    def __init__(self, config: ModelConfig, topology: Topology, layers: range) -> None:
+        def block(model: ModelConfig, layer: int) -> Block:
+            return make_block(model, layer) if layer in layers else cast(Block, nn.Identity())
+
+        super().__init__(config, block=block)
+        self.topology, self.layers = topology, layers
+        self._ticket: Tensor | None = None
+        self._learns_inside = False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        segment_ids: Tensor | None = None,
+        state: list[BlockState] | None = None,
+        return_state: bool = False,
+    ) -> Output:
+        """As `Backbone.forward`; the state is of this stage's blocks, and there are no statistics
+        of routers, which do not learn.
+        """
+        x = self.embedding_norm(self.embedding(input_ids))  # on every stage: slots are read here
+        learns = torch.is_grad_enabled() and (x.requires_grad or self._learns_inside)
+        ticket = x.new_zeros((), dtype=torch.float32)
+        if learns:
+            assert self._ticket is not None, "what learns is computed under `chained`"
+            ticket = self._ticket
+        parts = self._arriving(x)
+        arrived = _Arrive.apply(x, ticket, self.topology, border.num_elements(parts, x.dtype))
+        entered: list[Tensor] = [arrived]
+        if not self.topology.is_first_stage:
+            entered = border.unpack(arrived, parts)
+        out, v_first, _, after = run_blocks(
+            (self.blocks[layer] for layer in self.layers),
+            entered[0],
+            entered[1] if len(entered) > 1 else None,
+            state=state,
+            segment_ids=segment_ids,
+            return_state=return_state,
+            recompute=False,
+            sequence_checkpoint_tokens=None,
+        )
+        if self.topology.is_last_stage:
+            leaving = self.final_norm(out)
+        else:
+            leaving = border.pack([out] if v_first is None else [out, v_first])
+        hidden, ticket = _Leave.apply(leaving, self.topology, x.shape)
+        assert learns or not hidden.requires_grad, "`chained` is told what learns inside"
+        if learns:
+            self._ticket = ticket
+        return Output(hidden, None, after)
+
+    def _arriving(self, x: Tensor) -> list[Part]:
+        """Residual stream, and v_first once it is made, both [B, T, D]."""
+        is_made = "rwkv" in self.config.layer_kinds()[: self.layers.start]
+        return [(tuple(x.shape), x.dtype)] * (2 if is_made else 1)
+
+    @contextlib.contextmanager
+    def _issuing(self, learning: Tensor, learns_inside: bool) -> Iterator[None]:
+        self._ticket, self._learns_inside = _Issue.apply(learning), learns_inside
+        try:
+            yield
+        finally:
+            self._ticket, self._learns_inside = None, False
+
+
+def chained(
+    backbone: Backbone,
+    compute: Callable[[], tuple[Tensor, Measured]],
+    *,
+    learning: Iterator[Tensor],
+    learns_inside: bool,
+) -> tuple[Tensor, Measured]:
+    """What `compute` gives, the first of it a loss that all stages go backward from together.
+
+    Args:
+        backbone: called in there; a whole one needs none of this.
+        compute: -> loss, scalar, and whatever else.
+        learning: parameters that the backward pass is run for.
+        learns_inside: whether something learns that acts inside blocks, on every stage.
+    """
+    if not isinstance(backbone, FrozenStages):
+        return compute()
+    with backbone._issuing(next(learning), learns_inside):
+        loss, measured = compute()
+        assert backbone._ticket is not None, "it was issued"
+        return loss + backbone._ticket, measured
+
+
+def mean_over_layers(values: Tensor, backbone: Backbone) -> Tensor:
+    """Mean of values of the layers here, [n], and of those on other stages; differentiable."""
+    if not isinstance(backbone, FrozenStages):
+        return values.mean()
+    count = values.new_tensor(float(len(values)))
+    total, number = sum_over_stages(torch.stack([values.sum(), count]), backbone.topology)
+    return total / number.detach()
+
+
+class _Issue(torch.autograd.Function):
+    """A ticket that hangs on a parameter: autograd goes only where a gradient is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, learning: Tensor) -> Tensor:
+        return learning.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+class _Arrive(torch.autograd.Function):
+    """What enters the blocks of a stage: residual stream, or what the stage before sends, flat."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ticket: Tensor, topology: Topology, num_elements: int
+    ) -> Tensor:
+        ctx.topology, ctx.shape = topology, x.shape
+        if topology.is_first_stage:
+            return x.view_as(x)
+        arrived = x.new_empty(num_elements)
+        torch.distributed.recv(arrived, topology.rank_at(topology.stage - 1))
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        topology, entered = ctx.topology, grad.contiguous()
+        if not topology.is_first_stage:
+            torch.distributed.send(entered, topology.rank_at(topology.stage - 1))
+            entered = grad.new_empty(ctx.shape)
+        ticket = grad.new_zeros((), dtype=torch.float32)
+        if not ctx.needs_input_grad[0]:  # alike on all stages
+            return None, ticket, None, None
+        torch.distributed.broadcast(entered, src=topology.rank_at(0), group=topology.pipeline_group)
+        return entered, ticket, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The hidden states of the last stage, and a ticket for the next call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, leaving: Tensor, topology: Topology, shape: torch.Size
+    ) -> tuple[Tensor, Tensor]:
+        ctx.topology, ctx.shape = topology, leaving.shape
+        if topology.is_last_stage:
+            hidden = leaving.view_as(leaving)
+        else:
+            torch.distributed.send(leaving, topology.rank_at(topology.stage + 1))
+            hidden = leaving.new_empty(shape)
+        last = topology.rank_at(topology.degrees.pipeline - 1)
+        torch.distributed.broadcast(hidden, src=last, group=topology.pipeline_group)
+        return hidden, leaving.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        topology = ctx.topology
+        if topology.is_last_stage:
+            return grad, None, None
+        arrived = grad.new_empty(ctx.shape)
+        torch.distributed.recv(arrived, topology.rank_at(topology.stage + 1))
+        return arrived, None, None

@@ -1,0 +1,130 @@
+"""A frozen backbone over pipeline stages: every stage computes what one process does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cdrmix.config.reasoning import Phase
+from cdrmix.config.schema import Config
+from cdrmix.reasoning.course import ReaderCourse
+from cdrmix.reasoning.lessons import Lessons
+from cdrmix.reasoning.parts import part_of
+from cdrmix.reasoning.reader import MemoryReader
+from tests.harness import run_ranks
+from tests.unit.small_reader import WINDOW_TOKENS, small_config, small_lessons, small_reader
+
+PHASES: tuple[Phase, ...] = ("memory", "adapters", "joint")
+
+
+def config_of_four_blocks() -> Config:
+    """R T R T: v_first crosses every border."""
+    config = small_config(backbone_lr_scale=0.0, texts_per_lesson=2)
+    model = config.model.model_copy(update={"num_layers": 4})
+    return config.model_copy(update={"model": model})
+
+
+def lessons_with_text(config: Config) -> Lessons:
+    """Lessons with rows of text of two windows."""
+
+    def rows(numbers: np.ndarray) -> np.ndarray:
+        return np.random.default_rng(0).integers(0, 512, (len(numbers), 2 * WINDOW_TOKENS + 1))
+
+    return dataclasses.replace(small_lessons(config), rows=rows, num_rows=1)
+
+
+def reader_of_stage(config: Config, whole: MemoryReader, pipeline: int) -> MemoryReader:
+    """What a stage has of a whole reader."""
+    from cdrmix import runtime
+    from cdrmix.parallel.frozen_stages import FrozenStages
+    from cdrmix.parallel.topology import make_topology
+    from cdrmix.planning.layout import Degrees
+    from cdrmix.planning.stage_b import stage_b_layers
+
+    topology = make_topology(Degrees(data=1, tensor=1, pipeline=pipeline, sequence=1, expert=1))
+    layers = stage_b_layers(config, pipeline)[runtime.rank()]
+    backbone = FrozenStages(config.model, topology, layers)
+    assert config.stage_b is not None
+    reader = MemoryReader(
+        backbone, config.stage_b, window_tokens=WINDOW_TOKENS, marks=whole.marks
+    ).eval()
+    values = whole.state_dict()
+    with torch.no_grad():
+        for name, parameter in reader.named_parameters():
+            parameter.copy_(values[name])
+    return reader
+
+
+def learned(reader: MemoryReader, config: Config, phase: Phase) -> tuple[Any, ...]:
+    """Loss of a lesson, what it measured, and the gradient of every parameter that learns."""
+    course = ReaderCourse(reader, lessons_with_text(config), config)
+    parts = course.learning(phase)
+    for name, parameter in reader.named_parameters():
+        parameter.requires_grad_(part_of(name) in parts)
+    loss, metrics = course.loss(phase, course.lesson(phase, 0))
+    learning = {name: p for name, p in reader.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(
+        loss, list(learning.values()), allow_unused=True, materialize_grads=True
+    )
+    return loss.detach(), metrics, dict(zip(learning, found, strict=True))
+
+
+def learn_on_stages(phase: Phase) -> list[str]:
+    """Parameters that learned on this stage, each as in one process."""
+    from cdrmix import runtime
+
+    runtime.initialize_distributed()
+    config = config_of_four_blocks()
+    whole = small_reader(config)
+    reader = reader_of_stage(config, whole, runtime.world_size())
+    loss, metrics, gradients = learned(reader, config, phase)
+    wanted_loss, wanted_metrics, wanted = learned(whole, config, phase)
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(metrics, wanted_metrics, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        bound = 1e-5 * float(wanted[name].abs().max())
+        torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=bound, msg=name)
+    runtime.destroy_distributed()
+    return [name for name, gradient in gradients.items() if gradient.any()]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_losses_and_gradients_on_three_stages_are_those_of_one_process(phase: Phase) -> None:
+    stages = run_ranks(learn_on_stages, 3, phase)
+    layers = [{name.split("/")[1] for name in names if "adapters" in name} for names in stages]
+    if phase == "memory":
+        assert layers == [set(), set(), set()]
+    else:
+        assert set.union(*layers) == {"0", "1", "2", "3"} and all(layers)
+        assert sum(map(len, layers)) == 4, "every adapter learns on one stage"
+    beside = [{name for name in names if "adapters" not in name} for names in stages]
+    assert beside[0] == beside[1] == beside[2]
+    assert bool(beside[0]) is (phase != "adapters")
+
+
+def play_on_stages() -> bool:
+    """Whether an agent plays on this stage as in one process."""
+    from cdrmix import runtime
+
+    runtime.initialize_distributed()
+    config = config_of_four_blocks()
+    whole = small_reader(config)
+    readers = [whole, reader_of_stage(config, whole, runtime.world_size())]
+    played = []
+    for reader in readers:
+        course = ReaderCourse(reader, lessons_with_text(config), config)
+        played.append(course.collect(course.lesson("policy", 0)).rollouts)
+    runtime.destroy_distributed()
+    assert len(set(played[0].actions.flatten().tolist())) > 1
+    return all(
+        torch.equal(getattr(played[0], name), getattr(played[1], name))
+        for name in ("actions", "returns", "taken", "hidden")
+    )
+
+
+def test_an_agent_plays_alike_on_all_stages() -> None:
+    assert run_ranks(play_on_stages, 2) == [True, True]
