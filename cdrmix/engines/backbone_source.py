@@ -183,8 +183,8 @@ def load_backbone(config: Config, reader: CheckpointReader, topology: Topology) 
 
 
 def _frozen(config: Config, topology: Topology) -> Backbone:
-    """A backbone without values, in the type of the run; a device that holds it in no other may
-    have no room for one block more."""
+    """A backbone without values, from the first in the type of the run: a device that this fills
+    has no room for float32 on the way."""
     pipeline = topology.degrees.pipeline
     with torch.device("meta"):
         if pipeline == 1:

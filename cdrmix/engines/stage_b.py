@@ -225,15 +225,16 @@ class StageB:
         return (run.health.memory_known(run.step, share),)
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """What this rank saves: of a frozen backbone, the first data rank what its stage holds."""
+        """What this rank saves: of a frozen backbone, which data ranks hold alike, its share."""
         yield from engine_state.fragments(run.engine, logical_name)
-        if self._config.training.backbone_lr_scale == 0 and run.topology.data_rank == 0:
-            backbone = {
-                name: tensor
+        if self._config.training.backbone_lr_scale == 0:
+            backbone = [
+                (name, tensor)
                 for name, tensor in self._course.model.named_parameters()
                 if part_of(name) == "backbone" and not is_copy(tensor)
-            }
-            yield from engine_state.whole_fragments(backbone, logical_name)
+            ]
+            mine = dict(backbone[run.topology.data_rank :: run.topology.degrees.data])
+            yield from engine_state.whole_fragments(mine, logical_name)
 
     def load(self, run: Run, reader: CheckpointReader) -> None:
         """Put a checkpoint of Stage B into the engine; a frozen backbone stays as it is.

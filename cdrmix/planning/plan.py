@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cdrmix.config.schema import Config
@@ -80,8 +80,7 @@ class Plan:
         if self.stage_b is None:
             return {}
         memory = self.stage_b.memory
-        degrees = {"data": self.stage_b.data, "pipeline": self.stage_b.pipeline}
-        fits = memory.fits(self.cluster)
+        degrees, fits = asdict(self.stage_b.degrees), memory.fits(self.cluster)
         told = {"degrees": degrees, "memory_per_rank_bytes": memory.to_json(), "fits": fits}
         return {"stage_b": told}
 

@@ -181,7 +181,7 @@ def carried_out(
         deepspeed=layout.deepspeed | _of_the_run(layout, made),
         reasons=reasons,
         warnings=warnings,
-        stage_b_pipeline=stage_b.pipeline if stage_b else 1,
+        stage_b_pipeline=stage_b.degrees.pipeline if stage_b else 1,
     )
 
 

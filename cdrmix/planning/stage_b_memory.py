@@ -41,15 +41,13 @@ class StageBLayout:
     """How Stage B is spread over ranks.
 
     Attributes:
-        data: ranks, or pipelines of ranks, that share out the lessons.
-        pipeline: stages that share out the backbone's blocks.
+        degrees: data ranks share out the lessons, stages of a pipeline the backbone's blocks.
         memory: bytes on the fullest rank.
         is_given: whether the configuration says so.
         whole: bytes on a rank that held the whole backbone.
     """
 
-    data: int
-    pipeline: int
+    degrees: Degrees
     memory: Memory
     is_given: bool
     whole: Memory
@@ -85,7 +83,8 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
     if not memory.fits(cluster):
         memory, pipeline = min(found, key=lambda each: each[0].total)
     whole = memory if pipeline == 1 else model.estimate(1)
-    return StageBLayout(world // pipeline, pipeline, memory, given is not None, whole)
+    degrees = Degrees(data=world // pipeline, tensor=1, pipeline=pipeline, sequence=1, expert=1)
+    return StageBLayout(degrees, memory, given is not None, whole)
 
 
 def stage_b_window(config: Config) -> int:
@@ -192,11 +191,11 @@ def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> st
     """How much of a device Stage B fills, and what would take less where that is too much."""
     there, memory = cluster.memory_bytes, layout.memory
     held = "as every rank holds the whole backbone"
-    if layout.pipeline > 1:
+    if layout.degrees.pipeline > 1:
         why = f"whole it would take {layout.whole.total / GIB:.1f} GiB"
         if layout.is_given:
             why = "stage_b.pipeline as given"
-        held = f"as {layout.pipeline} stages share out the frozen backbone ({why})"
+        held = f"as {layout.degrees.pipeline} stages share out the frozen backbone ({why})"
     told = (
         f"Stage B: {memory.total / GIB:.1f} GiB of {there / GIB:.1f} GiB a device: "
         f"{memory.weights / GIB:.1f} of weights, {held}, "
@@ -206,8 +205,8 @@ def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> st
         return f"{told}: within the 90 % that a plan may fill"
     told += ": NOT within the 90 % that a plan may fill"
     assert config.stage_b is not None, "Stage B has its section"
-    if config.stage_b.training.backbone_lr_scale > 0 and layout.memory.weights > there / 2:
-        told += ". A frozen backbone (backbone_lr_scale = 0) would be shared out over stages"
+    if config.stage_b.training.backbone_lr_scale > 0:
+        told += ". A frozen backbone (backbone_lr_scale = 0) can be shared out over stages"
     least = (memory.total - memory.activations) / USABLE_SHARE
     if least < there:
         return f"{told}. Try fewer stage_b.training.texts_per_lesson or a smaller window_tokens"

@@ -11,7 +11,9 @@ import torch
 
 from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
+from cdrmix.parallel.frozen_stages import chained, mean_over_layers
 from cdrmix.reasoning.course import ReaderCourse
+from cdrmix.reasoning.hebbian import EpisodeState
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.parts import part_of
 from cdrmix.reasoning.reader import MemoryReader
@@ -104,6 +106,49 @@ def test_losses_and_gradients_on_three_stages_are_those_of_one_process(phase: Ph
     beside = [{name for name in names if "adapters" not in name} for names in stages]
     assert beside[0] == beside[1] == beside[2]
     assert bool(beside[0]) is (phase != "adapters")
+
+
+def write_on_stages() -> list[float]:
+    """How far gradients of what two calls wrote are from those of one process, by adapter."""
+    from cdrmix import runtime
+
+    runtime.initialize_distributed()
+    config = config_of_four_blocks()
+    whole = small_reader(config)
+    tokens = torch.arange(2 * 24).view(2, 24)
+
+    def gradients(reader: MemoryReader) -> dict[str, torch.Tensor]:
+        plastic = reader.plastic
+        reader.backbone.requires_grad_(False)
+
+        def compute() -> tuple[torch.Tensor, None]:
+            found = plastic(tokens, state=plastic.start(2))
+            found = plastic(tokens, state=EpisodeState(None, found.state.plastic))
+            sizes = [each.weights.square().sum() for each in found.state.plastic.layers.values()]
+            return mean_over_layers(torch.stack(sizes), reader.backbone), None
+
+        adapters = dict(plastic.adapters.named_parameters())
+        loss, _ = chained(
+            reader.backbone, compute, learning=iter(adapters.values()), learns_inside=True
+        )
+        found = torch.autograd.grad(loss, list(adapters.values()), materialize_grads=True)
+        return dict(zip(adapters, found, strict=True))
+
+    wanted, found = (
+        gradients(whole),
+        gradients(reader_of_stage(config, whole, runtime.world_size())),
+    )
+    runtime.destroy_distributed()
+    return [
+        float((gradient - wanted[name]).norm() / wanted[name].norm())
+        for name, gradient in found.items()
+        if wanted[name].any()
+    ]
+
+
+def test_calls_are_gone_through_backward_whatever_of_them_the_loss_depends_on() -> None:
+    for apart in run_ranks(write_on_stages, 3):
+        assert apart and max(apart) < 1e-5
 
 
 def play_on_stages() -> bool:

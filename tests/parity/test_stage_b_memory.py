@@ -108,7 +108,7 @@ def test_states_of_the_fullest_stage_are_those_of_the_built_modules(pipeline: in
         trained.append(sum(p.numel() for part in parts for p in part.parameters()))
         held.append(trained[-1] + sum(p.numel() for p in backbone.parameters()))
     layout = stage_b_layout(config, processes(2 * pipeline), zero_stage=1)
-    assert layout is not None and layout.data == 2
+    assert layout is not None and layout.degrees == degrees
     fullest = held.index(layout.memory.weights // 2)
     assert held[fullest] >= 0.99 * max(held)
     assert layout.memory.gradients == (2 + 4) * trained[fullest]
