@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from cdrmix.data.folders import new_folder, remove_unfinished
 from cdrmix.errors import StateError
@@ -113,8 +113,9 @@ def _write(index: EpisodicIndex, folder: Path) -> None:
     tokens = [torch.tensor(entry.tokens, dtype=torch.int64) for entry in index.entries]
     ends = torch.tensor([len(row) for row in tokens], dtype=torch.int64).cumsum(0)
     flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64)
-    save_file({"keys": index.keys.contiguous()}, folder / _KEYS)
-    save_file({"tokens": flat, "ends": ends}, folder / _VALUES)
+    # `save_file` reports a full disk by an error that is no OSError
+    (folder / _KEYS).write_bytes(save({"keys": index.keys.contiguous()}))
+    (folder / _VALUES).write_bytes(save({"tokens": flat, "ends": ends}))
     with (folder / _ENTRIES).open("w", encoding="utf-8") as file:
         for entry in index.entries:
             row = dataclasses.asdict(entry)

@@ -23,6 +23,7 @@ from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action
 from cdrmix.reasoning.reader import NUM_FEATURES
 from cdrmix.reasoning.reading import ReadingEpisodes
+from tests.full_disk import file_size_limit
 from tests.unit.small_reader import small_config, small_lessons, small_reader, tokenizer
 
 ONE = "The code of bami is 1234. It rained in lolo again. They spoke of dudu for an hour. "
@@ -222,6 +223,18 @@ def test_a_call_that_fails_leaves_the_index_as_it_was(tmp_path: Path) -> None:
         broken.reader.policy.value.weight.fill_(torch.nan)
     with pytest.raises(DataError, match="the agent's numbers are not finite"):
         told(broken, tmp_path, TWO, QUESTION)
+    assert files(tmp_path) == before
+
+
+def test_a_full_disk_is_told_in_one_message_and_leaves_the_index_as_it_was(tmp_path: Path) -> None:
+    reader = loaded(tmp_path)
+    told(reader, tmp_path, ONE)
+    before = files(tmp_path)
+    with (
+        file_size_limit(100),
+        pytest.raises(StateError, match="index: cannot be used: File too large. Give a folder"),
+    ):
+        told(reader, tmp_path, TWO)
     assert files(tmp_path) == before
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import pprint
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +20,7 @@ from cdrmix.data.shards import check_vocab, read_manifest, verify_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.errors import DataError
+from tests.full_disk import file_size_limit
 
 VOCAB_SIZE = 400
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -77,17 +75,6 @@ def built(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("data") / f"sample-{VOCAB_SIZE}"
     build_sample(out, VOCAB_SIZE, stdlib=sources)
     return out
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Writes beyond `num_bytes` of any file fail, as they do on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_code_is_the_sources_as_they_stand(sources: Path, caplog: pytest.LogCaptureFixture) -> None:
