@@ -307,6 +307,8 @@ def add_evaluate(verbs: Verbs) -> None:
         if arguments.tasks and (arguments.examples or arguments.write_tasks):
             parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
         if arguments.suite == "reasoning":
+            if arguments.max_tokens:
+                parser.error("--max-tokens goes with --suite text")
             from cdrmix.evaluation import long_context as suite
 
             found = suite.evaluate_reasoning(
@@ -321,8 +323,11 @@ def add_evaluate(verbs: Verbs) -> None:
             if not (arguments.tasks or arguments.branches):
                 suite.store_rows(arguments.run_dir, found.rows)
             return
-        if arguments.tasks or arguments.write_tasks or arguments.branches:
-            parser.error("--tasks, --write-tasks and --branches go with --suite reasoning")
+        flags = ("examples", "tasks", "write_tasks", "branches")
+        if any(getattr(arguments, flag) for flag in flags):
+            parser.error(
+                "--examples, --tasks, --write-tasks and --branches go with --suite reasoning"
+            )
         from cdrmix.evaluation.trained import evaluate_run
 
         evaluation = evaluate_run(arguments.run_dir, max_tokens=arguments.max_tokens)

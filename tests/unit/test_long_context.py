@@ -213,9 +213,11 @@ def test_a_broken_row_of_a_file_ends_the_command_with_a_message(
     [
         (["--tasks", "a"], "--write-tasks and --branches go with --suite reasoning"),
         (["--tasks", "a", "--examples", "3"], "--tasks reads every row of its file"),
+        (["--examples", "3"], "--examples, --tasks, --write-tasks and --branches go with --suite"),
+        (["--suite", "reasoning", "--max-tokens", "9"], "--max-tokens goes with --suite text"),
     ],
 )
-def test_flags_of_tasks_that_would_do_nothing_are_refused(
+def test_flags_that_would_do_nothing_are_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
