@@ -104,7 +104,7 @@ class Kept(NamedTuple):
 
     Attributes:
         num_added: new entries.
-        refreshed: tokens that took the place of a like segment's.
+        refreshed: tokens that took the place of what an entry from before the text said.
         evicted: tokens of entries that gave way.
     """
 
@@ -137,9 +137,10 @@ def keep(
         index.propose(each.key, each.tokens, offset=each.offset, source=source, score=each.score)
     done = index.commit(step=now)
     # what is new gives way last, and a text writes no more than there is room for
+    refreshed = [id for id in dict.fromkeys(done.refreshed) if id in before]
     return Kept(
         len(done.added),
-        [index.entry(id).tokens for id in done.refreshed],
+        [index.entry(id).tokens for id in refreshed],
         [before[id] for id in done.evicted],
     )
 

@@ -97,6 +97,17 @@ def test_a_text_that_is_read_again_refreshes_and_is_fetched_once(tmp_path: Path)
     assert again.answer == first.answer
 
 
+def test_an_entry_is_told_once_and_new_ones_are_not_called_refreshed(tmp_path: Path) -> None:
+    reader = loaded(tmp_path)
+    said = "The code of bami is 1234. "
+    first = told(reader, tmp_path, 12 * said)
+    assert len(of(first, "written")) == 12 and not of(first, "refreshed")
+    num_added = int(first.index.split()[0])
+    assert first.index.startswith(f"{num_added} added, 0 refreshed, 0 expired; now {num_added} ")
+    again = told(reader, tmp_path, 12 * said)
+    assert 1 <= len(of(again, "refreshed")) <= num_added < 12
+
+
 def test_when_the_index_is_full_the_same_entries_give_way_each_time(tmp_path: Path) -> None:
     expired = []
     for name in ("a", "b"):
