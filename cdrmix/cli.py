@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cdrmix import __version__, log
 from cdrmix.errors import EXIT_DONE, TrainingError
@@ -162,23 +162,31 @@ def add_rehearse(verbs: Verbs) -> None:
     parser.set_defaults(run=run)
 
 
+# How `cdrmix generate` continues a text, unless told otherwise.
+_SAMPLING: dict[str, Any] = {"max_new_tokens": 128, "temperature": 0.8, "seed": 0}
+
+
 def add_generate(verbs: Verbs) -> None:
     """`cdrmix generate RUN_DIR`: go on from a prompt."""
     parser = verbs.add_parser("generate", help="continue a text with a trained model")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
     parser.add_argument("--prompt", default="", help="text to go on from; default none")
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=128, help="default 128")
+    parser.add_argument("--max-new-tokens", type=at_least(1), help="default 128")
     parser.add_argument(
-        "--temperature", type=at_least(0.0), default=0.8, help="0 takes the likeliest; default 0.8"
+        "--temperature", type=at_least(0.0), help="0 takes the likeliest; default 0.8"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling; default 0")
+    parser.add_argument("--seed", type=int, help="seed of the sampling; default 0")
     _add_memory_flags(parser)
 
     def run(arguments: argparse.Namespace) -> None:
         _check_branch_flags(parser, arguments)
         if arguments.faiss and not arguments.index:
             parser.error("--faiss goes with --index")
+        sampling = {name: getattr(arguments, name) for name in _SAMPLING}
+        given = {name: value for name, value in sampling.items() if value is not None}
         if arguments.memory:
+            if given:
+                parser.error("--max-new-tokens, --temperature and --seed go without --memory")
             _answer_with_memory(arguments)
             return
         flags = ("file", "question", "show_memory", "branches", "index")
@@ -191,9 +199,7 @@ def add_generate(verbs: Verbs) -> None:
         text = continue_text(
             arguments.run_dir,
             arguments.prompt,
-            max_new_tokens=arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            seed=arguments.seed,
+            **(_SAMPLING | given),
         )
         print(arguments.prompt + text)
 
