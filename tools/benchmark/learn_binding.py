@@ -7,8 +7,6 @@ trained, forgets everything after two tokens; only the fast weights outlive that
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ from cdrmix.models.initialize import normal_
 from cdrmix.planning.autosize import variant
 from cdrmix.reasoning.fast_weights import CLAMP_EVERY_TOKENS, Rule
 from cdrmix.reasoning.hebbian import PlasticBackbone
+from tools.benchmark.timing import report
 
 NUM_KEYS, NUM_VALUES, NUM_NOISE = 32, 16, 16
 QUERY = NUM_KEYS + NUM_VALUES + NUM_NOISE
@@ -150,29 +149,22 @@ def learn(rank: int, *, seed: int, steps: int | None = None, rule: Rule = "hebb"
     }
 
 
-def measure() -> dict[str, Any]:
-    """Every rank, three seeds."""
+def measure(rounds: int) -> dict[str, Any]:
+    """Every rank, with so many seeds."""
     torch.set_num_threads(1)
     learned = [
         {"rank": rank, "pairs": row.num_pairs, "seed": seed, **learn(rank, seed=seed)}
         for rank, row in ROWS.items()
-        for seed in range(3)
+        for seed in range(rounds)
     ]
-    return {"rounds": 3, "learned": learned}
+    return {"rounds": rounds, "learned": learned}
 
 
-def main() -> None:
-    """Print the rows, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure()
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print the rows."""
     for row in result["learned"]:
         print(row)
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=3, description=__doc__)

@@ -8,9 +8,7 @@ stands, and then splices.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ from cdrmix.reasoning.episodes import Rollouts, learn_from, roll_out
 from cdrmix.reasoning.policy import Action, MemoryPolicy
 from cdrmix.reasoning.speculation import branch
 from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, Streams, StreamState
+from tools.benchmark.timing import report
 
 NUM_SEGMENTS, NUM_LIVE, NUM_ENTRIES, TOP_K = 24, 4, 6, 4
 HIDDEN, KEY_SIZE, NOISE, MARK = 16, 16, 0.5, 2.5
@@ -173,29 +172,22 @@ def collapse(*, iterations: int, seed: int = 0) -> dict[str, dict[str, float]]:
     return {"ours": evaluate(ours, undivided), "divided": evaluate(ours, divided)}
 
 
-def measure() -> dict[str, Any]:
-    """Three seeds, and the collapse of one."""
+def measure(rounds: int) -> dict[str, Any]:
+    """So many seeds, and the collapse of one."""
     torch.set_num_threads(1)
     learned = []
-    for seed in range(3):
+    for seed in range(rounds):
         began = time.process_time()
         row = learn(seed, iterations=150)
         learned.append({"seed": seed, **row, "seconds": time.process_time() - began})
-    return {"rounds": len(learned), "learned": learned, "collapse": collapse(iterations=100)}
+    return {"rounds": rounds, "learned": learned, "collapse": collapse(iterations=100)}
 
 
-def main() -> None:
-    """Print the rows, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure()
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print the rows."""
     for row in [*result["learned"], *result["collapse"].items()]:
         print(row)
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=3, description=__doc__)

@@ -8,8 +8,6 @@ along, starts every window anew.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from typing import Any
 
@@ -21,6 +19,7 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.models.backbone import Backbone
 from cdrmix.planning.autosize import variant
 from cdrmix.reasoning.working_memory import WorkingMemory
+from tools.benchmark.timing import report
 
 NUM_REGISTERS, NUM_VALUES, NUM_NOISE = 4, 8, 16
 QUERY = NUM_REGISTERS + NUM_VALUES
@@ -119,25 +118,18 @@ def learn(*, seed: int, steps: int) -> dict[str, float]:
     }
 
 
-def measure() -> dict[str, Any]:
-    """Three seeds."""
+def measure(rounds: int) -> dict[str, Any]:
+    """So many seeds."""
     torch.set_num_threads(1)
-    learned = [{"seed": seed, **learn(seed=seed, steps=500)} for seed in range(3)]
-    return {"rounds": 3, "learned": learned}
+    learned = [{"seed": seed, **learn(seed=seed, steps=500)} for seed in range(rounds)]
+    return {"rounds": rounds, "learned": learned}
 
 
-def main() -> None:
-    """Print the rows, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = measure()
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print the rows."""
     for row in result["learned"]:
         print(row)
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=3, description=__doc__)

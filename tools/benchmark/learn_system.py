@@ -9,13 +9,10 @@ is answered.
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +35,7 @@ from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reader import MemoryReader
 from cdrmix.reasoning.reading import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.tasks import generate
+from tools.benchmark.timing import report
 
 TASKS: tuple[ReasoningTask, ...] = ("needle_keys", "variable_tracking")
 LENGTH_RATIO, NUM_EVALUATED = 8, 128
@@ -205,29 +203,16 @@ def _fetched(
     return float(final.earned.mean())
 
 
-def measure(seeds: Sequence[int]) -> dict[str, Any]:
-    """The full form."""
-    return {"rounds": len(seeds), "learned": [run(seed) for seed in seeds]}
+def measure(rounds: int) -> dict[str, Any]:
+    """The full form, with so many seeds."""
+    return {"rounds": rounds, "learned": [run(seed) for seed in range(rounds)]}
 
 
-def main() -> None:
-    """Print the rows, or JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--short", action="store_true", help="the short form, of the first seed")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.short:
-        print(learn(args.seeds[0], steps=60, iterations=15))
-        return
-    result = measure(args.seeds)
-    if args.json:
-        print(json.dumps(result))
-        return
+def show(result: dict[str, Any]) -> None:
+    """Print the rows."""
     for row in result["learned"]:
         print(row)
 
 
 if __name__ == "__main__":
-    main()
+    report(measure, show, rounds=3, description=__doc__)
