@@ -301,8 +301,8 @@ def start_with_a_broken_checker(argv: list[str]) -> int:
     from cdrmix.reasoning import reading
 
     def spoil() -> None:
-        original = reading.ReadingEpisodes._reward
-        reading.ReadingEpisodes._reward = lambda *args: original(*args) * float("nan")
+        original = reading.ReadingEpisodes._earned
+        reading.ReadingEpisodes._earned = lambda *args: original(*args) * float("nan")
 
     if os.environ["RANK"] == "1":
         before_step(STEPS - 2, spoil)

@@ -14,12 +14,12 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.objectives.grpo import group_advantages
 from cdrmix.planning.autosize import variant
 from cdrmix.reasoning.branches import roll_out_branches
+from cdrmix.reasoning.environment import Outcome
 from cdrmix.reasoning.episodes import Rollouts, learn_from, roll_out
 from cdrmix.reasoning.policy import Action, MemoryPolicy
 from cdrmix.reasoning.speculation import branch
@@ -36,10 +36,10 @@ LENIENT = -0.05  # threshold of a branch that allows for the error of the value 
 class CostsForFailuresToo(SegmentStream):
     """The reward as it was first written down: bonus and costs count without success."""
 
-    def _reward(self, state: StreamState, done: Tensor) -> Tensor:
+    def settle(self, state: StreamState) -> Outcome[StreamState]:
         stability = 1 - state.harm / self.num_steps(state.streams)
         worth = state.solved + self.config.stability_bonus * stability
-        return torch.where(done, worth - self.config.latency_penalty * state.operations, 0.0)
+        return Outcome(state, worth - self.config.latency_penalty * state.operations)
 
 
 def make_streams(count: int, generator: torch.Generator) -> Streams:
