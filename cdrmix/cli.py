@@ -279,6 +279,32 @@ def add_evaluate(verbs: Verbs) -> None:
         help="held-out loss and routing of a trained model, or how it reasons over long texts",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
+    _add_suite_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+    def run(arguments: argparse.Namespace) -> None:
+        _check_branch_flags(parser, arguments)
+        if arguments.tasks and (arguments.examples or arguments.write_tasks):
+            parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
+        if arguments.suite == "reasoning":
+            if arguments.max_tokens:
+                parser.error("--max-tokens goes with --suite text")
+            _evaluate_reasoning(arguments)
+            return
+        flags = ("examples", "tasks", "write_tasks", "branches")
+        if any(getattr(arguments, flag) for flag in flags):
+            parser.error(
+                "--examples, --tasks, --write-tasks and --branches go with --suite reasoning"
+            )
+        from cdrmix.evaluation.trained import evaluate_run
+
+        evaluation = evaluate_run(arguments.run_dir, max_tokens=arguments.max_tokens)
+        print(json.dumps(evaluation.as_json()) if arguments.json else evaluation.table())
+
+    parser.set_defaults(run=run)
+
+
+def _add_suite_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=at_least(1), help="most tokens read; default: as at the end of the run"
     )
@@ -306,40 +332,22 @@ def add_evaluate(verbs: Verbs) -> None:
         "--write-tasks", type=Path, metavar="FILE", help="write the suite's tasks to such a file"
     )
     _add_branch_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
-    def run(arguments: argparse.Namespace) -> None:
-        _check_branch_flags(parser, arguments)
-        if arguments.tasks and (arguments.examples or arguments.write_tasks):
-            parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
-        if arguments.suite == "reasoning":
-            if arguments.max_tokens:
-                parser.error("--max-tokens goes with --suite text")
-            from cdrmix.evaluation import long_context as suite
 
-            found = suite.evaluate_reasoning(
-                arguments.run_dir,
-                num_examples=arguments.examples or 32,
-                file=arguments.tasks,
-                written=arguments.write_tasks,
-                branches=arguments.branches,
-                accept_threshold=arguments.accept_threshold,
-            )
-            print(found.as_json() if arguments.json else found.table(), flush=True)
-            if not (arguments.tasks or arguments.branches):
-                suite.store_rows(arguments.run_dir, found.rows)
-            return
-        flags = ("examples", "tasks", "write_tasks", "branches")
-        if any(getattr(arguments, flag) for flag in flags):
-            parser.error(
-                "--examples, --tasks, --write-tasks and --branches go with --suite reasoning"
-            )
-        from cdrmix.evaluation.trained import evaluate_run
+def _evaluate_reasoning(arguments: argparse.Namespace) -> None:
+    from cdrmix.evaluation import long_context as suite
 
-        evaluation = evaluate_run(arguments.run_dir, max_tokens=arguments.max_tokens)
-        print(json.dumps(evaluation.as_json()) if arguments.json else evaluation.table())
-
-    parser.set_defaults(run=run)
+    found = suite.evaluate_reasoning(
+        arguments.run_dir,
+        num_examples=arguments.examples or 32,
+        file=arguments.tasks,
+        written=arguments.write_tasks,
+        branches=arguments.branches,
+        accept_threshold=arguments.accept_threshold,
+    )
+    print(found.as_json() if arguments.json else found.table(), flush=True)
+    if not (arguments.tasks or arguments.branches):
+        suite.store_rows(arguments.run_dir, found.rows)
 
 
 def add_report(verbs: Verbs) -> None:

@@ -17,26 +17,24 @@ tests/parity/test_stage_memory.py.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from cdrmix.config.schema import Config
 from cdrmix.planning import activations, zero
 from cdrmix.planning.activations import Numerics, WKVForm
-from cdrmix.planning.cluster import GIB, Cluster
+from cdrmix.planning.cluster import GIB
 from cdrmix.planning.counts import Parameter, parameters
 from cdrmix.planning.kept import KeptActivations
 from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.rank_memory import Memory
 from cdrmix.planning.sequence import attention_bytes, recurrence_bytes, state_bytes
 from cdrmix.planning.stages import border_values, stage_layers
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
 LOGIT_POSITIONS = 1024
-# Of a device's memory, what a plan may fill.
-USABLE_SHARE = 0.9
 # Allowances, not measured on a GPU yet: blocks that the caching allocator cannot reuse, as a share
 # of what is allocated and freed in each step, and CUDA context and communicators outside torch.
 FRAGMENTED_SHARE = 0.05
@@ -48,65 +46,6 @@ _FLA_WORKSPACE = 32
 
 Group = Literal["matrices", "vectors", "experts"]
 GROUPS: tuple[Group, ...] = ("matrices", "vectors", "experts")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on the fullest rank.
-
-    Attributes:
-        weights: flat buffers of the weights.
-        gradients: what is kept from one micro-step to the next.
-        optimizer: float32 masters and both moments.
-        activations: what autograd keeps of the micro-batches in flight.
-        buffers: by kind, what comes and goes within a step, and allowances.
-        host: of the rank's host, for what is offloaded.
-        checkpoint: of the rank's host, for the copy that is written in the background; on CPUs it
-            is among the buffers.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: dict[str, int]
-    host: int = 0
-    checkpoint: int = 0
-
-    @property
-    def saves_in_background(self) -> bool:
-        """Whether there is room for a copy of a checkpoint."""
-        return self.checkpoint > 0 or "checkpoint_copy" in self.buffers
-
-    @property
-    def on_host(self) -> int:
-        """Bytes of the rank's host beside its device."""
-        return self.host + self.checkpoint
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device."""
-        states = self.weights + self.gradients + self.optimizer
-        return states + self.activations + sum(self.buffers.values())
-
-    def fits(self, cluster: Cluster) -> bool:
-        """Whether it stays within 90 % of the device's memory, and of the host's."""
-        return self.total <= USABLE_SHARE * cluster.memory_bytes and self.fits_host(cluster)
-
-    def fits_host(self, cluster: Cluster) -> bool:
-        """Whether what is beside devices stays within 90 % of the host's memory, all its ranks."""
-        return self.on_host * cluster.gpus_per_node <= USABLE_SHARE * cluster.host_memory_gib * GIB
-
-    def to_json(self) -> dict[str, Any]:
-        """Bytes by part as plain values."""
-        return {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "activations": self.activations,
-            "buffers": sum(self.buffers.values()),
-            "total": self.total,
-        }
 
 
 @dataclass(frozen=True)
@@ -497,13 +436,3 @@ def _overlapped(ends: list[int], start: int, stop: int) -> int:
         return 0
     first, last = bisect_right(ends, start), bisect_left(ends, min(stop, total))
     return ends[last] - (ends[first - 1] if first else 0)
-
-
-def describe(memory: Memory) -> Iterator[tuple[str, int]]:
-    """Each part with its bytes, buffers by kind."""
-    yield "weights", memory.weights
-    yield "gradients", memory.gradients
-    yield "optimizer", memory.optimizer
-    yield "activations", memory.activations
-    for kind, size in memory.buffers.items():
-        yield f"buffers: {kind.replace('_', ' ')}", size

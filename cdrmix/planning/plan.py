@@ -10,8 +10,8 @@ from typing import Any
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, Cluster
-from cdrmix.planning.memory import USABLE_SHARE, describe
 from cdrmix.planning.profile import carried_out, laid_out, memory_reason
+from cdrmix.planning.rank_memory import USABLE_SHARE
 from cdrmix.planning.rules import UNAVAILABLE
 from cdrmix.planning.search import Candidate, candidates
 from cdrmix.planning.stage_b_memory import StageBLayout, stage_b_layout
@@ -213,7 +213,7 @@ _ASSUMPTIONS = (
 
 def _memory_lines(made: Plan, *, explain: bool) -> list[str]:
     memory, there = made.pick.memory, made.cluster.memory_bytes
-    parts = dict(describe(memory)) if explain else memory.to_json()
+    parts = dict(memory.described()) if explain else memory.to_json()
     parts["total"] = memory.total
     title = "per rank" if made.stage_b is None else "per rank in Stage A"
     lines = [f"  {title:26}     GiB"]

@@ -18,7 +18,8 @@ from cdrmix.planning.cluster import GIB, PRESETS, Cluster, make_cluster
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Arrangement, Degrees, Layout
-from cdrmix.planning.memory import USABLE_SHARE, Memory, MemoryModel
+from cdrmix.planning.memory import MemoryModel
+from cdrmix.planning.rank_memory import USABLE_SHARE, Memory
 from cdrmix.planning.search import Candidate, candidates
 from cdrmix.planning.sequence import recurrence_bytes, sequence_form, state_bytes
 from cdrmix.planning.stage_b_memory import stage_b_layout, stage_b_reason

@@ -16,7 +16,8 @@ from cdrmix.planning.cost import Cost, CostModel
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Arrangement, Degrees, Layout
-from cdrmix.planning.memory import Memory, MemoryModel
+from cdrmix.planning.memory import MemoryModel
+from cdrmix.planning.rank_memory import Memory
 
 # Bounds of what is enumerated, so that a plan takes well under two seconds.
 LARGEST_TENSOR = 8

@@ -23,13 +23,8 @@ from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.counts import parameters, stage_b_params
 from cdrmix.planning.layout import Arrangement, Degrees
 from cdrmix.planning.lesson_size import lesson_tokens
-from cdrmix.planning.memory import (
-    CONTEXT_BYTES,
-    FRAGMENTED_SHARE,
-    USABLE_SHARE,
-    Memory,
-    MemoryModel,
-)
+from cdrmix.planning.memory import CONTEXT_BYTES, FRAGMENTED_SHARE, MemoryModel
+from cdrmix.planning.rank_memory import USABLE_SHARE, Memory
 from cdrmix.planning.rules import nearest_divisors
 from cdrmix.planning.stages import border_values
 

@@ -9,7 +9,8 @@ from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.counts import count, params_by_part
 from cdrmix.planning.layout import Arrangement, Degrees
-from cdrmix.planning.memory import Memory, MemoryModel, describe
+from cdrmix.planning.memory import MemoryModel
+from cdrmix.planning.rank_memory import Memory
 
 
 def config(name: str, *overrides: str) -> Config:
@@ -143,7 +144,7 @@ def test_parts_add_up_to_the_total() -> None:
     memory = estimate("4b", arranged(16, expert=8))
     parts = memory.to_json()
     assert parts["total"] == sum(size for part, size in parts.items() if part != "total")
-    assert parts["total"] == sum(size for _, size in describe(memory))
+    assert parts["total"] == sum(size for _, size in memory.described())
 
 
 def test_a_gradient_on_the_border_of_two_partitions_is_kept_by_both() -> None:

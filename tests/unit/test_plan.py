@@ -16,9 +16,9 @@ from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, make_cluster, processes
-from cdrmix.planning.memory import USABLE_SHARE
 from cdrmix.planning.plan import Plan, as_text, plan
 from cdrmix.planning.profile import choose, with_micro_batch
+from cdrmix.planning.rank_memory import USABLE_SHARE
 
 MOST_LAYOUTS = 3_000  # a thousand take a fifth of a second
 
