@@ -8,6 +8,7 @@ EXIT_DONE = 0
 EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 EXIT_NO_USABLE_STATE = 3
+EXIT_INFRASTRUCTURE = 69
 EXIT_STOPPED_BY_SIGNAL = 75
 
 
@@ -37,3 +38,12 @@ class NoUsableStateError(StateError):
     """Checkpoints exist and every one of them is damaged."""
 
     exit_code = EXIT_NO_USABLE_STATE
+
+
+class InfrastructureError(TrainingError):
+    """The machine, network or file system failed for now; the same command may succeed later.
+
+    `cdrmix launch` and the SLURM script start such a run again.
+    """
+
+    exit_code = EXIT_INFRASTRUCTURE
