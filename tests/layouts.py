@@ -281,14 +281,14 @@ def plant(broken: str) -> None:
 
     def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
         """Change what a stage makes of the part-th tensor that crossed the border before it."""
-        original = stages.Stage._enter
+        original = stages.Stage._unpack
 
         def enter(*args: Any) -> Any:
             found = list(original(*args))
             found[part] = value(found[part])
             return found
 
-        return lambda: setattr(stages.Stage, "_enter", enter)
+        return lambda: setattr(stages.Stage, "_unpack", enter)
 
     def leave_partial(kind: type[nn.Module]) -> None:
         """Whole parameters of such modules keep the gradients of this tensor rank's part."""

@@ -1,4 +1,4 @@
-"""What crosses from one pipeline stage to the next, as one flat tensor.
+"""Packs what crosses a stage boundary into one flat tensor.
 
 DeepSpeed starts a backward pass of its own for each tensor with a gradient that a stage handed on
 (0.19.8, runtime/pipe/engine.py), and each would go through the whole stage again. Tensors of
@@ -23,16 +23,17 @@ def pack(tensors: list[Tensor]) -> Tensor:
 
 
 def unpack(packed: Tensor, parts: list[Part]) -> list[Tensor]:
-    """What `pack` was given, as views; differentiable."""
+    """Views of the tensors that `pack` joined; differentiable."""
     return list(_Unpack.apply(packed, parts))
 
 
 def num_elements(parts: list[Part], dtype: torch.dtype) -> int:
-    """Elements of the flat tensor."""
+    """Number of elements of the flat tensor, counted in `dtype`."""
     return sum(math.prod(shape) * own.itemsize for shape, own in parts) // dtype.itemsize
 
 
 def _join(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    # `view`, not a cast: float32 statistics keep their bits inside a bf16 tensor
     return torch.cat([tensor.reshape(-1).view(dtype) for tensor in tensors])
 
 

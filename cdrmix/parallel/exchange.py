@@ -1,4 +1,4 @@
-"""What tensor ranks, and stages that compute alike, exchange on the way forward and back.
+"""Differentiable collectives of tensor ranks, and of pipeline stages that compute alike.
 
 P tensor ranks. Whatever enters or leaves a region that is cut over them is whole and equal on all.
 """
@@ -25,6 +25,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
+        # one message: the gradients are small, and each collective costs a latency
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         torch.distributed.all_reduce(flat, group=ctx.group)
         parts = flat.split([grad.numel() for grad in grads])
@@ -46,12 +47,12 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def enter_region(x: Tensor, topology: Topology) -> Tensor:
-    """`x`, which all tensor ranks hold alike, for each to compute a part of what follows."""
+    """Marks where a cut region begins: identity, whose gradient is summed over the tensor ranks."""
     return sum_gradients([x], topology)[0]
 
 
 def leave_region(part: Tensor, topology: Topology) -> Tensor:
-    """Sum of the tensor ranks' parts, in the memory of this rank's, which nobody else may need."""
+    """Sum of the tensor ranks' parts, written over `part`; nothing else may read it afterwards."""
     return _SumOverRanks.apply(part, topology.tensor_group)
 
 

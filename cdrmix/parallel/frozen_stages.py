@@ -1,10 +1,10 @@
-"""A frozen backbone over pipeline stages, in a program that every stage runs alike.
+"""Frozen backbone over pipeline stages; every stage runs the same program.
 
 B batch, T time, D hidden.
 
-All ranks of a pipeline call it in the same order with the same tokens, and all get the same hidden
-states: what differs is whose blocks run where. So whatever is around the backbone stands on every
-stage and does the same there, choices of an agent included.
+All ranks of a pipeline call it in the same order with the same tokens and get the same hidden
+states; they differ only in the blocks that they run. Everything around the backbone is replicated
+on every stage and does the same there, including the choices of an agent.
 
     forward   residual stream and v_first go from stage to stage; the last one broadcasts the hidden
               states
@@ -20,7 +20,6 @@ takes no ticket and exchanges nothing on the way back.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -77,7 +76,9 @@ class FrozenStages(Backbone):
         if learns:
             assert self._ticket is not None, "what learns is computed under `chained`"
             ticket = self._ticket
-        parts = self._arriving(x)
+        # residual stream, and v_first once a stage before has made it, both [B, T, D]
+        v_first_arrives = "rwkv" in self.config.layer_kinds()[: self.layers.start]
+        parts: list[Part] = [(tuple(x.shape), x.dtype)] * (2 if v_first_arrives else 1)
         arrived = _Arrive.apply(x, ticket, self.topology, border.num_elements(parts, x.dtype))
         entered: list[Tensor] = [arrived]
         if not self.topology.is_first_stage:
@@ -102,19 +103,6 @@ class FrozenStages(Backbone):
             self._ticket = ticket
         return Output(hidden, None, after)
 
-    def _arriving(self, x: Tensor) -> list[Part]:
-        """Residual stream, and v_first once it is made, both [B, T, D]."""
-        is_made = "rwkv" in self.config.layer_kinds()[: self.layers.start]
-        return [(tuple(x.shape), x.dtype)] * (2 if is_made else 1)
-
-    @contextlib.contextmanager
-    def _issuing(self, learning: Tensor, learns_inside: bool) -> Iterator[None]:
-        self._ticket, self._learns_inside = _Issue.apply(learning), learns_inside
-        try:
-            yield
-        finally:
-            self._ticket, self._learns_inside = None, False
-
 
 def chained(
     backbone: Backbone,
@@ -123,24 +111,29 @@ def chained(
     learning: Iterator[Tensor],
     learns_inside: bool,
 ) -> tuple[Tensor, Measured]:
-    """What `compute` gives, the first of it a loss that all stages go backward from together.
+    """Runs `compute` so that all stages start the backward pass of its loss together.
 
     Args:
-        backbone: called in there; a whole one needs none of this.
-        compute: -> loss, scalar, and whatever else.
+        backbone: the one that `compute` calls; a whole one is called as it is.
+        compute: returns the loss, scalar, and any further result.
         learning: parameters that the backward pass is run for.
-        learns_inside: whether something learns that acts inside blocks, on every stage.
+        learns_inside: whether parameters inside the blocks learn, on every stage.
     """
     if not isinstance(backbone, FrozenStages):
         return compute()
-    with backbone._issuing(next(learning), learns_inside):
+    backbone._ticket = _Issue.apply(next(learning))
+    backbone._learns_inside = learns_inside
+    try:
         loss, measured = compute()
-        assert backbone._ticket is not None, "it was issued"
+        assert backbone._ticket is not None, "it was issued above"
         return loss + backbone._ticket, measured
+    finally:
+        backbone._ticket = None
+        backbone._learns_inside = False
 
 
 def mean_over_layers(values: Tensor, backbone: Backbone) -> Tensor:
-    """Mean of values of the layers here, [n], and of those on other stages; differentiable."""
+    """Mean over all layers of `values`, [n], one for each layer of this stage; differentiable."""
     if not isinstance(backbone, FrozenStages):
         return values.mean()
     count = values.new_tensor(float(len(values)))
@@ -161,7 +154,7 @@ class _Issue(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """What enters the blocks of a stage: residual stream, or what the stage before sends, flat."""
+    """Input of a stage's blocks: the embedded tokens, or the flat tensor of the stage before."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Our groups under the names by which DeepSpeed 0.19.8 asks for them."""
+"""Process groups under the names by which DeepSpeed 0.19.8 asks for them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from cdrmix.parallel.topology import Topology
 
 
 class ModelParallelUnit:
-    """What `deepspeed.initialize` takes as `mpu`, but for its pipeline engine, which brings a grid
-    of its own.
+    """The `mpu` argument of `deepspeed.initialize`; its pipeline engine builds its own grid.
 
     DeepSpeed averages gradients and spreads the optimizer over the data group, and over the model
     group besides it sums the gradient norm and agrees on steps to skip. That is the tensor group
@@ -26,7 +25,10 @@ class ModelParallelUnit:
         group = topology.tensor_group or topology.pipeline_group
         assert group is not None, "an axis of several ranks has a group"
         self.topology, self.model_group = topology, group
-        self.data_group = topology.data_group or _group_of_one(topology.rank)
+        # `use_local_synchronization`: the group is made without the help of the other ranks
+        self.data_group = topology.data_group or torch.distributed.new_group(
+            [topology.rank], use_local_synchronization=True
+        )
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """Ranks over which dense gradients are averaged; this one alone where there is no other."""
@@ -45,26 +47,21 @@ class ModelParallelUnit:
         return self.model_group
 
     def get_model_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Size of the model-parallel group."""
         return self.topology.degrees.tensor * self.topology.degrees.pipeline
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's place in the model-parallel group."""
         return self.topology.tensor_rank + self.topology.stage
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Ranks that share out matrices."""
+        """Size of the tensor axis."""
         return self.topology.degrees.tensor
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's place on the tensor axis."""
         return self.topology.tensor_rank
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """Stages of DeepSpeed's own."""
+        """Number of stages that DeepSpeed schedules: none but this one."""
         return 1
-
-
-def _group_of_one(rank: int) -> ProcessGroup:
-    """A group that needs no other rank's help to be made."""
-    return torch.distributed.new_group([rank], use_local_synchronization=True)

@@ -78,11 +78,11 @@ class SequencePart:
     index: int
 
     def own(self, segment_ids: Tensor | None) -> Tensor | None:
-        """Document of each token here, [B, T] -> [B, t]."""
+        """Segment ids of this rank's tokens, [B, T] -> [B, t]."""
         return None if segment_ids is None else segment_ids.chunk(self.parts, dim=1)[self.index]
 
     def goes_on(self, like: Tensor, segment_ids: Tensor | None) -> Tensor:
-        """Whether the first token here goes on with the document of the one before it, [B]."""
+        """True where the first token here continues the document of the token before it, [B]."""
         if self.index == 0 or segment_ids is None:
             return torch.full(like.shape[:1], self.index > 0, device=like.device)
         first = self.index * (segment_ids.shape[1] // self.parts)
@@ -163,18 +163,16 @@ class PassedState(nn.Module):
         start = F.pad(identity, (0, 0, sizes[0], 0))  # [B, H, V + K, K]
         own = self.part.own(segment_ids)
         y, s = wkv7(r, lw, k, F.pad(v, (0, key)), a, b, start, segment_ids=own)
-        entering = self._entering(s, sizes)  # [B, H, V, K]
-        y, passing = y.split(sizes, dim=-1)
-        passing = passing.transpose(1, 2).contiguous()  # [B, H, t, K]; y is then kept by nobody
-        return y + (passing @ entering.mT.to(y.dtype)).transpose(1, 2), s
-
-    def _entering(self, s: Tensor, sizes: tuple[int, int]) -> Tensor:
-        """State that enters this rank's tokens, from [Y; M] of each, in float32."""
+        # state that enters each rank's tokens, by a scan over the ranks' [Y; M], in float32
         states = [torch.zeros_like(s[:, :, : sizes[0]])]
         for gathered in _Gather.apply(s, self.part)[:-1]:
             added, map_ = gathered.split(sizes, dim=2)
             states.append(states[-1] @ map_ + added)
-        return torch.stack(states)[self.part.index]
+        # stacked, so that autograd reaches all of them on every rank and none skips a collective
+        entering = torch.stack(states)[self.part.index]  # [B, H, V, K]
+        y, passing = y.split(sizes, dim=-1)
+        passing = passing.transpose(1, 2).contiguous()  # [B, H, t, K]; y is then kept by nobody
+        return y + (passing @ entering.mT.to(y.dtype)).transpose(1, 2), s
 
 
 class SpreadAttention(nn.Module):

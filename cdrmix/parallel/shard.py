@@ -1,4 +1,4 @@
-"""What a local parameter is of its logical one: a box of it, or a copy that another rank saves.
+"""Marks local parameters as a box of their logical tensor, or as a copy that another rank saves.
 
 Marks on parameters, set while the model is built and read by `checkpoint`. DeepSpeed reads a mark
 of its own, `tensor_model_parallel`: with it, each tensor rank's part counts in the gradient norm;
@@ -21,7 +21,7 @@ class Shard:
 
 
 def mark_shard(parameter: nn.Parameter, *, dim: int, part: int, parts: int) -> None:
-    """Say that a parameter is one of `parts` equal boxes of its logical tensor along `dim`."""
+    """Marks a parameter as one of `parts` equal boxes of its logical tensor along `dim`."""
     shape = list(parameter.shape)
     offset = [0] * len(shape)
     offset[dim] = part * shape[dim]
@@ -31,15 +31,15 @@ def mark_shard(parameter: nn.Parameter, *, dim: int, part: int, parts: int) -> N
 
 
 def mark_copy(parameter: nn.Parameter) -> None:
-    """Say that another rank, outside the data group, holds and saves the same values."""
+    """Marks a parameter whose values a rank outside the data group holds and saves too."""
     parameter.is_copy = True  # type: ignore[attr-defined]
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
-    """The box that a parameter is; None for a whole one."""
+    """Box that a parameter holds; None for a whole one."""
     return getattr(parameter, "shard", None)
 
 
 def is_copy(parameter: Tensor) -> bool:
-    """Whether another rank saves the same values."""
+    """True if another rank saves the same values."""
     return getattr(parameter, "is_copy", False)

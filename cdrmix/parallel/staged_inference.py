@@ -19,7 +19,7 @@ from cdrmix.parallel.stages import Stage
 class StagedBackbone:
     """All stages in turn, without gradients; the ranks of a pipeline call each method together.
 
-    What a call gives is whole on the last stage only: losses are counted there. Logits are the
+    Results are complete on the last stage only: losses are counted there. Logits are the
     same on every rank, so that all go on with the same token.
 
     Args:
@@ -37,7 +37,7 @@ class StagedBackbone:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are expected."""
+        """Device that inputs must be on."""
         return self._weight.device
 
     @property
@@ -47,7 +47,7 @@ class StagedBackbone:
 
     @property
     def training(self) -> bool:
-        """Whether the stage is in training mode."""
+        """True in training mode."""
         return self._stage.training
 
     def train(self, mode: bool = True) -> None:
@@ -73,8 +73,13 @@ class StagedBackbone:
         here and of the stage's own blocks.
         """
         tokens = (input_ids.shape[0], input_ids.shape[1])
+        arrived = input_ids
+        if not self._topology.is_first_stage:
+            parts = self._stage.arriving(tokens, self._weight.dtype)
+            arrived = self._weight.new_empty(border.num_elements(parts, self._weight.dtype))
+            torch.distributed.recv(arrived, self._topology.rank_at(self._topology.stage - 1))
         output, leaving = self._stage.advance(
-            self._arrived(input_ids, tokens),
+            arrived,
             tokens,
             segment_ids=segment_ids,
             state=state,
@@ -97,11 +102,3 @@ class StagedBackbone:
             logits, src=self._topology.rank_at(last), group=self._topology.pipeline_group
         )
         return logits
-
-    def _arrived(self, input_ids: Tensor, tokens: tuple[int, int]) -> Tensor:
-        if self._topology.is_first_stage:
-            return input_ids
-        parts = self._stage.arriving(tokens, self._weight.dtype)
-        arrived = self._weight.new_empty(border.num_elements(parts, self._weight.dtype))
-        torch.distributed.recv(arrived, self._topology.rank_at(self._topology.stage - 1))
-        return arrived

@@ -122,9 +122,10 @@ class Stage(nn.Module):
             is not normalised there; and what crosses the next border, None on the last stage.
         """
         if self.topology.is_first_stage:
-            x, v_first, earlier = self.embedding_norm(self.embedding(arrived)), None, None
+            x = self.embedding_norm(self.embedding(arrived))
+            v_first = earlier = None
         else:
-            x, v_first, earlier = self._enter(arrived, tokens)
+            x, v_first, earlier = self._unpack(arrived, tokens)
         x, v_first, statistics, after = run_blocks(
             self.blocks.values(),
             x,
@@ -143,7 +144,7 @@ class Stage(nn.Module):
         return Output(x, statistics, after), leaving
 
     def arriving(self, tokens: tuple[int, int], dtype: torch.dtype) -> list[Part]:
-        """What crosses the border before this stage, for (B, T) tokens of activations in `dtype`.
+        """Shapes and types that cross the boundary before this stage, for (B, T) tokens.
 
         Residual stream [B, T, D], v_first [B, T, D / tensor], statistics [L, S].
         """
@@ -160,14 +161,17 @@ class Stage(nn.Module):
     def _v_first_arrives(self) -> bool:
         return "rwkv" in self.config.layer_kinds()[: self.layers.start]
 
-    def _enter(
+    def _unpack(
         self, arrived: Tensor, tokens: tuple[int, int]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Residual stream, v_first and earlier statistics, as far as they crossed the border."""
-        found = iter(border.unpack(arrived, self.arriving(tokens, arrived.dtype)))
-        x = next(found)
-        v_first = next(found) if self._v_first_arrives else None
-        return x, v_first, next(found, None)
+        """Splits what crossed the boundary: residual stream, v_first, statistics of layers before.
+
+        v_first is None until an RWKV layer has made it, statistics are None for a dense model.
+        """
+        parts = iter(border.unpack(arrived, self.arriving(tokens, arrived.dtype)))
+        x = next(parts)
+        v_first = next(parts) if self._v_first_arrives else None
+        return x, v_first, next(parts, None)
 
 
 class Pipeline(PipelineModule):
@@ -193,7 +197,7 @@ class Pipeline(PipelineModule):
         return cast(Stage, stage)
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, torch.distributed.ProcessGroup]]:
-        """Where DeepSpeed sums gradients of what two stages hold."""
+        """Weights that two stages hold, with the group over which DeepSpeed sums gradients."""
         group = self.stage.topology.embedding_group
         return [] if group is None else [(self.stage.embedding.weight, group)]
 

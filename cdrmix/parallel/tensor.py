@@ -66,10 +66,16 @@ def split_block(block: Block, topology: Topology) -> None:
     else:
         _split_attention(block.mixer, topology)
     if isinstance(block.ffn, MoEFeedForward):
-        _share_tokens(block.ffn, topology)
+        # experts stay whole: each tensor rank routes its share of the tokens that all of them hold
+        layer = block.ffn.deepspeed_moe
+        layer.shares = TensorShares(topology)
+        _sum_gradients_of(layer.gate, ["weight"], topology)
+        _count_in_norm(layer.experts.parameters())
     else:
         assert isinstance(block.ffn, FeedForward), "a block has one or the other"
-        _split_feed_forward(block.ffn, topology)
+        _cut_columns(block.ffn.up, topology)
+        block.ffn.down = RowLinear(cut(block.ffn.down.weight, topology, dim=1), topology)
+        _read_whole_tokens(block.ffn, topology)
     mark_copies(block, topology)
 
 
@@ -120,12 +126,6 @@ def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
     _sum_gradients_of(mixer, whole, topology)
 
 
-def _split_feed_forward(ffn: FeedForward, topology: Topology) -> None:
-    _cut_columns(ffn.up, topology)
-    ffn.down = RowLinear(cut(ffn.down.weight, topology, dim=1), topology)
-    _read_whole_tokens(ffn, topology)
-
-
 def _cut_columns(linear: nn.Linear, topology: Topology) -> None:
     """Leave the outputs of this rank's heads or features."""
     linear.weight = cut(linear.weight, topology, dim=0)
@@ -162,16 +162,8 @@ def _sum_gradients_of(module: nn.Module, names: Iterable[str], topology: Topolog
     module.register_forward_hook(restore, always_call=True)
 
 
-def _share_tokens(ffn: MoEFeedForward, topology: Topology) -> None:
-    """Let each tensor rank route its share of the tokens that all of them hold."""
-    layer = ffn.deepspeed_moe
-    layer.shares = TensorShares(topology)
-    _sum_gradients_of(layer.gate, ["weight"], topology)
-    _count_in_norm(layer.experts.parameters())
-
-
 def _count_in_norm(experts: Iterable[nn.Parameter]) -> None:
-    """Let DeepSpeed count experts in the gradient norm on every tensor rank.
+    """Marks experts, so that DeepSpeed counts them in the gradient norm on every tensor rank.
 
     Without the mark it takes them for copies of the first tensor rank's (0.19.8,
     runtime/zero/stage_1_and_2.py: get_grad_norm_direct). But each of these ranks holds other

@@ -1,4 +1,4 @@
-"""Where a rank stands, and the groups in which it exchanges tensors.
+"""Place of a rank in the layout, and the groups in which it exchanges tensors.
 
 world = pipeline x data x tensor, in DeepSpeed's order: rank = (stage * data + data rank) * tensor +
 tensor rank. Sequence groups lie inside the data axis: data rank = sample rank * sequence +
@@ -61,7 +61,7 @@ class Topology:
 
     @property
     def sequence_rank(self) -> int:
-        """Which part of its samples' tokens this rank holds, from 0 at their beginning."""
+        """Part of its samples' tokens that this rank holds, from 0 at their beginning."""
         return self.data_rank % self.degrees.sequence
 
     @property
@@ -76,12 +76,12 @@ class Topology:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether tokens are embedded here."""
+        """True where tokens are embedded."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the loss is computed here."""
+        """True where the loss is computed."""
         return self.stage == self.degrees.pipeline - 1
 
     def rank_at(self, stage: int) -> int:
@@ -90,7 +90,7 @@ class Topology:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether sums over all ranks take this one's tokens: true once for each token."""
+        """True on the one rank that counts a token in sums over all ranks."""
         return self.is_last_stage and self.tensor_rank == 0
 
 
