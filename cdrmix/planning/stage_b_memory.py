@@ -21,7 +21,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.counts import parameters, stage_b_params
-from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.lesson_size import lesson_tokens
 from cdrmix.planning.memory import CONTEXT_BYTES, FRAGMENTED_SHARE, MemoryModel
 from cdrmix.planning.rank_memory import USABLE_SHARE, Memory
@@ -38,12 +38,14 @@ class StageBLayout:
     Attributes:
         degrees: data ranks share out the lessons, stages of a pipeline the backbone's blocks.
         memory: bytes on the fullest rank.
+        fits: whether memory stays within the usable share of the device's, and of the host's.
         is_given: whether the configuration says so.
         whole: bytes on a rank that held the whole backbone.
     """
 
     degrees: Degrees
     memory: Memory
+    fits: bool
     is_given: bool
     whole: Memory
 
@@ -62,9 +64,8 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
     stage_b = config.stage_b
     if stage_b is None or config.training.stage == "a":
         return None
+    check_stage_b(config, cluster.world_size)
     world, given = cluster.world_size, stage_b.pipeline
-    if given is not None:
-        _check(config, given, world)
     is_frozen = stage_b.training.backbone_lr_scale == 0
     most = config.model.num_layers if is_frozen else 1
     sizes = [given] if given else [n for n in range(1, most + 1) if world % n == 0]
@@ -79,7 +80,7 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
         memory, pipeline = min(found, key=lambda each: each[0].total)
     whole = memory if pipeline == 1 else model.estimate(1)
     degrees = Degrees(data=world // pipeline, tensor=1, pipeline=pipeline, sequence=1, expert=1)
-    return StageBLayout(degrees, memory, given is not None, whole)
+    return StageBLayout(degrees, memory, memory.fits(cluster), given is not None, whole)
 
 
 def stage_b_window(config: Config) -> int:
@@ -88,17 +89,24 @@ def stage_b_window(config: Config) -> int:
     return config.stage_b.training.window_tokens or config.training.sequence_length
 
 
-def _check(config: Config, pipeline: int, world: int) -> None:
-    layers = config.model.num_layers
+def check_stage_b(config: Config, world_size: int) -> None:
+    """Refuse stages of Stage B that are no layout of these ranks.
+
+    Raises:
+        PlanError: if `stage_b.pipeline` is given, and cannot be.
+    """
+    if config.stage_b is None or config.stage_b.pipeline is None or config.training.stage == "a":
+        return
+    pipeline, layers = config.stage_b.pipeline, config.model.num_layers
     if pipeline > layers:
         raise PlanError(
             f"{config.name}: stage_b.pipeline = {pipeline} is more than model.num_layers = "
             f"{layers}, and a stage needs a block. Try at most that"
         )
-    if world % pipeline:
+    if world_size % pipeline:
         raise PlanError(
-            f"{config.name}: stage_b.pipeline = {pipeline} does not divide the {world} ranks. Try "
-            f"stage_b.pipeline = {nearest_divisors(world, pipeline)}, or leave it out"
+            f"{config.name}: stage_b.pipeline = {pipeline} does not divide the {world_size} ranks. "
+            f"Try stage_b.pipeline = {nearest_divisors(world_size, pipeline)}, or leave it out"
         )
 
 
@@ -119,7 +127,7 @@ class _Model:
             window_tokens=self._window,
             sequence_length=config.training.sequence_length,
         )
-        self._whole = self._memory.on_stage(_arrangement(1), 0)
+        self._whole = self._memory.on_stage(_layout(1), 0)
         self._params = Counter[int | None]()  # by block; None: those around them
         for parameter in parameters(config.model):
             self._params[parameter.layer] += parameter.num_elements
@@ -154,16 +162,16 @@ class _Model:
     def _activations(self, pipeline: int, stage: int) -> int:
         """Bytes of a window: of the blocks here, of what enters them, and of all around them."""
         kept, stages = self._memory.kept, self._memory.stages(pipeline)
-        around = self._whole.activations - kept.of_blocks(_arrangement(1), 0)
+        around = self._whole.activations - kept.of_blocks(_layout(1), 0)
         if self._is_frozen:  # so is the head, whose gradient would be formed with the loss
             around -= 4 * self._config.model.vocab_size * self._config.model.hidden_size
         entering = border_values(self._config.model, stages, tensor=1)[stage] * self._window
         entering *= self._memory.numerics.element_bytes
-        return int(around + kept.of_blocks(_arrangement(pipeline), stage)) + entering
+        return int(around + kept.of_blocks(_layout(pipeline), stage)) + entering
 
     def _buffers(self, pipeline: int, stage: int, *, moving: int) -> dict[str, int]:
         """What comes and goes beside `moving` bytes; logits are on every stage."""
-        model, cut = self._memory, _arrangement(pipeline)
+        model, cut = self._memory, _layout(pipeline)
         buffers = {
             "workspace": model.on_stage(cut, stage).buffers["workspace"],
             "logits": self._whole.buffers["logits"],
@@ -177,9 +185,9 @@ class _Model:
         return buffers
 
 
-def _arrangement(pipeline: int) -> Arrangement:
+def _layout(pipeline: int) -> Layout:
     degrees = Degrees(data=1, tensor=1, pipeline=pipeline, sequence=1, expert=1)
-    return Arrangement(degrees, 1, 1, 1, activation_checkpointing=False)
+    return Layout(degrees, 1, 1, 1, activation_checkpointing=False)
 
 
 def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> str:
@@ -196,7 +204,7 @@ def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> st
         f"{memory.weights / GIB:.1f} of weights, {held}, "
         f"{memory.activations / GIB:.1f} of activations of a lesson"
     )
-    if memory.fits(cluster):
+    if layout.fits:
         return f"{told}: within the 90 % that a plan may fill"
     told += ": NOT within the 90 % that a plan may fill"
     assert config.stage_b is not None, "Stage B has its section"

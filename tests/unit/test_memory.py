@@ -8,7 +8,7 @@ from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.counts import count, params_by_part
-from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.rank_memory import Memory
 
@@ -20,13 +20,13 @@ def config(name: str, *overrides: str) -> Config:
 def arranged(
     data: int = 1, tensor: int = 1, pipeline: int = 1, sequence: int = 1, expert: int = 1,
     *, stage: int = 2, micro: int = 1, steps: int = 8, recompute: bool = False,
-) -> Arrangement:  # fmt: skip
+) -> Layout:  # fmt: skip
     degrees = Degrees(data, tensor, pipeline, sequence, expert)
-    return Arrangement(degrees, stage, micro, steps, recompute, bucket_elements=200_000_000)
+    return Layout(degrees, stage, micro, steps, recompute, bucket_elements=200_000_000)
 
 
-def estimate(name: str, arrangement: Arrangement, *overrides: str) -> Memory:
-    return MemoryModel(config(name, *overrides), "cuda").estimate(arrangement)
+def estimate(name: str, layout: Layout, *overrides: str) -> Memory:
+    return MemoryModel(config(name, *overrides), "cuda").estimate(layout)
 
 
 def test_bf16_states_are_what_the_sizes_say() -> None:
@@ -119,9 +119,9 @@ def test_a_copy_of_what_a_rank_saves_is_counted(zero_stage: int) -> None:
     moe = "model.moe=null" if zero_stage == 3 else "model.moe.top_k=2"
     given = config("1b", moe)
     in_front = config("1b", moe, "checkpoint.background=false")
-    arrangement = arranged(8, stage=zero_stage)
+    layout = arranged(8, stage=zero_stage)
     copied, without, on_cpu = (
-        MemoryModel(chosen, device).estimate(arrangement)
+        MemoryModel(chosen, device).estimate(layout)
         for chosen, device in ((given, "cuda"), (in_front, "cuda"), (given, "cpu"))
     )
     # masters and moments are all that is saved; the optimizer's memory is padded
