@@ -14,7 +14,6 @@ from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import all_plans, combination_of, explained, memory_reason
-from cdrmix.planning.rank_memory import USABLE_SHARE
 from cdrmix.planning.rules import UNAVAILABLE
 from cdrmix.planning.search import search
 from cdrmix.planning.stage_b_memory import stage_b_layout
@@ -95,7 +94,7 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
     later = [plan for plan in others if plan.missing]
     later.sort(key=lambda plan: not plan.fits)  # stable: the best that fit come first
     if best.missing:
-        reasons = (*unavailable(best, config, cluster), memory_reason(best, cluster))
+        reasons = (*unavailable(best, config, cluster), memory_reason(best, config, cluster))
         stage_b = stage_b_layout(config, cluster, zero_stage=best.zero_stage)
         plan = replace(best, reasons=reasons, stage_b=stage_b)
     else:
@@ -146,17 +145,21 @@ def _changes(compared: Comparison) -> Iterator[str]:
     if training.micro_batch_size is not None and training.micro_batch_size > 1:
         yield "would take less with training.micro_batch_size = 1"
     memory, _ = plan.estimates()
-    if memory.checkpoint and not memory.fits_host(cluster):
+    if memory.checkpoint and not memory.fits_host(cluster, share=training.memory_share):
         yield "would take less of a host with checkpoint.background = false"
     more = _on_more_nodes(compared)
     if more is not None:
         nodes, wider = more
         yield f"would fit on {nodes} such nodes: {wider.describe()}"
     needed_gib, host_gib = (
-        math.ceil(size / USABLE_SHARE / GIB)
+        math.ceil(size / training.memory_share / GIB)
         for size in (memory.total, memory.on_host * cluster.gpus_per_node)
     )
-    hosts = "" if memory.fits_host(cluster) else f", with {host_gib} GiB a host"
+    hosts = (
+        ""
+        if memory.fits_host(cluster, share=training.memory_share)
+        else f", with {host_gib} GiB a host"
+    )
     yield f"would fit on {cluster.world_size} devices of {needed_gib} GiB{hosts}"
 
 
@@ -229,7 +232,9 @@ def _memory_lines(compared: Comparison, *, explain: bool) -> list[str]:
     title = "per rank" if compared.plan.stage_b is None else "per rank in Stage A"
     lines = [f"  {title:26}     GiB"]
     lines += [f"  {part:26} {size / GIB:7.2f}" for part, size in parts.items()]
-    lines.append(f"  {'may be filled':26} {USABLE_SHARE * there / GIB:7.2f}")
+    lines.append(
+        f"  {'may be filled':26} {compared.config.training.memory_share * there / GIB:7.2f}"
+    )
     if memory.on_host:
         lines.append(f"  {'on the host':26} {memory.on_host / GIB:7.2f}")
     return lines

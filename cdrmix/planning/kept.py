@@ -37,6 +37,7 @@ class KeptActivations:
         self, config: Config, numerics: Numerics, stages: Callable[[int], list[range]]
     ) -> None:
         self.model, self.training, self.numerics = config.model, config.training, numerics
+        self._segments_documents = config.data.segment_documents
         kinds = self.model.layer_kinds()
         first_rwkv = kinds.index("rwkv") if "rwkv" in kinds else None
         self._has_rwkv = first_rwkv is not None
@@ -108,6 +109,17 @@ class KeptActivations:
             total += number * (kept + self._besides(kind, layout))
         return total
 
+    def segment_mask(self, layout: Layout) -> int:
+        """Bytes of the mask that keeps documents apart in one attention.
+
+        It is [B, 1, T, T] in the type of the activations, of all tokens of a sample, whatever ranks
+        share its heads or tokens.
+        """
+        if not self._segments_documents:
+            return 0
+        pairs = layout.micro_batch_size * self.training.sequence_length**2
+        return self.numerics.element_bytes * pairs
+
     def _recomputed(self, layout: Layout, stage: int) -> tuple[float, float]:
         """Bytes that recomputed blocks of a stage keep of a micro-batch, and those of the largest
         unit while it is recomputed: a block, a span of it, or its mixer with a span of the rest."""
@@ -157,12 +169,12 @@ class KeptActivations:
         return self._halves[kind, form]
 
     def _besides(self, kind: BlockKind, layout: Layout) -> float:
-        """Bytes kept of a mixer that are not per token here: rotary angles of all positions, or the
-        states that sequence ranks gather."""
+        """Bytes kept of a mixer that are not per token here: rotary angles of all positions and the
+        mask of documents, or the states that sequence ranks gather."""
         degrees = layout.degrees
         if kind.kind == "transformer":
             a_position = activations.rotary_angles(self.model, self.numerics)
-            return a_position * self.training.sequence_length
+            return a_position * self.training.sequence_length + self.segment_mask(layout)
         if self.sequence_form(degrees) != "state":
             return 0.0
         kept = activations.passed_states(self.model, self.numerics, degrees.sequence)

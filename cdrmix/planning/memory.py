@@ -290,6 +290,9 @@ class MemoryModel:
         }
         if stage == degrees.pipeline - 1:
             buffers["logits"] = self._logits(degrees, tokens)
+        mask = self.kept.segment_mask(layout)
+        if mask:  # first as truth values, compared and cut to the lower triangle, a byte each
+            buffers["segment_mask"] = 2 * mask // size
         if degrees.expert > 1:
             buffers["all_to_all"] = self._all_to_all(degrees, self.kept.span_tokens(layout))
         if degrees.sequence > 1:

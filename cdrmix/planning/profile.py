@@ -19,7 +19,6 @@ from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Combination, Degrees, Layout
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
-from cdrmix.planning.rank_memory import USABLE_SHARE
 from cdrmix.planning.search import combinations, search
 from cdrmix.planning.sequence import recurrence_bytes, sequence_form, state_bytes
 from cdrmix.planning.stage_b_memory import check_stage_b, stage_b_layout, stage_b_reason
@@ -115,7 +114,7 @@ def explained(plan: Plan, config: Config, cluster: Cluster, profile: str | None 
     """A plan of the search with its reasons, its warnings, and the layout of Stage B."""
     warnings = rules.advise(combination_of(plan, config, cluster))
     if not plan.fits:
-        warnings.append(memory_reason(plan, cluster))
+        warnings.append(memory_reason(plan, config, cluster))
     reasons = _reasons(plan, config, cluster, profile)
     stage_b = stage_b_layout(config, cluster, zero_stage=plan.zero_stage)
     if stage_b is not None:
@@ -149,7 +148,7 @@ def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) 
         f"pipeline {degrees.pipeline}), sequence {degrees.sequence}",
         f"expert {degrees.expert}: {_expert_reason(config, degrees)}",
         f"micro batch {layout.micro_batch_size}: {_micro_batch_reason(plan, config)}",
-        memory_reason(plan, cluster),
+        memory_reason(plan, config, cluster),
     ]
     if layout.activation_checkpointing:
         reasons.append("activation checkpointing: " + _checkpointing_reason(config))
@@ -189,26 +188,26 @@ def _micro_batch_reason(plan: Plan, config: Config) -> str:
     return "the fastest that fits" if plan.fits else "what takes least"
 
 
-def memory_reason(plan: Plan, cluster: Cluster) -> str:
+def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     """How much of a device, and of a host where something is offloaded, a layout fills."""
     memory, there = plan.estimates()[0], cluster.memory_bytes
-    used = memory.total
-    verdict = "within" if used <= USABLE_SHARE * there else "NOT within"
+    used, share = memory.total, config.training.memory_share
+    verdict = "within" if used <= share * there else "NOT within"
     told = (
-        f"memory: {used / GIB:.1f} GiB of {there / GIB:.1f} GiB a device, {verdict} the 90 % "
-        "that a plan may fill"
+        f"memory: {used / GIB:.1f} GiB of {there / GIB:.1f} GiB a device, {verdict} the "
+        f"{100 * share:g} % that a plan may fill"
     )
-    if not memory.host and memory.fits_host(cluster):
+    if not memory.host and memory.fits_host(cluster, share=share):
         return told
     used_by_all = memory.on_host * cluster.gpus_per_node
-    verdict = "within" if memory.fits_host(cluster) else "NOT within"
+    verdict = "within" if memory.fits_host(cluster, share=share) else "NOT within"
     there_gib = cluster.host_memory_gib
     return f"{told}; {used_by_all / GIB:.1f} GiB of {there_gib:g} GiB a host, {verdict} it"
 
 
 def _saving_reason(layout: Layout, config: Config, cluster: Cluster) -> str:
     """Why training waits for the disk in each save."""
-    model = MemoryModel(config, cluster.device)
+    model, share = MemoryModel(config, cluster.device), 100 * config.training.memory_share
     copied = model.estimate(layout, has_copy=True)
     if cluster.device == "cpu":
         used, there_gib, where = copied.total, cluster.memory_gib, "a rank"
@@ -217,8 +216,8 @@ def _saving_reason(layout: Layout, config: Config, cluster: Cluster) -> str:
         there_gib, where = cluster.host_memory_gib, "a host"
     return (
         "training waits for each save: with a copy to write in the background "
-        f"{used / GIB:.1f} GiB of {there_gib:g} GiB {where} would be filled, NOT within 90 %; "
-        "checkpoint.background = true has it copied all the same"
+        f"{used / GIB:.1f} GiB of {there_gib:g} GiB {where} would be filled, NOT within "
+        f"{share:g} %; checkpoint.background = true has it copied all the same"
     )
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cdrmix.errors import PlanError
+from cdrmix.planning import scale
+from cdrmix.planning.counts import count
 from cdrmix.planning.layout import Combination
 
 UNAVAILABLE = "not available in this version"
@@ -254,6 +256,19 @@ def _partly_offloaded(combination: Combination) -> bool:
     return section.get("ratio", 1.0) != 1.0 or section.get("super_offload", False)
 
 
+def _keeps_a_large_models_activations(combination: Combination) -> bool:
+    training = combination.training
+    if "activation_checkpointing" not in training.model_fields_set:  # the plan decides
+        return False
+    if training.activation_checkpointing or training.stage == "b":  # which trains little of it
+        return False
+    return _total_params(combination) >= scale.STAGED_PARAMS
+
+
+def _total_params(combination: Combination) -> int:
+    return count(combination.model, combination.training.sequence_length).total_params
+
+
 RULES: tuple[Rule, ...] = (
     Rule("world-is-the-product", _world_differs, _world_message, _OF_RANKS),
     *(_must_divide(degree, one) for degree, many in _MUST_DIVIDE.items() for one in many),
@@ -280,6 +295,16 @@ RULES: tuple[Rule, ...] = (
         lambda x: x.training.global_batch_size % _batch_step(x) != 0,
         _batch_message,
         "the global batch is the same on every cluster",
+    ),
+    Rule(
+        "large-without-recomputation",
+        _keeps_a_large_models_activations,
+        lambda x: (
+            f"training.activation_checkpointing = false with {_total_params(x) / 1e9:.3g}B "
+            f"parameters: from {scale.STAGED_PARAMS / 1e9:.0f}B on every block is recomputed, as "
+            "what blocks keep outgrows the weights. Try true, or leave it out"
+        ),
+        "rules of the model's size: planning/scale.py",
     ),
     Rule(
         "moe-with-stage-3",

@@ -60,6 +60,7 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
     memory_model = MemoryModel(config, cluster.device)
     cost_model = CostModel(memory_model, cluster)
     total = count(config.model, config.training.sequence_length).total_params
+    share = config.training.memory_share
     usual: dict[tuple[Degrees, int, bool], bool] = {}
     ranked = []
     legal = combinations(
@@ -81,7 +82,7 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
                 cost=cost_model.estimate(layout),
                 saves_in_background=memory.saves_in_background,
                 deepspeed=combination.deepspeed | _of_the_run(combination, layout),
-                fits=memory.fits(cluster),
+                fits=memory.fits(cluster, share=share),
                 missing=missing,
                 is_usual=usual[key],
             )
@@ -94,7 +95,8 @@ def _memory(model: MemoryModel, layout: Layout, cluster: Cluster) -> Memory:
     configuration leaves that open."""
     memory = model.estimate(layout)
     # on CPUs the hosts hold everything
-    has_room = memory.fits(cluster) if cluster.device == "cpu" else memory.fits_host(cluster)
+    fits = memory.fits if cluster.device == "cpu" else memory.fits_host
+    has_room = fits(cluster, share=model.config.training.memory_share)
     if has_room or model.config.checkpoint.background is not None:
         return memory
     return model.estimate(layout, has_copy=False)

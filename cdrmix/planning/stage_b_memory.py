@@ -24,7 +24,7 @@ from cdrmix.planning.counts import parameters, stage_b_params
 from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.lesson_size import lesson_tokens
 from cdrmix.planning.memory import CONTEXT_BYTES, FRAGMENTED_SHARE, MemoryModel
-from cdrmix.planning.rank_memory import USABLE_SHARE, Memory
+from cdrmix.planning.rank_memory import Memory
 from cdrmix.planning.rules import nearest_divisors
 from cdrmix.planning.stages import border_values
 
@@ -66,6 +66,7 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
         return None
     check_stage_b(config, cluster.world_size)
     world, given = cluster.world_size, stage_b.pipeline
+    share = config.training.memory_share
     is_frozen = stage_b.training.backbone_lr_scale == 0
     most = config.model.num_layers if is_frozen else 1
     sizes = [given] if given else [n for n in range(1, most + 1) if world % n == 0]
@@ -73,14 +74,16 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
     found = []
     for pipeline in sizes:
         found.append((model.estimate(pipeline), pipeline))
-        if found[-1][0].fits(cluster):
+        if found[-1][0].fits(cluster, share=share):
             break
     memory, pipeline = found[-1]
-    if not memory.fits(cluster):
+    if not memory.fits(cluster, share=share):
         memory, pipeline = min(found, key=lambda each: each[0].total)
     whole = memory if pipeline == 1 else model.estimate(1)
     degrees = Degrees(data=world // pipeline, tensor=1, pipeline=pipeline, sequence=1, expert=1)
-    return StageBLayout(degrees, memory, memory.fits(cluster), given is not None, whole)
+    return StageBLayout(
+        degrees, memory, memory.fits(cluster, share=share), given is not None, whole
+    )
 
 
 def stage_b_window(config: Config) -> int:
@@ -119,9 +122,10 @@ class _Model:
         self._zero_stage, self._window = zero_stage, stage_b_window(config)
         self._is_frozen = config.stage_b.training.backbone_lr_scale == 0
         one_window = config.training.model_copy(update={"sequence_length": self._window})
-        self._memory = MemoryModel(
-            config.model_copy(update={"training": one_window}), cluster.device
-        )
+        # lessons are single texts
+        apart = config.data.model_copy(update={"segment_documents": False})
+        lessons = config.model_copy(update={"training": one_window, "data": apart})
+        self._memory = MemoryModel(lessons, cluster.device)
         self._tokens = lesson_tokens(
             config.stage_b.training,
             window_tokens=self._window,
@@ -193,6 +197,7 @@ def _layout(pipeline: int) -> Layout:
 def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> str:
     """How much of a device Stage B fills, and what would take less where that is too much."""
     there, memory = cluster.memory_bytes, layout.memory
+    share = config.training.memory_share
     held = "as every rank holds the whole backbone"
     if layout.degrees.pipeline > 1:
         why = f"whole it would take {layout.whole.total / GIB:.1f} GiB"
@@ -205,12 +210,12 @@ def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> st
         f"{memory.activations / GIB:.1f} of activations of a lesson"
     )
     if layout.fits:
-        return f"{told}: within the 90 % that a plan may fill"
-    told += ": NOT within the 90 % that a plan may fill"
+        return f"{told}: within the {100 * share:g} % that a plan may fill"
+    told += f": NOT within the {100 * share:g} % that a plan may fill"
     assert config.stage_b is not None, "Stage B has its section"
     if config.stage_b.training.backbone_lr_scale > 0:
         told += ". A frozen backbone (backbone_lr_scale = 0) can be shared out over stages"
-    least = (memory.total - memory.activations) / USABLE_SHARE
+    least = (memory.total - memory.activations) / share
     if least < there:
         return f"{told}. Try fewer stage_b.training.texts_per_lesson or a smaller window_tokens"
     return (

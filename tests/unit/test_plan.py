@@ -18,7 +18,6 @@ from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, make_cluster, processes
 from cdrmix.planning.comparison import Comparison, as_text, compare
 from cdrmix.planning.profile import choose, with_micro_batch
-from cdrmix.planning.rank_memory import USABLE_SHARE
 
 MOST_LAYOUTS = 3_000  # a thousand take a fifth of a second
 
@@ -182,17 +181,35 @@ def test_a_given_profile_takes_only_layouts_that_it_can_carry_out() -> None:
 
 
 def test_recomputation_that_was_refused_is_not_planned() -> None:
-    made = planned("core-200b", 16, "h100-80", "training.activation_checkpointing=false")
-    assert not made.plan.layout.activation_checkpointing
+    made = planned("core-4b", 1, "rtx4090-24", "training.activation_checkpointing=false")
+    assert not made.plan.activation_checkpointing
     assert not made.fits
     assert "would take less with training.activation_checkpointing = true" in made.changes
+
+
+@pytest.mark.parametrize(("scale", "params"), [("40b", "114B"), ("200b", "679B")])
+def test_recomputation_of_a_large_model_cannot_be_turned_off(scale: str, params: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        planned(f"core-{scale}", 32, "h200-141", "training.activation_checkpointing=false")
+    told = f"cdrmix-core-{scale}: training.activation_checkpointing = false with {params} "
+    assert str(caught.value).startswith(told)
+    assert str(caught.value).endswith("Try true, or leave it out")
+
+
+def test_the_share_of_memory_that_a_plan_may_fill_is_the_configurations() -> None:
+    usual = planned("core-4b", 2, "a100-80")
+    tight = planned("core-4b", 2, "a100-80", "training.memory_share=0.5")
+    limits = [share * usual.cluster.memory_bytes for share in (0.9, 0.5)]
+    assert limits[1] < usual.plan.estimates()[0].total <= limits[0]
+    assert tight.fits and tight.plan.estimates()[0].total <= limits[1]
+    assert "within the 50 % that a plan may fill" in " ".join(tight.plan.reasons)
 
 
 @pytest.mark.parametrize("scale", ["1b", "4b", "40b", "200b"])
 def test_stage_b_is_counted_where_it_is_part_of_the_run(scale: str) -> None:
     made = planned(f"reason-{scale}", 32, "h100-80")
     assert made.plan.stage_b is not None
-    assert made.to_json()["stage_b"]["fits"] is made.plan.stage_b.memory.fits(made.cluster)
+    assert made.to_json()["stage_b"]["fits"] is made.plan.stage_b.fits
     assert made.plan.reasons[-1].startswith("Stage B: ")
     assert planned(f"reason-{scale}", 32, "h100-80", "training.stage=a").plan.stage_b is None
     assert planned(f"core-{scale}", 32, "h100-80").plan.stage_b is None
@@ -260,7 +277,7 @@ def test_cpu_ranks_wait_for_saves_where_their_own_memory_has_no_room_for_a_copy(
     chosen = config("core-tiny", *given)
     taken = choose(chosen, processes(1), profile="zero1").memory
     assert taken is not None
-    gib = (taken.total + spare_bytes) / USABLE_SHARE / GIB
+    gib = (taken.total + spare_bytes) / 0.9 / GIB
     cluster = make_cluster(nodes=1, gpus_per_node=1, gpu="cpu", gpu_memory_gib=gib)
     choice = choose(chosen, cluster, profile="zero1")
     assert choice.saves_in_background is in_background

@@ -13,6 +13,7 @@ from cdrmix.planning.rules import RULES, WARNINGS, advise, check, nearest_diviso
 
 TINY = shipped("model_configs") / "cdrmix-core-tiny.yaml"
 OFFLOAD = {"device": "cpu"}
+LARGE = "model.moe.expert_hidden_size=8000000"  # 66e9 parameters
 WHOLE_BORDERS = {"pipe_partitioned": False, "grad_partitioned": False}
 
 
@@ -151,6 +152,11 @@ CASES: list[tuple[str, Combination, Combination]] = [
         "partly-offloaded",
         layout(zero={"stage": 2, "offload_optimizer": OFFLOAD | {"ratio": 0.5}}),
         layout(zero={"stage": 2, "offload_optimizer": OFFLOAD | {"ratio": 1.0}}),
+    ),
+    (
+        "large-without-recomputation",
+        layout("training.activation_checkpointing=false", LARGE),
+        layout("training.activation_checkpointing=true", LARGE),
     ),
     (
         "nvme-unavailable",
