@@ -99,14 +99,14 @@ def add_plan(verbs: Verbs) -> None:
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.config.load import load_config
-        from cdrmix.planning.plan import as_text, plan
+        from cdrmix.planning.comparison import as_text, compare
 
         config = load_config(arguments.config, arguments.overrides)
-        made = plan(config, _cluster(arguments))
+        compared = compare(config, _cluster(arguments))
         print(
-            json.dumps(made.to_json())
+            json.dumps(compared.to_json())
             if arguments.json
-            else as_text(made, explain=arguments.explain)
+            else as_text(compared, explain=arguments.explain)
         )
 
     parser.set_defaults(run=run)

@@ -16,7 +16,7 @@ from cdrmix.config.load import load_config
 from cdrmix.engines.backbone_source import check_given
 from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
-from cdrmix.planning.profile import check_world
+from cdrmix.planning.profile import check_legal
 from cdrmix.verbs.flags import add_config_flags
 
 
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
         if args.max_steps is not None:
             overrides.append(f"training.max_steps={args.max_steps}")
         config = load_config(args.config, overrides)
-        check_world(
+        check_legal(
             config,
             world_size=runtime.environment_world_size(),
             profile=args.profile,

@@ -18,7 +18,8 @@ from cdrmix.objectives.language_model import sum_weights
 from cdrmix.parallel.topology import Topology, make_topology, own_tokens
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.profile import Choice, choose
+from cdrmix.planning.plan import Plan
+from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
 
 STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 10, 8, 24, 304
@@ -169,7 +170,7 @@ def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-def make_choice(case: Case, config: Config) -> Choice:
+def make_choice(case: Case, config: Config) -> Plan:
     """The plan of a case, with a profile of its own where it changes the shipped one."""
     settings = read_profile(profile_path(case.profile))
     settings["zero_optimization"] |= case.zero

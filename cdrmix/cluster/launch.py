@@ -31,7 +31,7 @@ from cdrmix.errors import (
     StateError,
 )
 from cdrmix.log import get_logger
-from cdrmix.planning.profile import check_world
+from cdrmix.planning.profile import check_legal
 
 logger = get_logger(__name__)
 
@@ -261,7 +261,7 @@ def _without_lost_hosts(job: Job) -> Place:
         return place
     num_ranks = sum(place.ranks_per_host or host.slots for host in alive)
     try:
-        check_world(job.config, world_size=num_ranks, profile=job.profile)
+        check_legal(job.config, world_size=num_ranks, profile=job.profile)
     except PlanError as error:
         logger.warning("%s cannot be reached, and the rest will not do: %s", lost, error)
         return place

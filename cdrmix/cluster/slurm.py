@@ -13,7 +13,7 @@ from cdrmix.config.load import load_config, new_run_dir, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.network import shell_port_of_first_step
-from cdrmix.planning.profile import check_world
+from cdrmix.planning.profile import check_legal
 
 STARTERS = ("srun", "deepspeed")
 # The ranks hear of the signal within two seconds and finish their step before they save.
@@ -108,7 +108,7 @@ def make_batch(
     """
     loaded = load_config(config, overrides)
     device = "cpu" if on_cpu else "cuda"
-    check_world(loaded, world_size=nodes * ranks_per_node, profile=profile, device=device)
+    check_legal(loaded, world_size=nodes * ranks_per_node, profile=profile, device=device)
     arguments = ["--config", str(config.resolve())]
     for override in overrides:
         arguments += ["--set", override]

@@ -156,13 +156,20 @@ def changed_keys(
 ) -> list[tuple[str, Any, Any]]:
     """Values that differ, as (dotted path, old, new), sorted by path; ABSENT stands for no key.
 
-    A section that came, went or became null is one entry.
+    A section that came, went or became null is one entry. In a whole configuration, optional fields
+    that a version did not have yet stand at their defaults: they change nothing.
     """
-    # As JSON, because a checkpoint is read from it: there a tuple is a list.
-    before, after = (
-        side if isinstance(side, dict) else side.model_dump(mode="json") for side in (old, new)
-    )
+    before, after = (_as_json(side) for side in (old, new))
     return list(_differences(before, after, ()))
+
+
+def _as_json(side: Config | dict[str, Any]) -> dict[str, Any]:
+    config = validate(side, Config)[0] if isinstance(side, dict) else side
+    if config is None:  # a part of a configuration, or one with fields that are no more
+        assert isinstance(side, dict), "a Config is valid"
+        return side
+    # As JSON, because a checkpoint is read from it: there a tuple is a list.
+    return config.model_dump(mode="json")
 
 
 def _differences(old: Any, new: Any, path: Keys) -> Iterator[tuple[str, Any, Any]]:

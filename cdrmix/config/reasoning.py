@@ -35,6 +35,12 @@ class AdapterConfig(Section):
     gradient_clipping: float = Field(
         2.0, ge=0, description="Largest gradient norm of adapter parameters (L2)."
     )
+    decorrelation_weight: float = Field(
+        1e-2,
+        ge=0,
+        description="Weight, within the correlation objective, of what keeps an adapter's features "
+        "apart (ratio).",
+    )
 
 
 class PolicyConfig(Section):
@@ -56,9 +62,41 @@ class PolicyConfig(Section):
     gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
     gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
     kl_target: float = Field(gt=0, description="KL divergence that ends a round of epochs (nats).")
+    kl_margin: float = Field(
+        1.5,
+        gt=0,
+        description="A round of epochs ends where the policy has moved so many times kl_target "
+        "(ratio).",
+    )
+    epochs: int = Field(
+        4, ge=1, description="Most optimizer steps on one batch of rollouts (count)."
+    )
     clip_ratio: float = Field(0.2, gt=0, description="Clip of the probability ratio.")
+    entropy_weight: float = Field(
+        0.003, ge=0, description="Weight of the policy's entropy in its loss (ratio)."
+    )
+    value_weight: float = Field(
+        0.5, ge=0, description="Weight of the value head's error in the policy's loss (ratio)."
+    )
     latency_penalty: float = Field(ge=0, description="Reward taken per memory operation.")
     stability_bonus: float = Field(ge=0, description="Reward for a stable memory.")
+
+
+class EvictionConfig(Section):
+    """Utility of an entry of episodic memory; where the capacity is reached, the least leaves."""
+
+    score_weight: float = Field(
+        0.5, ge=0, description="Weight of the value at which the agent wrote the entry (ratio)."
+    )
+    recency_weight: float = Field(
+        0.3, ge=0, description="Weight of the time since the entry was used last (ratio)."
+    )
+    reads_weight: float = Field(
+        0.2, ge=0, description="Weight of how often the entry was read (ratio)."
+    )
+    half_life_actions: int = Field(
+        1024, ge=1, description="Actions after which recency is worth half (count)."
+    )
 
 
 class MemoryConfig(Section):
@@ -70,6 +108,13 @@ class MemoryConfig(Section):
     kv_summary_stride: int = Field(8, ge=1, description="Tokens per summary update.")
     top_k: int = Field(ge=1, description="Entries read per retrieval (count).")
     max_tokens: int = Field(ge=1, description="Capacity of the episodic memory (tokens).")
+    contrastive_temperature: float = Field(
+        0.07,
+        gt=0,
+        description="Temperature of the retrieval loss (InfoNCE): lower weighs the nearest "
+        "segments more (ratio).",
+    )
+    eviction: EvictionConfig = EvictionConfig()
 
 
 class StageBLosses(Section):

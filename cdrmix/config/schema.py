@@ -68,6 +68,12 @@ class TrainingConfig(Section):
         description="With activation checkpointing: recompute a block in spans of so many tokens, "
         "so that the activations of one span are there at a time; null: all tokens together.",
     )
+    memory_share: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of a device's memory, and of a host's, that a plan may fill (ratio).",
+    )
     learning_rate: float = Field(gt=0, description="Peak learning rate (per step).")
     min_learning_rate: float = Field(ge=0, description="Learning rate at the end (per step).")
     warmup_steps: int = Field(ge=0, description="Linear warm-up (optimizer steps).")
@@ -150,6 +156,9 @@ class EvaluationConfig(Section):
         "def", description="Text that the generated sample goes on from; not ending in a blank."
     )
     sample_tokens: int = Field(64, ge=0, description="Tokens generated at each evaluation.")
+    sample_temperature: float = Field(
+        0.8, ge=0, description="Temperature of the sample (ratio); 0 takes the likeliest token."
+    )
     reasoning_examples: int = Field(
         32,
         ge=0,

@@ -8,10 +8,11 @@ from dataclasses import replace
 from cdrmix import runtime
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import Cluster, make_cluster
-from cdrmix.planning.profile import Choice, choose
+from cdrmix.planning.plan import Plan
+from cdrmix.planning.profile import choose
 
 
-def choose_here(config: Config, *, profile: str | None) -> Choice:
+def choose_here(config: Config, *, profile: str | None) -> Plan:
     """The layout of `cdrmix plan` for these devices; collective.
 
     Args:

@@ -29,7 +29,7 @@ from cdrmix.monitoring.health import Verdict
 from cdrmix.parallel.mpu import ModelParallelUnit
 from cdrmix.parallel.stages import Pipeline
 from cdrmix.parallel.topology import Topology
-from cdrmix.planning.profile import Choice
+from cdrmix.planning.plan import Plan
 
 logger = get_logger(__name__)
 
@@ -55,7 +55,7 @@ class Agreement(NamedTuple):
 def start_engine(
     model: nn.Module,
     config: Config,
-    choice: Choice,
+    choice: Plan,
     topology: Topology,
     *,
     optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] = adamw,

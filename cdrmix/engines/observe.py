@@ -17,11 +17,10 @@ from cdrmix.engines.step import StepResult
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
-from cdrmix.monitoring.metrics import memory_peak_bytes, record
+from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
 from cdrmix.objectives.router import router_monitors
 from cdrmix.parallel.apply import for_inference
 
-_SAMPLE_TEMPERATURE = 0.8
 _ROUTER_METRICS = (
     "moe/overflow_fraction",
     "moe/routing_entropy_bits",
@@ -74,7 +73,7 @@ def log_step(
         StateError: on every rank, if the metrics could not be written.
     """
     steps, seconds, waited = run.observer.take_window()
-    peak, total = memory_peak_bytes(), runtime.device_memory_gib() * 2**30
+    peak, total = take_memory_peak_bytes(), runtime.device_memory_gib() * 2**30
     own = (peak, peak / total, waited, waited / seconds)
     peak, peak_share, waited, waited_share = map(
         max, zip(*runtime.all_gather_object(own), strict=True)
@@ -158,7 +157,7 @@ def _sample(run: Run) -> dict[str, Any]:
         for_inference(run.engine.module),
         torch.tensor([prompt], device=run.engine.device),
         max_new_tokens=settings.sample_tokens,
-        temperature=_SAMPLE_TEMPERATURE,
+        temperature=settings.sample_temperature,
         seed=run.config.training.seed,
     )
     document = itertools.takewhile(lambda token: token != tokenizer.eos_id, new[0].tolist())

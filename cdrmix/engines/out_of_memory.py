@@ -25,7 +25,8 @@ from cdrmix.engines.supervision import LostAlone
 from cdrmix.errors import EXIT_FAULT, EXIT_USER_ERROR, PlanError
 from cdrmix.log import get_logger, log_to_file
 from cdrmix.planning.cluster import GIB, make_cluster
-from cdrmix.planning.profile import Choice, laid_out, smaller_micro_batch, with_micro_batch
+from cdrmix.planning.plan import Plan
+from cdrmix.planning.profile import all_plans, smaller_micro_batch, with_micro_batch
 
 logger = get_logger(__name__)
 
@@ -36,7 +37,7 @@ _NOTES = re.compile(r"out_of_memory_(\d+)\.json")
 _LESS = 0.9
 
 
-def with_what_fits(choice: Choice, config: Config, run_dir: Path) -> Choice:
+def with_what_fits(choice: Plan, config: Config, run_dir: Path) -> Plan:
     """The plan of a start, in micro-batches smaller than those that did not fit; collective.
 
     Args:
@@ -117,10 +118,11 @@ def _advice(run: Run) -> str:
     training = run.config.training.model_copy(update={"micro_batch_size": None})
     freed = run.config.model_copy(update={"parallel": ParallelConfig(), "training": training})
     with contextlib.suppress(PlanError):
-        for layout in laid_out(freed, cluster):
-            if memory and not layout.missing and layout.memory.total < _LESS * memory.total:
+        for plan in all_plans(freed, cluster):
+            total = plan.estimates()[0].total
+            if memory and not plan.missing and total < _LESS * memory.total:
                 return (
-                    f"Try {layout.describe()}: {layout.memory.total / GIB:.1f} GiB by the plan "
+                    f"Try {plan.describe()}: {total / GIB:.1f} GiB by the plan "
                     f"instead of {memory.total / GIB:.1f}; `cdrmix plan` lists all layouts"
                 )
     return "No layout on these devices takes less: try more of them, see `cdrmix plan`"

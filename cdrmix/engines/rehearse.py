@@ -22,8 +22,8 @@ from cdrmix.engines.rehearsal_runs import Check, SmallRuns
 from cdrmix.errors import PlanError
 from cdrmix.log import get_logger
 from cdrmix.planning.cluster import Cluster
-from cdrmix.planning.plan import Plan, plan, unavailable
-from cdrmix.planning.profile import Choice
+from cdrmix.planning.comparison import Comparison, compare, unavailable
+from cdrmix.planning.plan import Plan
 from cdrmix.planning.rehearsal import Aspect, Rehearsal, aspects, describe, rehearsals
 from cdrmix.planning.rehearsal_stage_b import (
     planned_stage_b,
@@ -90,13 +90,13 @@ class Rehearsed:
     """A plan, and what its rehearsal showed.
 
     Attributes:
-        plan: what was rehearsed.
+        compared: the plan that was rehearsed, and its cluster.
         stage_a: pretraining.
         stage_b: reasoning enablement; None where the run has none.
         seconds: wall time.
     """
 
-    plan: Plan
+    compared: Comparison
     stage_a: RehearsedStage
     stage_b: RehearsedStage | None
     seconds: float
@@ -110,7 +110,7 @@ class Rehearsed:
         """As plain values."""
         stage_b = {} if self.stage_b is None else {"stage_b": self.stage_b.to_json()}
         return {
-            "name": self.plan.config.name,
+            "name": self.compared.config.name,
             "passed": self.passed,
             **self.stage_a.to_json(),
             **stage_b,
@@ -132,36 +132,37 @@ def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
     Raises:
         PlanError: if there is no plan that this version can run.
     """
-    began, made = time.monotonic(), plan(config, cluster)
-    if made.pick.missing:
-        raise PlanError("\n".join(unavailable(made.pick, config, cluster)))
-    small = rehearsals(config, made.pick)
-    planned = planned_stage_b(config, made.pick, cluster)
+    began, compared = time.monotonic(), compare(config, cluster)
+    plan = compared.plan
+    if plan.missing:
+        raise PlanError("\n".join(unavailable(plan, config, cluster)))
+    small = rehearsals(config, plan)
+    planned = planned_stage_b(config, plan, cluster)
     stage_b = [] if planned is None else [stage_b_rehearsal(config, planned, small[0])]
     with tempfile.TemporaryDirectory(prefix="cdrmix-rehearsal-") as folder:
         checks = _run(Path(folder), small, stage_b)
     found = RehearsedStage(
-        title=f"{config.name} on {cluster}: {made.pick.describe()}",
-        planned=made.pick.to_json(),
+        title=f"{config.name} on {cluster}: {plan.describe()}",
+        planned=plan.estimates_to_json(),
         small=small,
         checks=checks[: len(small)],
-        aspects=aspects(config, made.pick, small),
+        aspects=aspects(config, plan, small),
     )
     after = None
     if planned is not None:
         after = RehearsedStage(
-            title=_stage_b_title(made, planned),
+            title=_stage_b_title(compared, planned),
             planned=planned.to_json(),
             small=stage_b,
             checks=checks[len(small) :],
             aspects=stage_b_aspects(config, planned, stage_b[0]),
         )
-    return Rehearsed(made, found, after, time.monotonic() - began)
+    return Rehearsed(compared, found, after, time.monotonic() - began)
 
 
-def _stage_b_title(made: Plan, planned: Choice) -> str:
+def _stage_b_title(compared: Comparison, planned: Plan) -> str:
     title = f"Stage B: {describe(planned.name, planned.degrees)}"
-    if not made.stage_b_fits:
+    if not compared.stage_b_fits:
         title += "; does NOT fit that cluster's memory, see cdrmix plan"
     return title
 

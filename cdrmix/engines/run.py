@@ -27,7 +27,7 @@ from cdrmix.errors import TrainingError
 from cdrmix.monitoring.goodput import WallTime
 from cdrmix.monitoring.health import Health, Verdict
 from cdrmix.parallel.topology import Topology
-from cdrmix.planning.profile import Choice
+from cdrmix.planning.plan import Plan
 
 
 class Stage(Protocol):
@@ -91,7 +91,7 @@ class Start:
     """
 
     config: Config
-    choice: Choice
+    choice: Plan
     directory: RunDirectory
     requests: Requests
     heartbeat: Heartbeat
@@ -127,7 +127,7 @@ class Run:
     """
 
     config: Config
-    choice: Choice
+    choice: Plan
     topology: Topology
     directory: RunDirectory
     corpus: Corpus
@@ -175,7 +175,7 @@ class Run:
 
 
 def make_saver(
-    config: Config, choice: Choice, directory: RunDirectory, *, pinned: int | None = None
+    config: Config, choice: Plan, directory: RunDirectory, *, pinned: int | None = None
 ) -> Saver:
     """What writes the checkpoints of a run directory, and never drops that of step `pinned`."""
     return Saver(

@@ -18,7 +18,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import StateError
 from cdrmix.monitoring.sinks import write_json_atomic, write_text_atomic
 from cdrmix.planning.counts import count
-from cdrmix.planning.profile import Choice
+from cdrmix.planning.plan import Plan
 
 _LOCK = ".lock"
 LOG = "train.log"
@@ -173,7 +173,7 @@ def _run_of(resume: str) -> Path | None:
     return path.parent if path.name == "checkpoints" else path
 
 
-def describe(directory: RunDirectory, config: Config, choice: Choice) -> None:
+def describe(directory: RunDirectory, config: Config, choice: Plan) -> None:
     """Write what this run is: configuration, plan, environment."""
     if runtime.rank() != 0:
         return
@@ -188,7 +188,7 @@ def describe(directory: RunDirectory, config: Config, choice: Choice) -> None:
 
 
 def describe_stage_b(
-    directory: RunDirectory, config: Config, choice: Choice, num_steps: int
+    directory: RunDirectory, config: Config, choice: Plan, num_steps: int
 ) -> None:
     """Add to what Stage A wrote of this run, or, in a run of its own, write it.
 

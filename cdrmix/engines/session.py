@@ -28,13 +28,13 @@ from cdrmix.log import get_logger, log_to_file
 from cdrmix.monitoring.health import Health
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import make_topology
-from cdrmix.planning.profile import Choice
+from cdrmix.planning.plan import Plan
 
 logger = get_logger(__name__)
 
 
 def run_training(
-    config: Config, choice: Choice, *, run_dir: Path | None, resume: str, start_up: StartUp
+    config: Config, choice: Plan, *, run_dir: Path | None, resume: str, start_up: StartUp
 ) -> int:
     """Train as configured; every rank calls this once its process group is there.
 
@@ -59,7 +59,7 @@ def run_training(
 
 def _train(
     config: Config,
-    choice: Choice,
+    choice: Plan,
     requests: Requests,
     heartbeat: Heartbeat,
     *,
@@ -175,7 +175,7 @@ def _set_up(start: Start) -> Run:
     )
 
 
-def _announce(directory: RunDirectory, choice: Choice) -> None:
+def _announce(directory: RunDirectory, choice: Plan) -> None:
     """Open the log and say how the run is laid out."""
     if runtime.rank() != 0:
         return

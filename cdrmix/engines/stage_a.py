@@ -27,7 +27,7 @@ from cdrmix.objectives.router import router_losses
 from cdrmix.parallel.head import next_token_nats
 from cdrmix.parallel.statistics import mean_over_ranks
 from cdrmix.parallel.topology import Topology
-from cdrmix.planning.profile import Choice
+from cdrmix.planning.plan import Plan
 
 logger = get_logger(__name__)
 
@@ -119,7 +119,7 @@ def _training_set(config: Config, path: Path) -> TokenDataset | MixedDataset:
 
 
 def make_loader(
-    config: Config, choice: Choice, topology: Topology, train: TokenDataset | MixedDataset
+    config: Config, choice: Plan, topology: Topology, train: TokenDataset | MixedDataset
 ) -> Loader:
     """This rank's samples in the run's global order, whole also where it trains on some tokens."""
     return Loader(

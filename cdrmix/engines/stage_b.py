@@ -34,9 +34,8 @@ from cdrmix.engines.stage_b_optim import (
 )
 from cdrmix.errors import StateError
 from cdrmix.monitoring.health import Verdict
-from cdrmix.monitoring.metrics import memory_peak_bytes, record
+from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
 from cdrmix.parallel.shard import is_copy
-from cdrmix.reasoning.episodes import EPOCHS, KL_MARGIN
 from cdrmix.reasoning.parts import Part, is_stage_b, logical_name, part_of
 
 
@@ -154,9 +153,10 @@ class StageB:
     ) -> tuple[list[Metrics], int]:
         """Epochs on one batch of episodes, until the policy has moved far enough; what the last
         forward pass measured, and how many epochs were taken."""
-        farthest = KL_MARGIN * self._config.policy.kl_target
+        policy = self._config.policy
+        farthest = policy.kl_margin * policy.kl_target
         measured: list[Metrics] = []
-        for epoch in range(EPOCHS):
+        for epoch in range(policy.epochs):
             losses = [self._course.rollout_loss(each) for each in collected]
             measured = [
                 {**each.metrics, "loss": loss.detach(), **found}
@@ -166,7 +166,7 @@ class StageB:
             if epoch and self._kl(own) / weight > farthest:
                 return measured, epoch
             self._learn(run.engine, losses, slots, scale)
-        return measured, EPOCHS
+        return measured, policy.epochs
 
     @staticmethod
     def _kl(measured: list[Metrics]) -> float:
@@ -208,7 +208,7 @@ class StageB:
         group = "policy" if measured.phase == "policy" else "stage_b"
         means = {f"{group}/{name}": value for name, value in measured.means.items()}
         steps, seconds, _ = run.observer.take_window()
-        peak = memory_peak_bytes()
+        peak = take_memory_peak_bytes()
         own = (peak, peak / (runtime.device_memory_gib() * 2**30))
         peak, share = map(max, zip(*runtime.all_gather_object(own), strict=True))
         line = record(

@@ -31,8 +31,8 @@ from cdrmix.engines.stage_b_optim import Clip, Trained, make_clip, stage_b_adamw
 from cdrmix.log import get_logger
 from cdrmix.parallel.shard import mark_copy
 from cdrmix.parallel.topology import Topology, make_topology
-from cdrmix.planning.profile import Choice
-from cdrmix.planning.stage_b import stage_b_choice
+from cdrmix.planning.plan import Plan
+from cdrmix.planning.stage_b import stage_b_plan
 from cdrmix.reasoning.course import ReaderCourse
 from cdrmix.reasoning.parts import is_of_a_layer
 
@@ -61,7 +61,7 @@ def train_stage_b(start: Start, found: store.Found | None) -> bool:
     with start.heartbeat.phase("starting"):
         # as in a process of its own, whatever Stage A drew
         runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
-        choice = stage_b_choice(config, start.choice, world_size=runtime.world_size())
+        choice = stage_b_plan(config, start.choice, world_size=runtime.world_size())
         for reason in (*choice.reasons, *choice.warnings):
             logger.info("plan: %s", reason)
         run, course = _set_up(replace(start, choice=choice), found)
@@ -134,7 +134,7 @@ def _set_up(start: Start, found: store.Found | None) -> tuple[Run, ReaderCourse]
     return run, course
 
 
-def _start(course: Course, config: Config, choice: Choice, topology: Topology, clip: Clip) -> Any:
+def _start(course: Course, config: Config, choice: Plan, topology: Topology, clip: Clip) -> Any:
     """DeepSpeed's engine around what is trained."""
     assert config.stage_b is not None, "Stage B has its section"
     for name, parameter in course.model.named_parameters():

@@ -4,12 +4,14 @@ A record is one logged step: what metrics.jsonl holds per line. Names that are n
 refused when a record is made, so that a typo cannot start a second series.
 """
 
+import contextlib
 import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral
+from pathlib import Path
 from typing import Literal
 
 Reduction = Literal["sum", "mean", "max", "min", "none"]
@@ -45,7 +47,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens_seen", "tokens", "none"),
     Metric("tokens_per_second", "tokens", "none", "second", deterministic=False),
     Metric("step_seconds", "seconds", "none", "step", deterministic=False),
-    Metric("memory_peak_bytes", "bytes", "max", deterministic=False),
+    Metric("memory_peak_bytes", "bytes since the line before", "max", deterministic=False),
     # Overflow and entropy are not additive: they are computed from expert counts, and the router
     # losses from means, that were added up over the data ranks first.
     Metric("moe/overflow_fraction", "assignments over capacity", "none", "token assignment"),
@@ -73,7 +75,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/success", "score of the answers", "sum", "rollout"),
     Metric("policy/entropy", "nats", "sum", "memory operation"),
     Metric("policy/kl", "nats, from the policy that acted", "sum", "memory operation"),
-    Metric("policy/reference_kl", "nats, to the reference policy", "sum", "memory operation"),
     Metric("policy/clip_fraction", "share of ratios clipped", "sum", "memory operation"),
     Metric("policy/value_loss", "half the squared error", "sum", "memory operation"),
     Metric("policy/explained_variance", "share explained by the value head", "sum", "lesson"),
@@ -124,15 +125,27 @@ def deterministic_part(line: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if _look_up(name).deterministic}
 
 
-def memory_peak_bytes() -> int:
-    """Most memory this process has held so far: of the CUDA allocator once CUDA is in use, else
-    resident in main memory (bytes)."""
+def take_memory_peak_bytes() -> int:
+    """Most memory that this process has held since the last call (bytes).
+
+    That of the CUDA allocator once CUDA is in use, else what was resident in main memory. A later
+    spike below an earlier one would not be seen in the peak since the start. A kernel that cannot
+    begin a new peak of main memory (not Linux, or /proc mounted read-only) gives that one.
+    """
     import torch  # here, so that reports are written without loading torch
 
     if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB, macOS bytes
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes; Linux counts KiB
+    # VmHWM rather than ru_maxrss, which remembers what the process was before exec
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM begins anew
+    return int(kib) * 1024
 
 
 def _look_up(name: str) -> Metric:

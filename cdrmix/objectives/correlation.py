@@ -8,9 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Enough to keep the r features of a random projection apart, too little to be felt by the task.
-DECORRELATION_WEIGHT = 1e-2
-
 
 def correlation_loss(
     post: Tensor,
@@ -19,6 +16,7 @@ def correlation_loss(
     weights: Tensor,
     *,
     decay: float,
+    decorrelation_weight: float,
 ) -> Tensor:
     """Correlation objective of one adapter, summed over sequences.
 
@@ -37,6 +35,8 @@ def correlation_loss(
         recalled: H_t e_t, what the fast weights give for the eligibility trace, [B, T, r].
         weights: H after the last token, [B, r, r].
         decay: of the fast weights, per token.
+        decorrelation_weight: nu; 0.01 keeps the r features of a random projection apart, and is too
+            little to be felt by the task.
     Returns:
         Scalar, float32. Divide by the sequences of the whole global batch.
     """
@@ -47,6 +47,6 @@ def correlation_loss(
     diagonal = torch.diagonal(covariance, dim1=1, dim2=2)
     shared = covariance.square().sum((1, 2)) - diagonal.square().sum(1)
     per_sequence = (
-        -agreement + (1 - decay) / 2 * size + DECORRELATION_WEIGHT / post.shape[2] * shared
+        -agreement + (1 - decay) / 2 * size + decorrelation_weight / post.shape[2] * shared
     )
     return per_sequence.sum()

@@ -19,11 +19,11 @@ from cdrmix.parallel.stages import Pipeline, Stage
 from cdrmix.parallel.tensor import mark_copies, split_block
 from cdrmix.parallel.topology import Topology
 from cdrmix.parallel.vocabulary import split_embedding
-from cdrmix.planning.profile import Choice
+from cdrmix.planning.plan import Plan
 from cdrmix.planning.stages import stage_layers
 
 
-def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module:
+def build_model(config: Config, choice: Plan, topology: Topology) -> nn.Module:
     """This rank's part of the backbone on its device, with the initial values of the run's seed.
 
     Each block is made whole but for its experts, initialised as in any other layout, and then cut,
@@ -63,7 +63,7 @@ def build_model(config: Config, choice: Choice, topology: Topology) -> nn.Module
 
 def _stage(
     config: Config,
-    choice: Choice,
+    choice: Plan,
     topology: Topology,
     block: Callable[[ModelConfig, int], Block],
 ) -> Stage:

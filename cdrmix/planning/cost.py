@@ -14,7 +14,7 @@ from typing import Any
 from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops, parameters
-from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.memory import Group, MemoryModel, sharing
 from cdrmix.planning.sequence import attention_bytes, recurrence_bytes, state_bytes
 from cdrmix.planning.zero import gathered_in_a_micro_step
@@ -105,17 +105,17 @@ class CostModel:
             if p.layer is not None and any(part in p.name for part in _PARTIAL_GRADIENTS):
                 self.partial_gradients[p.layer] += p.num_elements
 
-    def estimate(self, arrangement: Arrangement) -> Cost:
+    def estimate(self, layout: Layout) -> Cost:
         """Time of one step."""
-        steps, pipeline = arrangement.gradient_accumulation_steps, arrangement.degrees.pipeline
-        compute = self._compute_seconds(arrangement)
-        traffic = self._per_micro_step(arrangement)
+        steps, pipeline = layout.gradient_accumulation_steps, layout.degrees.pipeline
+        compute = self._compute_seconds(layout)
+        traffic = self._per_micro_step(layout)
         passing = sum(t.seconds for t in traffic.values()) / steps
-        traffic |= self._gradients_and_weights(arrangement)
+        traffic |= self._gradients_and_weights(layout)
         once = sum(t.seconds for t in traffic.values()) - passing * steps
-        if arrangement.offloads_optimizer:
-            parameters = sum(self._held_by_fullest(arrangement.degrees).values())
-            shared = parameters / arrangement.degrees.data
+        if layout.offloads_optimizer:
+            parameters = sum(self._held_by_fullest(layout.degrees).values())
+            shared = parameters / layout.degrees.data
             once += shared * self.cluster.gpus_per_node / HOST_PARAMS_PER_SECOND
         seconds = (compute + passing) * (steps + pipeline - 1) + once
         tokens = self.training.tokens_per_step
@@ -132,19 +132,19 @@ class CostModel:
             days=self.training.num_steps * seconds / 86_400,
         )
 
-    def _compute_seconds(self, arrangement: Arrangement) -> float:
+    def _compute_seconds(self, layout: Layout) -> float:
         """One micro-step of the busiest stage."""
-        degrees = arrangement.degrees
+        degrees = layout.degrees
         stages = self.memory.stages(degrees.pipeline)
         forward = [sum(self.layer_flops[layer] for layer in stage) for stage in stages]
         if self.memory.kept.sequence_form(degrees) == "state":
             for stage in range(degrees.pipeline):
                 forward[stage] += self._rwkv_layers(degrees, stage) * self._state_flops
         forward[-1] += self.head_flops
-        passes = 4 if arrangement.activation_checkpointing else 3
-        flops = passes * max(forward) * self.memory.kept.tokens(arrangement) / degrees.tensor
+        passes = 4 if layout.activation_checkpointing else 3
+        flops = passes * max(forward) * self.memory.kept.tokens(layout) / degrees.tensor
         launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
-        launches *= self.memory.kept.spans(arrangement)
+        launches *= self.memory.kept.spans(layout)
         return flops / (self.peak * KERNEL_EFFICIENCY) + launches * passes / 3
 
     def _bandwidth(self, span: int) -> float:
@@ -152,12 +152,12 @@ class CostModel:
         inside = span <= self.cluster.gpus_per_node
         return self.cluster.intra_bandwidth if inside else self.cluster.inter_bandwidth
 
-    def _per_micro_step(self, arrangement: Arrangement) -> dict[str, Traffic]:
+    def _per_micro_step(self, layout: Layout) -> dict[str, Traffic]:
         """What blocks and stages exchange, over all micro-steps of a step."""
-        degrees, steps = arrangement.degrees, arrangement.gradient_accumulation_steps
+        degrees, steps = layout.degrees, layout.gradient_accumulation_steps
         layers = max(map(len, self.memory.stages(degrees.pipeline)))
-        again = 1 if arrangement.activation_checkpointing else 0
-        tokens = self.memory.kept.tokens(arrangement)
+        again = 1 if layout.activation_checkpointing else 0
+        tokens = self.memory.kept.tokens(layout)
         stream = tokens * self.model.hidden_size * self.size
         traffic: dict[str, Traffic] = {}
 
@@ -172,12 +172,12 @@ class CostModel:
             payload = layers * (4 + 2 * again) * rows
             add("expert_all_to_all", payload, moved=1 - 1 / expert, span=expert)
         if tensor > 1:
-            reduced, gathered = self._between_tensor_ranks(arrangement, stream)
+            reduced, gathered = self._between_tensor_ranks(layout, stream)
             add("tensor_all_reduce", reduced, moved=2 * (1 - 1 / tensor), span=tensor)
             add("tensor_all_gather", gathered, moved=1 - 1 / tensor, span=tensor)
         if sequence > 1:
             moved, span = 1 - 1 / sequence, tensor * sequence
-            tokens_for_heads, halos, states = self._between_sequence_ranks(arrangement)
+            tokens_for_heads, halos, states = self._between_sequence_ranks(layout)
             payload = (2 + again) * tokens_for_heads + halos
             add("sequence_all_to_all", payload, moved=moved, span=span)
             if states:
@@ -185,25 +185,25 @@ class CostModel:
                 add("sequence_states_reduced", states, moved=moved, span=span)
         if degrees.pipeline > 1:
             # forward to the next stage, and as many bytes of gradients to the one before
-            payload = max(map(sum, pairwise(self.memory.borders(arrangement))))
+            payload = max(map(sum, pairwise(self.memory.borders(layout))))
             add("pipeline_send", payload, moved=1, span=degrees.data * tensor + 1)
         return traffic
 
-    def _between_tensor_ranks(self, arrangement: Arrangement, stream: int) -> tuple[int, int]:
+    def _between_tensor_ranks(self, layout: Layout, stream: int) -> tuple[int, int]:
         """Bytes of a micro-step that are summed, and gathered; `stream` is one residual stream.
 
         A mixer's and a dense feed-forward's output forward, the gradient of their input backward;
         of experts both are gathered from the ranks' shares. Recomputation of a block ends before
         its last exchange, whose result nothing needs.
         """
-        stages = self.memory.stages(arrangement.degrees.pipeline)
+        stages = self.memory.stages(layout.degrees.pipeline)
         here = max(stages, key=len)
         ends = 2 if len(stages) == 1 else 1  # of embedding lookup and head, those on one stage
-        mixers = len(here) * (3 if arrangement.activation_checkpointing else 2)
+        mixers = len(here) * (3 if layout.activation_checkpointing else 2)
         feed_forwards = len(here) * 2
         partial = self.size * sum(self.partial_gradients[layer] for layer in here)
         # log total and label's score of each position, float32
-        scores = 8 * self.memory.kept.tokens(arrangement) * arrangement.degrees.tensor
+        scores = 8 * self.memory.kept.tokens(layout) * layout.degrees.tensor
         if self.model.moe is None:
             return (mixers + feed_forwards + ends) * stream + partial, scores
         return (mixers + ends) * stream + partial, feed_forwards * stream + scores
@@ -217,13 +217,13 @@ class CostModel:
         """Per token and RWKV layer: the op over K values more, and what enters added to y."""
         return 10 * self.model.hidden_size * self.model.head_dim
 
-    def _between_sequence_ranks(self, arrangement: Arrangement) -> tuple[float, float, float]:
+    def _between_sequence_ranks(self, layout: Layout) -> tuple[float, float, float]:
         """Bytes of the busiest stage in a micro-step: exchanges of tokens for heads in a forward
         pass; tokens that shifts take from the rank before, in all passes; states gathered."""
-        degrees, kept = arrangement.degrees, self.memory.kept
-        tokens, samples = kept.tokens(arrangement), arrangement.micro_batch_size
+        degrees, kept = layout.degrees, self.memory.kept
+        tokens, samples = kept.tokens(layout), layout.micro_batch_size
         form, most = kept.sequence_form(degrees), (0.0, 0.0, 0.0)
-        passes = 6 if arrangement.activation_checkpointing else 4
+        passes = 6 if layout.activation_checkpointing else 4
         for stage, layers in enumerate(self.memory.stages(degrees.pipeline)):
             rwkv = self._rwkv_layers(degrees, stage)
             heads = (len(layers) - rwkv) * attention_bytes(self.model, tokens, self.size)
@@ -236,13 +236,13 @@ class CostModel:
             most = max(most, (heads / degrees.tensor, halos, states / degrees.tensor), key=sum)
         return most
 
-    def _gradients_and_weights(self, arrangement: Arrangement) -> dict[str, Traffic]:
+    def _gradients_and_weights(self, layout: Layout) -> dict[str, Traffic]:
         """DeepSpeed 0.19.8 all-reduces gradients, in the type of the weights: under ZeRO-1 once a
         step, under ZeRO-2 in each micro-step; updated weights are gathered once."""
-        degrees = arrangement.degrees
-        if arrangement.zero_stage == 3:
-            return self._of_zero3(arrangement)
-        reductions = 1 if arrangement.zero_stage == 1 else arrangement.gradient_accumulation_steps
+        degrees = layout.degrees
+        if layout.zero_stage == 3:
+            return self._of_zero3(layout)
+        reductions = 1 if layout.zero_stage == 1 else layout.gradient_accumulation_steps
         held = self._held_by_fullest(degrees)
         reduced = gathered = reducing = gathering = 0.0
         bandwidth = self._bandwidth(degrees.data * degrees.tensor)
@@ -279,15 +279,15 @@ class CostModel:
         bandwidth = self._bandwidth(degrees.world_size)
         return {kind: Traffic(amount, amount / bandwidth) for kind, amount in amounts.items()}
 
-    def _of_zero3(self, arrangement: Arrangement) -> dict[str, Traffic]:
+    def _of_zero3(self, layout: Layout) -> dict[str, Traffic]:
         """Each micro-step gathers the weights and scatters the gradients, which a rank averages
         only its share of; what is kept whole is gathered once a step."""
-        data, steps = arrangement.degrees.data, arrangement.gradient_accumulation_steps
+        data, steps = layout.degrees.data, layout.gradient_accumulation_steps
         if data == 1:
             return {}
         cut = self.memory.cut_by_zero3()
         read = gathered_in_a_micro_step(
-            cut.blocks, embedding=cut.embedding, recompute=arrangement.activation_checkpointing
+            cut.blocks, embedding=cut.embedding, recompute=layout.activation_checkpointing
         )
         amounts = {
             "gradients_reduce_scatter": steps * self.size * cut.total,

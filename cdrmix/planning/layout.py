@@ -1,4 +1,4 @@
-"""A layout: what rules look at and what a plan comes to."""
+"""The combination that rules look at, and the layout that a plan comes to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Degrees:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Combination:
     """Configuration, degrees and DeepSpeed settings for a world.
 
     Attributes:
@@ -77,7 +77,7 @@ def offloads(deepspeed: dict[str, Any], what: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class Layout:
     """How a run is spread over ranks and steps: what its memory and its time follow from.
 
     Attributes:

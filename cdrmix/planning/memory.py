@@ -28,7 +28,7 @@ from cdrmix.planning.activations import Numerics, WKVForm
 from cdrmix.planning.cluster import GIB
 from cdrmix.planning.counts import Parameter, parameters
 from cdrmix.planning.kept import KeptActivations
-from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.rank_memory import Memory
 from cdrmix.planning.sequence import attention_bytes, recurrence_bytes, state_bytes
 from cdrmix.planning.stages import border_values, stage_layers
@@ -120,26 +120,24 @@ class MemoryModel:
             self._stages[pipeline] = stage_layers(self.model, length, pipeline)
         return self._stages[pipeline]
 
-    def estimate(self, arrangement: Arrangement, *, has_copy: bool | None = None) -> Memory:
+    def estimate(self, layout: Layout, *, has_copy: bool | None = None) -> Memory:
         """Bytes on the fullest rank; `has_copy`: of a checkpoint, by default if that may be made.
 
         Of the stages the first and last hold the embedding, earlier ones keep more micro-batches,
         and the first of those with most blocks holds the most weights: one of them is fullest.
         """
-        sizes = [len(stage) for stage in self.stages(arrangement.degrees.pipeline)]
+        sizes = [len(stage) for stage in self.stages(layout.degrees.pipeline)]
         stages = {0, min(1, len(sizes) - 1), sizes.index(max(sizes)), len(sizes) - 1}
-        found = (self.on_stage(arrangement, stage, has_copy=has_copy) for stage in sorted(stages))
+        found = (self.on_stage(layout, stage, has_copy=has_copy) for stage in sorted(stages))
         return max(found, key=_total)
 
-    def on_stage(
-        self, arrangement: Arrangement, stage: int, *, has_copy: bool | None = None
-    ) -> Memory:
+    def on_stage(self, layout: Layout, stage: int, *, has_copy: bool | None = None) -> Memory:
         """Bytes on a rank of one pipeline stage; `has_copy` as of `estimate`."""
-        states = self._states(arrangement, stage)
-        kept = self.kept.on_stage(arrangement, stage)
-        buffers = self._buffers(arrangement, stage, kept)
-        steps = arrangement.gradient_accumulation_steps
-        if arrangement.zero_stage == 2 and self.precision != "bf16" and steps > 1:
+        states = self._states(layout, stage)
+        kept = self.kept.on_stage(layout, stage)
+        buffers = self._buffers(layout, stage, kept)
+        steps = layout.gradient_accumulation_steps
+        if layout.zero_stage == 2 and self.precision != "bf16" and steps > 1:
             # DeepSpeed collects a micro-step's gradients before it adds them to those before
             buffers["gradients_of_a_micro_step"] = states.gradients
         memory = Memory(
@@ -149,15 +147,15 @@ class MemoryModel:
             has_copy = self.config.checkpoint.background is not False
         if not has_copy:
             return memory
-        copied = self._saved(arrangement, stage)
+        copied = self._saved(layout, stage)
         if self.numerics.device == "cuda":
             return replace(memory, checkpoint=copied)
         return replace(memory, buffers=buffers | {"checkpoint_copy": copied})
 
-    def _saved(self, arrangement: Arrangement, stage: int) -> int:
+    def _saved(self, layout: Layout, stage: int) -> int:
         """Bytes of a rank's share of a checkpoint: float32 masters and both moments."""
-        degrees = arrangement.degrees
-        if arrangement.zero_stage == 3:
+        degrees = layout.degrees
+        if layout.zero_stage == 3:
             return 12 * sum(-(-elements.on(1) // degrees.data) for _, elements in self._listed)
         held = self.held(degrees, stage)
         return 12 * sum(-(-n // sharing(degrees, group)) for group, n in held.items())
@@ -178,18 +176,18 @@ class MemoryModel:
         held = {group: total.on(_spread(degrees, group)) for group, total in groups.items()}
         return {group: elements for group, elements in held.items() if elements}
 
-    def _states(self, arrangement: Arrangement, stage: int) -> zero.States:
+    def _states(self, layout: Layout, stage: int) -> zero.States:
         """Bytes of weights, gradients and optimizer."""
-        if arrangement.zero_stage == 3:
-            return self._zero3_states(arrangement)
-        degrees, size = arrangement.degrees, self.numerics.element_bytes
+        if layout.zero_stage == 3:
+            return self._zero3_states(layout)
+        degrees, size = layout.degrees, self.numerics.element_bytes
         held = self.held(degrees, stage)
         padded = {g: _padded(n, sharing(degrees, g)) for g, n in held.items()}
         parts = {g: n // sharing(degrees, g) for g, n in padded.items()}
         shared = sum(parts.values())
         optimizer = 12 * shared + 4 * len(parts)  # AdamW counts its steps in a tensor
         weights = size * sum(padded.values())
-        if arrangement.zero_stage == 1:
+        if layout.zero_stage == 1:
             gradients = size * sum(held.values())
             if self.precision == "bf16":
                 gradients += 4 * sum(padded.values())
@@ -198,12 +196,12 @@ class MemoryModel:
         else:
             gradients = size * self._touched(degrees, parts)
         states = zero.States(weights, gradients, optimizer)
-        if not arrangement.offloads_optimizer:
+        if not layout.offloads_optimizer:
             return states
         accumulated = 0
         if self.precision != "bf16":  # where a float32 partition on the device sums them
             states = replace(states, gradients=0)
-            if arrangement.gradient_accumulation_steps > 1:
+            if layout.gradient_accumulation_steps > 1:
                 accumulated = self._touched(degrees, parts)
         return zero.offloaded(
             states,
@@ -213,8 +211,8 @@ class MemoryModel:
             element_bytes=size,
         )
 
-    def _zero3_states(self, arrangement: Arrangement) -> zero.States:
-        data, size = arrangement.degrees.data, self.numerics.element_bytes
+    def _zero3_states(self, layout: Layout) -> zero.States:
+        data, size = layout.degrees.data, self.numerics.element_bytes
         groups = [
             [elements.on(1) for group, elements in self._listed if group == wanted]
             for wanted in GROUPS
@@ -232,8 +230,8 @@ class MemoryModel:
             shared=sum(-(-n // data) for group in groups for n in group),
             whole=zero.persistent(groups) if apart else 0,
             element_bytes=size,
-            optimizer=arrangement.offloads_optimizer,
-            parameters=arrangement.offloads_parameters,
+            optimizer=layout.offloads_optimizer,
+            parameters=layout.offloads_parameters,
         )
 
     def cut_by_zero3(self) -> CutParameters:
@@ -275,65 +273,68 @@ class MemoryModel:
 
     # --- what a micro-step takes ----------------------------------------------------------------
 
-    def borders(self, arrangement: Arrangement) -> list[int]:
+    def borders(self, layout: Layout) -> list[int]:
         """Bytes of a micro-batch that cross the border before each stage, and after the last."""
-        degrees, size = arrangement.degrees, self.numerics.element_bytes
-        stages, tokens = self.stages(degrees.pipeline), self.kept.tokens(arrangement)
+        degrees, size = layout.degrees, self.numerics.element_bytes
+        stages, tokens = self.stages(degrees.pipeline), self.kept.tokens(layout)
         values = border_values(self.model, stages, tensor=degrees.tensor)
         return [size * tokens * each for each in values]
 
-    def _buffers(self, arrangement: Arrangement, stage: int, kept: int) -> dict[str, int]:
+    def _buffers(self, layout: Layout, stage: int, kept: int) -> dict[str, int]:
         """What comes and goes within a step, by kind."""
-        degrees, size = arrangement.degrees, self.numerics.element_bytes
-        tokens = self.kept.tokens(arrangement)
+        degrees, size = layout.degrees, self.numerics.element_bytes
+        tokens = self.kept.tokens(layout)
         buffers = {
-            "gradient_buckets": self._buckets(arrangement, stage, kept),
-            "workspace": self._workspace(arrangement, stage),
+            "gradient_buckets": self._buckets(layout, stage, kept),
+            "workspace": self._workspace(layout, stage),
         }
         if stage == degrees.pipeline - 1:
             buffers["logits"] = self._logits(degrees, tokens)
+        mask = self.kept.segment_mask(layout)
+        if mask:  # first as truth values, compared and cut to the lower triangle, a byte each
+            buffers["segment_mask"] = 2 * mask // size
         if degrees.expert > 1:
-            buffers["all_to_all"] = self._all_to_all(degrees, self.kept.span_tokens(arrangement))
+            buffers["all_to_all"] = self._all_to_all(degrees, self.kept.span_tokens(layout))
         if degrees.sequence > 1:
-            buffers["sequence_exchange"] = self._sequence_exchange(arrangement)
-        if arrangement.zero_stage == 3:
+            buffers["sequence_exchange"] = self._sequence_exchange(layout)
+        if layout.zero_stage == 3:
             elements = [e.on(1) for _, e in self._listed if e.on(1) > zero.PERSISTENT_ELEMENTS]
             whole = zero.gathered(sum(elements), largest=self._largest(degrees))
             buffers["gathered_weights"] = size * whole
-        elif arrangement.offloads_optimizer:  # a gradient on its way to the host
+        elif layout.offloads_optimizer:  # a gradient on its way to the host
             buffers["offloaded_gradient"] = size * self._largest(degrees)
         if degrees.pipeline > 1:  # of each micro-batch in flight, and those that are being sent
-            before, after = self.borders(arrangement)[stage : stage + 2]
-            buffers["pipeline"] = (self.kept.in_flight(arrangement, stage) + 1) * (before + after)
+            before, after = self.borders(layout)[stage : stage + 2]
+            buffers["pipeline"] = (self.kept.in_flight(layout, stage) + 1) * (before + after)
         if self.numerics.device == "cuda":
             moving = kept + sum(buffers.values())
             buffers["fragmentation"] = int(FRAGMENTED_SHARE * moving)
             buffers["context"] = CONTEXT_BYTES
         return buffers
 
-    def _buckets(self, arrangement: Arrangement, stage: int, kept: int) -> int:
+    def _buckets(self, layout: Layout, stage: int, kept: int) -> int:
         """DeepSpeed's reduction of gradients, beyond the activations that are free by then."""
-        size, bucket = self.numerics.element_bytes, arrangement.bucket_elements
-        held = self.held(arrangement.degrees, stage)
-        shared = {g: sharing(arrangement.degrees, g) for g in held}
-        if arrangement.zero_stage == 1 and self.precision == "bf16":
+        size, bucket = self.numerics.element_bytes, layout.bucket_elements
+        held = self.held(layout.degrees, stage)
+        shared = {g: sharing(layout.degrees, g) for g in held}
+        if layout.zero_stage == 1 and self.precision == "bf16":
             # each group is cast to bf16 in one piece after the last backward pass
             return max(0, 2 * max(held.values()) - kept)
         # allocated at the first gradient of a backward pass, while most activations are there
         total = size * bucket
-        if arrangement.zero_stage >= 2 and max(shared.values()) > 1:
+        if layout.zero_stage >= 2 and max(shared.values()) > 1:
             total += size * min(bucket, sum(held.values()))  # slices for one rank, flattened
         if self.precision != "bf16":  # the step flattens a group's partition in float32
             largest = max(n // shared[g] for g, n in held.items())
             # the pipeline engine asks for another bucket, too, after the last backward pass
-            again = size * bucket if arrangement.degrees.pipeline > 1 else 0
+            again = size * bucket if layout.degrees.pipeline > 1 else 0
             total += max(0, 4 * largest + again - kept)
         return total
 
-    def _workspace(self, arrangement: Arrangement, stage: int) -> int:
+    def _workspace(self, layout: Layout, stage: int) -> int:
         """Gradients of one block's activations and of its largest parameters, on their way."""
-        degrees, size = arrangement.degrees, self.numerics.element_bytes
-        tokens, span = self.kept.tokens(arrangement), self.kept.span_tokens(arrangement)
+        degrees, size = layout.degrees, self.numerics.element_bytes
+        tokens, span = self.kept.tokens(layout), self.kept.span_tokens(layout)
         model = self.model
         inner = model.ffn_hidden_size
         if model.moe is not None:
@@ -345,11 +346,11 @@ class MemoryModel:
         # where a sequence is spread, its mixers are recomputed over all tokens of the rank
         mixed = span if self.kept.sequence_form(degrees) == "whole" else tokens
         passing = max(feed_forward * span, mixer * mixed) // degrees.tensor
-        return passing + self.block_gradients(arrangement, stage)
+        return passing + self.block_gradients(layout, stage)
 
-    def block_gradients(self, arrangement: Arrangement, stage: int) -> int:
+    def block_gradients(self, layout: Layout, stage: int) -> int:
         """Bytes of the gradients of a block's largest parameters; no part of a frozen one's."""
-        degrees, model = arrangement.degrees, self.model
+        degrees, model = layout.degrees, self.model
         layer = self._layers[self.stages(degrees.pipeline)[stage][0]]
         dense = 2 * model.hidden_size * model.ffn_hidden_size
         return self.numerics.element_bytes * (layer["experts"].on(degrees.expert) or dense)
@@ -365,15 +366,15 @@ class MemoryModel:
         matrix = self.model.vocab_size // degrees.tensor * self.model.hidden_size
         return matrix * (4 if size == 4 else 4 + size)
 
-    def _sequence_exchange(self, arrangement: Arrangement) -> int:
+    def _sequence_exchange(self, layout: Layout) -> int:
         """The larger message of both mixers, sent and received."""
-        degrees, tokens = arrangement.degrees, self.kept.tokens(arrangement)
+        degrees, tokens = layout.degrees, self.kept.tokens(layout)
         size = self.numerics.element_bytes
         largest = attention_bytes(self.model, tokens, size)
         if self.kept.sequence_form(degrees) == "heads":
             largest = max(largest, recurrence_bytes(self.model, tokens, size))
         else:
-            samples = arrangement.micro_batch_size
+            samples = layout.micro_batch_size
             largest = max(largest, state_bytes(self.model, samples, degrees.sequence))
         return 2 * largest // degrees.tensor
 

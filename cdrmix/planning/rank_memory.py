@@ -8,9 +8,6 @@ from typing import Any
 
 from cdrmix.planning.cluster import GIB, Cluster
 
-# Of a device's memory, what a plan may fill.
-USABLE_SHARE = 0.9
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -51,13 +48,13 @@ class Memory:
         states = self.weights + self.gradients + self.optimizer
         return states + self.activations + sum(self.buffers.values())
 
-    def fits(self, cluster: Cluster) -> bool:
-        """Whether it stays within 90 % of the device's memory, and of the host's."""
-        return self.total <= USABLE_SHARE * cluster.memory_bytes and self.fits_host(cluster)
+    def fits(self, cluster: Cluster, *, share: float) -> bool:
+        """True if it stays within `share` of the device's memory, and of the host's."""
+        return self.total <= share * cluster.memory_bytes and self.fits_host(cluster, share=share)
 
-    def fits_host(self, cluster: Cluster) -> bool:
-        """Whether what is beside devices stays within 90 % of the host's memory, all its ranks."""
-        return self.on_host * cluster.gpus_per_node <= USABLE_SHARE * cluster.host_memory_gib * GIB
+    def fits_host(self, cluster: Cluster, *, share: float) -> bool:
+        """True if all ranks of a host stay within `share` of its memory."""
+        return self.on_host * cluster.gpus_per_node <= share * cluster.host_memory_gib * GIB
 
     def to_json(self) -> dict[str, Any]:
         """Bytes by part as plain values."""

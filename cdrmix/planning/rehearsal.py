@@ -13,8 +13,8 @@ from typing import Any
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
-from cdrmix.planning.layout import Arrangement, Degrees
-from cdrmix.planning.search import Candidate
+from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.plan import Plan
 
 # Processes that a laptop runs at once.
 MOST_RANKS = 8
@@ -76,13 +76,13 @@ class Aspect:
     is_exercised: bool | None
 
 
-def rehearsals(config: Config, pick: Candidate) -> list[Rehearsal]:
+def rehearsals(config: Config, plan: Plan) -> list[Rehearsal]:
     """The small layouts that together have every axis of a plan: one, or two where one would need
     more processes than a laptop runs."""
-    made = pick.arrangement
+    layout = plan.layout
     return [
-        Rehearsal(_small_config(config, made, degrees), pick.profile, degrees)
-        for degrees in small_degrees(made.degrees)
+        Rehearsal(_small_config(config, layout, degrees), plan.profile, degrees)
+        for degrees in small_degrees(layout.degrees)
     ]
 
 
@@ -106,9 +106,9 @@ def small_degrees(planned: Degrees) -> list[Degrees]:
     ]
 
 
-def _small_config(config: Config, made: Arrangement, degrees: Degrees) -> Config:
-    accumulation = min(2, made.gradient_accumulation_steps)
-    micro = min(2, made.micro_batch_size)
+def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
+    accumulation = min(2, layout.gradient_accumulation_steps)
+    micro = min(2, layout.micro_batch_size)
     values = config.model_dump(mode="json", exclude_unset=True)
     values["name"] = f"{config.name}-rehearsal"
     values["model"] = _small_model(config.model, degrees)
@@ -128,8 +128,8 @@ def _small_config(config: Config, made: Arrangement, degrees: Degrees) -> Config
         "micro_batch_size": micro,
         "sequence_length": SEQUENCE_LENGTH,
         "precision": "fp32",  # so that rounding does not hide a wrong sum
-        "activation_checkpointing": made.activation_checkpointing,
-        "sequence_checkpoint_tokens": made.sequence_checkpoint_tokens and SMALL_SPAN_TOKENS,
+        "activation_checkpointing": layout.activation_checkpointing,
+        "sequence_checkpoint_tokens": layout.sequence_checkpoint_tokens and SMALL_SPAN_TOKENS,
     }
     values["checkpoint"] = {"every_steps": SAVED_STEP, "keep": STEPS}
     values["monitoring"] = {"log_every_steps": 1}
@@ -170,26 +170,26 @@ def _small_model(model: ModelConfig, degrees: Degrees) -> dict[str, Any]:
     }
 
 
-def aspects(config: Config, pick: Candidate, small: list[Rehearsal]) -> list[Aspect]:
-    """What of a plan its rehearsals exercise, and what they cannot."""
-    made = pick.arrangement
-    degrees = made.degrees
+def aspects(config: Config, plan: Plan, small: list[Rehearsal]) -> list[Aspect]:
+    """Lists the properties of a plan that its rehearsals cover, and those they do not."""
+    layout = plan.layout
+    degrees = layout.degrees
     found = [
         degree_aspect(axis, getattr(degrees, axis), [getattr(each.degrees, axis) for each in small])
         for axis in ("pipeline", "tensor", "sequence", "expert")
     ]
     readers = [each.degrees.sample_ranks for each in small]
     found.append(degree_aspect("ranks with samples of their own", degrees.sample_ranks, readers))
-    accumulated = min(2, made.gradient_accumulation_steps)
-    found.append(_kept("accumulation", made.gradient_accumulation_steps, accumulated, small))
-    found.append(_same("DeepSpeed profile", pick.profile, small))
-    found.append(_same("activation checkpointing", _on(made.activation_checkpointing), small))
-    if made.sequence_checkpoint_tokens is not None:
-        planned = f"spans of {made.sequence_checkpoint_tokens:,} tokens"
+    accumulated = min(2, layout.gradient_accumulation_steps)
+    found.append(_kept("accumulation", layout.gradient_accumulation_steps, accumulated, small))
+    found.append(_same("DeepSpeed profile", plan.profile, small))
+    found.append(_same("activation checkpointing", _on(layout.activation_checkpointing), small))
+    if layout.sequence_checkpoint_tokens is not None:
+        planned = f"spans of {layout.sequence_checkpoint_tokens:,} tokens"
         shown = (f"spans of {SMALL_SPAN_TOKENS} tokens",) * len(small)
         found.append(Aspect("sequence checkpointing", planned, shown, True))
     found.append(_same("schedule", f"{config.model.schedule}, both kinds of blocks", small))
-    found += _not_exercised(config, made, small)
+    found += _not_exercised(config, layout, small)
     return found
 
 
@@ -206,8 +206,8 @@ def _same(name: str, value: str, small: list[Rehearsal]) -> Aspect:
     return Aspect(name, value, (value,) * len(small), True)
 
 
-def _not_exercised(config: Config, made: Arrangement, small: list[Rehearsal]) -> list[Aspect]:
-    """What only the cluster itself can show."""
+def _not_exercised(config: Config, layout: Layout, small: list[Rehearsal]) -> list[Aspect]:
+    """Properties that only the cluster itself can show."""
     shown = small[0].config
     rows = [
         ("precision", config.training.precision, "fp32"),
@@ -223,7 +223,7 @@ def _not_exercised(config: Config, made: Arrangement, small: list[Rehearsal]) ->
         for name, planned, rehearsed in rows
     ]
     ranks = tuple(str(each.degrees.world_size) for each in small)
-    planned = f"{made.degrees.world_size:,}"
+    planned = f"{layout.degrees.world_size:,}"
     return [*found, Aspect("ranks", planned, ranks, planned in ranks)]
 
 

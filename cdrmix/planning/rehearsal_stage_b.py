@@ -9,10 +9,10 @@ from cdrmix.config.reasoning import StageBConfig, StageBTraining
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import Cluster, processes
 from cdrmix.planning.layout import Degrees
-from cdrmix.planning.profile import Choice, carried_out, choose
+from cdrmix.planning.plan import Plan
+from cdrmix.planning.profile import choose
 from cdrmix.planning.rehearsal import STEPS, Aspect, Rehearsal, degree_aspect, small_degrees
-from cdrmix.planning.search import Candidate
-from cdrmix.planning.stage_b import stage_b_choice
+from cdrmix.planning.stage_b import stage_b_plan
 
 PHASE_STEPS = 2  # so that one of them starts from what the phase has changed
 WINDOW_TOKENS = 128  # whose segments hold a sentence of any task in the corpus's short tokens
@@ -21,15 +21,14 @@ TEXTS, GROUP_SIZE = 2, 2
 SUMMARY_DIM, MEMORY_TOKENS = 64, 512
 
 
-def planned_stage_b(config: Config, pick: Candidate, cluster: Cluster) -> Choice | None:
-    """How a plan lays Stage B out on a cluster; None where the run has no Stage B."""
+def planned_stage_b(config: Config, plan: Plan, cluster: Cluster) -> Plan | None:
+    """Plan of Stage B on a cluster, from that of Stage A; None where the run has no Stage B."""
     if config.stage_b is None or config.training.stage == "a":
         return None
-    choice = carried_out(pick, config, cluster)
-    return stage_b_choice(config, choice, world_size=cluster.world_size)
+    return stage_b_plan(config, plan, world_size=cluster.world_size)
 
 
-def stage_b_rehearsal(config: Config, planned: Choice, stage_a: Rehearsal) -> Rehearsal:
+def stage_b_rehearsal(config: Config, planned: Plan, stage_a: Rehearsal) -> Rehearsal:
     """The small layout of Stage B, on the backbone of a small Stage A.
 
     Its degrees are those that Stage B takes on so many ranks.
@@ -41,8 +40,8 @@ def stage_b_rehearsal(config: Config, planned: Choice, stage_a: Rehearsal) -> Re
     """
     (wanted,) = small_degrees(planned.degrees)
     small = _small_config(_section(config), planned, stage_a.config, wanted)
-    choice = choose(small, processes(wanted.world_size), profile=planned.name)
-    taken = stage_b_choice(small, choice, world_size=wanted.world_size)
+    chosen = choose(small, processes(wanted.world_size), profile=planned.name)
+    taken = stage_b_plan(small, chosen, world_size=wanted.world_size)
     assert small.checkpoint.every_steps is not None, "given"
     return Rehearsal(
         config=small,
@@ -54,7 +53,7 @@ def stage_b_rehearsal(config: Config, planned: Choice, stage_a: Rehearsal) -> Re
 
 
 def _small_config(
-    stage_b: StageBConfig, planned: Choice, stage_a: Config, degrees: Degrees
+    stage_b: StageBConfig, planned: Plan, stage_a: Config, degrees: Degrees
 ) -> Config:
     steps = PHASE_STEPS * len(stage_b.training.phases)
     values = stage_a.model_dump(mode="json", exclude_unset=True)
@@ -84,7 +83,7 @@ def _small_memory(stage_b: StageBConfig) -> dict[str, Any]:
     }
 
 
-def _small_training(training: StageBTraining, planned: Choice, degrees: Degrees) -> dict[str, Any]:
+def _small_training(training: StageBTraining, planned: Plan, degrees: Degrees) -> dict[str, Any]:
     lengths = ("memory_steps", "adapter_steps", "joint_steps", "policy_steps")
     is_uneven = _empty(training, planned.degrees, planned.gradient_accumulation_steps) > 0
     slots = 2 if is_uneven else min(2, planned.gradient_accumulation_steps)
@@ -102,8 +101,8 @@ def _small_training(training: StageBTraining, planned: Choice, degrees: Degrees)
     )
 
 
-def stage_b_aspects(config: Config, planned: Choice, small: Rehearsal) -> list[Aspect]:
-    """What of a plan's Stage B its rehearsal exercises, and what it cannot.
+def stage_b_aspects(config: Config, planned: Plan, small: Rehearsal) -> list[Aspect]:
+    """Lists the properties of a plan's Stage B that its rehearsal covers, and the others.
 
     Args:
         config: of the run, with a Stage B.
@@ -124,10 +123,8 @@ def stage_b_aspects(config: Config, planned: Choice, small: Rehearsal) -> list[A
     ]
 
 
-def _kept(
-    config: Config, planned: Choice, small: Rehearsal
-) -> Iterator[tuple[str, str, tuple[str]]]:
-    """What is there on the small layout as it is in the plan, if with smaller numbers."""
+def _kept(config: Config, planned: Plan, small: Rehearsal) -> Iterator[tuple[str, str, tuple[str]]]:
+    """Properties that the small layout shares with the plan, if with smaller numbers."""
     there, here = _section(config), _section(small.config)
     slots, shown_slots = planned.gradient_accumulation_steps, _slots(here.training, small.degrees)
     yield "DeepSpeed profile", planned.name, (small.profile,)
@@ -146,7 +143,7 @@ def _kept(
 
 
 def _shrunk(config: Config, small: Rehearsal, world_size: int) -> Iterator[tuple[str, str, str]]:
-    """What only the cluster itself, or a whole run, can show."""
+    """Properties that only the cluster itself, or a whole run, can show."""
     there, here = _section(config), _section(small.config)
     window = there.training.window_tokens or config.training.sequence_length
     yield "precision", config.training.precision, small.config.training.precision

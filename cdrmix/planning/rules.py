@@ -1,6 +1,6 @@
 """The table of combinations that are refused, each with its reason and source.
 
-A rule looks at a whole layout: configuration, degrees, DeepSpeed settings, world. All that are
+A rule looks at a whole combination: configuration, degrees, DeepSpeed settings, world. All that are
 broken are reported at once, before any process group starts.
 """
 
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cdrmix.errors import PlanError
-from cdrmix.planning.layout import Layout
+from cdrmix.planning import scale
+from cdrmix.planning.counts import count
+from cdrmix.planning.layout import Combination
 
 UNAVAILABLE = "not available in this version"
 _OF_RANKS = "layout of ranks"  # as the source of a rule
@@ -32,8 +34,8 @@ class Rule:
     """
 
     id: str
-    applies: Callable[[Layout], bool]
-    message: Callable[[Layout], str]
+    applies: Callable[[Combination], bool]
+    message: Callable[[Combination], str]
     source: str
     about: Literal["config", "profile"] = "config"
 
@@ -42,34 +44,34 @@ class Rule:
         """Whether the combination is sound, and only not built yet."""
         return self.source == THIS_VERSION
 
-    def told(self, layout: Layout) -> str:
+    def told(self, combination: Combination) -> str:
         """The message with its place: name of the configuration, or profile."""
-        place = layout.config.name if self.about == "config" else layout.profile
-        return f"{place}: {self.message(layout)}"
+        place = combination.config.name if self.about == "config" else combination.profile
+        return f"{place}: {self.message(combination)}"
 
 
-def check(layout: Layout, *, of_this_version: bool = True) -> None:
-    """Refuse a layout that cannot run.
+def check(combination: Combination, *, of_this_version: bool = True) -> None:
+    """Refuse a combination that cannot run.
 
     Args:
-        layout: what is checked.
+        combination: what is checked.
         of_this_version: whether to refuse also what is sound, and only not built yet.
 
     Raises:
         PlanError: naming every rule that is broken, one to a line.
     """
     asked = [rule for rule in RULES if of_this_version or not rule.is_about_this_version]
-    broken = [rule for rule in asked if rule.applies(layout)]
+    broken = [rule for rule in asked if rule.applies(combination)]
     if any(rule.source == _OF_RANKS for rule in broken):
         # how many ranks read samples is not known before the degrees are right
         broken = [rule for rule in broken if rule.id != "batch-divides"]
     if broken:
-        raise PlanError("\n".join(rule.told(layout) for rule in broken))
+        raise PlanError("\n".join(rule.told(combination) for rule in broken))
 
 
-def advise(layout: Layout) -> list[str]:
+def advise(combination: Combination) -> list[str]:
     """What runs, but at a cost that the user may not expect: one line each."""
-    return [rule.told(layout) for rule in WARNINGS if rule.applies(layout)]
+    return [rule.told(combination) for rule in WARNINGS if rule.applies(combination)]
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
@@ -87,7 +89,7 @@ def _nearest_multiples(step: int, wanted: int) -> str:
 
 
 # What a degree must divide: name, number, why. Experts of a dense model have a rule of their own.
-_Divided = tuple[str, Callable[[Layout], int], str]
+_Divided = tuple[str, Callable[[Combination], int], str]
 _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
     "tensor": (
         ("model.num_heads", lambda x: x.model.num_heads, "heads are split"),
@@ -131,32 +133,32 @@ _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
 def _must_divide(degree: str, divided: _Divided) -> Rule:
     target, number, why = divided
 
-    def given(layout: Layout) -> int:
-        return int(getattr(layout.degrees, degree))
+    def given(combination: Combination) -> int:
+        return int(getattr(combination.degrees, degree))
 
-    def message(layout: Layout) -> str:
-        common = math.gcd(*(other(layout) for _, other, _ in _MUST_DIVIDE[degree]))
-        legal = nearest_divisors(common, given(layout))
+    def message(combination: Combination) -> str:
+        common = math.gcd(*(other(combination) for _, other, _ in _MUST_DIVIDE[degree]))
+        legal = nearest_divisors(common, given(combination))
         return (
-            f"parallel.{degree} = {given(layout)} does not divide {target} = {number(layout)} "
-            f"({why}). Try parallel.{degree} = {legal}"
+            f"parallel.{degree} = {given(combination)} does not divide {target} = "
+            f"{number(combination)} ({why}). Try parallel.{degree} = {legal}"
         )
 
     name = target.split(" / ")[0].rsplit(".", 1)[-1].replace("_", "-")
     return Rule(
         f"{degree}-divides-{name}",
-        lambda layout: number(layout) % given(layout) != 0,
+        lambda combination: number(combination) % given(combination) != 0,
         message,
         _OF_RANKS,
     )
 
 
-def _world_differs(layout: Layout) -> bool:
-    return layout.degrees.world_size != layout.world_size
+def _world_differs(combination: Combination) -> bool:
+    return combination.degrees.world_size != combination.world_size
 
 
-def _world_message(layout: Layout) -> str:
-    degrees, world = layout.degrees, layout.world_size
+def _world_message(combination: Combination) -> str:
+    degrees, world = combination.degrees, combination.world_size
     inner = degrees.tensor * degrees.pipeline
     needs = (
         f"parallel.data * tensor * pipeline = {degrees.data} * {degrees.tensor} * "
@@ -164,24 +166,24 @@ def _world_message(layout: Layout) -> str:
     )
     if world % inner:
         return f"{needs}. Try {_nearest_multiples(inner, world)} ranks"
-    outer, is_open = world // inner, not {"tensor", "pipeline"} <= _given(layout)
+    outer, is_open = world // inner, not {"tensor", "pipeline"} <= _given(combination)
     legal = str(outer)
     if is_open and outer % degrees.data:  # what it leaves over, the other axes may take
         legal = nearest_divisors(outer, degrees.data)
     return f"{needs}. Try parallel.data = {legal}, or leave it out"
 
 
-def _given(layout: Layout) -> set[str]:
-    return layout.config.parallel.model_fields_set
+def _given(combination: Combination) -> set[str]:
+    return combination.config.parallel.model_fields_set
 
 
-def _batch_step(layout: Layout) -> int:
-    return (layout.training.micro_batch_size or 1) * layout.degrees.sample_ranks
+def _batch_step(combination: Combination) -> int:
+    return (combination.training.micro_batch_size or 1) * combination.degrees.sample_ranks
 
 
-def _batch_message(layout: Layout) -> str:
-    batch, ranks = layout.training.global_batch_size, layout.degrees.sample_ranks
-    micro = layout.training.micro_batch_size or 1
+def _batch_message(combination: Combination) -> str:
+    batch, ranks = combination.training.global_batch_size, combination.degrees.sample_ranks
+    micro = combination.training.micro_batch_size or 1
     given = (
         f"training.global_batch_size = {batch} is no multiple of {micro} * {ranks} (micro batch * "
         "data ranks with samples of their own)"
@@ -195,21 +197,21 @@ def _batch_message(layout: Layout) -> str:
     )
 
 
-def _borders_are_split(layout: Layout) -> bool:
+def _borders_are_split(combination: Combination) -> bool:
     """Whether tensor ranks share out what crosses a border; DeepSpeed's default is that they do."""
-    pipeline = layout.deepspeed.get("pipeline", {})
+    pipeline = combination.deepspeed.get("pipeline", {})
     split = any(pipeline.get(key, True) for key in ("pipe_partitioned", "grad_partitioned"))
-    return split and layout.degrees.pipeline > 1 and layout.degrees.tensor > 1
+    return split and combination.degrees.pipeline > 1 and combination.degrees.tensor > 1
 
 
-def _clipped_wrongly(layout: Layout) -> bool:
-    spread = layout.degrees.expert > 1 or layout.degrees.pipeline > 1
-    return layout.zero_stage == 0 and layout.training.gradient_clipping > 0 and spread
+def _clipped_wrongly(combination: Combination) -> bool:
+    spread = combination.degrees.expert > 1 or combination.degrees.pipeline > 1
+    return combination.zero_stage == 0 and combination.training.gradient_clipping > 0 and spread
 
 
-def _unfused(layout: Layout) -> bool:
-    halved = layout.training.precision != "fp32"
-    return layout.zero_stage == 0 and halved and layout.degrees.pipeline == 1
+def _unfused(combination: Combination) -> bool:
+    halved = combination.training.precision != "fp32"
+    return combination.zero_stage == 0 and halved and combination.degrees.pipeline == 1
 
 
 # Settings of ZeRO that DeepSpeed's MoE layer asserts, and whose other value is not its default.
@@ -223,33 +225,48 @@ _ZERO_PLUS_PLUS = (
 )
 
 
-def _zero(layout: Layout) -> dict[str, Any]:
-    section: dict[str, Any] = layout.deepspeed.get("zero_optimization", {})
+def _zero(combination: Combination) -> dict[str, Any]:
+    section: dict[str, Any] = combination.deepspeed.get("zero_optimization", {})
     return section
 
 
-def _withheld_from_experts(layout: Layout) -> list[str]:
-    return [name for name in _NEEDED_BY_EXPERTS if not _zero(layout).get(name, True)]
+def _withheld_from_experts(combination: Combination) -> list[str]:
+    return [name for name in _NEEDED_BY_EXPERTS if not _zero(combination).get(name, True)]
 
 
-def _quantized_or_doubled(layout: Layout) -> list[str]:
+def _quantized_or_doubled(combination: Combination) -> list[str]:
     # a group of one rank is DeepSpeed's default
     return [
-        name for name in _ZERO_PLUS_PLUS if _zero(layout).get(name, 0) > (name.endswith("size"))
+        name
+        for name in _ZERO_PLUS_PLUS
+        if _zero(combination).get(name, 0) > (name.endswith("size"))
     ]
 
 
-def _offloads(layout: Layout) -> list[str]:
-    return [what for what in ("offload_optimizer", "offload_param") if layout.offloads(what)]
+def _offloads(combination: Combination) -> list[str]:
+    return [what for what in ("offload_optimizer", "offload_param") if combination.offloads(what)]
 
 
-def _to_nvme(layout: Layout) -> list[str]:
-    return [what for what in _offloads(layout) if _zero(layout)[what]["device"] == "nvme"]
+def _to_nvme(combination: Combination) -> list[str]:
+    return [what for what in _offloads(combination) if _zero(combination)[what]["device"] == "nvme"]
 
 
-def _partly_offloaded(layout: Layout) -> bool:
-    section = _zero(layout).get("offload_optimizer", {})
+def _partly_offloaded(combination: Combination) -> bool:
+    section = _zero(combination).get("offload_optimizer", {})
     return section.get("ratio", 1.0) != 1.0 or section.get("super_offload", False)
+
+
+def _keeps_a_large_models_activations(combination: Combination) -> bool:
+    training = combination.training
+    if "activation_checkpointing" not in training.model_fields_set:  # the plan decides
+        return False
+    if training.activation_checkpointing or training.stage == "b":  # which trains little of it
+        return False
+    return _total_params(combination) >= scale.STAGED_PARAMS
+
+
+def _total_params(combination: Combination) -> int:
+    return count(combination.model, combination.training.sequence_length).total_params
 
 
 RULES: tuple[Rule, ...] = (
@@ -278,6 +295,16 @@ RULES: tuple[Rule, ...] = (
         lambda x: x.training.global_batch_size % _batch_step(x) != 0,
         _batch_message,
         "the global batch is the same on every cluster",
+    ),
+    Rule(
+        "large-without-recomputation",
+        _keeps_a_large_models_activations,
+        lambda x: (
+            f"training.activation_checkpointing = false with {_total_params(x) / 1e9:.3g}B "
+            f"parameters: from {scale.STAGED_PARAMS / 1e9:.0f}B on every block is recomputed, as "
+            "what blocks keep outgrows the weights. Try true, or leave it out"
+        ),
+        "rules of the model's size: planning/scale.py",
     ),
     Rule(
         "moe-with-stage-3",

@@ -1,13 +1,15 @@
-"""All layouts of a configuration on a cluster, each with its memory and its time, and the best."""
+"""All layouts of a configuration on a cluster, each with its memory and its time, and the best.
+
+Legal combinations of degrees and profile follow from the configuration and the number of ranks
+alone (`combinations`); what they take is estimated afterwards (`search`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import cache, cached_property
-from pathlib import Path
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from cdrmix.config.schema import Config
 from cdrmix.planning import rules, scale
@@ -15,8 +17,9 @@ from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.cost import Cost, CostModel
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Arrangement, Degrees, Layout
+from cdrmix.planning.layout import Combination, Degrees, Layout
 from cdrmix.planning.memory import MemoryModel
+from cdrmix.planning.plan import Plan
 from cdrmix.planning.rank_memory import Memory
 
 # Bounds of what is enumerated, so that a plan takes well under two seconds.
@@ -28,70 +31,21 @@ LARGEST_MICRO_BATCH = 16
 SPEED_STEP = 1.03
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One layout with what it takes.
+class Legal(NamedTuple):
+    """A combination that no rule about correctness refuses.
 
     Attributes:
         profile: DeepSpeed profile: shipped name, or path of the user's file.
-        arrangement: degrees, batch sizes, checkpointing.
-        memory: bytes on the fullest rank.
-        cost: time of a step.
-        fits: whether memory stays within 90 % of the device's, and of the host's.
+        combination: degrees and the settings of the profile.
         missing: what this version cannot carry out yet; empty if it can.
-        is_usual: whether it is what the model's size asks for (`scale`).
     """
 
     profile: str
-    arrangement: Arrangement
-    memory: Memory
-    cost: Cost
-    fits: bool
+    combination: Combination
     missing: tuple[str, ...]
-    is_usual: bool
-
-    @cached_property
-    def preference(self) -> tuple[int, int, int]:
-        """Sorts better layouts of equal standing first."""
-        degrees = self.arrangement.degrees
-        speed = round(math.log(self.cost.tokens_per_second) / math.log(SPEED_STEP))
-        axes = (degrees.tensor, degrees.pipeline, degrees.sequence, degrees.expert)
-        parts = sum(degree > 1 for degree in axes) + self.arrangement.zero_stage
-        parts += self.arrangement.activation_checkpointing + self.arrangement.offloads_optimizer
-        return -speed, parts, self.memory.total
-
-    def describe(self) -> str:
-        """In one line, with the names of the configuration."""
-        a, d = self.arrangement, self.arrangement.degrees
-        axes = ("data", "tensor", "pipeline", "sequence", "expert")
-        spread = " x ".join(f"{axis} {getattr(d, axis)}" for axis in axes if getattr(d, axis) > 1)
-        recomputed = ", activation checkpointing" if a.activation_checkpointing else ""
-        if a.sequence_checkpoint_tokens is not None:
-            recomputed += f" by {a.sequence_checkpoint_tokens:,} tokens"
-        batch = f"micro batch {a.micro_batch_size}"
-        return f"{Path(self.profile).stem}, {spread or 'one rank'}, {batch}{recomputed}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Layout, memory and time as plain values."""
-        made = self.arrangement
-        return {
-            "profile": Path(self.profile).stem,
-            "degrees": asdict(made.degrees),
-            "micro_batch_size": made.micro_batch_size,
-            "gradient_accumulation_steps": made.gradient_accumulation_steps,
-            "activation_checkpointing": made.activation_checkpointing,
-            "sequence_checkpoint_tokens": made.sequence_checkpoint_tokens,
-            "memory_per_rank_bytes": self.memory.to_json(),
-            "buffers_bytes": self.memory.buffers,
-            "host_memory_per_rank_bytes": self.memory.on_host,
-            "saves_in_background": self.memory.saves_in_background,
-            "fits": self.fits and not self.missing,
-            "not_available": list(self.missing),
-            **self.cost.to_json(),
-        }
 
 
-def candidates(config: Config, cluster: Cluster, *, profile: str | None = None) -> list[Candidate]:
+def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> list[Plan]:
     """Every legal layout, in order of preference: those that this version carries out first, of
     these those that fit, of these those with room for checkpoints in the background, of these the
     usual ones for the model's size, of these those that offload nothing, of these the fastest.
@@ -106,46 +60,75 @@ def candidates(config: Config, cluster: Cluster, *, profile: str | None = None) 
     memory_model = MemoryModel(config, cluster.device)
     cost_model = CostModel(memory_model, cluster)
     total = count(config.model, config.training.sequence_length).total_params
+    share = config.training.memory_share
     usual: dict[tuple[Degrees, int, bool], bool] = {}
-    found = []
-    for name, arrangement, missing in _arrangements(config, cluster, profile, total):
-        memory = _memory(memory_model, arrangement, cluster)
-        fits = memory.fits(cluster)
-        cost = cost_model.estimate(arrangement)
-        key = (arrangement.degrees, arrangement.zero_stage, arrangement.offloads_optimizer)
-        if key not in usual:
-            usual[key] = _is_usual(config, arrangement, total)
-        found.append(Candidate(name, arrangement, memory, cost, fits, missing, usual[key]))
-    return sorted(found, key=_standing)
+    ranked = []
+    legal = combinations(
+        config,
+        world_size=cluster.world_size,
+        gpus_per_node=cluster.gpus_per_node,
+        profile=profile,
+    )
+    for name, combination, missing in legal:
+        for layout in _layouts(combination, total):
+            memory = _memory(memory_model, layout, cluster)
+            key = (layout.degrees, layout.zero_stage, layout.offloads_optimizer)
+            if key not in usual:
+                usual[key] = _is_usual(config, layout, total)
+            plan = Plan(
+                profile=name,
+                layout=layout,
+                memory=memory,
+                cost=cost_model.estimate(layout),
+                saves_in_background=memory.saves_in_background,
+                deepspeed=combination.deepspeed | _of_the_run(combination, layout),
+                fits=memory.fits(cluster, share=share),
+                missing=missing,
+                is_usual=usual[key],
+            )
+            ranked.append((_standing(plan), plan))
+    return [plan for _, plan in sorted(ranked, key=lambda each: each[0])]
 
 
-def _memory(model: MemoryModel, arrangement: Arrangement, cluster: Cluster) -> Memory:
-    """What a layout takes, without the copy of a checkpoint where hosts have no room for it and the
+def _memory(model: MemoryModel, layout: Layout, cluster: Cluster) -> Memory:
+    """Memory of a layout, without the copy of a checkpoint where hosts have no room for it and the
     configuration leaves that open."""
-    memory = model.estimate(arrangement)
+    memory = model.estimate(layout)
     # on CPUs the hosts hold everything
-    has_room = memory.fits(cluster) if cluster.device == "cpu" else memory.fits_host(cluster)
+    fits = memory.fits if cluster.device == "cpu" else memory.fits_host
+    has_room = fits(cluster, share=model.config.training.memory_share)
     if has_room or model.config.checkpoint.background is not None:
         return memory
-    return model.estimate(arrangement, has_copy=False)
+    return model.estimate(layout, has_copy=False)
 
 
-def _standing(candidate: Candidate) -> tuple[Any, ...]:
+def _standing(plan: Plan) -> tuple[Any, ...]:
+    """Sorts better plans first."""
+    memory, cost = plan.estimates()
     # what does not fit is ordered by how little it is too large
-    excess = 0 if candidate.fits else candidate.memory.total
-    lacking, usual = bool(candidate.missing), candidate.is_usual
-    in_front = not candidate.memory.saves_in_background
+    excess = 0 if plan.fits else memory.total
     # how fast a host steps is assumed: nothing is offloaded where it need not be
-    on_host = candidate.arrangement.offloads_optimizer
-    return lacking, not candidate.fits, excess, in_front, not usual, on_host, candidate.preference
+    on_host = plan.layout.offloads_optimizer
+    standing = (bool(plan.missing), not plan.fits, excess, not plan.saves_in_background)
+    return *standing, not plan.is_usual, on_host, _preference(plan.layout, memory, cost)
 
 
-def _is_usual(config: Config, arrangement: Arrangement, total_params: int) -> bool:
-    degrees, dense = arrangement.degrees, config.model.moe is None
+def _preference(layout: Layout, memory: Memory, cost: Cost) -> tuple[int, int, int]:
+    """Sorts better layouts of equal standing first."""
+    degrees = layout.degrees
+    speed = round(math.log(cost.tokens_per_second) / math.log(SPEED_STEP))
+    axes = (degrees.tensor, degrees.pipeline, degrees.sequence, degrees.expert)
+    parts = sum(degree > 1 for degree in axes) + layout.zero_stage
+    parts += layout.activation_checkpointing + layout.offloads_optimizer
+    return -speed, parts, memory.total
+
+
+def _is_usual(config: Config, layout: Layout, total_params: int) -> bool:
+    degrees, dense = layout.degrees, config.model.moe is None
     stage, _ = scale.zero_stage(total_params, data=degrees.data, pipeline=degrees.pipeline)
     # what ZeRO-2 cannot hold of a dense model, ZeRO-3 does before its matrices are cut
     stages = {stage, 3} if dense and degrees.data > 1 else {stage}
-    if arrangement.zero_stage not in stages or arrangement.offloads_optimizer:
+    if layout.zero_stage not in stages or layout.offloads_optimizer:
         return False
     if not scale.has_axes_of_its_size(config, degrees, total_params):
         return False
@@ -160,20 +143,27 @@ def _is_usual(config: Config, arrangement: Arrangement, total_params: int) -> bo
     return degrees.expert == expert
 
 
-def _arrangements(
-    config: Config, cluster: Cluster, given: str | None, total_params: int
-) -> Iterator[tuple[str, Arrangement, tuple[str, ...]]]:
-    """Legal arrangements with the profile of each, and what this version lacks for it."""
-    read = cache(lambda profile: read_profile(profile_path(profile)))  # anew in each search
-    for degrees in _degrees(config, cluster):
-        for profile in _profiles(config, degrees) if given is None else [given]:
-            layout = Layout(config, degrees, read(profile), profile, cluster.world_size)
-            broken = [rule for rule in rules.RULES if rule.applies(layout)]
-            if any(not rule.is_about_this_version for rule in broken):
-                continue
-            missing = tuple(rule.id.removesuffix("-unavailable") for rule in broken)
-            for made in _batched(config, layout, total_params):
-                yield profile, made, missing
+def combinations(
+    config: Config, *, world_size: int, gpus_per_node: int, profile: str | None = None
+) -> Iterator[Legal]:
+    """Legal combinations of degrees and profile; neither memory nor time is looked at.
+
+    Args:
+        config: of the run; degrees that it gives are kept.
+        world_size: number of ranks.
+        gpus_per_node: ranks of a node, which tensor ranks do not leave.
+        profile: name or path; all that are shipped when left out.
+    Raises:
+        PlanError: if a profile cannot be read.
+    """
+    read = cache(lambda name: read_profile(profile_path(name)))  # anew in each search
+    for degrees in _degrees(config, world_size, gpus_per_node):
+        for name in _profiles(config, degrees) if profile is None else [profile]:
+            combination = Combination(config, degrees, read(name), name, world_size)
+            broken = [rule for rule in rules.RULES if rule.applies(combination)]
+            if all(rule.is_about_this_version for rule in broken):
+                missing = tuple(rule.id.removesuffix("-unavailable") for rule in broken)
+                yield Legal(name, combination, missing)
 
 
 def _profiles(config: Config, degrees: Degrees) -> list[str]:
@@ -184,9 +174,10 @@ def _profiles(config: Config, degrees: Degrees) -> list[str]:
     return names if config.model.moe else [*names, "zero3", "zero3_offload"]
 
 
-def _batched(config: Config, layout: Layout, total_params: int) -> Iterator[Arrangement]:
-    """A layout with every micro batch, kept and recomputed."""
-    degrees, zero = layout.degrees, layout.deepspeed.get("zero_optimization", {})
+def _layouts(combination: Combination, total_params: int) -> Iterator[Layout]:
+    """A combination with every micro batch, kept and recomputed."""
+    config, degrees = combination.config, combination.degrees
+    zero = combination.deepspeed.get("zero_optimization", {})
     for micro, steps in _batches(config, degrees):
         for recompute in _checkpointing(config):
             span, _ = scale.sequence_checkpoint_tokens(
@@ -195,24 +186,47 @@ def _batched(config: Config, layout: Layout, total_params: int) -> Iterator[Arra
                 recompute=recompute,
                 total_params=total_params,
             )
-            yield Arrangement(
+            yield Layout(
                 degrees,
-                layout.zero_stage,
+                combination.zero_stage,
                 micro,
                 steps,
                 recompute,
                 span,
-                offloads_optimizer=layout.offloads("offload_optimizer"),
-                offloads_parameters=layout.offloads("offload_param"),
-                bucket_elements=int(zero.get("reduce_bucket_size", Arrangement.bucket_elements)),
+                offloads_optimizer=combination.offloads("offload_optimizer"),
+                offloads_parameters=combination.offloads("offload_param"),
+                bucket_elements=int(zero.get("reduce_bucket_size", Layout.bucket_elements)),
             )
 
 
-def _degrees(config: Config, cluster: Cluster) -> Iterator[Degrees]:
-    given, model, world = config.parallel, config.model, cluster.world_size
+def _of_the_run(combination: Combination, layout: Layout) -> dict[str, Any]:
+    """DeepSpeed settings that belong to the run and follow from the configuration."""
+    training, micro = combination.training, layout.micro_batch_size
+    steps = layout.gradient_accumulation_steps
+    settings: dict[str, Any] = {
+        # Sequence ranks are data ranks to DeepSpeed, so its batch counts a shared sample by rank.
+        "train_batch_size": micro * steps * layout.degrees.data,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": training.gradient_clipping,
+    }
+    if training.precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+        # hundreds of micro-steps summed in bf16 would lose the small ones
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if training.precision == "fp16":
+        settings["fp16"] = {"enabled": True, "loss_scale": 0}  # 0: scaled dynamically
+    if combination.offloads("offload_optimizer"):
+        # the loop's own AdamW steps on the host, with torch's kernel for it
+        settings["zero_force_ds_cpu_optimizer"] = False
+    return settings
+
+
+def _degrees(config: Config, world: int, gpus_per_node: int) -> Iterator[Degrees]:
+    given, model = config.parallel, config.model
     is_set = given.model_fields_set
     heads = math.gcd(model.num_heads, model.num_kv_heads)
-    within = math.gcd(heads, model.vocab_size, cluster.gpus_per_node)
+    within = math.gcd(heads, model.vocab_size, gpus_per_node)
     tensors = [given.tensor] if "tensor" in is_set else _divisors(within, LARGEST_TENSOR)
     deepest = min(model.num_layers, LARGEST_PIPELINE)
     experts = _divisors(model.moe.num_experts, world) if model.moe else [1]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from cdrmix.config.schema import Config
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Degrees
-from cdrmix.planning.profile import Choice
+from cdrmix.planning.plan import Plan
 from cdrmix.planning.stage_b_memory import stage_b_window
 from cdrmix.planning.stages import stage_layers
 
@@ -21,23 +21,23 @@ def stage_b_layers(config: Config, pipeline: int) -> list[range]:
     return stage_layers(config.model, stage_b_window(config), pipeline)
 
 
-def stage_b_choice(config: Config, choice: Choice, *, world_size: int) -> Choice:
+def stage_b_plan(config: Config, plan: Plan, *, world_size: int) -> Plan:
     """The layout of Stage B on the ranks of a run.
 
     Args:
         config: with a Stage B.
-        choice: of Stage A on the same ranks; its ZeRO stage is kept where Stage B has it.
+        plan: of Stage A on the same ranks; its ZeRO stage is kept where Stage B has it.
         world_size: number of ranks, which the stages of Stage B divide.
     """
     assert config.stage_b is not None, "Stage B has its section"
     lessons = config.stage_b.training.lessons_per_step
-    pipeline = choice.stage_b_pipeline
+    pipeline = plan.stage_b_pipeline
     data = world_size // pipeline
     # where data ranks do not divide the lessons, some micro-steps stay empty
     slots = -(-lessons // data)
-    name = "zero1" if choice.zero_stage <= 1 else "zero2"
+    name = "zero1" if plan.zero_stage <= 1 else "zero2"
     kept = ("bf16", "fp16", "data_types")  # follow from the precision
-    settings = {key: choice.deepspeed[key] for key in kept if key in choice.deepspeed} | {
+    settings = {key: plan.deepspeed[key] for key in kept if key in plan.deepspeed} | {
         "train_batch_size": slots * data,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": slots,
@@ -55,11 +55,10 @@ def stage_b_choice(config: Config, choice: Choice, *, world_size: int) -> Choice
             f"micro-steps empty. Try stage_b.training.lessons_per_step = {slots * data}"
         )
     return replace(
-        choice,
-        name=name,
-        path=profile_path(name),
-        arrangement=replace(
-            choice.arrangement,
+        plan,
+        profile=name,
+        layout=replace(
+            plan.layout,
             degrees=Degrees(data=data, tensor=1, pipeline=pipeline, sequence=1, expert=1),
             zero_stage=1 if name == "zero1" else 2,
             micro_batch_size=1,
@@ -70,7 +69,9 @@ def stage_b_choice(config: Config, choice: Choice, *, world_size: int) -> Choice
             offloads_parameters=False,
         ),
         memory=None,
+        cost=None,
+        fits=plan.stage_b is None or plan.stage_b.fits,
         deepspeed=read_profile(profile_path(name)) | settings,
-        reasons=reasons,
-        warnings=warnings,
+        reasons=tuple(reasons),
+        warnings=tuple(warnings),
     )

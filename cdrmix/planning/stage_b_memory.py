@@ -21,10 +21,10 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.counts import parameters, stage_b_params
-from cdrmix.planning.layout import Arrangement, Degrees
+from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.lesson_size import lesson_tokens
 from cdrmix.planning.memory import CONTEXT_BYTES, FRAGMENTED_SHARE, MemoryModel
-from cdrmix.planning.rank_memory import USABLE_SHARE, Memory
+from cdrmix.planning.rank_memory import Memory
 from cdrmix.planning.rules import nearest_divisors
 from cdrmix.planning.stages import border_values
 
@@ -38,12 +38,14 @@ class StageBLayout:
     Attributes:
         degrees: data ranks share out the lessons, stages of a pipeline the backbone's blocks.
         memory: bytes on the fullest rank.
+        fits: whether memory stays within the usable share of the device's, and of the host's.
         is_given: whether the configuration says so.
         whole: bytes on a rank that held the whole backbone.
     """
 
     degrees: Degrees
     memory: Memory
+    fits: bool
     is_given: bool
     whole: Memory
 
@@ -62,9 +64,9 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
     stage_b = config.stage_b
     if stage_b is None or config.training.stage == "a":
         return None
+    check_stage_b(config, cluster.world_size)
     world, given = cluster.world_size, stage_b.pipeline
-    if given is not None:
-        _check(config, given, world)
+    share = config.training.memory_share
     is_frozen = stage_b.training.backbone_lr_scale == 0
     most = config.model.num_layers if is_frozen else 1
     sizes = [given] if given else [n for n in range(1, most + 1) if world % n == 0]
@@ -72,14 +74,16 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
     found = []
     for pipeline in sizes:
         found.append((model.estimate(pipeline), pipeline))
-        if found[-1][0].fits(cluster):
+        if found[-1][0].fits(cluster, share=share):
             break
     memory, pipeline = found[-1]
-    if not memory.fits(cluster):
+    if not memory.fits(cluster, share=share):
         memory, pipeline = min(found, key=lambda each: each[0].total)
     whole = memory if pipeline == 1 else model.estimate(1)
     degrees = Degrees(data=world // pipeline, tensor=1, pipeline=pipeline, sequence=1, expert=1)
-    return StageBLayout(degrees, memory, given is not None, whole)
+    return StageBLayout(
+        degrees, memory, memory.fits(cluster, share=share), given is not None, whole
+    )
 
 
 def stage_b_window(config: Config) -> int:
@@ -88,17 +92,24 @@ def stage_b_window(config: Config) -> int:
     return config.stage_b.training.window_tokens or config.training.sequence_length
 
 
-def _check(config: Config, pipeline: int, world: int) -> None:
-    layers = config.model.num_layers
+def check_stage_b(config: Config, world_size: int) -> None:
+    """Refuse stages of Stage B that are no layout of these ranks.
+
+    Raises:
+        PlanError: if `stage_b.pipeline` is given, and cannot be.
+    """
+    if config.stage_b is None or config.stage_b.pipeline is None or config.training.stage == "a":
+        return
+    pipeline, layers = config.stage_b.pipeline, config.model.num_layers
     if pipeline > layers:
         raise PlanError(
             f"{config.name}: stage_b.pipeline = {pipeline} is more than model.num_layers = "
             f"{layers}, and a stage needs a block. Try at most that"
         )
-    if world % pipeline:
+    if world_size % pipeline:
         raise PlanError(
-            f"{config.name}: stage_b.pipeline = {pipeline} does not divide the {world} ranks. Try "
-            f"stage_b.pipeline = {nearest_divisors(world, pipeline)}, or leave it out"
+            f"{config.name}: stage_b.pipeline = {pipeline} does not divide the {world_size} ranks. "
+            f"Try stage_b.pipeline = {nearest_divisors(world_size, pipeline)}, or leave it out"
         )
 
 
@@ -111,15 +122,16 @@ class _Model:
         self._zero_stage, self._window = zero_stage, stage_b_window(config)
         self._is_frozen = config.stage_b.training.backbone_lr_scale == 0
         one_window = config.training.model_copy(update={"sequence_length": self._window})
-        self._memory = MemoryModel(
-            config.model_copy(update={"training": one_window}), cluster.device
-        )
+        # lessons are single texts
+        apart = config.data.model_copy(update={"segment_documents": False})
+        lessons = config.model_copy(update={"training": one_window, "data": apart})
+        self._memory = MemoryModel(lessons, cluster.device)
         self._tokens = lesson_tokens(
             config.stage_b.training,
             window_tokens=self._window,
             sequence_length=config.training.sequence_length,
         )
-        self._whole = self._memory.on_stage(_arrangement(1), 0)
+        self._whole = self._memory.on_stage(_layout(1), 0)
         self._params = Counter[int | None]()  # by block; None: those around them
         for parameter in parameters(config.model):
             self._params[parameter.layer] += parameter.num_elements
@@ -154,16 +166,16 @@ class _Model:
     def _activations(self, pipeline: int, stage: int) -> int:
         """Bytes of a window: of the blocks here, of what enters them, and of all around them."""
         kept, stages = self._memory.kept, self._memory.stages(pipeline)
-        around = self._whole.activations - kept.of_blocks(_arrangement(1), 0)
+        around = self._whole.activations - kept.of_blocks(_layout(1), 0)
         if self._is_frozen:  # so is the head, whose gradient would be formed with the loss
             around -= 4 * self._config.model.vocab_size * self._config.model.hidden_size
         entering = border_values(self._config.model, stages, tensor=1)[stage] * self._window
         entering *= self._memory.numerics.element_bytes
-        return int(around + kept.of_blocks(_arrangement(pipeline), stage)) + entering
+        return int(around + kept.of_blocks(_layout(pipeline), stage)) + entering
 
     def _buffers(self, pipeline: int, stage: int, *, moving: int) -> dict[str, int]:
         """What comes and goes beside `moving` bytes; logits are on every stage."""
-        model, cut = self._memory, _arrangement(pipeline)
+        model, cut = self._memory, _layout(pipeline)
         buffers = {
             "workspace": model.on_stage(cut, stage).buffers["workspace"],
             "logits": self._whole.buffers["logits"],
@@ -177,14 +189,15 @@ class _Model:
         return buffers
 
 
-def _arrangement(pipeline: int) -> Arrangement:
+def _layout(pipeline: int) -> Layout:
     degrees = Degrees(data=1, tensor=1, pipeline=pipeline, sequence=1, expert=1)
-    return Arrangement(degrees, 1, 1, 1, activation_checkpointing=False)
+    return Layout(degrees, 1, 1, 1, activation_checkpointing=False)
 
 
 def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> str:
     """How much of a device Stage B fills, and what would take less where that is too much."""
     there, memory = cluster.memory_bytes, layout.memory
+    share = config.training.memory_share
     held = "as every rank holds the whole backbone"
     if layout.degrees.pipeline > 1:
         why = f"whole it would take {layout.whole.total / GIB:.1f} GiB"
@@ -196,13 +209,13 @@ def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> st
         f"{memory.weights / GIB:.1f} of weights, {held}, "
         f"{memory.activations / GIB:.1f} of activations of a lesson"
     )
-    if memory.fits(cluster):
-        return f"{told}: within the 90 % that a plan may fill"
-    told += ": NOT within the 90 % that a plan may fill"
+    if layout.fits:
+        return f"{told}: within the {100 * share:g} % that a plan may fill"
+    told += f": NOT within the {100 * share:g} % that a plan may fill"
     assert config.stage_b is not None, "Stage B has its section"
     if config.stage_b.training.backbone_lr_scale > 0:
         told += ". A frozen backbone (backbone_lr_scale = 0) can be shared out over stages"
-    least = (memory.total - memory.activations) / USABLE_SHARE
+    least = (memory.total - memory.activations) / share
     if least < there:
         return f"{told}. Try fewer stage_b.training.texts_per_lesson or a smaller window_tokens"
     return (

@@ -142,7 +142,12 @@ class PlasticAdapter(nn.Module):
         correlation = None
         if with_correlation:
             correlation = correlation_loss(
-                stored.post, stored.strength, read[:, :, 1], weights, decay=self.config.decay
+                stored.post,
+                stored.strength,
+                read[:, :, 1],
+                weights,
+                decay=self.config.decay,
+                decorrelation_weight=self.config.decorrelation_weight,
             )
         after = FastWeights(weights, trace[:, -1])
         y, limited_changes = self._changed(y0, read[:, :, 0])

@@ -170,7 +170,7 @@ def opened(
     encoder = weights_digest(
         (name, tensor) for name, tensor in reader.named_parameters() if name.startswith(_KEY_PARTS)
     )
-    size = reader.config.memory.summary_dim
+    size, eviction = reader.config.memory.summary_dim, reader.config.memory.eviction
     if not make and not has_index(folder):
         raise StateError(
             f"{folder}: no episodic memory was saved here. Read a text into it first: give "
@@ -181,11 +181,20 @@ def opened(
             stack.enter_context(_alone(folder))
             if has_index(folder):
                 index = load_index(
-                    folder, encoder=encoder, tokenizer=tokenizer, key_size=size, max_tokens=most
+                    folder,
+                    encoder=encoder,
+                    tokenizer=tokenizer,
+                    key_size=size,
+                    max_tokens=most,
+                    eviction=eviction,
                 )
             else:
                 index = EpisodicIndex(
-                    key_size=size, max_tokens=most, encoder=encoder, tokenizer=tokenizer
+                    key_size=size,
+                    max_tokens=most,
+                    encoder=encoder,
+                    tokenizer=tokenizer,
+                    eviction=eviction,
                 )
         before = list(index.entries) if has_index(folder) else None
         yield index

@@ -28,12 +28,7 @@ from cdrmix.reasoning.environment import Environment, State
 from cdrmix.reasoning.policy import Decision, MemoryPolicy
 from cdrmix.reasoning.speculation import merge
 
-ENTROPY_WEIGHT = 0.003
-VALUE_WEIGHT = 0.5
 REFERENCE_KL_WEIGHT = 1e-3
-EPOCHS = 4
-# Epochs on one batch of rollouts end where the policy has moved this many times its KL target.
-KL_MARGIN = 1.5
 
 
 @dataclass(frozen=True)
@@ -223,8 +218,8 @@ def policy_loss(
         reference_logprobs=reference_logprobs,
         clip_ratio=config.clip_ratio,
         kl_weight=REFERENCE_KL_WEIGHT,
-        value_weight=VALUE_WEIGHT,
-        entropy_weight=ENTROPY_WEIGHT,
+        value_weight=config.value_weight,
+        entropy_weight=config.entropy_weight,
     )
 
 
@@ -238,7 +233,7 @@ def learn_from(
     gradient_clipping: float = 1.0,
     reference: MemoryPolicy | None = None,
 ) -> Update:
-    """Up to four epochs on one batch of rollouts, on one process.
+    """Up to `config.epochs` epochs on one batch of rollouts, on one process.
 
     Args:
         policy: learns.
@@ -253,9 +248,9 @@ def learn_from(
     advantages = group_advantages(grouped).flatten()
     rollouts = rollouts.last(config.horizon)
     epochs = 0
-    for _ in range(EPOCHS):
+    for _ in range(config.epochs):
         loss, metrics = policy_loss(policy, rollouts, advantages, config, reference=reference)
-        if epochs and float(metrics.kl / metrics.steps) > KL_MARGIN * config.kl_target:
+        if epochs and float(metrics.kl / metrics.steps) > config.kl_margin * config.kl_target:
             break
         optimizer.zero_grad()
         (loss / metrics.steps).backward()

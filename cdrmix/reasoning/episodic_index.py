@@ -19,11 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cdrmix.config.reasoning import EvictionConfig
+
 # Above this cosine two keys are one: the entry takes the newer segment's text.
 DUPLICATE_COSINE = 0.95
 # Below this cosine an entry is not about the query.
 LEAST_SCORE = 0.2
-HALF_LIFE_STEPS = 1024
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,20 @@ class EpisodicIndex:
         max_tokens: capacity (tokens of all entries together).
         encoder: digest of the encoder that makes keys and queries.
         tokenizer: digest of the tokenizer that gives the segments' ids.
+        eviction: how the entries that leave are chosen.
     """
 
-    def __init__(self, *, key_size: int, max_tokens: int, encoder: str, tokenizer: str) -> None:
+    def __init__(
+        self,
+        *,
+        key_size: int,
+        max_tokens: int,
+        encoder: str,
+        tokenizer: str,
+        eviction: EvictionConfig | None = None,
+    ) -> None:
         self.max_tokens, self.encoder, self.tokenizer = max_tokens, encoder, tokenizer
+        self._eviction = eviction or EvictionConfig()
         self.entries: list[Entry] = []
         self._rows = torch.zeros(0, key_size)  # room for keys, doubled when it is used up
         self.next_id = 0
@@ -219,12 +230,15 @@ class EpisodicIndex:
         return self.entries[place]
 
     def utility(self, *, step: int) -> Tensor:
-        """How much each entry is worth keeping: half its score, then recency, then reads; [n]."""
+        """Worth of keeping each entry, by its score, recency and reads; [n]."""
+        weights = self._eviction
         scores = _scaled(torch.tensor([entry.score for entry in self.entries]))
         ages = torch.tensor([step - entry.last_used for entry in self.entries], dtype=torch.float64)
         reads = torch.tensor([math.log1p(entry.num_reads) for entry in self.entries])
         most = max(float(reads.max()), 1e-9) if len(reads) else 1.0
-        return 0.5 * scores + 0.3 * 0.5 ** (ages / HALF_LIFE_STEPS) + 0.2 * reads / most
+        recency = 0.5 ** (ages / weights.half_life_actions)
+        worth = weights.score_weight * scores + weights.recency_weight * recency
+        return worth + weights.reads_weight * reads / most
 
     def _duplicate_of(self, key: Tensor) -> int | None:
         if not self.entries:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from cdrmix.config.reasoning import EvictionConfig
 from cdrmix.data.folders import new_folder, remove_unfinished
 from cdrmix.errors import StateError
 from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex
@@ -57,7 +58,13 @@ def has_index(folder: Path) -> bool:
 
 
 def load_index(
-    folder: Path, *, encoder: str, tokenizer: str, key_size: int, max_tokens: int
+    folder: Path,
+    *,
+    encoder: str,
+    tokenizer: str,
+    key_size: int,
+    max_tokens: int,
+    eviction: EvictionConfig | None = None,
 ) -> EpisodicIndex:
     """The newest save.
 
@@ -67,6 +74,7 @@ def load_index(
         tokenizer: digest of the tokenizer that reads the segments' ids.
         key_size: of its keys.
         max_tokens: capacity from now on; entries leave at the next commit if they are more.
+        eviction: how those that leave are chosen.
     Raises:
         StateError: if there is none, if it is damaged, or if it is of another encoder, tokenizer or
             size.
@@ -97,7 +105,11 @@ def load_index(
             f"{manifest['count']}"
         )
     index = EpisodicIndex(
-        key_size=key_size, max_tokens=max_tokens, encoder=encoder, tokenizer=tokenizer
+        key_size=key_size,
+        max_tokens=max_tokens,
+        encoder=encoder,
+        tokenizer=tokenizer,
+        eviction=eviction,
     )
     index.restore(keys, entries, next_id=manifest["next_id"])
     return index

@@ -26,7 +26,6 @@ from cdrmix.config.reasoning import Phase, PolicyConfig, StageBConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.models.backbone import Output
-from cdrmix.objectives.contrastive import TEMPERATURE
 from cdrmix.objectives.grpo import (
     explained_variance,
     group_advantages,
@@ -117,7 +116,9 @@ def _task_losses(
     )
     hidden = output.hidden
     _, queries = reader.question_state(seeking, hidden[:count, : seeking.tokens.shape[1]])
-    retrieval, recall = retrieval_loss(reading, queries, lesson)
+    retrieval, recall = retrieval_loss(
+        reading, queries, lesson, temperature=reader.config.memory.contrastive_temperature
+    )
     chosen = hidden[count:, : labels.shape[1]]
     answer = _answer_loss(reader, chosen, labels)
     with torch.no_grad():
@@ -142,7 +143,7 @@ def _answer_loss(reader: MemoryReader, hidden: Tensor, labels: Tensor) -> Tensor
 
 
 def retrieval_loss(
-    reading: Reading, queries: Tensor, lesson: Lesson
+    reading: Reading, queries: Tensor, lesson: Lesson, *, temperature: float
 ) -> tuple[Tensor, Tensor | None]:
     """InfoNCE of the segments sought, among all segments of the lesson; and recall at 1.
 
@@ -153,7 +154,7 @@ def retrieval_loss(
     asked = torch.nonzero(lesson.sought >= 0).flatten()
     if len(asked) == 0:
         return queries.sum() * 0.0, None
-    scores = queries[asked] @ reading.keys.flatten(0, 1).transpose(0, 1) / TEMPERATURE
+    scores = queries[asked] @ reading.keys.flatten(0, 1).transpose(0, 1) / temperature
     there = reading.texts.lengths.flatten() > 0
     allowed = there.expand(len(asked), -1).clone()
     for place, row in enumerate(asked.tolist()):
@@ -318,7 +319,6 @@ def rollout_loss(
     )
     metrics = {
         "kl": sums.kl / sums.steps,
-        "reference_kl": sums.reference_kl / sums.steps,
         "clip_fraction": sums.clipped / sums.steps,
         "entropy": sums.entropy / sums.steps,
         "value_loss": sums.value_loss / sums.steps,

@@ -102,7 +102,7 @@ def exchanged(
 def planned(case: Case) -> dict[str, int]:
     config = make_config(case)
     cluster = processes(case.world)
-    made = choose(config, cluster, profile=case.profile).arrangement
+    made = choose(config, cluster, profile=case.profile).layout
     cost = CostModel(MemoryModel(config, "cpu"), cluster).estimate(made)
     return {kind: traffic.payload for kind, traffic in cost.traffic.items() if traffic.payload}
 

@@ -6,7 +6,7 @@ from cdrmix import runtime
 from cdrmix.config.load import load_config
 from cdrmix.engines.devices import choose_here, seen_cluster
 from cdrmix.planning.cluster import make_cluster
-from cdrmix.planning.plan import plan
+from cdrmix.planning.comparison import compare
 from tests.conftest import TINY
 from tests.harness import run_ranks
 
@@ -28,7 +28,7 @@ def test_what_is_left_open_is_laid_out_as_the_plan_of_these_devices(given: list[
     (found, memory), other = run_ranks(laid_out, 2, [*LARGE, *given])
     assert other == (found, memory)
     cluster = make_cluster(nodes=1, gpus_per_node=2, gpu="cpu", gpu_memory_gib=memory)
-    expected = plan(load_config(TINY, [*LARGE, *given]), cluster).to_json()
+    expected = compare(load_config(TINY, [*LARGE, *given]), cluster).to_json()
     for key in ("profile", "degrees", "micro_batch_size", "gradient_accumulation_steps"):
         assert found[key] == expected[key], key
     for path in given:

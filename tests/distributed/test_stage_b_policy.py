@@ -86,7 +86,7 @@ def learn(
     from cdrmix.engines.stage_b_optim import Trained, make_clip, stage_b_adamw
     from cdrmix.parallel.topology import make_topology
     from cdrmix.planning.profile import choose
-    from cdrmix.planning.stage_b import stage_b_choice
+    from cdrmix.planning.stage_b import stage_b_plan
 
     training = {"memory_steps": 0, "adapter_steps": 0, "joint_steps": 0, "policy_steps": STEPS}
     settings = {
@@ -103,7 +103,7 @@ def learn(
     runtime.initialize_distributed()
     world = runtime.world_size()
     choice = choose(config, processes(world), profile=profile)
-    choice = stage_b_choice(config, choice, world_size=world)
+    choice = stage_b_plan(config, choice, world_size=world)
     topology, course = make_topology(choice.degrees), StreamCourse(config)
     clip = make_clip(config, topology)
     engine = start_engine(

@@ -15,7 +15,7 @@ from cdrmix.config.load import load_config
 from cdrmix.engines import rehearsal_runs
 from cdrmix.engines.rehearsal_runs import Check, SmallRuns
 from cdrmix.planning.cluster import make_cluster
-from cdrmix.planning.plan import plan
+from cdrmix.planning.comparison import compare
 from cdrmix.planning.rehearsal import rehearsals
 from cdrmix.planning.rehearsal_stage_b import planned_stage_b, stage_b_rehearsal
 from tests.harness import ROOT
@@ -60,8 +60,8 @@ def test_a_layout_that_trains_otherwise_fails_the_rehearsal(
     small_corpus: Path, tmp_path: Path
 ) -> None:
     config = load_config(CONFIG)
-    made = plan(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
-    (small,) = rehearsals(config, made.pick)
+    made = compare(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
+    (small,) = rehearsals(config, made.plan)
 
     class Wrong(SmallRuns):
         def _alone(self):  # one process that clips otherwise stands for a wrong gradient norm
@@ -79,8 +79,8 @@ def test_a_layout_that_trains_otherwise_fails_the_rehearsal(
 
 def test_a_rank_that_ends_with_a_fault_is_shown(tmp_path: Path) -> None:
     config = load_config(CONFIG)
-    made = plan(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
-    (small,) = rehearsals(config, made.pick)
+    made = compare(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
+    (small,) = rehearsals(config, made.plan)
     (check,) = SmallRuns(tmp_path / "1", tmp_path / "no corpus", small).checks()
     assert check == Check("runs", None, 0.0, check.fault)
     assert "no corpus" in check.fault
@@ -104,7 +104,7 @@ def test_a_stage_b_that_loses_a_ranks_gradients_fails_the_rehearsal(
     left_out = [f"stage_b.training.{phase}_steps=0" for phase in ("adapter", "joint", "policy")]
     config = load_config(REASONING, left_out)
     cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80")
-    pick = plan(config, cluster).pick
+    pick = compare(config, cluster).plan
     planned = planned_stage_b(config, pick, cluster)
     assert planned is not None
     (small,) = rehearsals(config, pick)

@@ -416,11 +416,20 @@ def test_a_section_that_went_is_one_change() -> None:
     assert changed_keys(old, new) == [("model.moe", old.model.moe.model_dump(), None)]
 
 
-def test_a_key_that_an_older_config_lacks_is_absent_there() -> None:
+def test_a_field_that_an_older_version_did_not_have_stands_at_its_default() -> None:
     config = load_config(TINY)
-    older = copy.deepcopy(config.model_dump())
-    del older["training"]["seed"]
-    assert changed_keys(older, config) == [("training.seed", ABSENT, 1234)]
+    older = json.loads(config.model_dump_json())
+    del older["evaluation"]["sample_temperature"], older["training"]["memory_share"]
+    assert changed_keys(older, config) == []
+    warmer = load_config(TINY, ["evaluation.sample_temperature=1.0"])
+    assert changed_keys(older, warmer) == [("evaluation.sample_temperature", 0.8, 1.0)]
+
+
+def test_a_field_that_is_no_more_is_absent_now() -> None:
+    config = load_config(TINY)
+    older = copy.deepcopy(config.model_dump(mode="json"))
+    older["training"]["momentum"] = 0.9
+    assert changed_keys(older, config) == [("training.momentum", 0.9, ABSENT)]
 
 
 # --- schema and command ---------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cdrmix.config.reasoning import EvictionConfig
 from cdrmix.errors import StateError
 from cdrmix.reasoning.episodic_index import EpisodicIndex, best_of
 from cdrmix.reasoning.episodic_store import load_index, save_index
@@ -50,6 +51,20 @@ def test_the_nearest_entries_are_found_best_first() -> None:
     assert torch.equal(found.ids[shown], expected[shown])
     assert (found.scores[shown] >= 0.2).all()
     assert (cosines.sort(dim=1, descending=True).values[:, :5] < 0.2).equal(~shown)
+
+
+def test_what_leaves_first_is_weighed_as_the_configuration_says() -> None:
+    recency = EvictionConfig(score_weight=0, recency_weight=1, reads_weight=0, half_life_actions=2)
+    index = EpisodicIndex(key_size=SIZE, max_tokens=99, encoder="", tokenizer="", eviction=recency)
+    for number, key in enumerate(unit(2, SIZE)):
+        write(index, key, 1, score=number)
+        index.commit(step=2 * number)
+    assert index.utility(step=4).tolist() == [0.25, 0.5]
+    by_score = filled(0)
+    for number, key in enumerate(unit(2, SIZE)):
+        write(by_score, key, 1, score=number)
+    by_score.commit(step=0)
+    assert by_score.utility(step=1024).tolist() == [0.3 / 2, 0.5 + 0.3 / 2]
 
 
 def test_equal_scores_go_to_the_older_entry() -> None:

@@ -1,13 +1,18 @@
 """Lessons: pure functions of their number, whose evidence is where they say; losses of phases."""
 
 import dataclasses
+import math
 
+import pytest
 import torch
 
 from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
+from cdrmix.config.schema import Config
 from cdrmix.reasoning.branches import try_branches
 from cdrmix.reasoning.course import ReaderCourse
+from cdrmix.reasoning.episodes import learn_from
 from cdrmix.reasoning.parts import part_of
+from cdrmix.reasoning.phases import Collected, phase_loss, rollout_loss
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.speculation import select
@@ -113,6 +118,67 @@ def test_the_policy_learns_from_episodes() -> None:
     loss.backward()
     assert reader.policy.feature_policy.weight.grad.any()
     assert float(metrics["kl"]) == 0 and float(metrics["entropy"]) > 0
+    assert set(metrics) == {"kl", "clip_fraction", "entropy", "value_loss"}
+    # as if the policy had halved the probability of each action since it took them
+    halved = replaced(collected, logprobs=collected.rollouts.logprobs + math.log(2))
+    _, metrics = course.rollout_loss(halved)
+    assert float(metrics["kl"]) == pytest.approx(math.log(2) - 0.5)
+    assert float(metrics["clip_fraction"]) == 1
+
+
+def replaced(collected: Collected, **changed: torch.Tensor) -> Collected:
+    rollouts = dataclasses.replace(collected.rollouts, **changed)
+    return dataclasses.replace(collected, rollouts=rollouts)
+
+
+def with_policy(config: Config, **changed: float) -> Config:
+    assert config.stage_b is not None
+    policy = config.stage_b.policy.model_copy(update=changed)
+    return config.model_copy(
+        update={"stage_b": config.stage_b.model_copy(update={"policy": policy})}
+    )
+
+
+def test_weights_and_epochs_of_the_policy_are_the_configurations() -> None:
+    config = small_config(texts_per_lesson=1, length_ratios=(1,))
+    reader = small_reader(config)
+    course = ReaderCourse(reader, small_lessons(config), config)
+    collected = course.collect(course.lesson("policy", 0))
+    base, metrics = rollout_loss(reader, collected, config)
+    for name, metric, sign in (
+        ("entropy_weight", "entropy", -1),
+        ("value_weight", "value_loss", 1),
+    ):
+        assert config.stage_b is not None
+        raised = with_policy(config, **{name: getattr(config.stage_b.policy, name) + 1})
+        loss, _ = rollout_loss(reader, collected, raised)
+        assert (loss - base).item() == pytest.approx(sign * float(metrics[metric]), rel=1e-4)
+    moved = replaced(collected, logprobs=collected.rollouts.logprobs + math.log(2)).rollouts
+    for most, margin, taken in ((2, 1e9, 2), (4, 1e-9, 1)):
+        section = with_policy(config, epochs=most, kl_margin=margin).stage_b
+        assert section is not None
+        policy = section.policy
+        optimizer = torch.optim.SGD(reader.policy.parameters(), lr=0.1)
+        group = len(collected.advantages)
+        update = learn_from(reader.policy, optimizer, moved, policy, group_size=group)
+        assert update.epochs == taken
+
+
+def test_the_temperature_of_retrieval_is_the_configurations() -> None:
+    config = small_config(texts_per_lesson=4, length_ratios=(4,))
+    assert config.stage_b is not None
+    memory = config.stage_b.memory.model_copy(update={"contrastive_temperature": 1e6})
+    hot = config.model_copy(
+        update={"stage_b": config.stage_b.model_copy(update={"memory": memory})}
+    )
+    losses = []
+    for each in (config, hot):
+        course = ReaderCourse(small_reader(each), small_lessons(each), each)
+        lesson = course.lesson("memory", 0)
+        _, metrics = phase_loss(course.model, "memory", lesson, each)
+        losses.append(float(metrics["retrieval_loss"]))
+    # all segments that may be found are equally likely: between two of them and all four texts'
+    assert math.log(2) < losses[1] < math.log(4 * 4 * 4) and abs(losses[0] - losses[1]) > 1e-3
 
 
 def test_a_horizon_shorter_than_the_text_leaves_episodes_whole_and_their_last_steps() -> None:

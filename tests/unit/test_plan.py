@@ -16,9 +16,8 @@ from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, make_cluster, processes
-from cdrmix.planning.plan import Plan, as_text, plan
+from cdrmix.planning.comparison import Comparison, as_text, compare
 from cdrmix.planning.profile import choose, with_micro_batch
-from cdrmix.planning.rank_memory import USABLE_SHARE
 
 MOST_LAYOUTS = 3_000  # a thousand take a fifth of a second
 
@@ -27,8 +26,8 @@ def config(name: str, *overrides: str) -> Config:
     return load_config(shipped("model_configs") / f"cdrmix-{name}.yaml", overrides)
 
 
-def planned(name: str, nodes: int, gpu: str, *overrides: str) -> Plan:
-    return plan(config(name, *overrides), make_cluster(nodes=nodes, gpus_per_node=8, gpu=gpu))
+def planned(name: str, nodes: int, gpu: str, *overrides: str) -> Comparison:
+    return compare(config(name, *overrides), make_cluster(nodes=nodes, gpus_per_node=8, gpu=gpu))
 
 
 # variant, nodes of 8, GPU; micro batch, accumulation, recomputation, GiB a device of the pick
@@ -45,16 +44,16 @@ def test_what_fits_is_the_expert_profile_over_a_node(
     family: str, scale: str, nodes: int, gpu: str, micro: int, steps: int, recompute: bool, gib: int
 ) -> None:
     made = planned(f"{family}-{scale}", nodes, gpu)
-    pick = made.pick.arrangement
+    pick = made.plan.layout
     assert made.fits
-    assert made.pick.profile == "expert"
+    assert made.plan.profile == "expert"
     assert asdict(pick.degrees) == {
         "data": 8 * nodes, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 8
     }  # fmt: skip
     assert (pick.micro_batch_size, pick.gradient_accumulation_steps) == (micro, steps)
     assert pick.activation_checkpointing is recompute
-    assert made.pick.memory.total / 2**30 == pytest.approx(gib, abs=1)
-    assert 0.15 < made.pick.cost.mfu < made.pick.cost.scaling_efficiency < 1
+    assert made.plan.estimates()[0].total / 2**30 == pytest.approx(gib, abs=1)
+    assert 0.15 < made.plan.estimates()[1].mfu < made.plan.estimates()[1].scaling_efficiency < 1
     assert not made.changes
 
 
@@ -75,26 +74,26 @@ def test_large_models_are_cut_along_the_axes_of_their_size(
 ) -> None:
     made = planned(f"core-{scale}", nodes, gpu)
     assert made.fits
-    assert made.pick.profile == "pipeline"
-    assert made.pick.arrangement.activation_checkpointing
-    degrees = asdict(made.pick.arrangement.degrees)
+    assert made.plan.profile == "pipeline"
+    assert made.plan.layout.activation_checkpointing
+    degrees = asdict(made.plan.layout.degrees)
     assert {axis for axis, degree in degrees.items() if degree > 1} - {"data"} == axes
-    assert not made.pick.missing
+    assert not made.plan.missing
 
 
 @pytest.mark.parametrize("scale", ["40b", "200b"])
 def test_large_models_are_recomputed_in_spans_of_tokens(scale: str) -> None:
     made = planned(f"core-{scale}", 32, "mi300x-192")
-    for candidate in (made.pick, *made.runners_up, *made.later):
-        tokens = 4096 // candidate.arrangement.degrees.sequence
-        assert candidate.arrangement.activation_checkpointing
-        assert candidate.arrangement.sequence_checkpoint_tokens == min(2048, tokens // 2)
+    for candidate in (made.plan, *made.runners_up, *made.later):
+        tokens = 4096 // candidate.layout.degrees.sequence
+        assert candidate.layout.activation_checkpointing
+        assert candidate.layout.sequence_checkpoint_tokens == min(2048, tokens // 2)
     assert made.to_json()["sequence_checkpoint_tokens"] is not None
-    assert any("sequence checkpointing by" in reason for reason in made.reasons)
+    assert any("sequence checkpointing by" in reason for reason in made.plan.reasons)
     given = planned(f"core-{scale}", 32, "mi300x-192", "training.sequence_checkpoint_tokens=null")
-    assert given.pick.arrangement.sequence_checkpoint_tokens is None
+    assert given.plan.layout.sequence_checkpoint_tokens is None
     small = planned("core-4b", 4, "a100-80")
-    assert small.pick.arrangement.sequence_checkpoint_tokens is None
+    assert small.plan.layout.sequence_checkpoint_tokens is None
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 16, 64])
@@ -102,13 +101,13 @@ def test_large_models_are_recomputed_in_spans_of_tokens(scale: str) -> None:
                          ids=lambda path: path.stem)  # fmt: skip
 def test_every_shipped_config_plans_on_any_cluster_within_a_bounded_search(path, nodes) -> None:
     given = load_config(path, ["training.global_batch_size=2048"])
-    made = plan(given, make_cluster(nodes=nodes, gpus_per_node=8, gpu="h100-80"))
-    assert 0 < made.layouts <= MOST_LAYOUTS
+    made = compare(given, make_cluster(nodes=nodes, gpus_per_node=8, gpu="h100-80"))
+    assert 0 < made.num_layouts <= MOST_LAYOUTS
     assert made.fits or made.changes
     limit = 0.9 * made.cluster.memory_bytes
     assert all(
-        (candidate.memory.total <= limit) == candidate.fits
-        for candidate in (made.pick, *made.runners_up)
+        (candidate.estimates()[0].total <= limit) == candidate.fits
+        for candidate in (made.plan, *made.runners_up)
     )
 
 
@@ -117,14 +116,14 @@ def test_a_run_on_the_same_cluster_is_laid_out_as_planned(name: str, nodes: int)
     overrides = ["training.global_batch_size=256"]
     made = planned(name, nodes, "h100-80", *overrides)
     choice = choose(config(name, *overrides), made.cluster)
-    pick = made.pick.arrangement
-    assert (choice.name, choice.degrees) == (made.pick.profile, pick.degrees)
+    pick = made.plan.layout
+    assert (choice.name, choice.degrees) == (made.plan.profile, pick.degrees)
     assert choice.micro_batch_size == pick.micro_batch_size
     assert choice.gradient_accumulation_steps == pick.gradient_accumulation_steps
     assert choice.activation_checkpointing == pick.activation_checkpointing
     assert choice.deepspeed["train_micro_batch_size_per_gpu"] == pick.micro_batch_size
-    assert choice.memory == made.pick.memory
-    assert choice.reasons == made.reasons
+    assert choice.memory == made.plan.estimates()[0]
+    assert choice.reasons == made.plan.reasons
 
 
 def test_a_run_that_would_not_fit_is_warned() -> None:
@@ -138,10 +137,10 @@ def test_what_the_configuration_gives_is_kept() -> None:
         "core-1b", 1, "a100-80", "parallel.expert=4", "training.micro_batch_size=1",
         "training.activation_checkpointing=true",
     )  # fmt: skip
-    for candidate in (made.pick, *made.runners_up, *made.later):
-        assert candidate.arrangement.degrees.expert == 4
-        assert candidate.arrangement.micro_batch_size == 1
-        assert candidate.arrangement.activation_checkpointing
+    for candidate in (made.plan, *made.runners_up, *made.later):
+        assert candidate.layout.degrees.expert == 4
+        assert candidate.layout.micro_batch_size == 1
+        assert candidate.layout.activation_checkpointing
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def test_one_degree_that_is_given_leaves_the_others_to_the_search(
     made = planned(f"core-{scale}", nodes, "h200-141", *overrides)
     degrees = asdict(choose(made.config, made.cluster).degrees)
     assert made.fits
-    assert degrees == asdict(made.pick.arrangement.degrees)
+    assert degrees == asdict(made.plan.layout.degrees)
     assert degrees | given == degrees
     assert {axis for axis, degree in degrees.items() if degree > 1} == axes
 
@@ -169,7 +168,7 @@ def test_an_axis_that_a_small_model_is_given_brings_no_other(axis: str) -> None:
     made = planned("core-tiny", 1, "h100-80", f"parallel.{axis}=2")
     expected = {"data": 8, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 1} | {axis: 2}
     expected["data"] //= expected["tensor"] * expected["pipeline"]
-    assert asdict(made.pick.arrangement.degrees) == expected
+    assert asdict(made.plan.layout.degrees) == expected
 
 
 def test_a_given_profile_takes_only_layouts_that_it_can_carry_out() -> None:
@@ -182,28 +181,48 @@ def test_a_given_profile_takes_only_layouts_that_it_can_carry_out() -> None:
 
 
 def test_recomputation_that_was_refused_is_not_planned() -> None:
-    made = planned("core-200b", 16, "h100-80", "training.activation_checkpointing=false")
-    assert not made.pick.arrangement.activation_checkpointing
+    made = planned("core-4b", 1, "rtx4090-24", "training.activation_checkpointing=false")
+    assert not made.plan.activation_checkpointing
     assert not made.fits
     assert "would take less with training.activation_checkpointing = true" in made.changes
+
+
+@pytest.mark.parametrize(("scale", "params"), [("40b", "114B"), ("200b", "679B")])
+def test_recomputation_of_a_large_model_cannot_be_turned_off(scale: str, params: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        planned(f"core-{scale}", 32, "h200-141", "training.activation_checkpointing=false")
+    told = f"cdrmix-core-{scale}: training.activation_checkpointing = false with {params} "
+    assert str(caught.value).startswith(told)
+    assert str(caught.value).endswith("Try true, or leave it out")
+
+
+def test_the_share_of_memory_that_a_plan_may_fill_is_the_configurations() -> None:
+    usual = planned("core-4b", 2, "a100-80")
+    tight = planned("core-4b", 2, "a100-80", "training.memory_share=0.5")
+    limits = [share * usual.cluster.memory_bytes for share in (0.9, 0.5)]
+    assert limits[1] < usual.plan.estimates()[0].total <= limits[0]
+    assert tight.fits and tight.plan.estimates()[0].total <= limits[1]
+    assert "within the 50 % that a plan may fill" in " ".join(tight.plan.reasons)
 
 
 @pytest.mark.parametrize("scale", ["1b", "4b", "40b", "200b"])
 def test_stage_b_is_counted_where_it_is_part_of_the_run(scale: str) -> None:
     made = planned(f"reason-{scale}", 32, "h100-80")
-    assert made.stage_b is not None
-    assert made.to_json()["stage_b"]["fits"] is made.stage_b.memory.fits(made.cluster)
-    assert made.reasons[-1].startswith("Stage B: ")
-    assert planned(f"reason-{scale}", 32, "h100-80", "training.stage=a").stage_b is None
-    assert planned(f"core-{scale}", 32, "h100-80").stage_b is None
+    assert made.plan.stage_b is not None
+    assert made.to_json()["stage_b"]["fits"] is made.plan.stage_b.fits
+    assert made.plan.reasons[-1].startswith("Stage B: ")
+    assert planned(f"reason-{scale}", 32, "h100-80", "training.stage=a").plan.stage_b is None
+    assert planned(f"core-{scale}", 32, "h100-80").plan.stage_b is None
 
 
 def test_a_lesson_that_is_too_long_is_told_with_what_would_fit() -> None:
-    usual = planned("reason-1b", 1, "a100-80").reasons[-1]
+    usual = planned("reason-1b", 1, "a100-80").plan.reasons[-1]
     assert usual.endswith(": within the 90 % that a plan may fill")
-    large = planned("reason-1b", 1, "a100-80", "stage_b.training.texts_per_lesson=64").reasons[-1]
+    large = planned("reason-1b", 1, "a100-80", "stage_b.training.texts_per_lesson=64").plan.reasons[
+        -1
+    ]
     assert large.endswith("Try fewer stage_b.training.texts_per_lesson or a smaller window_tokens")
-    held = planned("reason-200b", 32, "h100-80", "stage_b.pipeline=1").reasons[-1]
+    held = planned("reason-200b", 32, "h100-80", "stage_b.pipeline=1").plan.reasons[-1]
     assert "every rank holds the whole backbone" in held
     assert "training.stage = a leaves it out" in held
 
@@ -224,29 +243,30 @@ PROFILES = {
 def test_every_shipped_profile_is_that_of_some_plan(profile: str) -> None:
     name, nodes, devices, gpu, *overrides = PROFILES[profile]
     cluster = make_cluster(nodes=nodes, gpus_per_node=devices, gpu=gpu)
-    made = plan(config(name, *overrides), cluster)
-    assert made.pick.profile == profile
+    made = compare(config(name, *overrides), cluster)
+    assert made.plan.profile == profile
     assert made.fits
-    assert (made.pick.memory.host > 0) is profile.endswith("_offload")
+    assert (made.plan.estimates()[0].host > 0) is profile.endswith("_offload")
 
 
 def test_training_waits_for_saves_where_hosts_have_no_room_for_a_copy_of_the_state() -> None:
     made = planned("core-4b", 2, "rtx4090-24")
     assert made.fits
-    assert not made.pick.memory.saves_in_background
-    (saves,) = (reason for reason in made.reasons if reason.startswith("checkpoints: "))
+    assert not made.plan.estimates()[0].saves_in_background
+    (saves,) = (reason for reason in made.plan.reasons if reason.startswith("checkpoints: "))
     assert saves.startswith("checkpoints: training waits for each save: with a copy to write in ")
     assert "GiB of 240 GiB a host would be filled, NOT within 90 %" in saves
     chosen = planned("core-4b", 2, "rtx4090-24", "checkpoint.background=false")
-    assert chosen.pick == made.pick
-    assert not any(reason.startswith("checkpoints: ") for reason in chosen.reasons)
+    assert chosen.plan.estimates_to_json() == made.plan.estimates_to_json()
+    assert not any(reason.startswith("checkpoints: ") for reason in chosen.plan.reasons)
 
 
 def test_training_goes_on_beside_saves_where_there_is_room() -> None:
     made = planned("core-1b", 1, "a100-80")
-    assert made.pick.memory.checkpoint > 0
-    assert not any(reason.startswith("checkpoints: ") for reason in made.reasons)
-    assert planned("core-1b", 1, "a100-80", "checkpoint.background=true").pick == made.pick
+    assert made.plan.estimates()[0].checkpoint > 0
+    assert not any(reason.startswith("checkpoints: ") for reason in made.plan.reasons)
+    asked = planned("core-1b", 1, "a100-80", "checkpoint.background=true")
+    assert asked.plan.estimates_to_json() == made.plan.estimates_to_json()
 
 
 @pytest.mark.parametrize(("spare_bytes", "in_background"), [(1e6, True), (-1e6, False)])
@@ -257,7 +277,7 @@ def test_cpu_ranks_wait_for_saves_where_their_own_memory_has_no_room_for_a_copy(
     chosen = config("core-tiny", *given)
     taken = choose(chosen, processes(1), profile="zero1").memory
     assert taken is not None
-    gib = (taken.total + spare_bytes) / USABLE_SHARE / GIB
+    gib = (taken.total + spare_bytes) / 0.9 / GIB
     cluster = make_cluster(nodes=1, gpus_per_node=1, gpu="cpu", gpu_memory_gib=gib)
     choice = choose(chosen, cluster, profile="zero1")
     assert choice.saves_in_background is in_background
@@ -269,16 +289,16 @@ def test_cpu_ranks_wait_for_saves_where_their_own_memory_has_no_room_for_a_copy(
 
 def test_a_host_without_room_for_a_copy_that_is_asked_for_is_told_what_saves_it() -> None:
     cluster = make_cluster(nodes=2, gpus_per_node=8, gpu="rtx4090-24")
-    made = plan(config("core-4b", "checkpoint.background=true"), cluster)
+    made = compare(config("core-4b", "checkpoint.background=true"), cluster)
     assert not made.fits
     assert "would take less of a host with checkpoint.background = false" in made.changes
-    (memory,) = (reason for reason in made.reasons if reason.startswith("memory: "))
+    (memory,) = (reason for reason in made.plan.reasons if reason.startswith("memory: "))
     assert memory.endswith("GiB of 240 GiB a host, NOT within it")
 
 
 def test_nothing_is_offloaded_where_it_need_not_be() -> None:
     made = planned("core-1b", 1, "a100-80")
-    assert not made.pick.arrangement.offloads_optimizer
+    assert not made.plan.layout.offloads_optimizer
     others = [candidate.profile for candidate in made.runners_up]
     assert others == sorted(others, key=lambda name: name.endswith("_offload"))
 
@@ -288,12 +308,12 @@ def test_too_small_a_cluster_says_how_much_more_it_takes() -> None:
     (more,) = (change for change in made.changes if "such nodes" in change)
     wider = planned("core-40b", 2, "h100-80")
     assert wider.fits
-    assert more == f"would fit on 2 such nodes: {wider.pick.describe()}"
+    assert more == f"would fit on 2 such nodes: {wider.plan.describe()}"
 
 
 def test_more_nodes_are_looked_at_with_layouts_of_their_own() -> None:
     made = planned("core-200b", 8, "h100-80")
-    assert made.pick.profile == "zero2_offload"
+    assert made.plan.profile == "zero2_offload"
     assert any(change.startswith("would fit on 32 such nodes: pipeline") for change in made.changes)
 
 
@@ -308,7 +328,7 @@ def test_what_follows_from_wrong_degrees_is_not_told() -> None:
 def test_a_host_that_is_too_small_is_told_apart_from_its_devices() -> None:
     made = planned("core-4b", 1, "rtx4090-24")
     assert not made.fits
-    (memory,) = (reason for reason in made.reasons if reason.startswith("memory"))
+    (memory,) = (reason for reason in made.plan.reasons if reason.startswith("memory"))
     assert "GiB a device, within the 90 %" in memory
     assert memory.endswith("GiB of 240 GiB a host, NOT within it")
     assert made.changes[-1].endswith("GiB a host")

@@ -12,6 +12,7 @@ import pytest
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
+from cdrmix.planning import profile as profile_module
 from cdrmix.planning.cluster import Cluster, make_cluster
 from cdrmix.planning.counts import count, stage_b_params
 from cdrmix.planning.deepspeed_json import (
@@ -23,7 +24,13 @@ from cdrmix.planning.deepspeed_json import (
     Allowed,
     read_profile,
 )
-from cdrmix.planning.profile import Choice, choose, smaller_micro_batch, with_micro_batch
+from cdrmix.planning.plan import Plan
+from cdrmix.planning.profile import (
+    check_legal,
+    choose,
+    smaller_micro_batch,
+    with_micro_batch,
+)
 
 SHIPPED = sorted(shipped("model_configs").glob("*.yaml"))
 PROFILES = sorted(shipped("ds_configs").glob("*.json"))
@@ -136,13 +143,13 @@ def test_a_plan_is_written_as_json_with_its_reasons() -> None:
     assert plan["profile"] == "expert"
     assert plan["degrees"] == {"data": 8, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 8}
     assert (plan["micro_batch_size"], plan["gradient_accumulation_steps"]) == (1, 16)
-    assert plan["reasons"] == choice.reasons
+    assert plan["reasons"] == list(choice.reasons)
     assert "60 times slower" in plan["warnings"][0]
 
 
 def test_equal_input_gives_an_equal_choice() -> None:
     first, second = (choose(config("core-4b"), devices(16)) for _ in range(2))
-    assert isinstance(first, Choice)
+    assert isinstance(first, Plan)
     assert first == second
 
 
@@ -151,6 +158,40 @@ def test_a_combination_that_cannot_run_is_refused_while_planning() -> None:
         choose(config("core-tiny", "parallel.expert=3"), devices(2))
     with pytest.raises(PlanError, match="is not the number of ranks, 2"):
         choose(config("core-tiny", "parallel.data=4"), devices(2))
+
+
+# overrides, ranks, profile: of combinations that the rules refuse, and of two that they let pass
+REFUSED = {
+    "wrong degree": (["parallel.expert=3"], 2, None),
+    "wrong world": (["parallel.data=4"], 2, None),
+    "batch": (["training.global_batch_size=7"], 2, None),
+    "precision": (["training.precision=fp16"], 1, None),
+    "not yet": (["training.precision=fp16", "parallel.pipeline=2"], 2, None),
+    "profile of dense models": ([], 1, "zero3"),
+    "unknown profile": ([], 1, "zero9"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rules_alone_refuse_what_a_search_refuses(case: str, monkeypatch) -> None:
+    overrides, ranks, profile = REFUSED[case]
+    given, told = config("core-tiny", *overrides), []
+    with pytest.raises(PlanError) as caught:
+        choose(given, devices(ranks, "cpu"), profile=profile)
+    told.append(str(caught.value))
+    monkeypatch.setattr(profile_module, "search", None)  # neither memory nor time is estimated
+    with pytest.raises(PlanError) as caught:
+        check_legal(given, world_size=ranks, profile=profile, device="cpu")
+    told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
+def test_rules_alone_let_pass_what_a_search_would_find(monkeypatch) -> None:
+    monkeypatch.setattr(profile_module, "search", None)
+    for name, ranks in (("core-tiny", 1), ("core-40b", 64), ("reason-1b", 8)):
+        check_legal(config(name), world_size=ranks, device="cuda")
+    with pytest.raises(PlanError, match="stage_b.pipeline = 3 does not divide the 8 ranks"):
+        check_legal(config("reason-1b", "stage_b.pipeline=3"), world_size=8)
 
 
 # --- profiles of the user's own ---------------------------------------------------------------

@@ -11,9 +11,9 @@ from cdrmix.engines.rehearsal_runs import Check
 from cdrmix.engines.rehearse import Rehearsed, RehearsedStage
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import make_cluster
+from cdrmix.planning.comparison import compare
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Degrees, Layout
-from cdrmix.planning.plan import plan
+from cdrmix.planning.layout import Combination, Degrees
 from cdrmix.planning.rehearsal import (
     MOST_RANKS,
     STEPS,
@@ -67,16 +67,16 @@ def test_what_does_not_fit_at_once_is_split_so_that_axes_meet() -> None:
 def test_the_small_layouts_of_every_variant_are_sound(variant: str) -> None:
     nodes, gpus = CLUSTERS[variant.rsplit("-", 1)[1]]
     config = load_config(shipped("model_configs") / f"{variant}.yaml")
-    made = plan(config, make_cluster(nodes=nodes, gpus_per_node=gpus, gpu="a100-80"))
-    small = rehearsals(config, made.pick)
+    made = compare(config, make_cluster(nodes=nodes, gpus_per_node=gpus, gpu="a100-80"))
+    small = rehearsals(config, made.plan)
     for each in small:
         settings = read_profile(profile_path(each.profile))
         ranks = each.degrees.world_size
-        layout = Layout(each.config, each.degrees, settings, each.profile, ranks, "cpu")
+        layout = Combination(each.config, each.degrees, settings, each.profile, ranks, "cpu")
         rules.check(layout, of_this_version=False)
         kinds = set(each.config.model.layer_kinds())
         assert kinds == {"rwkv", "transformer"}
-    unseen = {each.name for each in aspects(config, made.pick, small) if each.is_exercised is False}
+    unseen = {each.name for each in aspects(config, made.plan, small) if each.is_exercised is False}
     assert unseen == {
         "precision",
         "hidden size",
@@ -90,9 +90,9 @@ def test_the_small_layouts_of_every_variant_are_sound(variant: str) -> None:
 
 def small_and_unseen(*overrides: str) -> tuple[list[Rehearsal], set[str]]:
     config = load_config(shipped("model_configs") / "cdrmix-core-tiny.yaml", overrides)
-    made = plan(config, make_cluster(nodes=1, gpus_per_node=6, gpu="a100-80"))
-    small = rehearsals(config, made.pick)
-    unseen = {each.name for each in aspects(config, made.pick, small) if each.is_exercised is False}
+    made = compare(config, make_cluster(nodes=1, gpus_per_node=6, gpu="a100-80"))
+    small = rehearsals(config, made.plan)
+    unseen = {each.name for each in aspects(config, made.plan, small) if each.is_exercised is False}
     return small, unseen
 
 
@@ -124,7 +124,7 @@ def small_stage_b(size: str, *overrides: str) -> tuple[Config, Rehearsal, dict[s
     nodes, gpus = CLUSTERS[size]
     config = load_config(shipped("model_configs") / f"cdrmix-reason-{size}.yaml", overrides)
     cluster = make_cluster(nodes=nodes, gpus_per_node=gpus, gpu="a100-80")
-    pick = plan(config, cluster).pick
+    pick = compare(config, cluster).plan
     planned = planned_stage_b(config, pick, cluster)
     assert planned is not None
     small = stage_b_rehearsal(config, planned, rehearsals(config, pick)[0])
@@ -201,12 +201,12 @@ def test_zero_stage_of_stage_b_is_the_plans() -> None:
 def test_stage_a_alone_has_no_stage_b_to_rehearse() -> None:
     config = load_config(shipped("model_configs") / "cdrmix-reason-1b.yaml", ("training.stage=a",))
     cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80")
-    assert planned_stage_b(config, plan(config, cluster).pick, cluster) is None
+    assert planned_stage_b(config, compare(config, cluster).plan, cluster) is None
 
 
 def test_a_stage_b_that_fails_fails_the_rehearsal() -> None:
     config, small, _ = small_stage_b("1b")
-    made = plan(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
+    made = compare(config, make_cluster(nodes=1, gpus_per_node=8, gpu="a100-80"))
     stage_a = RehearsedStage("Stage A", {}, [small], [[Check("runs", 0.0, 0.0)]], [])
     alone = Rehearsed(made, stage_a, None, 1.0)
     assert alone.passed and "stage_b" not in alone.to_json()

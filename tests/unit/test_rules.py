@@ -8,11 +8,12 @@ import pytest
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.errors import PlanError
-from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.layout import Combination, Degrees
 from cdrmix.planning.rules import RULES, WARNINGS, advise, check, nearest_divisors
 
 TINY = shipped("model_configs") / "cdrmix-core-tiny.yaml"
 OFFLOAD = {"device": "cpu"}
+LARGE = "model.moe.expert_hidden_size=8000000"  # 66e9 parameters
 WHOLE_BORDERS = {"pipe_partitioned": False, "grad_partitioned": False}
 
 
@@ -23,24 +24,24 @@ def layout(
     device: str | None = None,
     world_size: int | None = None,
     **degrees: int,
-) -> Layout:
-    """Layout of the tiny config, legal on one rank but for what is given."""
+) -> Combination:
+    """Combination of the tiny config, legal on one rank but for what is given."""
     given = Degrees(**{"data": 1, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 1} | degrees)
     settings = {"zero_optimization": {"stage": 1} if zero is None else zero}
     if pipeline_section is not None:
         settings["pipeline"] = pipeline_section
     world = given.world_size if world_size is None else world_size
-    return Layout(load_config(TINY, overrides), given, settings, "profile.json", world, device)
+    return Combination(load_config(TINY, overrides), given, settings, "profile.json", world, device)
 
 
-def broken(given: Layout) -> set[str]:
+def broken(given: Combination) -> set[str]:
     return {rule.id for rule in RULES if rule.applies(given)}
 
 
 NOT_YET = {"fp16-in-a-pipeline-unavailable"}
 
 # rule, a layout that breaks it and no other but those not available yet, one that does not
-CASES: list[tuple[str, Layout, Layout]] = [
+CASES: list[tuple[str, Combination, Combination]] = [
     ("world-is-the-product", layout(data=2, world_size=4), layout(data=4, world_size=4)),
     (
         "tensor-divides-num-heads",
@@ -153,6 +154,11 @@ CASES: list[tuple[str, Layout, Layout]] = [
         layout(zero={"stage": 2, "offload_optimizer": OFFLOAD | {"ratio": 1.0}}),
     ),
     (
+        "large-without-recomputation",
+        layout("training.activation_checkpointing=false", LARGE),
+        layout("training.activation_checkpointing=true", LARGE),
+    ),
+    (
         "nvme-unavailable",
         layout(zero={"stage": 2, "offload_optimizer": {"device": "nvme"}}),
         layout(zero={"stage": 2, "offload_optimizer": {"device": "none"}}),
@@ -172,7 +178,7 @@ CASES: list[tuple[str, Layout, Layout]] = [
 
 @pytest.mark.parametrize(("rule", "illegal", "legal"), CASES, ids=[case[0] for case in CASES])
 def test_a_rule_refuses_its_combination_and_passes_the_nearest_legal_one(
-    rule: str, illegal: Layout, legal: Layout
+    rule: str, illegal: Combination, legal: Combination
 ) -> None:
     # A number of heads that does not divide is one of key and value heads too.
     twins = {"sequence-divides-num-heads": {"sequence-divides-num-kv-heads"},
@@ -189,7 +195,9 @@ def test_every_rule_has_a_case_and_a_source() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
-def test_every_message_names_its_place_and_advises(case: tuple[str, Layout, Layout]) -> None:
+def test_every_message_names_its_place_and_advises(
+    case: tuple[str, Combination, Combination],
+) -> None:
     with pytest.raises(PlanError) as caught:
         check(case[1])
     for line in str(caught.value).splitlines():
@@ -219,7 +227,7 @@ def test_all_broken_rules_are_reported_at_once() -> None:
         (layout(data=2, zero={"stage": 3}), "Try profile 'zero2', or model.moe = null"),
     ],
 )
-def test_the_nearest_legal_choice_is_named(given: Layout, advice: str) -> None:
+def test_the_nearest_legal_choice_is_named(given: Combination, advice: str) -> None:
     with pytest.raises(PlanError) as caught:
         check(given)
     assert advice in str(caught.value)

@@ -109,7 +109,7 @@ def planned_bytes(name: str) -> dict[str, int]:
     degrees, profile = LAYOUTS[name]
     config = make_config(degrees)
     cluster = processes(RANKS)
-    made = choose(config, cluster, profile=profile).arrangement
+    made = choose(config, cluster, profile=profile).layout
     cost = CostModel(MemoryModel(config, "cpu"), cluster).estimate(made)
     return {kind: traffic.payload for kind, traffic in cost.traffic.items() if traffic.payload}
 

@@ -53,7 +53,9 @@ def train(steps: int, *, seed: int) -> RetrievalEncoder:
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=LEARNING_RATE, weight_decay=0)
     for _ in range(steps):
         for_keys, for_queries = segments(BATCH_SIZE, generator)
-        loss = info_nce(encoder.query(for_queries), encoder.key(for_keys.unsqueeze(1)))
+        loss = info_nce(
+            encoder.query(for_queries), encoder.key(for_keys.unsqueeze(1)), temperature=0.07
+        )
         optimizer.zero_grad()
         (loss / BATCH_SIZE).backward()
         optimizer.step()

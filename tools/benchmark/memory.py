@@ -26,7 +26,8 @@ from cdrmix.config.schema import Config
 from cdrmix.planning.activations import WKVForm
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.memory import MemoryModel
-from cdrmix.planning.profile import Choice, choose
+from cdrmix.planning.plan import Plan
+from cdrmix.planning.profile import choose
 
 ACCUMULATION = 2  # a micro-step that does not end a step shows what is kept between them
 PARTS = ("weights", "gradients", "optimizer", "host", "activations")
@@ -170,7 +171,7 @@ def wkv_form() -> WKVForm:
 def predicted(case: Case) -> dict[str, int]:
     """The plan's figures for a case on CPU ranks."""
     config = make_config(case)
-    made = choose(config, processes(case.world), profile=case.profile).arrangement
+    made = choose(config, processes(case.world), profile=case.profile).layout
     memory = MemoryModel(config, "cpu", wkv=wkv_form()).estimate(made)
     return memory.to_json() | {"host": memory.host}
 
@@ -221,7 +222,7 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-def with_small_buckets(choice: Choice) -> Choice:
+def with_small_buckets(choice: Plan) -> Plan:
     """Buckets of a million elements: the shipped ones take a gigabyte on each rank."""
     small = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     zero = choice.deepspeed["zero_optimization"] | small
