@@ -84,6 +84,11 @@ class DataConfig(Section):
         description="Check of the shards before training: sha256 of every shard, spread over the "
         "ranks, or file sizes only.",
     )
+    prefetch_batches: int = Field(
+        2,
+        ge=0,
+        description="Batches that a thread reads ahead; 0: each is read when it is needed.",
+    )
     mixture: MixtureConfig | None = Field(
         None,
         description="Shares of the domains; null: those of the recipe that the folder was built "

@@ -95,6 +95,8 @@ def parse_yaml(text: str, *, place: str) -> Any:
         raise ConfigError(
             f"{place}: character {error.position} is not allowed in YAML: {error.reason}"
         ) from None
+    except RecursionError:
+        raise ConfigError(f"{place}: nested too deeply; a few levels are enough here") from None
 
 
 def _located(error: yaml.MarkedYAMLError, text: str, place: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,14 @@ from cdrmix.data.shards import (
     write_file,
     write_manifest,
 )
-from cdrmix.data.stage import StageJob, notes_path, read_documents, read_record, run_stage
+from cdrmix.data.stage import (
+    StageJob,
+    leave_out_last,
+    notes_path,
+    read_documents,
+    read_record,
+    run_stage,
+)
 from cdrmix.data.steps.filter import Filter
 from cdrmix.data.tasks import content_key, make_tasks
 from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
@@ -90,6 +98,11 @@ def build_dataset(
         raise DataError(f"--workers {workers}: at least 1 is needed")
     if out.exists() and not _can_hold_build(out):
         raise DataError(f"{out}: exists and is not the folder of a data build. Give another --out.")
+    if link := next(_links_below(out), None):
+        raise DataError(
+            f"{link}: is a symbolic link, which a build never makes; it would write where that "
+            "leads. Remove it, or give another --out."
+        )
     _check_early(recipe)
     try:
         with locked(out / ".lock", blocking=False) as held:
@@ -150,6 +163,12 @@ def _engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str, str
 
 def _can_hold_build(out: Path) -> bool:
     return out.is_dir() and ((out / ".lock").exists() or not any(out.iterdir()))
+
+
+def _links_below(folder: Path) -> Iterator[Path]:
+    for parent, folders, files in os.walk(folder):
+        paths = (Path(parent, name) for name in (*folders, *files))
+        yield from (path for path in paths if path.is_symlink())
 
 
 @dataclass(frozen=True)
@@ -243,7 +262,7 @@ class _Build:
                 self._stage_job(number, stage, place, parts[-1][place] if parts else None, decision)
                 for place, decision in enumerate(decided)
             ]
-            self._pool.run_all(run_stage, jobs, what=f"stage {number + 1}")
+            self._pool.run_all(run_stage, jobs, what=f"stage {number + 1}", blame=leave_out_last)
             parts.append([job.out for job in jobs])
             if stage.notes_of is not None:
                 decided = self._decide(stage.notes_of, jobs)

@@ -15,7 +15,14 @@ import numpy as np
 from cdrmix.data.chain_of_thought import fields_of
 from cdrmix.data.fim import restored
 from cdrmix.data.folders import new_folder
-from cdrmix.data.shards import Manifest, ShardInfo, read_lengths, read_manifest, verify_shards
+from cdrmix.data.shards import (
+    REBUILD,
+    Manifest,
+    ShardInfo,
+    read_lengths,
+    read_manifest,
+    verify_shards,
+)
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import DataError
 
@@ -65,7 +72,7 @@ def _documents(folder: Path, manifest: Manifest) -> Iterator[_Text]:
     """The documents of all shards; those that were cut at the end of one are whole again."""
     begun: _Text | None = None
     for shard in manifest.shards:
-        lengths = read_lengths(folder / f"{shard.stem}.idx")
+        lengths = read_lengths(folder, shard)
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
         tokens = np.memmap(folder / f"{shard.stem}.bin", dtype=dtype, mode="r")
         end = 0
@@ -78,7 +85,8 @@ def _documents(folder: Path, manifest: Manifest) -> Iterator[_Text]:
                 del begun.ids[-1]
                 yield begun
                 begun = None
-    assert begun is None, "every document ends with EOS"
+    if begun is not None:
+        raise DataError(f"{folder}: its last document does not end with EOS. {REBUILD}")
 
 
 def _write_tar(path: Path, texts: Iterator[_Text], tokenizer: Tokenizer) -> int:

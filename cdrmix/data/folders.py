@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextlib.contextmanager
@@ -45,13 +46,20 @@ def remove_unfinished(out: Path) -> None:
 def locked(path: Path, *, blocking: bool) -> Iterator[bool]:
     """Hold the lock file `path`; gives False, without it, where not `blocking` and it is taken."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with open_new(path, keeps_content=True) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
         else:
             yield True
+
+
+def open_new(path: Path, *, keeps_content: bool = False) -> BinaryIO:
+    """Open a file for writing, empty unless `keeps_content`, but never what a link leads to: a
+    folder made by somebody else could have one to any file of the user's."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (0 if keeps_content else os.O_TRUNC)
+    return open(path, "r+b", opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 def sync(folder: Path) -> None:

@@ -9,15 +9,18 @@ from typing import Any
 
 from cdrmix.data.course import SEQUENCE_LENGTH, mixture_course
 from cdrmix.data.recipe import built_mixture
-from cdrmix.data.report import SET_ASIDE_FILE, first_of_each, read_report
-from cdrmix.data.shards import MANIFEST_FILE, read_manifest
+from cdrmix.data.report import REPORT_FILE, SET_ASIDE_FILE, first_of_each, read_report
+from cdrmix.data.shards import MANIFEST_FILE, check_regular, read_manifest
 from cdrmix.data.stage import DROPPED_FILE
+from cdrmix.data.steps.read_bytes import bounded_lines
 from cdrmix.errors import DataError
 
 _SHOWN_SET_ASIDE = 20
 _SHOWN_SHARDS = 20
 _SHOWN_CLUSTERS = 3
 _SHOWN_CHARACTERS = 160
+# A dropped document is kept whole where the recipe asks for it, with JSON's escapes.
+_MAX_ENTRY_BYTES = 2**30
 
 
 def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> dict[str, Any]:
@@ -28,6 +31,18 @@ def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> d
     Raises:
         DataError: if it is not a built folder.
     """
+    try:
+        return _inspected(folder, sequence_length)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        # Its files of JSON may be of somebody else.
+        raise DataError(
+            f"{folder / REPORT_FILE}: not a report of this version, or {SET_ASIDE_FILE} and "
+            f"{DROPPED_FILE} beside it are not its own ({type(error).__name__}: {error}). "
+            "Build the folder again."
+        ) from error
+
+
+def _inspected(folder: Path, sequence_length: int) -> dict[str, Any]:
     manifest = read_manifest(folder)
     tokens: dict[str, dict[str, dict[str, int]]] = {}
     for shard in manifest.shards:
@@ -58,15 +73,34 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
         DataError: if it is missing or damaged.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
+        check_regular(path)
+        with path.open("rb") as file:
+            for line in bounded_lines(file, _MAX_ENTRY_BYTES):
+                if line is None:
+                    raise ValueError(f"a line of more than {_MAX_ENTRY_BYTES} bytes")
                 yield json.loads(line)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}. Build the folder again.") from error
 
 
 def inspection_table(inspected: Mapping[str, Any]) -> str:
-    """What `inspect_folder` found, for people."""
+    """A table of what `inspect_folder` found, for a terminal.
+
+    Raises:
+        DataError: if a part of it is of another kind than a build writes.
+    """
+    try:
+        text = "\n".join(_table_lines(inspected))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(
+            f"{REPORT_FILE}: not a report of this version ({type(error).__name__}: {error}). "
+            "Build the folder again."
+        ) from error
+    # Names and texts are of anybody, and a terminal obeys control characters.
+    return "".join(c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _table_lines(inspected: Mapping[str, Any]) -> list[str]:
     lines = [*_token_lines(inspected["tokens"])]
     if "steps" in inspected:
         lines += ["", *_step_lines(inspected)]
@@ -80,7 +114,7 @@ def inspection_table(inspected: Mapping[str, Any]) -> str:
         for entry in inspected["dropped"]:
             text = " ".join(entry["text"].split())[:_SHOWN_CHARACTERS]
             lines += [f"  {entry['name']}: {entry['reason']}: {entry['id']}", f"    {text}"]
-    return "\n".join(lines)
+    return lines
 
 
 def _token_lines(tokens: Mapping[str, Any]) -> Iterator[str]:

@@ -21,6 +21,8 @@ Job = TypeVar("Job")
 
 # Deaths of worker processes in a row, without a job done between them, that end a build.
 _MAX_DEATHS = 3
+# Deaths of the worker that had a job for itself, after which the job is to blame.
+_DEATHS_TO_BLAME = 2
 
 _logger = log.get_logger(__name__)
 
@@ -43,7 +45,14 @@ class Pool:
     def __exit__(self, *exception: object) -> None:
         self._end()
 
-    def run_all(self, function: Callable[[Job], None], jobs: Sequence[Job], *, what: str) -> None:
+    def run_all(
+        self,
+        function: Callable[[Job], None],
+        jobs: Sequence[Job],
+        *,
+        what: str,
+        blame: Callable[[Job], bool] | None = None,
+    ) -> None:
         """Run `function(job)` for every job, in any order.
 
         A job whose process was killed runs again, so it must put its result in place at once and
@@ -52,11 +61,14 @@ class Pool:
         Args:
             function: of module level, as are its jobs' classes.
             what: name of the jobs in messages.
+            blame: told of a job that has killed its process, alone, twice; True if the job will
+                leave out what did it.
         Raises:
             DataError: if workers keep dying; and what a job raises, after which no job begins.
         """
         with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
-            if self._workers == 1 or len(jobs) == 1:
+            # What may kill its process gets one, even where it is the only job.
+            if self._workers == 1 or (len(jobs) == 1 and blame is None):
                 for job in jobs:
                     function(job)
                     progress.update()
@@ -65,25 +77,43 @@ class Pool:
             deaths = 0
             while remaining:
                 num_before = len(remaining)
-                if self._run_until_a_death(function, remaining, progress):
-                    self._end()
-                    deaths = deaths + 1 if len(remaining) == num_before else 1
-                    _tell_of_death(deaths, what, len(remaining))
+                if not self._run_until_a_death(function, remaining, progress):
+                    continue
+                deaths = deaths + 1 if len(remaining) == num_before else 1
+                _tell_of_death(deaths, what, len(remaining))
+                # Workers take jobs in order, so these are what they had. One at a time they show
+                # which of them did it, if it was not all of them together.
+                for number in list(remaining)[: self._workers]:
+                    deaths_alone = 0
+                    while self._run_until_a_death(function, {number: jobs[number]}, progress):
+                        deaths_alone += 1
+                        if deaths_alone == _DEATHS_TO_BLAME and blame and blame(jobs[number]):
+                            deaths = deaths_alone = 0
+                            continue
+                        deaths += 1
+                        _tell_of_death(deaths, what, len(remaining))
+                    del remaining[number]
+                    deaths = 0
 
     def _run_until_a_death(
         self, function: Callable[[Job], None], remaining: dict[int, Job], progress: tqdm
     ) -> bool:
         """Run the remaining jobs and take out those that are done; True if a process died."""
+        futures: dict[Future[None], int] = {}
         try:
             executor = self._executor or self._begin()
-            futures: dict[Future[None], int] = {
-                executor.submit(function, job): number for number, job in remaining.items()
-            }
+            for number, job in remaining.items():
+                futures[executor.submit(function, job)] = number
             for future in as_completed(futures):
                 future.result()
                 del remaining[futures[future]]
                 progress.update()
         except BrokenProcessPool:
+            self._end()
+            for future, number in futures.items():
+                if number in remaining and future.done() and future.exception() is None:
+                    del remaining[number]
+                    progress.update()
             return True
         except BaseException:
             self._end()  # what is half done is of no use: do not wait for it

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
-import json
 import os
 import threading
 import time
@@ -31,7 +30,8 @@ _REFUSED_CODES = range(400, 500)  # the server is there and will not give it
 _PASSING_CODES = (408, 425, 429)
 _OWN_SCHEMES = ("http", "https", "file")
 
-_REMOTE_FILE = "remote.json"
+# URL and size by folder, of `remember`.
+_remembered: dict[Path, tuple[str, int]] = {}
 
 _logger = get_logger(__name__)
 
@@ -126,7 +126,7 @@ class RemoteFiles:
             self._make_room(file)
             with partial.open("wb") as opened:
                 opened.truncate(file.bytes)  # so that others count it
-        copy(f"{self._url}/{file.name}", partial, file.sha256)
+        copy(f"{self._url}/{file.name}", partial, file.sha256, max_bytes=file.bytes)
         partial.replace(path)
         self._verified.add(file.name)
 
@@ -160,19 +160,17 @@ class RemoteFiles:
 
 
 def remember(folder: Path, url: str, max_bytes: int) -> None:
-    """Mark a folder as a cache of a remote one."""
-    partial = folder / f".{_REMOTE_FILE}.{os.getpid()}"
-    partial.write_text(json.dumps({"url": url, "max_bytes": max_bytes}))
-    partial.replace(folder / _REMOTE_FILE)
+    """Tell this process that a folder is the cache of a remote one.
+
+    Not by a file in the folder: one that somebody else made could then name a URL.
+    """
+    _remembered[folder.resolve()] = (url, max_bytes)
 
 
 def remote_files(folder: Path) -> RemoteFiles | None:
-    """The files behind a folder that `remember` has marked; None for any other folder."""
-    try:
-        given = json.loads((folder / _REMOTE_FILE).read_bytes())
-    except FileNotFoundError:
-        return None
-    return RemoteFiles(given["url"], folder, given["max_bytes"])
+    """The files behind a folder that this process was told of; None for any other folder."""
+    known = _remembered.get(folder.resolve())
+    return None if known is None else RemoteFiles(known[0], folder, known[1])
 
 
 def _is_copy(entry: Path) -> bool:
@@ -180,12 +178,18 @@ def _is_copy(entry: Path) -> bool:
 
 
 def copy(
-    url: str, path: Path, sha256: str | None, *, sleep: Callable[[float], None] = time.sleep
+    url: str,
+    path: Path,
+    sha256: str | None,
+    *,
+    max_bytes: int,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Copy what a URL names into a file.
 
     Args:
         sha256: what its digest must be (hex); None: it is not known.
+        max_bytes: size that it has, or may have; nothing beyond is fetched.
     Raises:
         DataError: if it is not there, is something else, or stays out of reach.
     """
@@ -193,15 +197,18 @@ def copy(
         if attempt:
             sleep(2.0 ** (attempt - 1))
         try:
-            found = _copy_once(url, path)
+            found = _copy_once(url, path, max_bytes)
         except (OSError, http.client.HTTPException) as error:
             if not _may_pass(error):
                 raise DataError(f"{url}: {_told(error)}") from error
             problem = _told(error)
         else:
-            if sha256 in (None, found):
+            if found is None:
+                problem = f"has more than {max_bytes} bytes"
+            elif sha256 in (None, found):
                 return
-            problem = f"its sha256 is {found}, the manifest says {sha256}"
+            else:
+                problem = f"its sha256 is {found}, the manifest says {sha256}"
         _logger.warning("%s: %s (attempt %d of %d)", url, problem, attempt + 1, _ATTEMPTS)
     raise DataError(
         f"{url}: {problem}; {_ATTEMPTS} attempts. Look at the server and the network, and start "
@@ -209,13 +216,15 @@ def copy(
     )
 
 
-def _copy_once(url: str, path: Path) -> str:
-    """Copy, wait until it is on the disk; its sha256."""
+def _copy_once(url: str, path: Path, max_bytes: int) -> str | None:
+    """Copy, wait until it is on the disk; its sha256, or None where it is longer than allowed."""
     digest = hashlib.sha256()
     # Without cutting it first, so that the room that was reserved for it stays reserved.
     mode = "r+b" if path.exists() else "wb"
     with _open(url) as source, path.open(mode) as target:
         while chunk := source.read(_CHUNK_BYTES):
+            if target.tell() + len(chunk) > max_bytes:
+                return None
             target.write(chunk)
             digest.update(chunk)
         target.truncate()

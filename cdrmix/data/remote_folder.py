@@ -13,10 +13,12 @@ from cdrmix.data.folders import locked
 from cdrmix.data.remote import copy, remember
 from cdrmix.data.shards import (
     MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
     Manifest,
     manifest_digest,
     read_manifest,
 )
+from cdrmix.data.tokenizer import MAX_TOKENIZER_BYTES
 from cdrmix.errors import DataError
 
 
@@ -50,11 +52,12 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
 
 def _open(new: Path, url: str, data: DataConfig, sequence_length: int) -> Path:
     """The folder of the data set that the URL has now, which is named by its content."""
-    copy(f"{url}/{MANIFEST_FILE}", new / MANIFEST_FILE, None)
+    copy(f"{url}/{MANIFEST_FILE}", new / MANIFEST_FILE, None, max_bytes=MAX_MANIFEST_BYTES)
     manifest = read_manifest(new)
     _check_room(manifest, data, sequence_length)
     tokenizer = manifest.tokenizer
-    copy(f"{url}/{tokenizer.file}", new / tokenizer.file, tokenizer.sha256)
+    path = new / tokenizer.file
+    copy(f"{url}/{tokenizer.file}", path, tokenizer.sha256, max_bytes=MAX_TOKENIZER_BYTES)
     folder = Path(data.cache_folder) / manifest_digest(manifest)[:16]
     folder.mkdir(exist_ok=True)
     remember(folder, url, data.cache_bytes)

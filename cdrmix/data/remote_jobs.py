@@ -7,7 +7,10 @@ after each round, what has no result is run again.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import pickle
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from cdrmix import log
+from cdrmix import errors, log
 from cdrmix.data.shards import write_file
 from cdrmix.errors import DataError, TrainingError
 
@@ -43,7 +46,14 @@ class Engine(Protocol):
 
     def __exit__(self, *exception: object) -> None: ...
 
-    def run_all(self, function: Callable[[J], None], jobs: Sequence[J], *, what: str) -> None:
+    def run_all(
+        self,
+        function: Callable[[J], None],
+        jobs: Sequence[J],
+        *,
+        what: str,
+        blame: Callable[[J], bool] | None = None,
+    ) -> None:
         """Run `function(job)` for every job, in any order; see `cdrmix.data.pool.Pool`."""
         ...
 
@@ -88,19 +98,23 @@ def run_in_rounds(
     *,
     what: str,
     logs: str,
+    blame: Callable[[J], bool] | None = None,
 ) -> None:
     """Run all jobs that are not done, and again those that a round leaves without a result.
 
     Args:
-        run_round: starts the given jobs and waits for their end; calls its second argument now
-            and then, to show what is done.
+        run_round: starts the given jobs, each in a process of its own, and waits for their end;
+            calls its second argument now and then, to show what is done.
         what: name of the jobs in messages.
         logs: where the engine's own messages are.
+        blame: told of each job that two rounds in a row have left without a result; True if it
+            will leave out what did it.
     Raises:
         DataError: if nothing comes of three rounds.
     """
     remaining = _unfinished(jobs)
     failures = 0
+    suspects: list[J] = []
     with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
 
         def show() -> None:
@@ -111,6 +125,10 @@ def run_in_rounds(
             show()
             left = _unfinished(remaining)
             failures = failures + 1 if len(left) == len(remaining) else 0
+            again = [job for job in left if job in suspects]
+            blamed = [job for job in again if blame is not None and blame(job)]
+            suspects = [job for job in left if job not in blamed]
+            failures = 0 if blamed else failures
             if failures == _MAX_ROUNDS:
                 raise DataError(
                     f"{what}: {len(left)} jobs ended {failures} times without a result: killed, "
@@ -126,22 +144,58 @@ def _unfinished(jobs: Sequence[J]) -> list[J]:
     return [job for job in jobs if not job.is_done()]
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that only its owner can look into, as what lies there is executed."""
+    folder.mkdir(parents=True, mode=0o700)
+
+
 def write_calls(folder: Path, function: Callable[[J], None], jobs: Sequence[J]) -> None:
-    """Each job in a file of its own, so that whoever runs one need not read them all."""
-    folder.mkdir(parents=True)
+    """Write each job to a file of its own, so that whoever runs one need not read them all."""
+    make_private(folder)
     for number, job in enumerate(jobs):
         write_file(folder / f"{number}.job", pack(function, job))
 
 
 def run_call(folder: Path, number: int) -> None:
-    """Run a job that `write_calls` wrote; an error of the user's is also kept beside it."""
+    """Run a job that `write_calls` wrote; an error of the user's is also kept beside it.
+
+    Raises:
+        DataError: if others than this user could have written there.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise DataError(
+            f"{folder}: must be a folder of user {os.geteuid()} that nobody else can use (mode "
+            f"0700): its jobs are code. It is of user {status.st_uid}, mode "
+            f"{stat.S_IMODE(status.st_mode):04o}. Delete it and start the build again."
+        )
     error = unpack((folder / f"{number}.job").read_bytes()).run()
     if error is not None:
-        write_file(folder / f"{number}.error", pickle.dumps(error))
+        write_file(folder / f"{number}.error", error_as_json(error))
         raise error
 
 
 def errors_in(folder: Path) -> Iterator[TrainingError | OSError]:
-    """What `run_call` kept."""
+    """The errors that `run_call` kept."""
     for path in sorted(folder.glob("*.error")):
-        yield pickle.loads(path.read_bytes())
+        yield error_from_json(path.read_bytes())
+
+
+def error_as_json(error: TrainingError | OSError) -> bytes:
+    """An error of the user's, for a process of another machine."""
+    values: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
+    if isinstance(error, OSError):
+        filename = None if error.filename is None else os.fsdecode(error.filename)
+        values = {"kind": "OSError", "arguments": [error.errno, error.strerror, filename]}
+    return json.dumps(values).encode()
+
+
+def error_from_json(content: bytes) -> TrainingError | OSError:
+    """The error in what `error_as_json` gave; a DataError where its class is not one of ours."""
+    values = json.loads(content)
+    if values["kind"] == "OSError":
+        return OSError(*values["arguments"])
+    kind = getattr(errors, values["kind"], DataError)
+    is_ours = isinstance(kind, type) and issubclass(kind, TrainingError)
+    error: TrainingError = (kind if is_ours else DataError)(values["text"])
+    return error

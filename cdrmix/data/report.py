@@ -11,7 +11,7 @@ from typing import Any
 
 from cdrmix.config.load import config_hash
 from cdrmix.data.recipe import Recipe, recipe_yaml
-from cdrmix.data.shards import ShardInfo, write_file
+from cdrmix.data.shards import ShardInfo, read_regular, write_file
 from cdrmix.data.source import Found
 from cdrmix.data.stage import DROPPED_FILE, close_synced, read_record
 from cdrmix.data.tasks import Task
@@ -20,6 +20,7 @@ from cdrmix.errors import DataError
 REPORT_FILE, RECIPE_FILE, SET_ASIDE_FILE = "report.json", "recipe.yaml", "set_aside.jsonl"
 
 _SAMPLES_PER_REASON = 3
+_MAX_REPORT_BYTES = 2**28
 
 # A task and its results, stage by stage.
 Results = tuple[Any, ...]
@@ -165,8 +166,8 @@ def _set_aside(found: Mapping[str, Found], results: Sequence[Results]) -> Iterat
                 "detail": "",
                 "count": 1,
             }
-    for task, first, *_ in results:
-        for entry in read_record(first)["set_aside"]:
+    for task, *folders in results:
+        for entry in (entry for folder in folders for entry in read_record(folder)["set_aside"]):
             yield {"source": task.source.name} | entry
 
 
@@ -194,9 +195,11 @@ def read_report(folder: Path) -> dict[str, Any]:
     """
     path = folder / REPORT_FILE
     try:
-        report: dict[str, Any] = json.loads(path.read_bytes())
+        report: dict[str, Any] = json.loads(read_regular(path, _MAX_REPORT_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}. Build the folder again.") from error
+    if not isinstance(report, dict):
+        raise DataError(f"{path}: holds no JSON object. Build the folder again.")
     return report

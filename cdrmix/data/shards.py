@@ -9,21 +9,29 @@ indexed_dataset.py), whose dtype codes are not Megatron-LM's: uint16 is 6 there,
 import hashlib
 import json
 import os
+import stat
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cdrmix.data.folders import open_new
 from cdrmix.data.remote import remote_files
 from cdrmix.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
 MAX_SHARD_TOKENS = 2**27
 SHARD_SUFFIXES = ("bin", "idx", "roles")
+# Trillions of tokens in shards of `MAX_SHARD_TOKENS` need some tens of MB.
+MAX_MANIFEST_BYTES = 2**28
+# A manifest may be of somebody else, and its names become names of files and lines of a terminal:
+# no separators, no control characters, nothing that begins with a dot or hyphen. 200 characters
+# leave room for suffixes below the 255 bytes of a file name.
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}$"
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_VERSION = 1
@@ -44,7 +52,7 @@ class _Record(BaseModel):
 class FileInfo(_Record):
     """Size in bytes and sha256 (hex) of one file."""
 
-    bytes: int
+    bytes: int = Field(ge=0)
     sha256: str
 
 
@@ -55,12 +63,12 @@ class ShardInfo(_Record):
     `cdrmix.data.chain_of_thought.ROLES`.
     """
 
-    stem: str
-    split: str
-    domain: str
-    tokens: int
-    documents: int
-    text_bytes: int
+    stem: str = Field(pattern=_NAME)
+    split: str = Field(pattern=_NAME)
+    domain: str = Field(pattern=_NAME)
+    tokens: int = Field(ge=0)
+    documents: int = Field(ge=0)
+    text_bytes: int = Field(ge=0)
     bin: FileInfo
     idx: FileInfo
     roles: FileInfo | None = None
@@ -74,17 +82,17 @@ class ShardInfo(_Record):
 class SplitInfo(_Record):
     """Sums over the shards of one split."""
 
-    tokens: int
-    documents: int
-    text_bytes: int
+    tokens: int = Field(ge=0)
+    documents: int = Field(ge=0)
+    text_bytes: int = Field(ge=0)
 
 
 class TokenizerInfo(_Record):
     """The tokenizer file that the shards were encoded with."""
 
-    file: str
+    file: Literal["tokenizer.json"]
     sha256: str
-    num_tokens: int
+    num_tokens: int = Field(ge=1)
 
 
 class Manifest(_Record):
@@ -98,6 +106,24 @@ class Manifest(_Record):
     splits: dict[str, SplitInfo]
     shards: tuple[ShardInfo, ...]
     source: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        """Check sizes against each other: readers map files by the number of tokens."""
+        stems = {shard.stem for shard in self.shards}
+        if len(stems) < len(self.shards):
+            raise ValueError("two shards have the same stem")
+        for shard in self.shards:
+            num_bytes = {"bin": shard.tokens * np.dtype(self.dtype).itemsize, "roles": shard.tokens}
+            for suffix, info in shard.files().items():
+                if info.bytes != num_bytes.get(suffix, info.bytes):
+                    raise ValueError(
+                        f"{shard.stem}.{suffix} has {info.bytes} bytes and the shard "
+                        f"{shard.tokens} tokens of {self.dtype}"
+                    )
+        if self.splits != _split_totals(self.shards):
+            raise ValueError("splits are not the sums over the shards")
+        return self
 
 
 def smallest_dtype(vocab_size: int) -> Dtype:
@@ -168,7 +194,7 @@ def _narrow(ids: NDArray[Any], dtype: Dtype) -> NDArray[Any]:
 def write_pieces(path: Path, pieces: list[NDArray[Any]]) -> FileInfo:
     """Write arrays one after the other and wait until they are on the disk."""
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with open_new(path) as file:
         for piece in pieces:
             content = piece.tobytes()
             file.write(content)
@@ -190,17 +216,31 @@ def _index(lengths: list[int], dtype: Dtype) -> bytes:
     return header + sizes.tobytes() + offsets.tobytes() + bounds.tobytes()
 
 
-def read_lengths(path: Path) -> NDArray[np.int32]:
-    """Tokens of each document, from an .idx file that was verified, [n]."""
+def read_lengths(folder: Path, shard: ShardInfo) -> NDArray[np.int32]:
+    """Tokens of each document of a shard, from its .idx file, [n].
+
+    Raises:
+        DataError: if the file does not fit the shard, whatever its digest.
+    """
+    path = folder / f"{shard.stem}.idx"
     header = struct.Struct(_IDX_HEADER)
     with path.open("rb") as file:
-        *_, num_documents, _ = header.unpack(file.read(header.size))
-        return np.fromfile(file, "<i4", num_documents)
+        # The header's own count is not asked: memory for it would be taken before it is read.
+        file.seek(header.size)
+        lengths = np.frombuffer(file.read(4 * shard.documents), "<i4")
+    if len(lengths) != shard.documents or lengths.min(initial=1) < 1:
+        raise DataError(f"{path}: does not hold lengths of {shard.documents} documents. {REBUILD}")
+    if lengths.sum(dtype=np.int64) != shard.tokens:
+        raise DataError(
+            f"{path}: its documents have {lengths.sum(dtype=np.int64)} tokens, the shard has "
+            f"{shard.tokens}. {REBUILD}"
+        )
+    return lengths
 
 
 def write_file(path: Path, content: bytes) -> FileInfo:
     """Write `content` and wait until it is on the disk."""
-    with path.open("wb") as file:
+    with open_new(path) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -263,7 +303,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(read_regular(path, MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         raise DataError(
             f"{path}: not found. data.path must be 'sample' or a folder of token shards, "
@@ -276,6 +316,32 @@ def read_manifest(folder: Path) -> Manifest:
             f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors()[:5]
         )
         raise DataError(f"{path}: not a manifest of this version: {problems}. {REBUILD}") from None
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Content of a regular file; a pipe in its place would keep the reader waiting for ever.
+
+    Raises:
+        DataError: if it is of another kind, or has more than `max_bytes`.
+        OSError: if it cannot be read.
+    """
+    num_bytes = check_regular(path)
+    if num_bytes > max_bytes:
+        raise DataError(f"{path}: has {num_bytes} bytes; at most {max_bytes} are read.")
+    return path.read_bytes()
+
+
+def check_regular(path: Path) -> int:
+    """Check that a file is neither pipe nor device; its size in bytes.
+
+    Raises:
+        DataError: if it is of another kind.
+        OSError: if it is not there.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path}: is not a regular file.")
+    return status.st_size
 
 
 def manifest_digest(manifest: Manifest) -> str:
@@ -341,13 +407,15 @@ def file_problem(
 ) -> str | None:
     """What is wrong with one file, or None. `num_bytes` None: the size is not known."""
     try:
-        actual_bytes = path.stat().st_size
+        actual_bytes = check_regular(path)
         if num_bytes is not None and actual_bytes != num_bytes:
             return f"{path}: has {actual_bytes} bytes, the manifest says {num_bytes}."
         if mode == "size":
             return None
         with path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
+    except DataError as error:
+        return str(error)
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}."
     if actual != sha256:

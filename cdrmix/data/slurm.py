@@ -21,7 +21,14 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from cdrmix import log
-from cdrmix.data.remote_jobs import J, errors_in, run_call, run_in_rounds, write_calls
+from cdrmix.data.remote_jobs import (
+    J,
+    errors_in,
+    make_private,
+    run_call,
+    run_in_rounds,
+    write_calls,
+)
 from cdrmix.errors import DataError
 
 # SLURM's own limit on the tasks of an array is 1,001; where there are more jobs, a task takes some.
@@ -75,12 +82,20 @@ class DatatroveEngine:
 
     def __enter__(self) -> Self:
         shutil.rmtree(self._folder, ignore_errors=True)  # of a build that was interrupted
+        make_private(self._folder)  # datatrove's own description of the tasks is code, too
         return self
 
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def run_all(self, function: Callable[[J], None], jobs: Sequence[J], *, what: str) -> None:
+    def run_all(
+        self,
+        function: Callable[[J], None],
+        jobs: Sequence[J],
+        *,
+        what: str,
+        blame: Callable[[J], bool] | None = None,
+    ) -> None:
         """Run every job that is not done.
 
         Raises:
@@ -99,7 +114,7 @@ class DatatroveEngine:
             for told in errors_in(folder / "jobs"):
                 raise told
 
-        run_in_rounds(run_round, jobs, what=what, logs=str(self._folder))
+        run_in_rounds(run_round, jobs, what=what, logs=str(self._folder), blame=blame)
 
 
 class _ArrayExecutor(SlurmPipelineExecutor):

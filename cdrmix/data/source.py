@@ -210,14 +210,17 @@ def saved_arrow_files(folder: Path, split: str) -> list[Path]:
     part = folder / split if (folder / "dataset_dict.json").is_file() else folder
     try:
         state: dict[str, Any] = json.loads((part / "state.json").read_bytes())
-        return [part / entry["filename"] for entry in state["_data_files"]]
+        names = [entry["filename"] for entry in state["_data_files"]]
+        if others := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{others[0]!r} is not the name of a file in this folder")
+        return [part / name for name in names]
     except FileNotFoundError:
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         raise DataError(
             f"{folder}: a data set saved to disk without the split '{split}'. "
             f"It has: {', '.join(splits) or 'none'}."
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{part / 'state.json'}: damaged: {error}") from None
 
 

@@ -11,14 +11,16 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from cdrmix import log
 from cdrmix.data.chain_of_thought import parted
+from cdrmix.data.deadline import Deadline, TooSlow
 from cdrmix.data.document import Document, Step
-from cdrmix.data.folders import new_folder
+from cdrmix.data.folders import new_folder, open_new
 from cdrmix.data.recipe import StepConfig, make_step
 from cdrmix.data.shards import write_file
 from cdrmix.data.tasks import Task
@@ -27,6 +29,8 @@ DOCUMENTS_FILE, DROPPED_FILE, RECORD_FILE = "documents.jsonl", "dropped.jsonl", 
 
 _SAMPLES_PER_REASON = 3
 _SAMPLE_CHARACTERS = 500
+
+_logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,16 @@ class StageJob:
     def is_done(self) -> bool:
         """Whether the result is there."""
         return self.out.is_dir()
+
+    @property
+    def mark(self) -> Path:
+        """File that names what is being read; it outlives a process that is killed."""
+        return self.out.with_name(f".{self.out.name}.reading")
+
+    @property
+    def left_out(self) -> Path:
+        """File with the names of what is not read because it ended a process."""
+        return self.out.with_name(f".{self.out.name}.left_out")
 
     @property
     def notes(self) -> Path:
@@ -113,23 +127,93 @@ class _Dropped:
 def run_stage(job: StageJob) -> None:
     """Do a job whose result is not there yet.
 
+    A document that a step takes too long for is set aside. What the steps had of the task is lost
+    with it, so the job begins again without it.
+
     Raises:
         DataError: what the user can mend: a missing package, a connection that stays broken.
         OSError: if the result cannot be written.
     """
     if job.is_done():
         return
+    slow: dict[str, str] = {}  # ids of such documents, and what is told of each
+    while not job.is_done():
+        documents = _Timed(slow)
+        try:
+            with documents.deadline:
+                _run_without(slow, documents, job)
+        except TooSlow as error:
+            if documents.now is None or documents.now in slow:
+                raise  # it is none of the documents
+            _logger.warning("%s: set aside: %s", documents.now, error)
+            slow[documents.now] = str(error)
+        finally:
+            job.mark.unlink(missing_ok=True)
+
+
+class _Timed:
+    """Passes documents on, each with a time of its own; leaves out those that had theirs."""
+
+    def __init__(self, slow: Collection[str]) -> None:
+        self.deadline = Deadline()
+        self.now: str | None = None  # id of the document that the steps have
+        self._slow = slow
+
+    def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
+        for document in documents:
+            if document.id not in self._slow:
+                self.now = document.id
+                self.deadline.begin()
+                yield document
+                self.now = None
+            self.deadline.begin()
+
+
+def leave_out_last(job: StageJob) -> bool:
+    """Leave out what a job was reading when its process was killed.
+
+    Returns:
+        True if there is such a file, so that the job can be run again without it.
+    """
+    if job.before is not None or not job.mark.exists():
+        return False
+    name = json.loads(job.mark.read_bytes())
+    write_file(job.left_out, json.dumps([*_left_out(job), name]).encode())
+    job.mark.unlink()
+    _logger.warning(
+        "%s/%s: ended the process that read it, twice; it is set aside", job.task.source.name, name
+    )
+    return True
+
+
+def _left_out(job: StageJob) -> list[str]:
+    try:
+        names: list[str] = json.loads(job.left_out.read_bytes())
+    except FileNotFoundError:
+        return []
+    return names
+
+
+def _run_without(slow: Mapping[str, str], timed: _Timed, job: StageJob) -> None:
     with (
         new_folder(job.out) as folder,
         (folder / DROPPED_FILE).open("w", encoding="utf-8") as dropped_file,
     ):
         set_aside = _SetAsideCounts()
+        for document_id, why in slow.items():
+            file, _, row = document_id.removeprefix(f"{job.task.source.name}/").rpartition("#")
+            set_aside(file, int(row), "takes too long", why)
         dropped = _Dropped(dropped_file, keep_all=job.keep_dropped)
         all_counts: list[StepCounts] = []
         if job.before is None:
-            documents = job.task.read(set_aside)
+            documents = job.task.read(
+                set_aside,
+                left_out=_left_out(job),
+                begin=lambda name: _write_mark(job.mark, name),
+            )
         else:
             documents = read_documents(job.before, job.task)
+        documents = timed(documents)
         for number, name, step in _steps(job, folder):
             counts = StepCounts(number, name)
             in_parts = job.task.source.chain_of_thought is not None
@@ -142,6 +226,12 @@ def run_stage(job: StageJob) -> None:
         record["steps"] = [counts.as_json() for counts in all_counts]
         record["set_aside"] = set_aside.as_json()
         write_file(folder / RECORD_FILE, json.dumps(record, sort_keys=True).encode())
+
+
+def _write_mark(path: Path, name: str) -> None:
+    # Not synced: it has to outlive the process, not the machine.
+    with open_new(path) as file:
+        file.write(json.dumps(name).encode())
 
 
 def _steps(job: StageJob, folder: Path) -> Iterator[tuple[int, str, Step]]:

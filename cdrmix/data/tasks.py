@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cdrmix import __version__
+from cdrmix.data.deadline import TooSlow
 from cdrmix.data.document import Document
 from cdrmix.data.recipe import Recipe
 from cdrmix.data.source import (
@@ -47,14 +48,37 @@ class Task:
     shard: tuple[int, int] | None
     key: str
 
-    def read(self, set_aside: SetAside) -> Iterator[Document]:
-        """The task's documents, in order."""
-        if self.shard is not None:
-            from cdrmix.data.steps.read_huggingface import read_shard
+    def read(
+        self,
+        set_aside: SetAside,
+        *,
+        left_out: Collection[str] = (),
+        begin: Callable[[str], None] = lambda name: None,
+    ) -> Iterator[Document]:
+        """Read the task's documents, in order.
 
-            yield from read_shard(self.source, *self.shard, set_aside)
+        Args:
+            set_aside: told of what cannot be read, and of files that take too long.
+            left_out: names of files, or of the shard, that ended a process and are not read.
+            begin: told of each name before it is read.
+        """
+        for name, documents in self._parts(set_aside):
+            if name in left_out:
+                set_aside(name, None, "ended the process that read it", "most likely by its size")
+                continue
+            begin(name)
+            try:
+                yield from documents
+            except TooSlow as error:  # while reading: what steps raise does not come by here
+                set_aside(name, None, "takes too long to read", str(error))
+
+    def _parts(self, set_aside: SetAside) -> Iterator[tuple[str, Iterator[Document]]]:
+        if self.shard is not None:
+            from cdrmix.data.steps.read_huggingface import read_shard, shard_name
+
+            yield shard_name(self.shard[0]), read_shard(self.source, *self.shard, set_aside)
         for file in self.files:
-            yield from read_file(file, self.source, set_aside)
+            yield file.name, read_file(file, self.source, set_aside)
 
 
 def make_tasks(

@@ -14,9 +14,12 @@ import tiktoken
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from cdrmix.data.shards import read_regular
 from cdrmix.errors import DataError
 
 TOKENIZER_FILE = "tokenizer.json"
+# A vocabulary of 50,272 tokens takes 3 MB, one of 2**20 some 80 MB.
+MAX_TOKENIZER_BYTES = 2**27
 
 EOS, BOS, PAD = "<|eos|>", "<|bos|>", "<|pad|>"
 FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
@@ -172,14 +175,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     path = Path(folder) / TOKENIZER_FILE
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, MAX_TOKENIZER_BYTES))
         return Tokenizer(_to_tiktoken(content))
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read: {error.strerror}. A folder of token shards holds its "
             "tokenizer; copy it from there, or build the folder again."
         ) from error
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path}: not a byte-level BPE tokenizer as this package trains it "
             f"({type(error).__name__}: {error}). Copy it again from where it is whole, or build "
@@ -193,11 +196,20 @@ def _to_tiktoken(content: dict[str, Any]) -> tiktoken.Encoding:
     Raises:
         ValueError, KeyError, IndexError, TypeError: if it is of another kind.
     """
-    split = content["pre_tokenizer"]["pretokenizers"][0]
+    # The file may be of somebody else, and another pattern could take for ever on some text.
+    if content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] != _PATTERN:
+        raise ValueError("it cuts text by another pattern")
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     if tuple(sorted(special, key=special.__getitem__)) != SPECIAL_TOKENS:
         raise ValueError(f"its special tokens are {', '.join(special)}")
     vocabulary = content["model"]["vocab"]
+    # tiktoken ends the process at ids that stand twice, or where a byte has no token.
+    if sorted(vocabulary.values()) != list(range(len(vocabulary))):
+        raise ValueError("its ids are not 0, 1, 2, ...")
+    if missing := [name for name in (*SPECIAL_TOKENS, *_BYTE_OF) if name not in vocabulary]:
+        raise ValueError(f"it has no token for {missing[0]!r}")
+    if special != {name: vocabulary[name] for name in SPECIAL_TOKENS}:
+        raise ValueError("its special tokens have two ids")
     merged = ["".join(pair) for pair in content["model"]["merges"]]
     # tiktoken merges by the id of the result, Hugging Face by the place in the list of merges.
     if [vocabulary[token] for token in merged] != list(range(_FIRST_MERGE, len(vocabulary))):
@@ -209,7 +221,7 @@ def _to_tiktoken(content: dict[str, Any]) -> tiktoken.Encoding:
     }
     return tiktoken.Encoding(
         TOKENIZER_FILE,
-        pat_str=split["pattern"]["Regex"],
+        pat_str=_PATTERN,
         mergeable_ranks=ranks,
         special_tokens=special,
     )

@@ -133,6 +133,7 @@ def make_loader(
         window_samples=config.data.window_samples if config.data.order == "windowed" else None,
         segment_documents=config.data.segment_documents,
         token_weights=config.data.token_weights,
+        prefetch=config.data.prefetch_batches,
     )
 
 

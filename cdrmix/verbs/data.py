@@ -70,8 +70,10 @@ def _add_data_build(kinds: Verbs) -> None:
         if wrong := [option for option in arguments.sbatch if "=" not in option]:
             parser.error(f"--sbatch {wrong[0]}: give OPTION=VALUE")
         sbatch = dict(option.lstrip("-").split("=", 1) for option in arguments.sbatch)
-        # TERM stops a build as Ctrl-C does: at once, with its workers.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # TERM stops a build as Ctrl-C does: at once, with its workers. INT itself may be ignored,
+        # as a shell has it for what it starts in the background.
+        stops = (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, signal.default_int_handler) for number in stops}
         try:
             build_dataset(
                 arguments.config, out, workers=workers, engine=arguments.engine, sbatch=sbatch
@@ -80,7 +82,8 @@ def _add_data_build(kinds: Verbs) -> None:
             print(f"stopped; start again to go on from what is in {out}", file=sys.stderr)
             raise SystemExit(EXIT_STOPPED_BY_SIGNAL) from None
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         write_data_page(out, inspect_folder(out))
         print(out)
 

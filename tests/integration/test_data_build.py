@@ -230,7 +230,10 @@ def test_a_build_stops_at_once_with_its_workers(
 ) -> None:
     argv = ["-m", "cdrmix.cli", "data", "build", "--config", recipe, "--out", tmp_path / "out"]
     command = [sys.executable, *map(str, argv), "--workers", "2"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+
+    # A shell has INT ignored by what it starts in the background.
+    background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+    with subprocess.Popen(background, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         wait_until(lambda: len(workers_of(process)) == 2, process)
         workers = workers_of(process)
         process.send_signal(signum)

@@ -41,7 +41,7 @@ def documents(folder: Path, split: str, domain: str) -> list[list[int]]:
     manifest = read_manifest(folder)
     shards = [s for s in manifest.shards if (s.split, s.domain) == (split, domain)]
     tokens = [np.fromfile(folder / f"{shard.stem}.bin", np.uint16) for shard in shards]
-    lengths = [length for shard in shards for length in read_lengths(folder / f"{shard.stem}.idx")]
+    lengths = [length for shard in shards for length in read_lengths(folder, shard)]
     pieces = np.split(np.concatenate(tokens), np.cumsum(lengths)[:-1])
     whole: list[list[int]] = [[]]
     for piece in pieces:

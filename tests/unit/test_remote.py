@@ -270,17 +270,22 @@ def test_a_cache_too_small_for_the_order_is_refused(server: Server, tmp_path: Pa
 def test_processes_share_the_copies_and_what_a_killed_one_left_is_removed(
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
-    local = local_folder(config(server.url, tmp_path / "cache"), LENGTH)
+    settings = config(server.url, tmp_path / "cache")
+    local = local_folder(settings, LENGTH)
     partial = local / ".train-code-00007.bin.partial"
     partial.write_bytes(bytes(SHARD_BYTES))
     os.utime(partial, (0, 0))
     code = (
         "import sys, numpy; from pathlib import Path; "
+        "from cdrmix.config.data import DataConfig; "
+        "from cdrmix.data.remote_folder import local_folder; "
         "from cdrmix.data.token_dataset import TokenDataset; "
-        f"rows = TokenDataset(Path(sys.argv[1]), 'train', {LENGTH}).rows(numpy.arange(400)); "
+        "data = DataConfig.model_validate_json(sys.argv[1]); "
+        f"folder = local_folder(data, {LENGTH}); "
+        f"rows = TokenDataset(folder, 'train', {LENGTH}).rows(numpy.arange(400)); "
         "assert rows[:, 0].tolist() == list(range(0, 1600, 4))"
     )
-    command = [sys.executable, "-c", code, str(local)]
+    command = [sys.executable, "-c", code, settings.model_dump_json()]
     children = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
     assert [child.wait(timeout=30) for child in children] == [0, 0]
     assert not partial.exists()
@@ -292,7 +297,7 @@ def test_a_full_disk_is_not_tried_again(
 ) -> None:
     calls = itertools.count()
 
-    def no_space(url: str, path: Path) -> str:
+    def no_space(url: str, path: Path, max_bytes: int) -> str:
         next(calls)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 

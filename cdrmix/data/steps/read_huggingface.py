@@ -11,9 +11,13 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from cdrmix.data.document import Document
+from cdrmix.data.shards import read_regular
 from cdrmix.data.source import SetAside, SourceConfig
 from cdrmix.data.steps.read import documents
 from cdrmix.data.steps.read_bytes import missing_extra
@@ -22,6 +26,7 @@ from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 
 _LONGEST_PAUSE_SECONDS = 60.0
+_MAX_DESCRIPTION_BYTES = 2**22
 _NETWORK_PACKAGES = {
     *("aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "huggingface_hub", "requests", "urllib3"),
 }
@@ -46,6 +51,11 @@ def count_shards(source: SourceConfig) -> int:
         raise DataError(f"source '{source.name}': {source.path}: {error}. {advice}") from error
 
 
+def shard_name(shard: int) -> str:
+    """Name of a part of a stream in ids and reports."""
+    return f"shard-{shard:05d}"
+
+
 def read_shard(
     source: SourceConfig, shard: int, num_shards: int, set_aside: SetAside
 ) -> Iterator[Document]:
@@ -56,7 +66,7 @@ def read_shard(
     Raises:
         DataError: if the connection stays broken after `source.retries` attempts.
     """
-    name = f"shard-{shard:05d}"
+    name = shard_name(shard)
 
     def rows_from(row: int) -> Iterator[Any]:
         part = _open(source).shard(num_shards=num_shards, index=shard)
@@ -129,13 +139,55 @@ def _open(source: SourceConfig) -> Any:
         import datasets
     except ImportError:
         raise missing_extra(f"source '{source.name}': type huggingface", "datasets") from None
+    _check_metadata(Path(source.path))
     stream = datasets.load_dataset(
         source.path, source.subset, split=source.split, revision=source.revision, streaming=True
     )
+    # Decoding a column that says to hold images or sounds would fetch what its rows name.
+    stream = stream.decode(False)
     known = stream.column_names or []
     fields = (*source.text_fields, *source.metadata_fields)
     wanted = {*fields, *(field.partition(".")[0] for field in fields)}
     return stream.select_columns([name for name in known if name in wanted]) if known else stream
+
+
+def _check_metadata(folder: Path) -> None:
+    """Refuse a folder whose own description names files elsewhere: `datasets` would fetch them.
+
+    Raises:
+        DataError: naming the file and what stands in it.
+    """
+    from huggingface_hub import DatasetCard
+
+    for path in (folder / "README.md", folder / ".huggingface.yaml"):
+        if not path.is_file():
+            continue
+        try:
+            text = read_regular(path, _MAX_DESCRIPTION_BYTES).decode()
+            if path.suffix == ".md":
+                described = DatasetCard(text, ignore_metadata_errors=True).data.to_dict()
+            else:
+                described = yaml.safe_load(text) or {}
+        except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+            raise DataError(f"{path}: cannot be read: {error}") from None
+        for name in _strings(described.get("configs") if isinstance(described, dict) else None):
+            if ":" in name or name.startswith(("/", "~")) or ".." in name.split("/"):
+                raise DataError(
+                    f"{path}: its configs name {name!r}; allowed are files below this folder, by "
+                    "relative names without ':'. Change the file or remove it."
+                )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in plain values; an anchor of YAML may stand in any number of places."""
+    waiting, seen = [value], set()
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, str):
+            yield inner
+        elif isinstance(inner, dict | list) and id(inner) not in seen:
+            seen.add(id(inner))
+            waiting += inner.values() if isinstance(inner, dict) else inner
 
 
 def _is_transient(error: Exception) -> bool:

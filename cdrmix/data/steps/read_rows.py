@@ -23,6 +23,10 @@ Refuse = Callable[[int, str, str], None]
 
 _JSON_CHUNK_CHARACTERS = 2**20
 _ARROW_BATCH_ROWS = 64
+# Rows that are decoded together may hold so many times `max_document_bytes`.
+_BATCH_DOCUMENTS = 8
+# Text is seldom compressed to a hundredth of its size.
+_MAX_EXPANSION = 1_000
 
 
 def read_rows(file: SourceFile, source: SourceConfig, refuse: Refuse) -> Iterator[Row]:
@@ -43,11 +47,11 @@ def read_rows(file: SourceFile, source: SourceConfig, refuse: Refuse) -> Iterato
             delimiter = "\t" if file.kind == "tsv" else ","
             return texts(_csv_rows(file.path, source, delimiter, refuse), source, refuse)
         case "parquet":
-            return texts(_parquet_rows(file.path, source), source, refuse)
+            return texts(_parquet_rows(file.path, source, refuse), source, refuse)
         case "tar":
             return texts(tar_samples(file.path, source, refuse), source, refuse)
         case "arrow":
-            return texts(_arrow_rows(file.path, source), source, refuse)
+            return texts(_arrow_rows(file.path, source, refuse), source, refuse)
     raise AssertionError(f"no reader of rows for {file.kind}")
 
 
@@ -223,7 +227,7 @@ def _csv_lines(file: Any, source: SourceConfig) -> Iterator[str]:
         yield decoded(line, source.encoding, source.encoding_errors)
 
 
-def _parquet_rows(path: Path, source: SourceConfig) -> Iterator[tuple[int, Any]]:
+def _parquet_rows(path: Path, source: SourceConfig, refuse: Refuse) -> Iterator[tuple[int, Any]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -233,12 +237,40 @@ def _parquet_rows(path: Path, source: SourceConfig) -> Iterator[tuple[int, Any]]
         try:
             file = opened.enter_context(pyarrow.parquet.ParquetFile(path))
             columns = _columns(file.schema_arrow.names, source)
-            yield from _numbered(file.iter_batches(_ARROW_BATCH_ROWS, columns=columns))
+            batches = file.iter_batches(
+                _batch_rows(file.metadata, columns, source), columns=columns
+            )
+            yield from _numbered(batches, source, refuse)
         except pyarrow.ArrowException as error:
             raise Unreadable("damaged parquet", str(error)) from None
 
 
-def _arrow_rows(path: Path, source: SourceConfig) -> Iterator[tuple[int, Any]]:
+def _batch_rows(metadata: Any, columns: list[str], source: SourceConfig) -> int:
+    """Rows of a parquet file to decode together.
+
+    A value that stands once in a column's dictionary may be that of every row: a file of 750 bytes
+    holds 64 rows of 10 MB. So rows are decoded together only as far as each could be as large as
+    the largest column chunk.
+
+    Raises:
+        Unreadable: if a chunk expands beyond all measure, as a page is decompressed at once.
+    """
+    limit = _BATCH_DOCUMENTS * source.max_document_bytes
+    largest = 1
+    for group in range(metadata.num_row_groups):
+        chunks = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
+        for chunk in chunks:
+            path = chunk.path_in_schema
+            if path not in columns and path.partition(".")[0] not in columns:
+                continue
+            size = chunk.total_uncompressed_size
+            if size > limit and size > _MAX_EXPANSION * chunk.total_compressed_size:
+                raise Unreadable("expands too much", f"{size} bytes in column {path}")
+            largest = max(largest, size)
+    return min(_ARROW_BATCH_ROWS, max(1, limit // largest))
+
+
+def _arrow_rows(path: Path, source: SourceConfig, refuse: Refuse) -> Iterator[tuple[int, Any]]:
     """Rows of an Arrow file in either of its two formats; `datasets` writes the streaming one."""
     try:
         import pyarrow
@@ -256,7 +288,8 @@ def _arrow_rows(path: Path, source: SourceConfig) -> Iterator[tuple[int, Any]]:
                 columns = _columns(whole.schema.names, source)
             else:
                 columns = _columns(batches.schema.names, source)
-            yield from _numbered(batch.select(columns) for batch in batches)
+            selected = (batch.select(columns) for batch in batches)
+            yield from _numbered(selected, source, refuse)
         except pyarrow.ArrowException as error:
             raise Unreadable("damaged arrow", str(error)) from None
 
@@ -278,11 +311,26 @@ def _columns(names: list[str], source: SourceConfig) -> list[str]:
     return [name for name in dict.fromkeys(wanted) if name in names]
 
 
-def _numbered(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+def _numbered(
+    batches: Iterable[Any], source: SourceConfig, refuse: Refuse
+) -> Iterator[tuple[int, Any]]:
+    """Rows as Python objects, a few at a time: a batch of a file on disk may be large."""
+    limit = source.max_document_bytes
     row = 0
     for batch in batches:
-        # A batch of a file on disk may be large: rows become Python objects a few at a time.
-        for start in range(0, batch.num_rows, _ARROW_BATCH_ROWS):
-            for value in batch.slice(start, _ARROW_BATCH_ROWS).to_pylist():
-                yield row, value
+        # Where a few rows may be large, or the same bytes stand behind all of them (dictionaries,
+        # views), one at a time: each may be as large as all that there is.
+        together = _BATCH_DOCUMENTS * limit // max(1, batch.nbytes)
+        rows = min(_ARROW_BATCH_ROWS, max(1, together))
+        for start in range(0, batch.num_rows, rows):
+            for value in batch.slice(start, rows).to_pylist():
+                texts = [_field(value, name) for name in source.text_fields]
+                if any(isinstance(text, str) and _num_bytes(text) > limit for text in texts):
+                    refuse(row, "row longer than max_document_bytes", f"more than {limit} bytes")
+                else:
+                    yield row, value
                 row += 1
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))

@@ -15,8 +15,26 @@ from cdrmix.data.steps.read_bytes import Unreadable, open_bytes
 from cdrmix.data.steps.read_text import decoded
 
 _TEXT, _FIELDS = "txt", "json"
+# Long names and pax fields precede the member that they are about, and tarfile reads them whole.
+_MAX_HEADER_BYTES = 2**20
+_HEADER_TYPES = {
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+}
 
 Members = Iterator[tuple[str, str, bytes | None]]
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive whose headers may lie about their size."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        # The place that tarfile's source names for other ways with kinds of members. A ReadError
+        # ends the reading; tarfile takes a HeaderError at the first member for an empty archive.
+        if self.type in _HEADER_TYPES and self.size > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
+        return member
 
 
 def tar_samples(
@@ -46,8 +64,12 @@ def _members(path: Path, limit: int) -> Members:
     """Name up to its first dot, ending, and content of each file; no content where it is larger
     than `limit` bytes, or of an ending that is not read."""
     try:
-        with open_bytes(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
-            for member in archive:
+        with (
+            open_bytes(path) as file,
+            tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive,
+        ):
+            while (member := archive.next()) is not None:
+                archive.members.clear()  # type: ignore[attr-defined]  # it would keep all
                 folder, _, name = member.name.rpartition("/")
                 key, _, ending = name.partition(".")
                 if not member.isfile() or not key or not ending:
@@ -59,6 +81,8 @@ def _members(path: Path, limit: int) -> Members:
                 yield f"{folder}/{key}", ending, content
     except tarfile.TarError as error:
         raise Unreadable("damaged tar", str(error)) from None
+    except RecursionError:
+        raise Unreadable("damaged tar", "headers of headers") from None
 
 
 def _sample(contents: dict[str, bytes | None], source: SourceConfig) -> dict[str, Any]:
