@@ -11,7 +11,11 @@ STAMP := $(VENV)/set-up
 
 # Two ranks where there are two devices (GPUs, else cores), one otherwise.
 # nproc would answer with OMP_NUM_THREADS where that is set.
-GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+# AMD's driver lists its GPUs as nodes with SIMD units. Those that torch cannot use are told of when
+# training starts.
+AMD_NODES := /sys/class/kfd/kfd/topology/nodes/*/properties
+GPUS := $(shell nvidia=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'); \
+	amd=$$(cat $(AMD_NODES) 2>/dev/null | grep -c '^simd_count [1-9]'); echo $$((nvidia + amd)))
 NPROC ?= $(shell devices=$(GPUS); \
 	[ "$$devices" -gt 0 ] || devices=$$(env -u OMP_NUM_THREADS nproc); \
 	[ "$$devices" -lt 2 ] && echo 1 || echo 2)

@@ -47,3 +47,9 @@ class InfrastructureError(TrainingError):
     """
 
     exit_code = EXIT_INFRASTRUCTURE
+
+
+class UnreachableDataError(DataError, InfrastructureError):
+    """A store of data did not answer, or not with what it should, for longer than was waited."""
+
+    exit_code = EXIT_INFRASTRUCTURE

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed
 
-from cdrmix.errors import ConfigError, TrainingError
+from cdrmix.errors import ConfigError, InfrastructureError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.network import (
     address_of_this_host,
@@ -269,7 +269,8 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
     Args:
         timeout_minutes: how long a collective may wait before it fails.
     Raises:
-        ConfigError: if the address is taken or cannot be reached.
+        InfrastructureError: if the port is taken or the address cannot be reached for now.
+        ConfigError: if the address has no meaning, or the port is not this user's to take.
     """
     map_environment()
     deepspeed = import_deepspeed()
@@ -288,7 +289,10 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
             timeout=timedelta(minutes=timeout_minutes),
         )
     except torch.distributed.DistNetworkError as error:
-        raise ConfigError(
+        # torch says it in words alone; a name that is not known at all is a mistake, one that the
+        # name server cannot tell for now (gai error -3) is not
+        is_wrong = re.search(r"gai error: -2\b|EACCES|EADDRNOTAVAIL", str(error))
+        raise (ConfigError if is_wrong else InfrastructureError)(
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: the ranks cannot meet there "
             f"({error}). Is another job on that port? Try another: --master_port of the deepspeed "
             "launcher, --master-port of torchrun, MASTER_PORT elsewhere"

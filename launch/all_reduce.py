@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from cdrmix import runtime
+from cdrmix.cluster.handover import arguments_of
 from cdrmix.monitoring.sinks import write_json_atomic
 
 _ROUNDS = 3
@@ -24,7 +25,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--bytes", type=int, default=100_000_000, help="size of the tensor")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the result")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments_of(words))
     runtime.map_environment()
     runtime.set_threads()
     runtime.initialize_distributed(timeout_minutes=2)

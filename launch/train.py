@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from cdrmix import log, runtime
+from cdrmix.cluster.devices import unusable_devices
+from cdrmix.cluster.handover import arguments_of
 from cdrmix.cluster.start_up import StartUp
 from cdrmix.config.load import load_config
 from cdrmix.engines.backbone_source import check_given
@@ -57,7 +59,7 @@ def main(arguments: list[str]) -> int:
     try:
         runtime.map_environment()
         log.configure(rank=runtime.environment_rank())
-        args = parse(arguments)
+        args = parse(arguments_of(arguments))
         overrides = list(args.overrides)
         if args.max_steps is not None:
             overrides.append(f"training.max_steps={args.max_steps}")
@@ -70,6 +72,9 @@ def main(arguments: list[str]) -> int:
         )
         check_given(config, run_dir=args.run_dir, resume=args.resume)
         if runtime.use_cpu():
+            warning = unusable_devices(0)
+            if warning and runtime.local_rank() == 0:
+                log.get_logger(__name__).warning("warning: %s", warning)
             runtime.keep_freed_memory()
         runtime.set_threads()
         runtime.initialize_distributed()

@@ -168,7 +168,10 @@ def _devices(answers: Sequence[_Answer], *, wanted: bool) -> Finding:
     for answer in answers:
         names = answer.told["devices"]
         kinds = "; ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
-        described[answer.host.name] = kinds or f"no CUDA device, {answer.told['cores']} cores"
+        described[answer.host.name] = kinds or f"no GPU, {answer.told['cores']} cores"
+    idle = [f"{a.host.name}: {a.told['unusable']}" for a in answers if a.told["unusable"]]
+    if idle:
+        return Finding("devices", "FAIL", "; ".join(idle))
     short = [
         f"{a.host.name} has {len(a.told['devices'])} devices for {a.host.slots} slots"
         for a in answers
@@ -180,7 +183,7 @@ def _devices(answers: Sequence[_Answer], *, wanted: bool) -> Finding:
         listed = "; ".join(f"{name}: {kinds}" for name, kinds in described.items())
         return Finding("devices", "warn", f"the slowest sets the pace: {listed}")
     kinds = next(iter(described.values()))
-    return Finding("devices", "warn" if kinds.startswith("no CUDA") else "ok", kinds)
+    return Finding("devices", "warn" if kinds.startswith("no GPU") else "ok", kinds)
 
 
 def _clocks(answers: Sequence[_Answer]) -> Finding:

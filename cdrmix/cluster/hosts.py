@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cdrmix import network
-from cdrmix.errors import ConfigError
+from cdrmix.errors import ConfigError, InfrastructureError
 from cdrmix.network import address_towards, is_loopback
 
 _SECONDS_TO_CONNECT = 5
+# Nothing that ssh, pdsh or a shell would take for an option, a list, a user or a command.
+_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?"
+_UNREACHABLE = 255  # of ssh
 _PRINT_FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 
 
@@ -36,6 +39,8 @@ def read_hostfile(path: Path) -> list[Host]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at {error.start})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     hosts: dict[str, Host] = {}
@@ -44,10 +49,11 @@ def read_hostfile(path: Path) -> list[Host]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", text)
+        match = re.fullmatch(rf"({_NAME})\s+slots=([1-9]\d{{0,4}})", text, re.ASCII)
         if match is None:
             problems.append(
-                f"{path}:{number}: {text!r} is not NAME slots=N, such as node-1 slots=8"
+                f"{path}:{number}: {text[:80]!r} is not NAME slots=N, such as node-1 slots=8. A "
+                "name has letters, digits, and . _ - inside"
             )
         elif match[1] in hosts:
             problems.append(
@@ -106,7 +112,7 @@ def run_on(
 def ssh_command(name: str, command: Sequence[str]) -> list[str]:
     """The command line that runs a command on another host."""
     options = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SECONDS_TO_CONNECT}")
-    return ["ssh", *options, name, shlex.join(command)]
+    return ["ssh", *options, "--", name, shlex.join(command)]
 
 
 def reachable(hosts: Sequence[Host]) -> list[Host]:
@@ -120,14 +126,15 @@ def free_port(name: str = "localhost") -> int:
     """A TCP port that was free on that host a moment ago.
 
     Raises:
-        ConfigError: if the host cannot be reached, or has no interpreter where this one lies.
+        InfrastructureError: if the host cannot be reached for now.
+        ConfigError: if it has no interpreter where this one lies.
     """
     if is_this_machine(name):
         return network.free_port()
     done = run_on(name, [sys.executable, "-c", _PRINT_FREE_PORT])
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise ConfigError(
+        raise (InfrastructureError if done.returncode == _UNREACHABLE else ConfigError)(
             f"{name}: cannot run {sys.executable} there: {said[-1] if said else 'no message'}. The "
             "hosts need passwordless ssh and the same environment at the same path; "
             "`cdrmix doctor` tells more"

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+import re
 import shutil
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 
+from cdrmix.cluster.environment import launch_environment
+from cdrmix.cluster.finished import is_marked
 from cdrmix.cluster.hosts import reachable, read_hostfile
-from cdrmix.cluster.outcome import LAUNCH_FOLDER, Outcome, ask_to_stop
+from cdrmix.cluster.outcome import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
 from cdrmix.cluster.start_up import COMMANDED_VARIABLE, seconds_since_this_process_began
 from cdrmix.cluster.starter import Place, Start
 from cdrmix.cluster.starts import StartRecord, append_start
@@ -27,6 +32,7 @@ from cdrmix.errors import (
     EXIT_STOPPED_BY_SIGNAL,
     EXIT_USER_ERROR,
     ConfigError,
+    InfrastructureError,
     PlanError,
     StateError,
 )
@@ -35,8 +41,8 @@ from cdrmix.planning.profile import check_legal
 
 logger = get_logger(__name__)
 
-# What starting again does not mend, or must not.
-_FINAL = (EXIT_DONE, EXIT_USER_ERROR, EXIT_NO_USABLE_STATE, EXIT_STOPPED_BY_SIGNAL)
+# They blame configuration or checkpoints, which were good where an earlier start was.
+_DOUBTFUL = (EXIT_USER_ERROR, EXIT_NO_USABLE_STATE)
 _FIRST_WAIT_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 60.0
 
@@ -52,7 +58,8 @@ class Job:
         resume: --resume of the first start.
         profile: --profile, or None.
         place: hosts and ranks.
-        max_restarts: how often a lost run is started again.
+        max_restarts: how often in a row a lost run is started again without getting further.
+        environment: variables of the ranks.
     """
 
     config: Config
@@ -62,6 +69,7 @@ class Job:
     profile: str | None
     place: Place
     max_restarts: int
+    environment: Mapping[str, str] = field(repr=False)
 
 
 class _Signals:
@@ -81,8 +89,10 @@ class _Signals:
         self.name = signal.Signals(number).name
         if self.folder is None:
             raise SystemExit(EXIT_STOPPED_BY_SIGNAL)
-        logger.info("%s: asking the ranks to save and stop; once more ends them", self.name)
         ask_to_stop(self.folder)
+        # not by the logger: the signal may have come while it was writing a line
+        text = f"{self.name}: asking the ranks to save and stop; once more ends them\n"
+        os.write(2, text.encode())
 
 
 def make_job(
@@ -102,6 +112,11 @@ def make_job(
         TrainingError: if the configuration or the hostfile is wrong.
     """
     loaded = load_config(config, overrides)
+    if run_dir is not None and re.search(r"[\x00-\x1f\x7f]", str(run_dir)):
+        raise ConfigError(
+            f"--run-dir {str(run_dir)!r}: has control characters, which files of variables and "
+            "scripts cannot hold. Give another name"
+        )
     arguments = ["--config", str(config)]
     for override in overrides:
         arguments += ["--set", override]
@@ -116,6 +131,7 @@ def make_job(
         profile=profile,
         place=Place(hosts, ranks_per_host),
         max_restarts=max_restarts,
+        environment=launch_environment(loaded),
     )
 
 
@@ -123,30 +139,46 @@ def launch(job: Job) -> int:
     """Train to the end, over as many starts as are allowed; returns the exit code of the command.
 
     Raises:
-        ConfigError: if a host cannot be reached before the first start.
+        TrainingError: if a host cannot be reached before the first start.
     """
     signals = _Signals()
     signals.listen()
     _check_hosts(job.place)
     place, resume = job.place, job.resume
-    for restarts in range(job.max_restarts + 1):
+    furthest = _resumed_at(job.run_dir, resume)
+    starts = lost_in_a_row = 0
+    has_been_good = False
+    while True:
+        starts += 1
         began, resumed_at = datetime.now(UTC), _resumed_at(job.run_dir, resume)
-        if restarts == 0:
+        was_finished = is_marked(job.run_dir)
+        if starts == 1:
             began -= timedelta(seconds=seconds_since_this_process_began())
         try:
             outcome = _start_once(job, place, resume, signals, began)
-        except ConfigError as error:
-            if restarts == 0:
+        except (ConfigError, InfrastructureError) as error:
+            if starts == 1:
                 raise
             outcome = Outcome(EXIT_FAULT, str(error), 0)  # a host that was there at first
-        if outcome.exit_code != EXIT_USER_ERROR:
+        if outcome.exit_code == EXIT_FAULT and is_marked(job.run_dir) and not was_finished:
+            # the last word of the ranks was lost, as on a file server that is slow to show it
+            outcome = replace(outcome, exit_code=EXIT_DONE)
+        is_mistake = outcome.exit_code in _DOUBTFUL and not (
+            has_been_good and outcome.step <= resumed_at
+        )
+        if outcome.exit_code != EXIT_USER_ERROR or not is_mistake:
             _record(job.run_dir, place, outcome, began=began, resumed_at=resumed_at)
-        if outcome.exit_code in _FINAL:
+        if is_mistake or outcome.exit_code in (EXIT_DONE, EXIT_STOPPED_BY_SIGNAL):
             return outcome.exit_code
+        has_been_good = has_been_good or outcome.step > resumed_at
         if signals.name is not None:
             logger.error("error: %s; not started again after %s", outcome.reason, signals.name)
             return outcome.exit_code
-        if restarts == job.max_restarts:
+        saved = _resumed_at(job.run_dir, "auto")
+        if saved > furthest:  # a checkpoint more than any start before
+            furthest, lost_in_a_row = saved, 0
+        lost_in_a_row += 1
+        if lost_in_a_row > job.max_restarts:
             break
         if resume not in ("auto", "never") and not _has_checkpoint(job.run_dir):
             logger.error(
@@ -156,10 +188,10 @@ def launch(job: Job) -> int:
             )
             return outcome.exit_code
         resume = "auto"
-        wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**restarts)
+        wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2 ** (lost_in_a_row - 1))
         logger.warning(
             "start %d was lost at step %d (%s); start %d follows in %.0f s",
-            *(restarts + 1, outcome.step, outcome.reason, restarts + 2, wait),
+            *(starts, outcome.step, outcome.reason, starts + 1, wait),
         )
         time.sleep(wait)
         place = _without_lost_hosts(job)
@@ -185,12 +217,12 @@ def _start_once(job: Job, place: Place, resume: str, signals: _Signals, began: d
     folder = _new_folder(job.run_dir / LAUNCH_FOLDER)
     signals.folder = folder
     arguments = [*job.arguments, "--run-dir", str(job.run_dir), "--resume", resume]
-    environment = {
-        **job.config.launch.environment,
-        COMMANDED_VARIABLE: str(began.timestamp()),
-    }
+    variables = {**job.environment, COMMANDED_VARIABLE: str(began.timestamp())}
     try:
-        with Start(place, arguments, folder=folder, variables=environment) as start:
+        with (
+            _held(folder / LAUNCHER_LOCK),
+            Start(place, arguments, folder=folder, variables=variables) as start,
+        ):
             return start.wait(start_seconds=job.config.supervision.phase_seconds)
     finally:
         signals.folder = None
@@ -200,10 +232,20 @@ def _start_once(job: Job, place: Place, resume: str, signals: _Signals, began: d
                 empty.rmdir()
 
 
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Hold the lock of a start: as long as it is held, what bears its mark is no leftover."""
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):  # without locks, the run directory's will refuse to run
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _new_folder(parent: Path) -> Path:
     folder = parent / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
     try:
-        folder.mkdir(parents=True)
+        parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)  # it holds variables that are nobody else's to read
     except OSError as error:
         raise StateError(
             f"{parent.parent}: cannot write the run directory ({error.strerror}). Give a --run-dir "

@@ -13,6 +13,8 @@ from pathlib import Path
 
 # Beside the files of a run, while `cdrmix launch` watches it.
 LAUNCH_FOLDER = "launch"
+# Held by `cdrmix launch` while its start lasts.
+LAUNCHER_LOCK = "launcher.lock"
 _OUTCOME = "outcome.json"
 _STOP = "stop"
 _MET = "met"

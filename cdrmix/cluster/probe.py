@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -15,6 +17,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from cdrmix.cluster.devices import driver_devices, unusable_devices
+from cdrmix.cluster.handover import FOLDER_VARIABLE
+from cdrmix.cluster.outcome import LAUNCHER_LOCK
 from cdrmix.network import interface_towards
 
 # What has to be the same on all hosts for equal results, or for the ranks to understand each other.
@@ -22,7 +27,6 @@ PACKAGES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers", "safete
 _SHARED_MEMORY = Path("/dev/shm")
 _OURS_IN_SHARED_MEMORY = ("deepspeed_", "torch_")
 _WATCHDOG = "cdrmix.cluster.watchdog"
-_OUR_PROGRAMS = ("launch/train.py", "deepspeed.launcher.launch", _WATCHDOG)
 _SECONDS_TO_CONNECT = 5.0
 _SECONDS_TO_LISTEN = 60.0
 
@@ -34,11 +38,13 @@ def look(folder: str, towards: str) -> dict[str, Any]:
         folder: of the runs; its file system is asked for free space.
         towards: address of the first host, to which the ranks here talk.
     """
+    devices, usable = _devices(), _num_usable()
     return {
         "host": platform.node(),
         "python": f"{platform.python_version()} at {sys.executable}",
         "packages": {name: _version(name) for name in PACKAGES},
-        "devices": _devices(),
+        "devices": devices,
+        "unusable": unusable_devices(usable),
         "cores": len(os.sched_getaffinity(0)),
         "interface": interface_towards(towards),
         "disk_free_bytes": shutil.disk_usage(folder).free if os.path.isdir(folder) else None,
@@ -53,8 +59,9 @@ def remove_leftovers() -> dict[str, Any]:
     """End this user's orphaned ranks and launchers, and delete their files in shared memory."""
     removed = []
     for number, words in _processes():
-        os.kill(number, 9)
-        removed.append(f"process {number} {words}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, 9)
+            removed.append(f"process {number} {words}")
     for path in _files():
         path.unlink(missing_ok=True)
         removed.append(str(path))
@@ -112,14 +119,27 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _num_usable() -> int:
+    """Number of devices that torch can use; not asked where there are none."""
+    if not driver_devices():
+        return 0
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
 def _devices() -> list[str]:
-    """Names and memory of the CUDA devices, by the driver's own program."""
+    """Names and memory of the devices, by NVIDIA's own program; of others the maker alone."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+        names = done.stdout.splitlines() if done.returncode == 0 else []
     except (FileNotFoundError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+        names = []
+    others = driver_devices()
+    if names:
+        others.pop("NVIDIA", None)
+    return names + [maker for maker, count in others.items() for _ in range(count)]
 
 
 def _free(path: Path) -> int | None:
@@ -127,25 +147,46 @@ def _free(path: Path) -> int | None:
 
 
 def _processes() -> Iterator[tuple[int, str]]:
-    """This user's ranks, launchers and watchdogs whose starter is gone.
+    """This user's ranks, launchers and watchdogs whose starter is gone and whose run is over.
 
-    A rank with a watchdog is none: it trains, started by a shell that has been left (nohup).
+    The mark of a start in the environment tells them from other programs. A starter that is gone
+    is not enough: in a container, process 1 may have started them itself. While the run directory
+    or the start is locked, somebody is at work. A rank with a watchdog is no leftover either: it
+    trains, started by a shell that has been left (nohup).
     """
-    found: dict[int, tuple[int, str]] = {}
+    marked: dict[int, tuple[int, str, Path]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if folder.stat().st_uid != os.getuid():
                 continue
-            words = (folder / "cmdline").read_text().replace("\0", " ").strip()
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            words = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
         except OSError:  # it ended meanwhile
             continue
-        if any(program in words for program in _OUR_PROGRAMS):
-            found[int(folder.name)] = (int(parent), words)
-    watched = {parent for parent, words in found.values() if _WATCHDOG in words}
-    for number, (starter, command) in found.items():
-        if starter == 1 and number not in watched:
+        mark = f"{FOLDER_VARIABLE}=".encode()
+        for variable in variables:
+            if variable.startswith(mark):
+                start = Path(os.fsdecode(variable.removeprefix(mark)))
+                marked[int(folder.name)] = (int(parent), words, start)
+    watched = {parent for parent, words, _ in marked.values() if _WATCHDOG in words}
+    for number, (starter, command, start) in marked.items():
+        is_left = starter == 1 and number not in watched
+        locks = (start.parent.parent / ".lock", start / LAUNCHER_LOCK)
+        if is_left and all(map(_is_free, locks)):
             yield number, command[:80]
+
+
+def _is_free(lock: Path) -> bool:
+    """Whether nobody holds a lock; one that cannot be looked at may be held."""
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _files() -> Iterator[Path]:

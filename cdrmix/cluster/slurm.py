@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from cdrmix.cluster.environment import launch_environment
+from cdrmix.cluster.handover import write_private
 from cdrmix.config.load import load_config, new_run_dir, shipped
+from cdrmix.config.redaction import redacted_text
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.network import shell_port_of_first_step
 from cdrmix.planning.profile import check_legal
 
 STARTERS = ("srun", "deepspeed")
+_ENVIRONMENT = "launch.environment."
 # The ranks hear of the signal within two seconds and finish their step before they save.
 SECONDS_TO_SAVE = 120
 
 _REQUEUE = """\
 # A start that was stopped and has saved (75) goes on from there: by USR1, or by preemption, whose
-# TERM the ranks get and this script does not. So does one that was lost, or came no further than
-# the one before, up to @MAX_RESTARTS@ times. An error of the user's (2), lost state (3) and a
-# finished run (0) do not.
+# TERM the ranks get and this script does not. So does one that was lost, or that a passing fault
+# ended (69), up to @MAX_RESTARTS@ times in a row without a newer checkpoint. An error of the user's
+# (2), lost state (3) and a finished run (0) do not.
 goes_on=
+lost=$run_dir/launch/lost-$SLURM_JOB_ID
+[ "$(latest)" != "$before" ] && rm -f "$lost"
 if [ "$signalled" != TERM ] && [ "$code" -eq 75 ] && [ "$(latest)" != "$before" ]; then
     goes_on=yes
-elif [ "$signalled" != TERM ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "$code" -ne 3 ]; then
-    echo "start ${SLURM_RESTART_COUNT:-0}" >>"$run_dir/launch/lost-$SLURM_JOB_ID"
-    [ "$(wc -l <"$run_dir/launch/lost-$SLURM_JOB_ID")" -le @MAX_RESTARTS@ ] && goes_on=yes
+elif [ "$signalled" != TERM ] && [ "$code" -ne 0 ] && [ -z "$final" ]; then
+    echo "start ${SLURM_RESTART_COUNT:-0}" >>"$lost"
+    [ "$(wc -l <"$lost")" -le @MAX_RESTARTS@ ] && goes_on=yes
 fi
 [ -n "$goes_on" ] && scontrol requeue "$SLURM_JOB_ID" && sleep 60 # it ends us on the way"""
 _CHAIN = """\
 # The next job of the array goes on from the newest checkpoint. After an error of the user's (2) or
 # with lost state (3) it could not either.
-if [ "$code" -eq 2 ] || [ "$code" -eq 3 ]; then
+if [ -n "$final" ]; then
     scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
 fi"""
 _SRUN = """\
@@ -63,13 +70,16 @@ class Batch:
         on_cpu: whether the ranks compute on CPUs, so that no devices are asked for.
         starter: srun, one task per rank, or deepspeed, one launcher per node.
         time_limit: as SLURM writes it, such as 24:00:00.
-        max_restarts: how often a lost run is requeued.
+        max_restarts: how often in a row a lost run is requeued without getting further.
+        environment: what `--set launch.environment.NAME=VALUE` gave; what the configuration file
+            holds is read when the job starts.
         chain: number of jobs of an array that follow each other; 1 is one job that is requeued.
         options: further #SBATCH options, such as partition=gpu.
     """
 
     config: Config
     arguments: Sequence[str]
+    environment: Mapping[str, str] = field(repr=False)
     run_dir: Path
     nodes: int
     ranks_per_node: int
@@ -84,6 +94,11 @@ class Batch:
     def script(self) -> Path:
         """Where the script is written."""
         return self.run_dir / "job.sbatch"
+
+    @property
+    def variables(self) -> Path:
+        """Private file of `environment`, beside the script; made where there is any."""
+        return self.run_dir / "job.environment"
 
 
 def make_batch(
@@ -107,16 +122,21 @@ def make_batch(
         TrainingError: if the configuration is wrong, or cannot run on so many ranks.
     """
     loaded = load_config(config, overrides)
+    _check_lines(time_limit=time_limit, options=options, run_dir=run_dir, overrides=overrides)
     device = "cpu" if on_cpu else "cuda"
     check_legal(loaded, world_size=nodes * ranks_per_node, profile=profile, device=device)
     arguments = ["--config", str(config.resolve())]
     for override in overrides:
-        arguments += ["--set", override]
+        if not override.startswith(_ENVIRONMENT):
+            arguments += ["--set", override]
     if profile is not None:
         arguments += ["--profile", profile]
+    overridden = {o.partition("=")[0].removeprefix(_ENVIRONMENT).strip() for o in overrides}
+    values = launch_environment(loaded)
     return Batch(
         config=loaded,
         arguments=arguments,
+        environment={name: value for name, value in values.items() if name in overridden},
         run_dir=(run_dir or new_run_dir(loaded)).resolve(),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -129,9 +149,36 @@ def make_batch(
     )
 
 
+def _check_lines(
+    *, time_limit: str, options: Sequence[str], run_dir: Path | None, overrides: Sequence[str]
+) -> None:
+    """Refuse what would be more in a script than the one line or word that it stands for.
+
+    Raises:
+        ConfigError: naming every such value.
+    """
+    problems = []
+    if not re.fullmatch(r"[0-9:-]{1,20}|UNLIMITED|INFINITE", time_limit, re.ASCII):
+        problems.append(f"--time {time_limit!r}: give MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
+    for option in options:
+        if not re.fullmatch(r"[a-z][a-z0-9-]*(=[^\x00-\x1f\x7f]*)?", option):
+            problems.append(f"--option {option!r}: give NAME or NAME=VALUE, such as partition=gpu")
+    if re.search(r"[\x00-\x1f\x7f]", f"{run_dir}{Path.cwd()}"):
+        problems.append(f"{run_dir}: a path with control characters. Give another --run-dir")
+    for override in overrides:
+        if redacted_text(override) != override:
+            problems.append(
+                f"--set {redacted_text(override)}: the script would hold this password, and ps "
+                "would show it. Put the URL into the configuration file"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def script_of(batch: Batch) -> str:
     """The text of the script."""
-    name = batch.config.name
+    python = shlex.quote(sys.executable)
+    settings = [str(batch.run_dir), str(batch.script), *batch.arguments]
     words = [
         str(shipped("launch") / "train.py"),
         *batch.arguments,
@@ -140,35 +187,49 @@ def script_of(batch: Batch) -> str:
     parts = {
         "START": _SRUN if batch.starter == "srun" else _DEEPSPEED,
         "AFTERWARDS": _REQUEUE if batch.chain == 1 else _CHAIN,
-        "TITLE": f"{name}, nodes: {batch.nodes}, ranks on each: {batch.ranks_per_node}",
+        "TITLE": f"{batch.config.name}, nodes: {batch.nodes}, ranks on each: "
+        f"{batch.ranks_per_node}",
         "SCRIPT": shlex.quote(str(batch.script)),
-        "OPTIONS": "\n".join(f"#SBATCH --{option}" for option in _options(batch)),
+        "OPTIONS": "\n".join(f"#SBATCH {_quoted(option)}" for option in _options(batch)),
         "FOLDER": shlex.quote(str(Path.cwd())),
         "RUN_DIR": shlex.quote(str(batch.run_dir)),
         "ENVIRONMENT": "\n".join(_environment(batch)),
-        "PYTHON": shlex.quote(sys.executable),
+        "SETTINGS": f"{python} -m cdrmix.cluster.batch_settings {shlex.join(settings)}",
+        "PYTHON": python,
         "RANKS": str(batch.ranks_per_node),
         "ARGUMENTS": shlex.join(words),
         "MAX_RESTARTS": str(batch.max_restarts),
     }
     text = (shipped("launch") / "slurm" / "train.sbatch").read_text(encoding="utf-8")
-    for part, value in parts.items():
-        text = text.replace(f"@{part}@", value)
-    return text
+    # First the parts that are templates themselves; then all values at once, so that no value is
+    # searched for further parts.
+    for part in ("START", "AFTERWARDS"):
+        text = text.replace(f"@{part}@", parts.pop(part))
+    return re.sub(r"@([A-Z_]+)@", lambda match: parts[match[1]], text)
+
+
+def _quoted(option: str) -> str:
+    """An option in a line of #SBATCH, where a quote, # or space would have a meaning."""
+    name, separator, value = option.partition("=")
+    if re.fullmatch(r"[\w@%+=:,./\[\]-]*", value, re.ASCII):
+        return f"--{option}"
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'--{name}{separator}"{escaped}"'
 
 
 def _options(batch: Batch) -> list[str]:
     tasks = batch.ranks_per_node if batch.starter == "srun" else 1
     log = "slurm-%A_%a.log" if batch.chain > 1 else "slurm-%j.log"
     found = [
-        f"job-name={batch.config.name}",
+        f"job-name={re.sub(r'[^A-Za-z0-9._-]+', '-', batch.config.name).strip('-') or 'cdrmix'}",
         f"nodes={batch.nodes}",
         f"ntasks-per-node={tasks}",
         f"time={batch.time_limit}",
         f"signal=B:USR1@{SECONDS_TO_SAVE}",
         "requeue",
         "open-mode=append",
-        f"output={batch.run_dir / log}",
+        # SLURM replaces %j and the like in it
+        f"output={str(batch.run_dir).replace('%', '%%')}/{log}",
     ]
     if not batch.on_cpu:
         found.insert(3, f"gpus-per-node={batch.ranks_per_node}")
@@ -178,11 +239,13 @@ def _options(batch: Batch) -> list[str]:
 
 
 def _environment(batch: Batch) -> list[str]:
-    """Lines that export what the ranks need."""
-    variables = dict(batch.config.launch.environment)
+    """Lines that export what the ranks need, without a value of `launch.environment`."""
+    lines = []
+    if batch.environment:
+        lines.append(f". {shlex.quote(str(batch.variables))} || exit 2")
     if batch.on_cpu:
-        variables.setdefault("DS_ACCELERATOR", "cpu")
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        lines.append('export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"')
+    variables = batch.config.launch.environment
     if "MASTER_ADDR" not in variables:
         first = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
         lines.append(f"export MASTER_ADDR=$({first})")
@@ -199,8 +262,12 @@ def write_script(batch: Batch) -> Path:
     """
     try:
         batch.run_dir.mkdir(parents=True, exist_ok=True)
-        batch.script.write_text(script_of(batch), encoding="utf-8")
-        batch.script.chmod(0o755)
+        exports = [f"export {n}={shlex.quote(v)}\n" for n, v in batch.environment.items()]
+        write_private(batch.variables, "".join(exports))
+        if not exports:
+            batch.variables.unlink()
+        write_private(batch.script, script_of(batch))
+        batch.script.chmod(0o700)
     except OSError as error:
         raise StateError(f"{batch.script}: cannot be written: {error.strerror}") from error
     return batch.script
@@ -214,7 +281,7 @@ def submit(script: Path) -> str:
     """
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
+            ["sbatch", "--parsable", "--", str(script)], capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
         raise ConfigError(

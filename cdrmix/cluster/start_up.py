@@ -97,6 +97,12 @@ def _age_seconds(process: int) -> float | None:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
+def process_start_ticks(process: int) -> str | None:
+    """Start of a living process, in ticks since the machine's own; None if there is no such."""
+    fields = _stat(process)
+    return fields[19] if fields and fields[0] != "Z" else None
+
+
 def _stat(process: int) -> list[str]:
     """Fields of /proc/PID/stat after the name (state, parent, ...); none without Linux's /proc."""
     try:

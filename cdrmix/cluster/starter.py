@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cdrmix.cluster.environment import write_environment_file
+from cdrmix.cluster.environment import users_files, write_environment_file
+from cdrmix.cluster.handover import FOLDER_VARIABLE, hand_over
 from cdrmix.cluster.hosts import (
     Host,
     address_for_others,
@@ -22,11 +25,12 @@ from cdrmix.cluster.hosts import (
     write_hostfile,
 )
 from cdrmix.cluster.outcome import Outcome, await_outcome, have_met, read_outcome
+from cdrmix.cluster.start_up import COMMANDED_VARIABLE
 from cdrmix.config.load import shipped
-from cdrmix.errors import EXIT_FAULT, EXIT_USER_ERROR
+from cdrmix.errors import EXIT_FAULT, EXIT_INFRASTRUCTURE, EXIT_USER_ERROR, ConfigError
 
 TRAIN = shipped("launch") / "train.py"
-FOLDER_VARIABLE = "CDRMIX_LAUNCH_FOLDER"
+_RANK = shipped("launch") / "rank.py"
 _POLL_SECONDS = 0.2
 # DeepSpeed's launcher looks at its ranks once a second and gives them 30 s after a SIGTERM.
 _SECONDS_TO_FOLLOW = 20.0
@@ -61,7 +65,7 @@ class Start:
         variables: Mapping[str, str],
         script: Path | None = None,
     ) -> None:
-        """Start `deepspeed ... launch/train.py arguments`.
+        """Start `deepspeed ... launch/rank.py`, which becomes `launch/train.py arguments`.
 
         Args:
             place: hosts and ranks.
@@ -70,15 +74,18 @@ class Start:
             variables: environment of the ranks on all hosts.
             script: in place of launch/train.py.
         Raises:
-            ConfigError: if the first host cannot be reached.
+            ConfigError: if a path cannot pass the shells of other hosts.
+            InfrastructureError: if the first host cannot be reached.
         """
         self._folder = folder.resolve()
         self._began = time.monotonic()
-        ours = {**variables, FOLDER_VARIABLE: str(self._folder)}
+        if place.hosts:
+            _check_words()
+        hand_over(self._folder, script=script or TRAIN, arguments=arguments, variables=variables)
         self.port = free_port(place.first)
         self._process = subprocess.Popen(
-            [*_launcher(place, self.port, self._folder), str(script or TRAIN), *arguments],
-            env=_environment(ours, self._folder),
+            [*_launcher(place, self.port, self._folder), str(_RANK)],
+            env=_environment(place, variables, self._folder),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=_end_with_us,  # noqa: PLW1509 - no thread of ours runs here
@@ -155,19 +162,38 @@ def _launcher(place: Place, port: int, folder: Path) -> list[str]:
     return words
 
 
-def _environment(ours: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Environment of the launcher; what the ranks of other hosts get of it is in a file."""
-    environment = {**os.environ, **ours}
+def _check_words() -> None:
+    """Refuse paths that the shells on the way to other hosts would take for something else."""
+    words = {"the present folder": Path.cwd(), "Python": sys.executable, "CDRmix": _RANK}
+    for what, path in words.items():
+        if shlex.quote(str(path)) != str(path) or "%" in str(path):
+            raise ConfigError(
+                f"--hostfile: {what} is at {str(path)!r}, and DeepSpeed's launcher gives this path "
+                "to shells of other hosts as it is. Use one of letters, digits and _./+,:=@-"
+            )
+
+
+def _environment(place: Place, variables: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Environment of the launcher. Over ssh, DeepSpeed puts parts of it and all of a file into the
+    command lines of pdsh, so that only what the ranks take over by themselves is left out."""
+    ours = {FOLDER_VARIABLE: str(folder)}
+    if COMMANDED_VARIABLE in variables:
+        ours[COMMANDED_VARIABLE] = variables[COMMANDED_VARIABLE]
+    if place.hosts:
+        environment = {**os.environ, **ours}
+        environment |= {n: value for n, value in variables.items() if re.match("PDSH_|SSH_", n)}
+    else:
+        environment = {**os.environ, **variables, **ours}
     # the interpreter's programs (ninja, for one) are found without an activated environment
     programs = str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
     ssh = environment.get("PDSH_SSH_ARGS_APPEND", "")
     environment["PDSH_SSH_ARGS_APPEND"] = f"{ssh} {_SSH_KEEPALIVE}".strip()
     file = folder / "deepspeed_env"
-    accelerator = {name: environment[name] for name in ["DS_ACCELERATOR"] if name in environment}
-    users_own = [Path.home() / ".deepspeed_env", Path(".deepspeed_env")]
-    write_environment_file(file, inherited=users_own, variables={**accelerator, **ours})
-    environment["DS_ENV_FILE"] = str(file)
+    named = {**environment, **variables}
+    accelerator = {name: named[name] for name in ["DS_ACCELERATOR"] if name in named}
+    write_environment_file(file, inherited=users_files(), variables={**accelerator, **ours})
+    environment |= {**accelerator, "DS_ENV_FILE": str(file)}
     return environment
 
 
@@ -176,8 +202,8 @@ def _outcome_without_word(code: int | None) -> Outcome:
 
     0 is no proof of a good end: the launcher gives it too when a signal ends what it started.
     """
-    if code == EXIT_USER_ERROR:
-        return Outcome(EXIT_USER_ERROR, "the launcher refused to start", 0)
+    if code in (EXIT_USER_ERROR, EXIT_INFRASTRUCTURE):
+        return Outcome(code, "the launcher refused to start", 0)
     told = "did not end" if code is None else f"ended with code {code}"
     return Outcome(EXIT_FAULT, f"the deepspeed launcher {told} and no rank said why", 0)
 

@@ -19,6 +19,7 @@ from cdrmix.config.problems import (
     shown,
     validate,
 )
+from cdrmix.config.redaction import redacted
 from cdrmix.config.schema import Config
 from cdrmix.config.section import Section
 from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
@@ -137,6 +138,12 @@ def _placed(problem: Problem, file: Path, origins: dict[Keys, str]) -> str:
 def resolved_yaml(config: Section) -> str:
     """The whole config as YAML, defaults and derived values in it; loads to an equal config."""
     return dump_yaml(config.model_dump())
+
+
+def snapshot_yaml(config: Section) -> str:
+    """The same for files that are shown and handed on: without secrets, so that they are to be
+    given again where a run starts from it."""
+    return dump_yaml(redacted(config.model_dump()))
 
 
 def config_hash(config: Section) -> str:

@@ -178,6 +178,10 @@ class MonitoringConfig(Section):
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
 
 
+# They end a line of a script or file of variables, or a variable's value.
+_BREAKS = re.compile(r"[\x00\n\r]")
+
+
 class LaunchConfig(Section):
     """What `cdrmix launch` and `cdrmix slurm` prepare for the ranks."""
 
@@ -191,9 +195,13 @@ class LaunchConfig(Section):
         if not isinstance(value, dict):
             return value
         for name, text in value.items():
-            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.A):
                 raise ValueError(f"{name!r} is no name of a variable: letters, digits and _")
-            if isinstance(text, bool) or not isinstance(text, str | int) or "\n" in str(text):
+            if (
+                isinstance(text, bool)
+                or not isinstance(text, str | int)
+                or _BREAKS.search(str(text))
+            ):
                 raise ValueError(f"{name} = {text!r} is no text of one line. Try quotes around it")
         return {name: str(text) for name, text in value.items()}  # 1 is a text too
 
@@ -218,7 +226,9 @@ class SupervisionConfig(Section):
 class Config(Section):
     """One run: model, layout, training, data and cadences."""
 
-    name: str = Field(description="Name of the variant, shown in logs and reports.")
+    name: str = Field(
+        description="Name of the variant, shown in logs and reports: one line, at most 200 letters."
+    )
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig
@@ -232,6 +242,13 @@ class Config(Section):
     stage_b: StageBConfig | None = Field(
         None, description="Reasoning enablement; present in reasoning variants only."
     )
+
+    @field_validator("name")
+    @classmethod
+    def _is_one_line(cls, name: str) -> str:
+        if len(name) > 200 or re.search(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]", name):
+            raise ValueError(f"{name[:80]!r} is no name: give one line of at most 200 letters")
+        return name
 
     @property
     def variant(self) -> Literal["core", "reasoning"]:

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from cdrmix.config.redaction import REDACTED, redacted_text
 from cdrmix.data.folders import locked
-from cdrmix.errors import DataError
+from cdrmix.errors import DataError, UnreachableDataError
 from cdrmix.log import get_logger
 
 _ATTEMPTS = 7  # 1, 2, 4 ... 32 seconds apart: a minute in all
@@ -191,8 +192,15 @@ def copy(
         sha256: what its digest must be (hex); None: it is not known.
         max_bytes: size that it has, or may have; nothing beyond is fetched.
     Raises:
-        DataError: if it is not there, is something else, or stays out of reach.
+        DataError: if it is not there, is something else, or cannot be stored.
+        UnreachableDataError: if it stays out of reach.
     """
+    shown = redacted_text(url)
+    if REDACTED in url:
+        raise DataError(
+            f"{url}: a snapshot holds no credentials. Give the URL with them, such as --set "
+            "data.path=URL"
+        )
     for attempt in range(_ATTEMPTS):
         if attempt:
             sleep(2.0 ** (attempt - 1))
@@ -200,18 +208,22 @@ def copy(
             found = _copy_once(url, path, max_bytes)
         except (OSError, http.client.HTTPException) as error:
             if not _may_pass(error):
-                raise DataError(f"{url}: {_told(error)}") from error
+                raise DataError(f"{shown}: {_told(error)}") from error
+            is_other = False
             problem = _told(error)
         else:
             if found is None:
+                is_other = True
                 problem = f"has more than {max_bytes} bytes"
             elif sha256 in (None, found):
                 return
             else:
+                is_other = True
                 problem = f"its sha256 is {found}, the manifest says {sha256}"
-        _logger.warning("%s: %s (attempt %d of %d)", url, problem, attempt + 1, _ATTEMPTS)
-    raise DataError(
-        f"{url}: {problem}; {_ATTEMPTS} attempts. Look at the server and the network, and start "
+        _logger.warning("%s: %s (attempt %d of %d)", shown, problem, attempt + 1, _ATTEMPTS)
+    kind = DataError if is_other else UnreachableDataError
+    raise kind(
+        f"{shown}: {problem}; {_ATTEMPTS} attempts. Look at the server and the network, and start "
         "again to go on from the newest checkpoint."
     )
 
@@ -243,8 +255,8 @@ def _open(url: str) -> BinaryIO:
         found: BinaryIO = fsspec.open(url, "rb").open()
     except (ValueError, ImportError) as error:  # an unknown scheme, or one with a package to add
         raise DataError(
-            f"{url}: {error}. Known without another package: file, http and https; others need the "
-            "fsspec package for them, such as s3fs or gcsfs."
+            f"{redacted_text(url)}: {error}. Known without another package: file, http and https; "
+            "others need the fsspec package for them, such as s3fs or gcsfs."
         ) from None
     return found
 
@@ -261,4 +273,4 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _told(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    return redacted_text(str(error)) or type(error).__name__

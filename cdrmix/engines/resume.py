@@ -12,6 +12,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, random_state, store
 from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.load import changed_keys
+from cdrmix.config.redaction import redacted
 from cdrmix.engines.run import Run
 from cdrmix.errors import StateError
 from cdrmix.log import get_logger
@@ -41,7 +42,7 @@ def save(run: Run, position: dict[str, Any]) -> None:
                 "loader": position,
                 "tokenizer": run.corpus.manifest.tokenizer.sha256,
                 "engine": engine_state.counters(run.engine),
-                "config": run.config.model_dump(mode="json"),
+                "config": redacted(run.config.model_dump(mode="json")),
                 "seconds": run.seconds,
                 "samples": run.samples,
                 "health": run.health.state_dict(),
@@ -138,7 +139,7 @@ def restore(run: Run, found: store.Found) -> dict[str, Any]:
 
 def check_config(run: Run, saved: dict[str, Any], path: Path) -> None:
     """Refuse another model; log every other change."""
-    changed = changed_keys(saved, run.config)
+    changed = changed_keys(redacted(saved), redacted(run.config.model_dump(mode="json")))
     model = [f"{key}: {old} -> {new}" for key, old, new in changed if key.startswith("model.")]
     if model:
         raise StateError(

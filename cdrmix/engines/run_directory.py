@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
+import os
+import socket
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from cdrmix import runtime
 from cdrmix.checkpoint.folder import step_folders
 from cdrmix.checkpoint.manifest import is_checkpoint
 from cdrmix.cluster.outcome import LAUNCH_FOLDER
-from cdrmix.config.load import new_run_dir, resolved_yaml
+from cdrmix.cluster.start_up import process_start_ticks
+from cdrmix.config.load import new_run_dir, snapshot_yaml
 from cdrmix.config.schema import Config
-from cdrmix.errors import StateError
+from cdrmix.errors import InfrastructureError, StateError
+from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_json_atomic, write_text_atomic
 from cdrmix.planning.counts import count
 from cdrmix.planning.plan import Plan
 
+logger = get_logger(__name__)
+
 _LOCK = ".lock"
+# An NFSv4 server keeps the lock of a client that is gone for a lease, 90 s by default.
+_SECONDS_FOR_LEASE = 100.0
+_SECONDS_BETWEEN_TRIES = 0.5
 LOG = "train.log"
 # What a start leaves that was refused before it became a run.
 _LEFT_BY_REFUSED = {_LOCK, LOG, LAUNCH_FOLDER}
@@ -100,11 +111,6 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
             )
         path.mkdir(parents=True, exist_ok=True)
         lock = _locked(path / _LOCK)
-    except BlockingIOError as error:
-        raise StateError(
-            f"{path}: another job is running in this directory. Wait for it, or give another "
-            "--run-dir"
-        ) from error
     except OSError as error:
         raise StateError(
             f"{path}: cannot write the run directory ({error.strerror}). Give a --run-dir that "
@@ -150,14 +156,73 @@ def _check_seen(replica: Path | None) -> None:
 
 
 def _locked(path: Path) -> IO[str]:
-    """The file, open and locked. Raises BlockingIOError while another process has the lock."""
-    file = path.open("a")
+    """Open lock file, locked for this process, whose host and number it then holds.
+
+    A lock whose holder is not known to live is waited for: a file server keeps that of a host
+    that went down for the length of a lease.
+
+    Raises:
+        StateError: if the holder lives on this host, or the file system has no locks.
+        InfrastructureError: if the lock stays held for longer than a lease.
+    """
+    file = path.open("a+")
+    deadline = time.monotonic() + _SECONDS_FOR_LEASE
+    has_said_so = False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                file.seek(0)
+                holder = _parsed_holder(file.read())
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+                raise StateError(
+                    f"{path}: the file system takes no locks ({error.strerror}), by which jobs "
+                    "know that they meet. Mount it with them (Lustre: -o flock), or give a "
+                    "--run-dir elsewhere"
+                ) from error
+            name = f"process {holder.get('process')} on {holder.get('host')}"
+            started = holder.get("started")
+            is_here = started is not None and holder["host"] == socket.gethostname()
+            if is_here and process_start_ticks(holder["process"]) == started:
+                raise StateError(
+                    f"{path.parent}: another job is running in this directory ({name}). Wait for "
+                    "it, or give another --run-dir"
+                )
+            if time.monotonic() > deadline:
+                raise InfrastructureError(
+                    f"{path.parent}: another job is running in this directory, or its lock is left "
+                    f"behind ({name}): held for {_SECONDS_FOR_LEASE:.0f} s. Wait for it, or give "
+                    "another --run-dir"
+                )
+            if not has_said_so:
+                logger.warning("%s: locked by %s; waiting for the lock", path.parent, name)
+                has_said_so = True
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+        file.seek(0)
+        file.truncate()
+        process = os.getpid()
+        ticks = process_start_ticks(process)
+        holder = {"host": socket.gethostname(), "process": process, "started": ticks}
+        file.write(json.dumps(holder) + "\n")
+        file.flush()
+    except BaseException:
         file.close()
         raise
     return file
+
+
+def _parsed_holder(text: str) -> dict[str, Any]:
+    """Holder of a lock as its file tells it; nothing in files of earlier versions."""
+    try:
+        holder = json.loads(text)
+    except ValueError:
+        return {}
+    is_whole = isinstance(holder, dict) and {"host", "process", "started"} <= holder.keys()
+    return holder if is_whole and isinstance(holder["process"], int) else {}
 
 
 def _run_of(resume: str) -> Path | None:
@@ -178,7 +243,7 @@ def describe(directory: RunDirectory, config: Config, choice: Plan) -> None:
     if runtime.rank() != 0:
         return
     path = directory.path
-    write_text_atomic(path / "config_snapshot.yaml", resolved_yaml(config))
+    write_text_atomic(path / "config_snapshot.yaml", snapshot_yaml(config))
     write_json_atomic(path / "ds_config.json", choice.deepspeed)
     counts = count(config.model, config.training.sequence_length)
     size = {"total_params": counts.total_params, "active_params": counts.active_params}
@@ -201,7 +266,7 @@ def describe_stage_b(
     if runtime.rank() != 0:
         return
     path = directory.path
-    write_text_atomic(path / "config_snapshot.yaml", resolved_yaml(config))
+    write_text_atomic(path / "config_snapshot.yaml", snapshot_yaml(config))
     write_json_atomic(path / "ds_config_stage_b.json", choice.deepspeed)
     plan_path = path / "plan.json"
     plan = json.loads(plan_path.read_text(encoding="utf-8")) if plan_path.exists() else {}

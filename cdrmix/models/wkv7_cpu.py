@@ -9,12 +9,14 @@ two seconds.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -172,7 +174,33 @@ def _library_path(compiler: str) -> Path:
     ).stdout
     digest = hashlib.sha256(_SOURCE.read_bytes())
     digest.update("\n".join((version, *_FLAGS, _cpu_features())).encode())
-    return cache_dir() / "kernels" / f"wkv7-{digest.hexdigest()[:16]}.so"
+    return _private_folder() / f"wkv7-{digest.hexdigest()[:16]}.so"
+
+
+@functools.cache
+def _private_folder() -> Path:
+    """Folder of compiled kernels that nobody else can write; what it holds is executed.
+
+    One that others could write, or its file, may hold anything, and is left aside.
+    """
+    folder = cache_dir() / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    entries = [folder.lstat(), *(path.lstat() for path in folder.glob("*.so"))]
+    if all(map(_is_users_alone, entries)) and stat.S_ISDIR(entries[0].st_mode):
+        return folder
+    private = Path(tempfile.mkdtemp(prefix="cdrmix-kernels-"))
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    log.warning(
+        "%s: others can write it, or own it, so its kernels are not run: they are compiled anew in "
+        "%s. Remove that folder to have them kept",
+        folder,
+        private,
+    )
+    return private
+
+
+def _is_users_alone(entry: os.stat_result) -> bool:
+    return entry.st_uid == os.getuid() and not entry.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _cpu_features() -> str:
@@ -195,6 +223,7 @@ def _build(compiler: str, path: Path) -> None:
             command = [compiler, *_FLAGS, *openmp, str(_SOURCE), "-o", str(built)]
             problem = _problem(command, built)
             if problem is None:
+                built.chmod(0o700)
                 os.replace(built, path)
                 break
         problems.append(f"`{' '.join(command)}`: {problem}")

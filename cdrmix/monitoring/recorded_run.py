@@ -10,7 +10,9 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
+from cdrmix.config.redaction import redacted
 from cdrmix.config.schema import Config
+from cdrmix.config.yaml_text import dump_yaml
 from cdrmix.errors import StateError
 from cdrmix.monitoring.sinks import read_metrics
 
@@ -124,7 +126,10 @@ def _read_config(path: Path, problems: dict[str, str]) -> tuple[str, Config | No
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        return text, Config.model_validate(yaml.safe_load(text))
+        values = yaml.safe_load(text)
+        config = Config.model_validate(values)
+        shown = redacted(values)  # a snapshot of an earlier version holds secrets
+        return (text if shown == values else dump_yaml(shown)), config
     except FileNotFoundError:
         problems[path.name] = f"{path.name} is missing."
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:

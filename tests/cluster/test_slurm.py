@@ -13,6 +13,7 @@ import pytest
 
 from cdrmix.checkpoint import store
 from cdrmix.config.load import load_config, resolved_yaml
+from tests import small_reasoning_run
 from tests.cluster.slurm_lab import SlurmLab, slurm_lab
 from tests.equal_runs import assert_equal_runs
 from tests.harness import ROOT, run_ranks
@@ -130,9 +131,9 @@ def test_a_time_limit_saves_and_requeues_under_both_starters(
         write_config(folder / "config.yaml", small_corpus, ends[folder])
         wait_until(partial(has_line, log, "ended with code 75 after USR1"), log)
         slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
-    for folder, (job, log) in jobs.items():
+    for job, log in jobs.values():
         wait_until(partial(has_left, slurm, job), log)
-        assert (folder / "run" / "metrics.json").exists(), log.read_text()
+        assert "ended with code 0" in log.read_text()
 
     whole = tmp_path / "uninterrupted"
     for folder, end in sorted(ends.items(), key=lambda item: item[1]):
@@ -152,19 +153,62 @@ def test_an_error_of_the_users_is_not_requeued(
     assert log.read_text().count("start 0 ended with code 2") == 1
 
 
-def test_the_scripts_of_both_starters_are_good_shell(small_corpus: Path, tmp_path: Path) -> None:
-    for flags in ([], ["--starter", "deepspeed"], ["--chain", "3"]):
-        run_dir = tmp_path / f"it's {len(flags)} {''.join(flags[:1])}"
+def test_a_reasoning_run_goes_on_from_each_stage(
+    slurm: SlurmLab, small_corpus: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    stage_a_steps = 12
+    settings = (
+        f"training.max_steps={stage_a_steps}",
+        "checkpoint.every_steps=1000",
+        "stage_b.training.adapter_steps=12",
+        "launch.environment.MASTER_ADDR=127.0.0.1",
+    )
+    argv = small_reasoning_run.arguments(small_corpus, run_dir, tmp_path, *overrides(settings))
+    job = submit(slurm, argv)
+    log = run_dir / f"slurm-{job}.log"
+    wait_until(lambda: steps(run_dir) >= 3, log)
+    slurm.run("scontrol", "requeue", job)  # in Stage A
+    wait_until(lambda: resumptions(run_dir) == 1, log)
+    wait_until(lambda: steps(run_dir) >= stage_a_steps + 2, log)
+    assert (run_dir / "metrics.json").exists(), "the summary of Stage A"
+    slurm.run("scontrol", "requeue", job)  # in Stage B
+    wait_until(lambda: slurm.state(job) in ("", "COMPLETED"), log)
+    assert f"job {job}: start 2 ended with code 0" in log.read_text()
+    assert log.read_text().count("after TERM") == 2
+    whole = tmp_path / "whole"
+    argv = small_reasoning_run.arguments(small_corpus, whole, tmp_path, *overrides(settings))
+    assert run_ranks(start, 2, argv) == [0, 0]
+    ends = [store.find(folder) for folder in (run_dir, whole)]
+    assert ends[0] is not None and ends[1] is not None
+    assert ends[0].step == ends[1].step
+    assert_equal_runs(run_dir, whole, steps=ends[1].step)
+
+
+NAMES = ("plain", 'it\'s a "name" @RUN_DIR@ $(touch x)', "日本 # %j")
+
+
+def test_slurm_takes_the_scripts_as_they_are_meant(
+    slurm: SlurmLab, small_corpus: Path, tmp_path: Path
+) -> None:
+    for name, flags in zip(NAMES, ([], ["--starter", "deepspeed"], ["--chain", "3"]), strict=True):
+        run_dir = tmp_path / name
+        secret = "launch.environment.TOKEN=hunter2 '$(touch x)'"
         words = [*arguments(small_corpus, run_dir), "--nodes", "2", "--gpus-per-node", "1", "--cpu"]
-        words += flags
-        done = subprocess.run(
-            [sys.executable, "-m", "cdrmix.cli", "slurm", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        text = Path(done.stdout.strip()).read_text()
-        assert "@" not in text.replace("B:USR1@120", "").replace('"$@"', "")
-        checked = subprocess.run(["bash", "-n", done.stdout.strip()], check=False)
-        assert checked.returncode == 0
+        words += [*overrides([secret, f"name={name!r}"]), "--option", "comment=a b", *flags]
+        script = Path(slurm.run(sys.executable, "-m", "cdrmix.cli", "slurm", *words))
+        assert script == run_dir / "job.sbatch"
+        assert script.stat().st_mode & 0o777 == 0o700
+        assert "hunter2" not in script.read_text()
+        assert (run_dir / "job.environment").stat().st_mode & 0o777 == 0o600
+        subprocess.run(["bash", "-n", script], check=True)
+        slurm.run("sbatch", "--test-only", str(script))
+        job = slurm.run("sbatch", "--parsable", "--hold", str(script)).partition(";")[0]
+        shown = slurm.run("scontrol", "show", "job", job)
+        slurm.run("scancel", job)
+        assert "NumNodes=2" in shown
+        assert "TimeLimit=1-00:00:00" in shown
+        assert "Comment=a b\n" in shown
+        assert f"Command={script}\n" in shown
+        assert f"StdOut={run_dir}/slurm-" in shown
+        assert "Requeue=1" in shown
+    assert not Path("x").exists()

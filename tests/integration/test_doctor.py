@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from cdrmix.cluster import probe
+from cdrmix.cluster.devices import driver_devices, unusable_devices
 from cdrmix.cluster.doctor import as_table, examine, is_ready
+from cdrmix.cluster.handover import FOLDER_VARIABLE
 from cdrmix.cluster.hosts import Host
 from cdrmix.cluster.probe import look
 from tests.harness import RANK_ENVIRONMENT, ROOT
@@ -71,3 +77,72 @@ def test_shared_memory_in_use_is_no_leftover(tmp_path: Path) -> None:
             assert not is_left()
     finally:
         path.unlink()
+
+
+@contextlib.contextmanager
+def orphan(variables: dict[str, str], *words: str) -> Iterator[int]:
+    """A process whose starter has ended, so that process 1 is its parent."""
+    shell = ["sh", "-c", '"$@" >/dev/null 2>&1 & echo $!', "sh", *words]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(shell, env=environment, capture_output=True, text=True, check=True)
+    process = int(done.stdout)
+    try:
+        parent = Path(f"/proc/{process}/stat").read_text().split()[3]
+        if parent != "1":
+            pytest.skip(f"orphans become children of process {parent} here")
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, 9)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_only_marked_processes_of_runs_that_are_over_are_leftovers(tmp_path: Path) -> None:
+    start = tmp_path / "run" / "launch" / "20260101"
+    start.mkdir(parents=True)
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)", "launch/train.py"]
+    mark = {FOLDER_VARIABLE: str(start)}
+
+    def left() -> set[int]:
+        return {number for number, _ in probe._processes()}
+
+    with orphan(mark, *sleep) as rank, orphan({}, *sleep) as bystander:
+        deadline = time.monotonic() + 10
+        while rank not in left():  # until it has become the program
+            assert time.monotonic() < deadline
+        assert bystander not in left(), "a program of the same name, such as an editor"
+        for lock in (tmp_path / "run" / ".lock", start / "launcher.lock"):
+            with locked(lock):
+                assert rank not in left(), f"{lock.name} is held: somebody is at work"
+        told = probe.remove_leftovers()["removed"]
+        assert any(line.startswith(f"process {rank} ") for line in told)
+        assert not any(line.startswith(f"process {bystander} ") for line in told)
+        os.kill(bystander, 0)
+
+
+def test_devices_that_torch_cannot_use_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "dev").mkdir()
+    assert unusable_devices(0, tmp_path) is None
+    for name in ("kfd", "nvidia0", "nvidiactl"):
+        (tmp_path / "dev" / name).touch()
+    for node, units in enumerate((0, 304, 304)):
+        folder = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(node)
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(f"cpu_cores_count 0\nsimd_count {units}\n")
+    assert driver_devices(tmp_path) == {"NVIDIA": 1, "AMD": 2}
+    told = unusable_devices(1, tmp_path)
+    assert told is not None
+    assert "1 NVIDIA and 2 AMD devices, and the installed torch can use 1" in told
+    assert unusable_devices(3, tmp_path) is None
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert unusable_devices(0, tmp_path) is None

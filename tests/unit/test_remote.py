@@ -28,7 +28,7 @@ from cdrmix.data.remote import RemoteFile, RemoteFiles, copy
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.shards import read_manifest, verify_shards, write_manifest
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.errors import DataError
+from cdrmix.errors import DataError, UnreachableDataError
 from tests.harness import ROOT
 from tests.unit.token_folder import write_counting_folder
 
@@ -219,7 +219,7 @@ def test_a_lasting_fault_is_told_with_its_cause(server: Server, tmp_path: Path) 
         dataset.rows(np.arange(3))
     assert not copies(local)
     server.faults["train-code-00000.bin"] = 20 * ["busy"]
-    with pytest.raises(DataError, match="503"):
+    with pytest.raises(UnreachableDataError, match="503"):
         dataset.rows(np.arange(3))
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import re
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from cdrmix.config.load import config_hash, load_config
 from cdrmix.config.schema import Config
+from cdrmix.engines import run_directory
 from cdrmix.engines.run_directory import RunDirectory, open_run_directory
-from cdrmix.errors import StateError
+from cdrmix.errors import InfrastructureError, StateError
 from tests.conftest import TINY
 
 
@@ -35,6 +41,37 @@ def test_a_second_job_is_refused_until_the_first_is_over(
         take(config, run_dir, resume)
     with take(config, run_dir, resume) as again:
         assert again.path == run_dir
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        "",
+        json.dumps({"host": "gone", "process": 1, "started": "5"}),
+        json.dumps({"host": os.uname().nodename, "process": os.getpid(), "started": "5"}),
+    ],
+    ids=["of an earlier version", "another host", "a process that ended here"],
+)
+def test_the_lock_of_a_dead_client_is_waited_for(
+    holder: str, config: Config, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir.mkdir()
+    lease = (run_dir / ".lock").open("w")  # a lock of its own: flock is of the open file
+    fcntl.flock(lease, fcntl.LOCK_EX)
+    lease.write(holder)
+    lease.flush()
+    monkeypatch.setattr(run_directory, "_SECONDS_BETWEEN_TRIES", 0.01)
+    monkeypatch.setattr(run_directory, "_SECONDS_FOR_LEASE", 0.05)
+    with pytest.raises(InfrastructureError, match="or its lock is left behind") as error:
+        take(config, run_dir)
+    assert error.value.exit_code == 69
+    monkeypatch.setattr(run_directory, "_SECONDS_FOR_LEASE", 60.0)
+    began = time.monotonic()
+    threading.Timer(0.2, lease.close).start()
+    with take(config, run_dir):
+        assert 0.1 < time.monotonic() - began < 30
+        held = json.loads((run_dir / ".lock").read_text())
+        assert (held["host"], held["process"]) == (os.uname().nodename, os.getpid())
 
 
 def test_a_directory_with_anything_of_a_run_in_it_is_only_resumed(

@@ -1,0 +1,50 @@
+"""Settings of a batch job when it starts: variables of its ranks, or that the run is at its end.
+
+python -m cdrmix.cluster.batch_settings RUN_DIR SCRIPT --config FILE [--set PATH=VALUE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cdrmix.cluster.environment import launch_environment
+from cdrmix.cluster.finished import MARKER, is_at_its_end
+from cdrmix.config.load import load_config
+from cdrmix.errors import TrainingError
+
+
+def main(words: Sequence[str]) -> int:
+    """Print lines for bash to evaluate, a comment first; nothing where the run is at its end."""
+    parser = argparse.ArgumentParser(description="Settings of a batch job.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("script", type=Path)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser.add_argument("--profile")  # of launch/train.py, and of no meaning here
+    args = parser.parse_args(words)
+    try:
+        config = load_config(args.config, args.overrides)
+        variables = launch_environment(config)
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if is_at_its_end(args.run_dir, config) and not _is_queued_again(args.run_dir, args.script):
+        return 0
+    print("# variables of the ranks")
+    for name, value in variables.items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+def _is_queued_again(run_dir: Path, script: Path) -> bool:
+    """Whether the script was written after the run's end: somebody asks for more training."""
+    marker = run_dir / MARKER
+    return marker.is_file() and script.stat().st_mtime > marker.stat().st_mtime
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
