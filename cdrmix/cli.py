@@ -287,8 +287,8 @@ def add_evaluate(verbs: Verbs) -> None:
         if arguments.tasks and (arguments.examples or arguments.write_tasks):
             parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
         if arguments.suite == "reasoning":
-            if arguments.max_tokens:
-                parser.error("--max-tokens goes with --suite text")
+            if arguments.max_tokens or arguments.data:
+                parser.error("--max-tokens and --data go with --suite text")
             _evaluate_reasoning(arguments)
             return
         flags = ("examples", "tasks", "write_tasks", "branches")
@@ -298,13 +298,21 @@ def add_evaluate(verbs: Verbs) -> None:
             )
         from cdrmix.evaluation.trained import evaluate_run
 
-        evaluation = evaluate_run(arguments.run_dir, max_tokens=arguments.max_tokens)
+        evaluation = evaluate_run(
+            arguments.run_dir, data=arguments.data, max_tokens=arguments.max_tokens
+        )
         print(json.dumps(evaluation.as_json()) if arguments.json else evaluation.table())
 
     parser.set_defaults(run=run)
 
 
 def _add_suite_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="built folder, or its URL, to evaluate on; default: the folder that the run was "
+        "trained on",
+    )
     parser.add_argument(
         "--max-tokens", type=at_least(1), help="most tokens read; default: as at the end of the run"
     )
@@ -346,8 +354,8 @@ def _evaluate_reasoning(arguments: argparse.Namespace) -> None:
         accept_threshold=arguments.accept_threshold,
     )
     print(found.as_json() if arguments.json else found.table(), flush=True)
-    if not (arguments.tasks or arguments.branches):
-        suite.store_rows(arguments.run_dir, found.rows)
+    if found.checkpoint is not None and not (arguments.tasks or arguments.branches):
+        suite.store_rows(found.checkpoint, found.rows)
 
 
 def add_report(verbs: Verbs) -> None:

@@ -15,6 +15,7 @@ import platform
 import random
 import re
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed
 
+from cdrmix import __version__
 from cdrmix.errors import ConfigError, InfrastructureError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.network import (
@@ -457,12 +459,31 @@ def end_with_launcher(on_orphaned: int = signal.SIGTERM) -> None:
         os.kill(os.getpid(), on_orphaned)
 
 
+def _commit() -> str | None:
+    """Git commit of the checkout that this package lies in, `-dirty` where files differ from it;
+    None where there is no checkout or no git."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        commit, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True)
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip() + "-dirty" * bool(changes.stdout.strip())
+
+
 def describe_environment() -> dict[str, Any]:
     """Versions and devices of this run, for environment.json. Never variables or host secrets."""
     from importlib.metadata import version
 
     packages = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "pydantic")
     described: dict[str, Any] = {
+        "cdrmix": __version__,
+        "commit": _commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: version(name) for name in packages},

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import Any, BinaryIO, TypedDict, TypeVar
 
 import torch
+
+from cdrmix.errors import InfrastructureError
+from cdrmix.log import get_logger
+
+T = TypeVar("T")
+logger = get_logger(__name__)
 
 # Large enough that a system call and a thread hand-over cost nothing beside it.
 _CHUNK_BYTES = 16 * 2**20
@@ -29,6 +38,78 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+# Pauses before a failed read is tried again: a file server that fails over is back within these.
+READ_RETRY_SECONDS = (1.0, 4.0, 10.0)
+# Errors that say something of the server or the way to it and nothing of the file. EACCES is one:
+# NFS gives it while a Kerberos ticket is renewed. ENOSPC and EDQUOT are not: waiting frees nothing.
+_PASSING = {
+    getattr(errno, name)
+    for name in (
+        *("ESTALE", "EIO", "ETIMEDOUT", "EACCES", "EAGAIN", "EINTR", "EBUSY", "ENFILE", "EMFILE"),
+        *("ENOTCONN", "ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "EHOSTDOWN", "EHOSTUNREACH"),
+        *("ENETDOWN", "ENETUNREACH", "EREMOTEIO", "ENOLINK", "ESHUTDOWN", "ENODEV", "ENXIO"),
+    )
+}
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether an error tells of the file system's state for now, and nothing of the file."""
+    return isinstance(error, OSError) and error.errno in _PASSING
+
+
+def retried(read: Callable[[], T], path: Path) -> T:
+    """Result of `read`, which is tried again, after pauses, where the file system fails for now.
+
+    Raises:
+        InfrastructureError: naming `path`, if it still fails after the last pause.
+        Exception: any other failure of `read`, at once.
+    """
+    for seconds in (*READ_RETRY_SECONDS, None):
+        try:
+            return read()
+        except OSError as error:
+            if not is_passing(error):
+                raise
+            if seconds is None:
+                raise InfrastructureError(
+                    f"{error.filename or path}: cannot be read for now: {error.strerror}, tried "
+                    f"{len(READ_RETRY_SECONDS) + 1} times. Nothing is given up for it: start again "
+                    "with --resume auto when the file system answers. If this file is lost for "
+                    "good, move its checkpoint folder away to go on from an older one"
+                ) from error
+            reason = error.filename or path, error.strerror, seconds
+            logger.warning("%s: %s; read again in %.0f s", *reason)
+            time.sleep(seconds)
+    raise AssertionError("the last try returns or raises")
+
+
+def read_json(path: Path) -> Any:
+    """Content of a JSON file, read again where the file system fails for now.
+
+    Raises:
+        InfrastructureError: if it fails for longer.
+        OSError: if there is no such file, or it is a link, a pipe or a device.
+        ValueError: if it is not JSON, or nested deeper than any that this package writes.
+    """
+
+    def content() -> str:
+        check_plain(path)
+        return path.read_text(encoding="utf-8")
+
+    try:
+        return json.loads(retried(content, path))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def check_plain(path: Path) -> int:
+    """Size in bytes of a regular file. Raises OSError for links, pipes and devices, whose content
+    is not the folder's, and which may never end."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file (links are not followed)", str(path))
+    return status.st_size
 
 
 class FileRecord(TypedDict):
@@ -149,10 +230,15 @@ class _Sink:
 def _durable(path: Path) -> Iterator[_Sink]:
     """A sink whose bytes are on the device when the block ends; errors name `path`."""
     try:
-        with ThreadPoolExecutor(1) as hasher, path.open("wb") as file:
+        with ThreadPoolExecutor(1) as hasher, open(path, "wb", opener=_no_link) as file:
             yield _Sink(file, hasher)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Opens a file of that very folder: a link that somebody left there would lead elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

@@ -27,7 +27,8 @@ from cdrmix.checkpoint.files import (
 )
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.index import index_entry, merge_entries
-from cdrmix.checkpoint.manifest import damage, write_manifest
+from cdrmix.checkpoint.manifest import damage, save_number, write_manifest
+from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
@@ -100,13 +101,14 @@ def read_parts(temporary: Path, world_size: int) -> list[Part]:
     return [Part(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
 
-def complete(temporary: Path, parts: list[Part], state: str) -> None:
-    """Add what makes the files of all ranks a checkpoint: index, state, manifest."""
+def complete(temporary: Path, parts: list[Part], state: str, *, save: int) -> None:
+    """Make the files of all ranks a checkpoint: add index, state, and a manifest with the number of
+    the save."""
     index = merge_entries(entry for part in parts for entry in part.index)
     files = {name: record for part in parts for name, record in part.files.items()}
     files["index.json"] = write_json(temporary / "index.json", {"tensors": index})
     files["state.json"] = write_text(temporary / "state.json", state)
-    write_manifest(temporary, files)
+    write_manifest(temporary, files, save=save)
     for path in temporary.glob("*.part"):
         path.unlink()
     sync_directory(temporary)
@@ -136,10 +138,57 @@ def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> 
         logger.warning("%s: removed, because the run has gone back to step %d", folder, step)
         _remove(folder)
     rest = [folder for folder in folders[len(newer) :] if step_of(folder) != pinned]
-    whole = [folder for folder in rest if not damage(folder, with_digests=False)]
+    whole = [folder for folder in rest if _looks_whole(folder)]
     if len(whole) >= keep:
         for folder in rest[rest.index(whole[keep - 1]) + 1 :]:
             _remove(folder)
+
+
+def _looks_whole(folder: Path) -> bool:
+    """False also where it cannot be read for now: one too many is then left."""
+    try:
+        return not damage(folder, with_digests=False)
+    except InfrastructureError:
+        return False
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a checkpoint that a run does not go on from, so that no save removes or replaces it.
+
+    Returns:
+        `<step>.set-aside-<n>` beside it, which is no checkpoint by its name.
+    Raises:
+        OSError: if it cannot be renamed.
+    """
+    number = 1
+    while (aside := folder.with_name(f"{step_of(folder)}.set-aside-{number}")).exists():
+        number += 1
+    os.rename(folder, aside)
+    sync_directory(folder.parent)
+    return aside
+
+
+def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
+    """Checkpoints, the last one saved first: after a rollback, one of a lower step may be newer.
+
+    One without a readable manifest is taken for as new as its step allows, so that it is looked at
+    and its damage told. Of equal ones the order stays.
+
+    Raises:
+        InfrastructureError: if the file system fails for now.
+    """
+    numbers = {folder: save_number(folder) for folder in folders}
+    if len(numbers) < 2:  # a single one may have any name
+        return list(numbers)
+    known = [(step_of(folder), number) for folder, number in numbers.items() if number is not None]
+
+    def key(folder: Path) -> tuple[int, int]:
+        step, number = step_of(folder), numbers[folder]
+        if number is None:
+            number = max((saved for at, saved in known if at <= step), default=0)
+        return -number, -step
+
+    return sorted(numbers, key=key)
 
 
 def is_step_folder(folder: Path) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
 
 from cdrmix import runtime
-from cdrmix.errors import StateError
+from cdrmix.checkpoint.files import is_passing
+from cdrmix.errors import InfrastructureError, StateError, TrainingError
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """Every rank's result of `action`; if it fails on one, all ranks raise instead of waiting.
 
     Raises:
+        InfrastructureError: naming each failing rank, if the file system fails for now on all of
+            them.
         StateError: naming each failing rank, its file and its reason.
         Exception: on a rank whose failure is a fault of ours, that failure itself.
     """
@@ -42,20 +45,23 @@ def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
         result = action()
     except Exception as error:  # the others wait in the collective below and must be told
         failure, problem = error, described(error)
-    outcomes = ranks.all_gather_object((result, problem))
-    problems = by_rank([text for _, text in outcomes])
-    if failure is not None and not isinstance(failure, OSError):
+    lasts = failure is not None and not isinstance(failure, InfrastructureError)
+    lasts = lasts and not is_passing(failure)
+    outcomes = ranks.all_gather_object((result, problem, lasts))
+    problems = by_rank([text for _, text, _ in outcomes])
+    if failure is not None and not isinstance(failure, OSError | TrainingError):
         raise failure
     if problems:
-        raise StateError(problems) from failure
-    return [cast(T, value) for value, _ in outcomes]
+        kind = StateError if any(lasting for *_, lasting in outcomes) else InfrastructureError
+        raise kind(problems) from failure
+    return [cast(T, value) for value, *_ in outcomes]
 
 
 def described(error: BaseException) -> str:
     """An error in one line: the file and its reason, where it is one of a file."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
 
 
 def by_rank(problems: list[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import re
 from collections.abc import Container
 from pathlib import Path
 from types import TracebackType
@@ -12,9 +12,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from cdrmix.checkpoint.files import check_plain, read_json, retried
 from cdrmix.checkpoint.fragments import Block, Span, shared_runs
 from cdrmix.checkpoint.index import span_of
 from cdrmix.errors import StateError
+
+# All that an index may name: it may come from anywhere.
+_TENSOR_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
+_DTYPES_BY_NAME = {name: getattr(torch, name) for name in (*_DTYPES, "bool")}
 
 
 class CheckpointReader:
@@ -24,13 +30,23 @@ class CheckpointReader:
         path: the folder.
         state: content of state.json: `step`, `world_size` and what the saver added.
     Raises:
-        StateError: if the folder cannot be read.
+        StateError: if the folder cannot be read, or is no checkpoint of this package.
+        InfrastructureError: if the file system fails for now.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state: dict[str, Any] = self._json("state.json")
-        self._tensors: dict[str, dict[str, Any]] = self._json("index.json")["tensors"]
+        self._tensors: dict[str, dict[str, Any]] = self._json("index.json").get("tensors", {})
+        try:
+            for name, kinds in self._tensors.items():
+                for kind, entry in kinds.items():
+                    _check_entry(f"{kind} of {name!r}", entry)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise StateError(
+                f"{path / 'index.json'}: not the index of a checkpoint ({error}). Give a "
+                "checkpoint that this package has saved"
+            ) from error
         self._files = contextlib.ExitStack()
         self._opened: dict[str, Any] = {}
 
@@ -99,7 +115,7 @@ class CheckpointReader:
         entry = self._entry(name, kind)
         block = block or Block.whole(entry["shape"])
         target = Span(block, start, block.numel - start if numel is None else numel)
-        out = torch.empty(target.numel, dtype=getattr(torch, entry["dtype"]))
+        out = torch.empty(target.numel, dtype=_DTYPES_BY_NAME[entry["dtype"]])
         filled = sum(self._copy_shared(fragment, target, out) for fragment in entry["fragments"])
         if filled != target.numel:
             raise StateError(
@@ -124,11 +140,16 @@ class CheckpointReader:
 
     def _slice(self, fragment: dict[str, Any], first: int, end: int) -> torch.Tensor:
         path = self.path / fragment["file"]
-        try:
+
+        def opened() -> torch.Tensor:
             if fragment["file"] not in self._opened:
-                opened = self._files.enter_context(safe_open(path, framework="pt"))
-                self._opened[fragment["file"]] = opened
+                check_plain(path)
+                file = self._files.enter_context(safe_open(path, framework="pt"))
+                self._opened[fragment["file"]] = file
             return self._opened[fragment["file"]].get_slice(fragment["key"])[first:end]
+
+        try:
+            return retried(opened, path)
         except (OSError, SafetensorError) as error:
             raise StateError(f"{path}: cannot be read: {error}") from error
 
@@ -140,9 +161,29 @@ class CheckpointReader:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            content = read_json(self.path / name)
         except (OSError, ValueError) as error:
             raise StateError(f"{self.path / name}: cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise StateError(f"{self.path / name}: holds no JSON object")
+        return content
+
+
+def _check_entry(label: str, entry: dict[str, Any]) -> None:
+    """Raises ValueError unless an entry of the index is one that a save can have written."""
+    if entry["dtype"] not in _DTYPES_BY_NAME:
+        raise ValueError(f"{label}: dtype {entry['dtype']!r}")
+    for fragment in entry["fragments"]:
+        if not _TENSOR_FILE.fullmatch(fragment["file"]):
+            raise ValueError(f"{label}: file {fragment['file']!r}")
+        numbers = (
+            *entry["shape"],
+            *fragment["block_offset"],
+            *fragment["block_shape"],
+            *(fragment["start"], fragment["numel"]),
+        )
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ValueError(f"{label}: its numbers are not sizes")
 
 
 def check_names(

@@ -23,12 +23,13 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from cdrmix.checkpoint import folder
-from cdrmix.checkpoint.files import json_text
+from cdrmix.checkpoint.files import is_passing, json_text
 from cdrmix.checkpoint.folder import Share
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.host_memory import HostMemory
+from cdrmix.checkpoint.manifest import save_number
 from cdrmix.checkpoint.ranks import THIS_RUN, Ranks, by_rank, described
-from cdrmix.errors import StateError
+from cdrmix.errors import InfrastructureError, StateError
 from cdrmix.log import get_logger
 
 T = TypeVar("T")
@@ -37,7 +38,23 @@ logger = get_logger(__name__)
 # Waits before a failed write is tried again: a file server that is busy or moves is mostly back.
 RETRY_SECONDS = (1.0, 4.0)
 # What a disk can cause, and trying again can mend.
-_FAILED_WRITES = (OSError, StateError)
+_FAILED_WRITES = (OSError, StateError, InfrastructureError)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A failed write; false where there was none.
+
+    Attributes:
+        text: file and reason.
+        is_passing: whether the file system may recover by itself.
+    """
+
+    text: str = ""
+    is_passing: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
 
 
 @dataclass(frozen=True)
@@ -58,12 +75,14 @@ class _Save:
         began: on the monotonic clock.
         stalled: `Saver.stall_seconds` at that time.
         state: text of state.json.
-        before: what rank 0 does before the checkpoint gets its name.
+        before: done by rank 0 before the checkpoint gets its name.
+        after: done by rank 0 once it has it.
         taken: this rank's share, once the state may change.
-        job: what this rank does in this phase; its result is a problem, or "", for each root.
-        problems: what went wrong on any rank, or "", for each root.
+        job: what this rank does in this phase; its result is a problem, or none, for each root.
+        problems: of any rank, or none, for each root.
         fault: a failure of this rank that is no failed write.
         is_named: whether this is the second phase.
+        number: of the save, counted through all starts and rollbacks; 0 until rank 0 names it.
     """
 
     step: int
@@ -71,11 +90,13 @@ class _Save:
     stalled: float
     state: str
     before: Callable[[], None]
+    after: Callable[[], None]
     taken: Future[Share]
-    job: Future[list[str]]
-    problems: list[str]
+    job: Future[list[Problem]]
+    problems: list[Problem]
     fault: BaseException | None = None
     is_named: bool = False
+    number: int = 0
 
 
 class Saver:
@@ -111,6 +132,7 @@ class Saver:
         self.last: Saved | None = None
         self._stalled, self._stalled_since = 0.0, time.monotonic()
         self._is_stalling = False
+        self._last_number = 0
         self._roots, self._keep, self._pinned = tuple(roots), keep, pinned
         self._ranks = ranks
         self._token = ranks.all_gather_object(uuid4().hex[:8])[0]
@@ -137,6 +159,7 @@ class Saver:
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
         before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         """Save step `step` as it is now, once the save under way is over; collective.
 
@@ -147,6 +170,8 @@ class Saver:
             state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
             rank_state: JSON of this rank alone, not to be changed afterwards.
             before: done by rank 0, on the thread, before the checkpoint gets its name.
+            after: done by rank 0, on the thread, once it has it in the first root; a failed write
+                there is a warning.
         Raises:
             StateError, Exception: of the save under way, as `advance` does.
         """
@@ -157,7 +182,7 @@ class Saver:
             began, text, problems = time.monotonic(), json_text(contents), self._no_problems()
             taken = self._take(fragments, rank_state)
             job = self._do(lambda: [self._write(r, step, taken.result()) for r in self._roots])
-            self._save = _Save(step, began, stalled, text, before, taken, job, problems)
+            self._save = _Save(step, began, stalled, text, before, after, taken, job, problems)
 
     @property
     def is_copying(self) -> bool:
@@ -257,7 +282,7 @@ class Saver:
             job.set_exception(error)
         return job
 
-    def _write(self, root: Path, step: int, share: Share) -> str:
+    def _write(self, root: Path, step: int, share: Share) -> Problem:
         """This rank's part of the first phase, in one root."""
         temporary, is_first = self._temporary(root, step), self._ranks.rank() == 0
 
@@ -267,7 +292,7 @@ class Saver:
 
         return _problem(lambda: _tried(step, write))
 
-    def _name(self, save: _Save) -> list[str]:
+    def _name(self, save: _Save) -> list[Problem]:
         """The second phase: the folders that are whole get their name, the others go."""
         new = self._no_problems()
         for number, (root, problem) in enumerate(zip(self._roots, save.problems, strict=True)):
@@ -281,25 +306,47 @@ class Saver:
     def _name_in(self, root: Path, save: _Save) -> None:
         step, temporary = save.step, self._temporary(root, save.step)
         _tried(step, save.before)
+        if save.number == 0:  # once, so that copies have the same
+            save.number = 1 + _tried(step, self._newest_number)
         parts = _tried(step, lambda: folder.read_parts(temporary, self._ranks.world_size()))
-        _tried(step, lambda: folder.complete(temporary, parts, save.state))
+        _tried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
         _tried(step, lambda: folder.publish(temporary, step))
         if root == self._roots[0]:
             num_bytes = sum(file["bytes"] for part in parts for file in part.files.values())
             self.last = Saved(root / str(step), num_bytes, time.monotonic() - save.began)
+            if problem := _problem(save.after):
+                logger.warning("checkpoint of step %d: %s", step, problem.text)
+        self._last_number = save.number
         try:
             folder.drop_others(root, step, self._keep, self._pinned)
-        except OSError as error:
+        except (OSError, InfrastructureError) as error:
             logger.warning("%s: old checkpoints cannot be dropped: %s", root, described(error))
+
+    def _newest_number(self) -> int:
+        """Highest number of a save in any root: a rollback goes on counting. A root that is away
+        cannot be asked; the others have had every save that it has."""
+        numbers = [self._last_number]
+        for root in self._roots:
+            with contextlib.suppress(OSError, InfrastructureError):
+                numbers += [save_number(path) or 0 for path in folder.step_folders(root)]
+        return max(numbers)
 
     def _conclude(self, save: _Save) -> None:
         """Say how the save ended."""
         if save.fault is not None:
             raise save.fault
-        if save.problems[0]:
+        problem = save.problems[0]
+        if problem:
+            told = (
+                f"the checkpoint of step {save.step} was not saved: {problem.text}. The older ones "
+            )
+            if problem.is_passing:
+                raise InfrastructureError(
+                    f"{told}are as they were. Start again with --resume auto when the file system "
+                    "answers"
+                )
             raise StateError(
-                f"the checkpoint of step {save.step} was not saved: {save.problems[0]}. The older "
-                "ones are as they were. Try freeing space, a smaller checkpoint.keep, or a "
+                f"{told}are as they were. Try freeing space, a smaller checkpoint.keep, or a "
                 "--run-dir elsewhere that every rank can write"
             )
         self.saved_step = save.step
@@ -310,7 +357,7 @@ class Saver:
         for root, problem in zip(self._roots[1:], save.problems[1:], strict=True):
             if problem:
                 logger.warning(
-                    "warning: %s: has no checkpoint of step %d: %s", root, save.step, problem
+                    "warning: %s: has no checkpoint of step %d: %s", root, save.step, problem.text
                 )
         assert self.last is not None, "it was given its name"
         logger.info(
@@ -322,30 +369,42 @@ class Saver:
     def _gather_problems(self, save: _Save) -> None:
         """What went wrong in this phase, from all ranks; collective."""
         of_ranks = self._ranks.all_gather_object(self._own_problems(save))
-        new = [by_rank(list(of_root)) for of_root in zip(*of_ranks, strict=True)]
+        new = [
+            Problem(
+                by_rank([problem.text for problem in of_root]),
+                all(problem.is_passing for problem in of_root if problem),
+            )
+            for of_root in zip(*of_ranks, strict=True)
+        ]
         save.problems = [old or fresh for old, fresh in zip(save.problems, new, strict=True)]
         error = save.job.exception()
         if error is not None and not isinstance(error, _FAILED_WRITES):
             save.fault = error
 
-    def _own_problems(self, save: _Save) -> list[str]:
+    def _own_problems(self, save: _Save) -> list[Problem]:
         error = save.job.exception()
-        return save.job.result() if error is None else [described(error)] * len(self._roots)
+        return save.job.result() if error is None else [_as_problem(error)] * len(self._roots)
 
-    def _no_problems(self) -> list[str]:
-        return [""] * len(self._roots)
+    def _no_problems(self) -> list[Problem]:
+        return [Problem()] * len(self._roots)
 
     def _temporary(self, root: Path, step: int) -> Path:
         return root / f"{step}.tmp-{self._token}"
 
 
-def _problem(action: Callable[[], None]) -> str:
-    """What kept `action` from writing, or ""."""
+def _problem(action: Callable[[], None]) -> Problem:
+    """The failure that kept `action` from writing, or none."""
     try:
         action()
     except _FAILED_WRITES as error:
-        return described(error)
-    return ""
+        return _as_problem(error)
+    return Problem()
+
+
+def _as_problem(error: BaseException) -> Problem:
+    # rights to write do not come by waiting, as those to read may while a ticket is renewed
+    passes = is_passing(error) and not isinstance(error, PermissionError)
+    return Problem(described(error), passes or isinstance(error, InfrastructureError))
 
 
 def _tried(step: int, action: Callable[[], T]) -> T:

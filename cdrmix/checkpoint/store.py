@@ -4,8 +4,9 @@
                        rank-00000.json          small state of rank 0 (random states)
                        index.json               logical name -> kind -> where its fragments lie
                        state.json               step, world size, and what the caller adds
-                       manifest.json            size and sha256 of every file above
+                       manifest.json            number of the save, size and sha256 of each file
     checkpoints/latest                          the newest step, for people and scripts
+    checkpoints/<step>.set-aside-<n>            passed over by a start; nothing here removes it
 
 A checkpoint is written beside its final name, made durable, and renamed. `latest` changes after
 that. Nothing here trusts `latest`: what verifies counts. No file holds a pickle.
@@ -14,27 +15,39 @@ that. Nothing here trusts `latest`: what verifies counts. No file holds a pickle
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cdrmix.checkpoint.folder import is_step_folder, step_folders, step_of
+from cdrmix.checkpoint import folder as folders_of_steps
+from cdrmix.checkpoint.files import read_json, retried
+from cdrmix.checkpoint.folder import in_order_of_saves, is_step_folder, step_folders, step_of
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.manifest import damage, is_checkpoint
 from cdrmix.checkpoint.ranks import THIS_RUN, Ranks, together
 from cdrmix.checkpoint.saver import Saved, Saver
-from cdrmix.errors import NoUsableStateError
+from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
+from cdrmix.log import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint that verifies, and the newer ones that do not: (name, why)."""
+    """The newest checkpoint that verifies, and the newer ones that do not.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps done.
+        skipped: (name, reason) of each newer one.
+        skipped_paths: their folders.
+    """
 
     path: Path
     step: int
     skipped: tuple[tuple[str, str], ...]
+    skipped_paths: tuple[Path, ...] = ()
 
 
 def save(
@@ -81,8 +94,10 @@ def readable_states(path: Path) -> Iterator[dict[str, Any]]:
     """What state.json says in each checkpoint that `find` would look at, newest first, where it can
     be read; nothing is verified."""
     for folder in _candidates(path, ()):
-        with contextlib.suppress(OSError, ValueError):
-            yield json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError, ValueError, InfrastructureError):
+            state = read_json(folder / "state.json")
+            if isinstance(state, dict):
+                yield state
 
 
 def find(
@@ -90,7 +105,9 @@ def find(
 ) -> Found | None:
     """The newest checkpoint under `path` whose every file has the size and digest written down.
 
-    Every rank calls this and gets the same answer; the digests are shared out among them.
+    The newest is the one saved last. Only damage makes an older one be taken: what cannot be read
+    for now is read again, and then raised. Every rank calls this and gets the same answer; the
+    digests are shared out among them.
 
     Args:
         path: a run directory, its `checkpoints` folder, or one checkpoint.
@@ -101,20 +118,33 @@ def find(
         None when there is no checkpoint at all.
     Raises:
         NoUsableStateError: when there are checkpoints and every one of them is damaged.
+        InfrastructureError: on every rank, if the file system fails for now on one of them.
     """
     is_first = ranks.rank() == 0
     folders = together(ranks, lambda: _candidates(path, copies) if is_first else [])[0]
     if before is not None:
         folders = [folder for folder in folders if step_of(folder) < before]
     skipped: list[tuple[str, str]] = []
+    skipped_paths: list[Path] = []
+    part, parts = ranks.rank(), ranks.world_size()
+    unreadable: tuple[str, InfrastructureError] | None = None
     for folder in folders:
-        share = damage(folder, part=ranks.rank(), parts=ranks.world_size())
-        reasons = [reason for share in ranks.all_gather_object(share) for reason in share]
+        if unreadable is not None and folder.name != unreadable[0]:
+            break
+        try:
+            shares = together(ranks, lambda: damage(folder, part=part, parts=parts))  # noqa: B023
+        except InfrastructureError as error:  # a copy of the same step gives nothing up
+            unreadable = unreadable or (folder.name, error)
+            continue
+        reasons = [reason for share in shares for reason in share]
         if not reasons:
-            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            return Found(folder, state["step"], tuple(skipped))
+            state = together(ranks, lambda: _state_of(folder))[0]  # noqa: B023
+            return Found(folder, state["step"], tuple(skipped), tuple(skipped_paths))
         name = str(folder) if folder.parent in copies else folder.name
         skipped.append((name, "; ".join(dict.fromkeys(reasons))))
+        skipped_paths.append(folder)
+    if unreadable is not None:
+        raise unreadable[1]
     if not skipped:
         return None
     listed = "\n".join(f"  {name}: {why}" for name, why in skipped)
@@ -124,10 +154,52 @@ def find(
     )
 
 
+def set_aside(found: Found, roots: Sequence[Path], *, newer: bool) -> None:
+    """Rename damaged checkpoints that were passed over for `found`, so that no save removes them.
+
+    Called by rank 0 alone, once it is certain that the run goes on from there.
+
+    Args:
+        found: what the run goes on from.
+        roots: the run's folders of checkpoints; nothing elsewhere is renamed.
+        newer: also rename whole ones of later steps, which a run that was told to go on from an
+            older one leaves behind.
+    Raises:
+        OSError: if a folder cannot be listed.
+    """
+    for folder in [folder for root in roots for folder in step_folders(root)]:
+        if folder not in found.skipped_paths and not (newer and step_of(folder) > found.step):
+            continue
+        try:
+            aside = folders_of_steps.set_aside(folder)
+        except OSError as error:
+            logger.warning("%s: cannot be set aside: %s", folder, error.strerror)
+        else:
+            logger.warning("%s: passed over, and now called %s", folder, aside.name)
+
+
+def _state_of(folder: Path) -> dict[str, Any]:
+    """Content of a verified checkpoint's state.json; StateError if it is none that was saved."""
+    try:
+        state = read_json(folder / "state.json")
+        if isinstance(state["step"], int) and isinstance(state["world_size"], int):
+            return dict(state)
+        reason = "step and world_size must be numbers"
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise StateError(
+        f"{folder / 'state.json'}: not the state of a checkpoint ({reason}). Give a checkpoint "
+        "that this package has saved"
+    )
+
+
 def _candidates(path: Path, copies: Sequence[Path]) -> list[Path]:
-    """Folders that are checkpoints by their name, newest first, copies after the one copied."""
-    folders = [*_candidates_in(path), *(folder for root in copies for folder in step_folders(root))]
-    return sorted(folders, key=lambda folder: -step_of(folder)) if copies else folders
+    """Folders that are checkpoints by their name, the last one saved first, copies after the one
+    copied."""
+    listed = [*retried(lambda: _candidates_in(path), path)]
+    for root in copies:
+        listed += retried(lambda root=root: step_folders(root), root)  # type: ignore[misc]
+    return in_order_of_saves(listed)
 
 
 def _candidates_in(path: Path) -> list[Path]:

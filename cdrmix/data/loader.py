@@ -24,6 +24,8 @@ from cdrmix.errors import PlanError, StateError
 
 # Sample numbers permuted in one call: a call costs 30 us for 8 numbers and 180 us for 4,096.
 _ORDER_BLOCK = 4096
+# Longest wait for the thread that reads ahead when a run ends.
+_CLOSE_SECONDS = 5.0
 
 IGNORED_LABEL = -100  # what cdrmix.objectives leaves out
 
@@ -287,4 +289,6 @@ def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
     finally:
         stopping.set()
         room.put(None)
-        thread.join()
+        # Reading may wait minutes for a file server or an object store. The thread is a daemon and
+        # ends by itself behind that read, so an ending run does not wait for it.
+        thread.join(_CLOSE_SECONDS)

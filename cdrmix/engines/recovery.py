@@ -9,7 +9,7 @@ from typing import Any
 from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.checkpoint.reader import CheckpointReader
-from cdrmix.engines.resume import restore, save, settle
+from cdrmix.engines.resume import leave_behind, restore, save, settle
 from cdrmix.engines.run import Run
 from cdrmix.errors import NoUsableStateError, StateError
 from cdrmix.log import get_logger
@@ -78,6 +78,7 @@ def _roll_back(run: Run, verdict: Verdict, position: dict[str, Any]) -> None:
         why = f"{verdict.why}, and there is no checkpoint to go back to"
         raise _stopped(run, verdict._replace(why=why))
     state = restore(run, found)
+    leave_behind(run, found, newer=False)
     run.unjudged = None
     passed_over = (state["loader"]["samples_consumed"], resumes_at)
     timeline = state["health"]["timeline"] if "health" in state else None

@@ -14,7 +14,8 @@ from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.load import changed_keys
 from cdrmix.config.redaction import redacted
 from cdrmix.engines.run import Run
-from cdrmix.errors import StateError
+from cdrmix.engines.run_directory import record_save
+from cdrmix.errors import InfrastructureError, StateError
 from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
@@ -34,6 +35,7 @@ def save(run: Run, position: dict[str, Any]) -> None:
     """
     if run.saver.step == run.step:
         return
+    step = run.step  # that of the save, when training is steps further
     with _stalled(run):
         run.saver.start(
             run.step,
@@ -50,6 +52,7 @@ def save(run: Run, position: dict[str, Any]) -> None:
             },
             rank_state={"random": random_state.random_state()},
             before=run.observer.sync,
+            after=lambda: record_save(run.directory, step),
         )
     run.wall_time.save()
     run.saved_time = time.monotonic()
@@ -135,6 +138,30 @@ def restore(run: Run, found: store.Found) -> dict[str, Any]:
     is_ours = found.path.parent.resolve() == run.directory.checkpoints.resolve()
     run.saver.saved_step = found.step if is_ours else None
     return state
+
+
+def leave_behind(run: Run, found: store.Found, *, newer: bool) -> None:
+    """Rename checkpoints of this run that are passed over for `found`; collective.
+
+    Args:
+        run: goes on from there.
+        found: the checkpoint.
+        newer: also whole ones of later steps.
+    Raises:
+        InfrastructureError: on every rank, if the file system fails for now.
+    """
+    folders = (run.directory.checkpoints, *run.directory.copies)
+
+    def rename() -> None:
+        try:
+            store.set_aside(found, folders, newer=newer and run.directory.holds(found.path))
+        except OSError as error:
+            raise InfrastructureError(
+                f"{run.directory.checkpoints}: cannot be listed ({error.strerror}). Start again "
+                "when the file system answers"
+            ) from error
+
+    runtime.first_rank_does(rename)
 
 
 def check_config(run: Run, saved: dict[str, Any], path: Path) -> None:

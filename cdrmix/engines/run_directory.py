@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import fcntl
 import hashlib
@@ -11,18 +12,20 @@ import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Literal, Self
 
 from cdrmix import runtime
+from cdrmix.checkpoint.files import is_passing, read_json, retried
 from cdrmix.checkpoint.folder import step_folders
 from cdrmix.checkpoint.manifest import is_checkpoint
 from cdrmix.cluster.outcome import LAUNCH_FOLDER
 from cdrmix.cluster.start_up import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
 from cdrmix.config.schema import Config
-from cdrmix.errors import InfrastructureError, StateError
+from cdrmix.data.tokenizer import TOKENIZER_FILE
+from cdrmix.errors import DataError, InfrastructureError, StateError
 from cdrmix.log import get_logger
-from cdrmix.monitoring.sinks import write_json_atomic, write_text_atomic
+from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
 from cdrmix.planning.counts import count
 from cdrmix.planning.plan import Plan
 
@@ -33,8 +36,17 @@ _LOCK = ".lock"
 _SECONDS_FOR_LEASE = 100.0
 _SECONDS_BETWEEN_TRIES = 0.5
 LOG = "train.log"
+METRICS = "metrics.jsonl"
+# Written behind the last stage of a run, and gone while there is more to do.
+FINISHED = "finished.json"
+# The newest save, on record outside of the folder that it went to.
+_SAVES = "saves.json"
 # What a start leaves that was refused before it became a run.
 _LEFT_BY_REFUSED = {_LOCK, LOG, LAUNCH_FOLDER}
+# Opened where they are, while all else is renamed into place: as links they would lead elsewhere.
+_WRITTEN_IN_PLACE = (_LOCK, LOG, METRICS, LAUNCH_FOLDER, "checkpoints", "wall_time.tmp")
+# flock is missing on Lustre without the mount option, and on NFS without a lock server.
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 @dataclass
@@ -103,7 +115,11 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
     path = requested or resumed or new_run_dir(config)
     goes_on = resume == "auto" or (resumed is not None and resumed.resolve() == path.resolve())
     try:
-        taken = path.is_dir() and any(e.name not in _LEFT_BY_REFUSED for e in path.iterdir())
+        taken = retried(
+            lambda: path.is_dir() and any(e.name not in _LEFT_BY_REFUSED for e in path.iterdir()),
+            path,
+        )
+        _refuse_links(path)
         if taken and not goes_on:
             raise StateError(
                 f"{path}: the run directory exists and is never overwritten. Give --resume auto "
@@ -112,6 +128,11 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         lock = _locked(path / _LOCK)
     except OSError as error:
+        if is_passing(error) and not isinstance(error, PermissionError):
+            raise InfrastructureError(
+                f"{path}: the file system fails for now ({error.strerror}). Start again when it "
+                "answers"
+            ) from error
         raise StateError(
             f"{path}: cannot write the run directory ({error.strerror}). Give a --run-dir that "
             "this user can write to"
@@ -177,12 +198,13 @@ def _locked(path: Path) -> IO[str]:
                 file.seek(0)
                 holder = _parsed_holder(file.read())
             except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                if error.errno not in _NO_LOCKS:
                     raise
                 raise StateError(
-                    f"{path}: the file system takes no locks ({error.strerror}), by which jobs "
-                    "know that they meet. Mount it with them (Lustre: -o flock), or give a "
-                    "--run-dir elsewhere"
+                    f"{path}: this file system has no locks between hosts ({error.strerror}), "
+                    "without which two jobs could write one run directory. Have Lustre mounted "
+                    "with -o flock, or NFS with its lock service, or give a --run-dir on another "
+                    "file system"
                 ) from error
             name = f"process {holder.get('process')} on {holder.get('host')}"
             started = holder.get("started")
@@ -225,6 +247,17 @@ def _parsed_holder(text: str) -> dict[str, Any]:
     return holder if is_whole and isinstance(holder["process"], int) else {}
 
 
+def _refuse_links(path: Path) -> None:
+    """Raises StateError where something that is written in place is a link."""
+    for name in _WRITTEN_IN_PLACE:
+        if (path / name).is_symlink():
+            raise StateError(
+                f"{path / name}: is a link, and a run writes nowhere but into its run directory. "
+                "Replace it by what it points to; for checkpoints on another volume, mount that "
+                "there or put the whole run directory on it"
+            )
+
+
 def _run_of(resume: str) -> Path | None:
     """Run directory that an explicit --resume PATH lies in; None for never and auto, and for a
     checkpoint that was copied out of its run directory."""
@@ -238,11 +271,75 @@ def _run_of(resume: str) -> Path | None:
     return path.parent if path.name == "checkpoints" else path
 
 
+def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
+    """Refuse step 0 where the run has saved before: its checkpoints are elsewhere, or not mounted.
+
+    Raises:
+        StateError: if progress is on record, and no checkpoint is there.
+    """
+    path = directory.path
+    try:
+        record = read_json(path / _SAVES)
+        step = int(record["step"])
+    except FileNotFoundError:  # of an older version: a second save waits for the first
+        lines = read_metrics(path / METRICS) if (path / METRICS).exists() else []
+        step = int(max((line["step"] for line in lines), default=0))
+        every = config.checkpoint.every_steps
+        if every is None or step <= 2 * every:
+            return
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StateError(f"{path / _SAVES}: cannot be read ({error}). Try removing it") from error
+    raise StateError(
+        f"{directory.checkpoints}: holds no checkpoint, though this run has come to step {step} "
+        "and saved. Is a volume not mounted, or were they moved? Bring them back. To begin again, "
+        f"give another --run-dir, or remove {_SAVES} and {METRICS} from this one"
+    )
+
+
+def record_save(directory: RunDirectory, step: int) -> None:
+    """Keep on record that there is a checkpoint of `step`; rank 0, once it has its name."""
+    write_json_atomic(directory.path / _SAVES, {"step": step})
+
+
+def keep_tokenizer(directory: RunDirectory, data: Path, sha256: str) -> None:
+    """Copy a data set's tokenizer to where its checkpoints are, so that they can be used alone.
+
+    Args:
+        directory: of the run.
+        data: folder of the data set.
+        sha256: digest that the manifest of the data set tells.
+    Raises:
+        DataError: if the file is another.
+        StateError: if it cannot be written.
+    """
+    if runtime.rank() != 0:
+        return
+    source = data / TOKENIZER_FILE
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source}: cannot be read ({error}). Copy the data set again") from error
+    if hashlib.sha256(text.encode()).hexdigest() != sha256:
+        raise DataError(f"{source}: its content has changed (sha256). Copy the data set again")
+    for folder in (directory.path, *directory.copies):
+        write_text_atomic(folder / TOKENIZER_FILE, text)
+
+
+def write_finished(directory: RunDirectory, *, step: int, stage: Literal["a", "b"]) -> None:
+    """Say that the run is at its end, which the batch script reads; rank 0, as the last of all."""
+    if runtime.rank() != 0:
+        return
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    record = {"step": step, "stage": stage, "finished": now}
+    write_json_atomic(directory.path / FINISHED, record)
+
+
 def describe(directory: RunDirectory, config: Config, choice: Plan) -> None:
     """Write what this run is: configuration, plan, environment."""
     if runtime.rank() != 0:
         return
     path = directory.path
+    (path / FINISHED).unlink(missing_ok=True)  # it goes on
     write_text_atomic(path / "config_snapshot.yaml", snapshot_yaml(config))
     write_json_atomic(path / "ds_config.json", choice.deepspeed)
     counts = count(config.model, config.training.sequence_length)
@@ -266,6 +363,7 @@ def describe_stage_b(
     if runtime.rank() != 0:
         return
     path = directory.path
+    (path / FINISHED).unlink(missing_ok=True)  # it goes on
     write_text_atomic(path / "config_snapshot.yaml", snapshot_yaml(config))
     write_json_atomic(path / "ds_config_stage_b.json", choice.deepspeed)
     plan_path = path / "plan.json"

@@ -9,6 +9,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.start_up import StartUp
+from cdrmix.config.load import config_hash
 from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
 from cdrmix.engines.loop import start_engine, train
@@ -16,10 +17,18 @@ from cdrmix.engines.observer import Observer
 from cdrmix.engines.out_of_memory import noted, with_what_fits
 from cdrmix.engines.pretraining import Pretraining
 from cdrmix.engines.recovery import write_record
-from cdrmix.engines.resume import find_at, resume_from
+from cdrmix.engines.resume import find_at, leave_behind, resume_from
 from cdrmix.engines.run import Run, Start, account, make_saver
-from cdrmix.engines.run_directory import LOG, RunDirectory, describe, open_run_directory
-from cdrmix.engines.stage_a import make_loader, open_corpus
+from cdrmix.engines.run_directory import (
+    LOG,
+    RunDirectory,
+    describe,
+    keep_tokenizer,
+    open_run_directory,
+    refuse_lost_checkpoints,
+    write_finished,
+)
+from cdrmix.engines.stage_a import check_same, make_loader, open_corpus
 from cdrmix.engines.stage_b_session import stage_of, train_stage_b
 from cdrmix.engines.stopping import Requests
 from cdrmix.engines.supervision import supervised
@@ -70,6 +79,7 @@ def _train(
     start_up.done("supervision")
     runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
     start_up.done("imports")  # torch's compiler, by its setting of determinism or the optimizer
+    check_same("configurations", "hash", config_hash(config))
     found = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:
         choice = with_what_fits(choice, config, directory.path)
@@ -79,6 +89,7 @@ def _train(
         if resume == "auto":
             found = store.find(directory.path, *directory.copies)
             if found is None:
+                runtime.first_rank_does(lambda: refuse_lost_checkpoints(directory, config))
                 logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
         start_up.done("resume")
         moe = config.model.moe
@@ -121,6 +132,10 @@ def _pretrain(start: Start, found: store.Found | None, *, goes_on: bool) -> bool
             resume_from(run, found)
         # only now, so that a start that is refused leaves an earlier run as it was
         runtime.together(lambda: describe(directory, config, start.choice))
+        tokenizer = run.corpus.manifest.tokenizer.sha256
+        runtime.together(lambda: keep_tokenizer(directory, run.corpus.folder, tokenizer))
+        if found is not None:
+            leave_behind(run, found, newer=True)
         start.start_up.done("resume")
         runtime.together(partial(account, run))
         runtime.together(lambda: write_record(run))
@@ -134,6 +149,10 @@ def _pretrain(start: Start, found: store.Found | None, *, goes_on: bool) -> bool
             if not stopped:
                 with start.heartbeat.phase("finishing"):
                     finish(run)
+                    if not goes_on:
+                        runtime.together(
+                            lambda: write_finished(directory, step=run.step, stage="a")
+                        )
     if goes_on and not stopped:
         run.engine.destroy()
         for parameter in run.engine.module.parameters():

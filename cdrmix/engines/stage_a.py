@@ -5,6 +5,7 @@ A accumulation steps, B micro batch, T time, L MoE layers, E experts, W data ran
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,16 @@ from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.recipe import built_mixture
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
-from cdrmix.data.shards import Manifest, check_vocab, read_manifest, verify_shards
+from cdrmix.data.shards import (
+    Manifest,
+    check_vocab,
+    manifest_digest,
+    read_manifest,
+    verify_shards,
+)
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
+from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Output, TokenEmbedding
 from cdrmix.objectives.router import router_losses
@@ -33,12 +41,21 @@ logger = get_logger(__name__)
 
 
 class Corpus(NamedTuple):
-    """The token shards of a run, opened and verified."""
+    """The token shards of a run, opened and verified.
+
+    Attributes:
+        manifest: of the data set.
+        train: samples to train on.
+        validation: samples held out.
+        tokenizer: of the data set.
+        folder: its place on this host.
+    """
 
     manifest: Manifest
     train: TokenDataset | MixedDataset
     validation: TokenDataset
     tokenizer: Tokenizer
+    folder: Path
 
 
 class RouterMeasures(NamedTuple):
@@ -80,8 +97,8 @@ def open_corpus(config: Config) -> Corpus:
     """Open the data of a run, building the sample corpus first where it is asked for; collective.
 
     Raises:
-        DataError: on every rank, if a shard is missing, truncated or altered, or the tokenizer
-            does not fit the model.
+        DataError: on every rank, if a shard is missing, truncated or altered, the tokenizer does
+            not fit the model, or ranks have different data sets.
     """
     model, sequence_length = config.model, config.training.sequence_length
     sample: Path | None = None
@@ -104,9 +121,41 @@ def open_corpus(config: Config) -> Corpus:
             _training_set(config, path),
             TokenDataset(path, "validation", sequence_length),
             load_tokenizer(path),
+            path,
         )
 
-    return runtime.together(open_folder)
+    corpus = runtime.together(open_folder)
+    check_same("data sets", "manifest", manifest_digest(corpus.manifest))
+    check_same("tokenizers", "tokenizer", corpus.manifest.tokenizer.sha256)
+    return corpus
+
+
+def check_same(things: str, name: str, digest: str) -> None:
+    """Refuse to train where ranks have different inputs; collective.
+
+    Args:
+        things: kind of input, for people.
+        name: of its digest.
+        digest: of this rank's.
+    Raises:
+        DataError: on every rank, with the hosts of each.
+    """
+    hosts: dict[str, list[str]] = {}
+    for rank, (host, theirs) in enumerate(
+        runtime.all_gather_object((socket.gethostname(), digest))
+    ):
+        hosts.setdefault(theirs, []).append(f"rank {rank} on {host}")
+    if len(hosts) == 1:
+        return
+    listed = "\n".join(
+        f"  {name} {theirs[:12]}: {', '.join(ranks[:8])}"
+        + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        for theirs, ranks in hosts.items()
+    )
+    raise DataError(
+        f"ranks have different {things}:\n{listed}\nEvery host must have the same. Try a folder "
+        "that all hosts share, or copy it again to the hosts where it differs"
+    )
 
 
 def _training_set(config: Config, path: Path) -> TokenDataset | MixedDataset:

@@ -20,9 +20,9 @@ from cdrmix.engines.course import Course, make_course
 from cdrmix.engines.loop import start_engine, train
 from cdrmix.engines.observer import Observer
 from cdrmix.engines.recovery import write_record
-from cdrmix.engines.resume import resume_from
+from cdrmix.engines.resume import leave_behind, resume_from
 from cdrmix.engines.run import Run, Start, account, make_saver
-from cdrmix.engines.run_directory import describe_stage_b
+from cdrmix.engines.run_directory import describe_stage_b, keep_tokenizer, write_finished
 from cdrmix.engines.stage_a import open_corpus
 from cdrmix.engines.stage_b import StageB
 from cdrmix.engines.stage_b_finish import finish_stage_b
@@ -68,6 +68,10 @@ def train_stage_b(start: Start, found: store.Found | None) -> bool:
     with run:
         num_steps = run.stage.num_steps
         runtime.together(lambda: describe_stage_b(directory, config, choice, num_steps))
+        tokenizer = run.corpus.manifest.tokenizer.sha256
+        runtime.together(lambda: keep_tokenizer(directory, run.corpus.folder, tokenizer))
+        if found is not None:
+            leave_behind(run, found, newer=True)
         start.start_up.done("resume")
         runtime.together(partial(account, run))
         runtime.together(lambda: write_record(run))
@@ -79,6 +83,7 @@ def train_stage_b(start: Start, found: store.Found | None) -> bool:
         if not stopped:
             with start.heartbeat.phase("finishing"):
                 finish_stage_b(run, course)
+                runtime.together(lambda: write_finished(directory, step=run.step, stage="b"))
         return stopped
 
 
@@ -114,6 +119,7 @@ def _set_up(start: Start, found: store.Found | None) -> tuple[Run, ReaderCourse]
                 rank=topology.data_rank,
                 world_size=choice.degrees.data,
                 manifest_digest=manifest_digest(corpus.manifest),
+                seed=config.training.seed,
                 is_shared=choice.degrees.pipeline > 1,
             ),
             engine=engine,

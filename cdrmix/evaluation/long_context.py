@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cdrmix.checkpoint import store
 from cdrmix.errors import DataError
 from cdrmix.evaluation.readers import load_reader
 from cdrmix.log import get_logger
@@ -65,10 +64,12 @@ class Evaluated:
         rows: of the table.
         accepted: share of the agent's decisions in which a branch was accepted; None where it took
             its likeliest action.
+        checkpoint: of the reader, where one was loaded.
     """
 
     rows: list[Row]
     accepted: float | None = None
+    checkpoint: Path | None = None
 
     def as_json(self) -> str:
         """One JSON object; the share is there where there is one."""
@@ -115,7 +116,8 @@ def evaluate_reasoning(
         examples = suite(lessons, tasks, length_ratios=LENGTH_RATIOS, num_examples=num_examples)
     if written is not None:
         write_examples(written, examples)
-    return score_examples(loaded.reader, lessons, examples, branches=branches)
+    evaluated = score_examples(loaded.reader, lessons, examples, branches=branches)
+    return replace(evaluated, checkpoint=loaded.trained.checkpoint)
 
 
 def _check_room(lessons: Lessons, example: Example) -> None:
@@ -128,16 +130,18 @@ def _check_room(lessons: Lessons, example: Example) -> None:
         )
 
 
-def store_rows(source: Path, rows: Sequence[Row]) -> None:
-    """Write the rows into the run directory that they are of.
+def store_rows(checkpoint: Path, rows: Sequence[Row]) -> None:
+    """Write the rows into the run directory of a checkpoint, if it lies in one.
 
     Args:
-        source: that, or a checkpoint of it.
+        checkpoint: its folder.
         rows: of the suite.
     Raises:
         StateError: if they cannot be written.
     """
-    write_text_atomic(_run_directory(source) / REASONING_FILE, as_json(rows) + "\n")
+    run_dir = _run_directory(checkpoint)
+    if run_dir is not None:
+        write_text_atomic(run_dir / REASONING_FILE, as_json(rows) + "\n")
 
 
 def score_tasks(
@@ -284,8 +288,7 @@ def _note(counts: Sequence[int]) -> str:
     return f"{texts} texts each; lengths in windows"
 
 
-def _run_directory(source: Path) -> Path:
-    """The run directory of itself or of one of its checkpoints."""
-    found = store.find(source)
-    assert found is not None, "it was found a moment ago"
-    return found.path.parent.parent
+def _run_directory(checkpoint: Path) -> Path | None:
+    """Run directory of one of its checkpoints; None for one outside of any."""
+    folder = checkpoint.parent
+    return folder.parent if folder.name == "checkpoints" else None

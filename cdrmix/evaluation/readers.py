@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cdrmix.checkpoint import engine_state, store
+from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.errors import StateError
@@ -38,13 +38,11 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
         accept_threshold: advantage from which a branch is accepted; None: the run's.
     Raises:
         StateError: if there is none, or it has not come to Stage B.
-        DataError: if the corpus's tokenizer is not where it was.
+        DataError: if its tokenizer cannot be read.
     """
     trained = load_trained(source)
     stage_b = trained.config.stage_b
-    found = store.find(source)
-    assert found is not None, "it was found a moment ago"
-    with CheckpointReader(found.path) as checkpoint:
+    with CheckpointReader(trained.checkpoint) as checkpoint:
         if stage_b is None or not any(map(is_stage_b, checkpoint.names())):
             raise StateError(
                 f"{source}: step {trained.step} has no memory to read with. Memory is trained in "

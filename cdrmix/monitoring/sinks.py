@@ -52,7 +52,8 @@ class MetricsFile:
     def truncate_after(self, step: int) -> None:
         """Keep the lines up to `step`, atomically: a resumed run writes the later ones again.
 
-        A half-written last line goes; so does any other line that is not a record, with a warning.
+        The later ones stay beside it, in metrics.cut-<n>.jsonl. A half-written last line goes; so
+        does any other line that is not a record, with a warning.
         """
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         records = [(line, _parse(line)) for line in lines if line]
@@ -60,6 +61,12 @@ class MetricsFile:
         unreadable = sum(found is None for _, found in records[:-1])
         if unreadable:
             logger.warning("%s: dropped %d unreadable lines", self.path, unreadable)
+        cut = [line + "\n" for line, found in records if found and found["step"] > step]
+        if cut:
+            number = 1
+            while (aside := self.path.with_suffix(f".cut-{number}.jsonl")).exists():
+                number += 1
+            write_text_atomic(aside, "".join(cut))
         self.close()
         write_text_atomic(self.path, "".join(kept))
         self._open()
@@ -76,7 +83,7 @@ class MetricsFile:
     def _open(self) -> None:
         # Unbuffered: a buffer that a full disk refused would be tried, and fail, again at exit.
         with _disk_faults(self.path):
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+            self._file = open(self.path, "ab", buffering=0, opener=_no_link)  # noqa: SIM115
 
     def __enter__(self) -> Self:
         return self
@@ -238,7 +245,8 @@ def write_text_atomic(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _disk_faults(path):
         try:
-            with open(temporary, "w", encoding="utf-8", errors="replace") as file:
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "x", encoding="utf-8", errors="replace") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -246,6 +254,11 @@ def write_text_atomic(path: Path, text: str) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Opens a file of that very folder: a link that somebody left there would lead elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager

@@ -115,6 +115,7 @@ def learn(
         rank=topology.data_rank,
         world_size=choice.degrees.data,
         manifest_digest="",
+        seed=0,
         is_shared=pipeline > 1,
     )
     run: Any = SimpleNamespace(

@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from cdrmix.cli import main
-from cdrmix.data.tokenizer import TOKENIZER_FILE
 from cdrmix.errors import ConfigError, DataError, StateError
 from cdrmix.evaluation import answering
 from cdrmix.evaluation.answering import Answered, Lasting, answer_with
@@ -33,7 +32,6 @@ QUESTION = "What is the code of bami?"
 
 def loaded(folder: Path, *, max_tokens: int = 4096, seed: int = 0) -> TrainedReader:
     """A reader that writes every segment, fetches once, and answers."""
-    (folder / TOKENIZER_FILE).write_text("a tokenizer")
     config = small_config()
     reader = small_reader(config, seed=seed)
     memory = reader.config.memory.model_copy(update={"max_tokens": max_tokens})
@@ -43,7 +41,7 @@ def loaded(folder: Path, *, max_tokens: int = 4096, seed: int = 0) -> TrainedRea
         reader.policy.feature_policy.bias[Action.RETRIEVE] = 5.0
         last = NUM_FEATURES - NUM_ACTIONS + Action.SPLICE_WINDOW
         reader.policy.feature_policy.weight[Action.RETRIEVE, last] = -50.0
-    trained = Trained(config, reader.backbone, tokenizer(), folder, 1)
+    trained = Trained(config, reader.backbone, tokenizer(), "1" * 64, folder, 1)
     return TrainedReader(trained, reader, small_lessons(config))
 
 
@@ -215,11 +213,11 @@ def test_the_index_of_another_model_or_tokenizer_is_refused(
     *_, line = capsys.readouterr().err.splitlines()
     assert "00000001: encoder is '" in line and "its entries mean nothing to this model" in line
     reader = loaded(tmp_path)
-    (tmp_path / TOKENIZER_FILE).write_text("another")
-    assert asked(monkeypatch, reader, *flags) == StateError.exit_code
+    trained = dataclasses.replace(reader.trained, tokenizer_digest="2" * 64)
+    other = dataclasses.replace(reader, trained=trained)
+    assert asked(monkeypatch, other, *flags) == StateError.exit_code
     assert "00000001: tokenizer is '" in capsys.readouterr().err
     assert files(tmp_path) == before
-    (tmp_path / TOKENIZER_FILE).write_text("a tokenizer")
     with torch.no_grad():  # slots and agent have no part in keys
         reader.reader.memory.up.weight += 1.0
         reader.reader.policy.value.weight += 1.0

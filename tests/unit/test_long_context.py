@@ -55,7 +55,7 @@ def loaded(
     if favourite is not None:
         with torch.no_grad():
             reader.policy.feature_policy.bias[favourite] = 10.0
-    trained = Trained(config, reader.backbone, tokenizer(), Path("data"), 1)
+    trained = Trained(config, reader.backbone, tokenizer(), "0" * 64, Path("1"), 1)
     return TrainedReader(trained, reader, small_lessons(config))
 
 
@@ -125,8 +125,8 @@ def test_rows_are_printed_also_where_they_cannot_be_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [Row("logic", 4, 0.5, 0.25, 8)]
-    monkeypatch.setattr(long_context, "evaluate_reasoning", lambda *_, **__: Evaluated(rows))
-    monkeypatch.setattr(long_context, "_run_directory", lambda source: source)
+    evaluated = Evaluated(rows, checkpoint=tmp_path / "checkpoints" / "1")
+    monkeypatch.setattr(long_context, "evaluate_reasoning", lambda *_, **__: evaluated)
     (tmp_path / "reasoning.json").mkdir()  # which no file can replace
     arguments = ["evaluate", "--suite", "reasoning", str(tmp_path)]
     assert main([*arguments, "--json"]) == StateError.exit_code
@@ -149,9 +149,9 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lessons = dataclasses.replace(
         small_lessons(small_config(tasks=("logic",))), tokenizer=Knowing("yes")
     )
-    known = dataclasses.replace(reader, lessons=lessons)
+    trained = dataclasses.replace(reader.trained, checkpoint=tmp_path / "checkpoints" / "1")
+    known = dataclasses.replace(reader, trained=trained, lessons=lessons)
     monkeypatch.setattr(long_context, "load_reader", lambda source, **_: known)
-    monkeypatch.setattr(long_context, "_run_directory", lambda source: source)
     monkeypatch.setattr(long_context, "LENGTH_RATIOS", (4, 6))
     return tmp_path
 
@@ -214,7 +214,10 @@ def test_a_broken_row_of_a_file_ends_the_command_with_a_message(
         (["--tasks", "a"], "--write-tasks and --branches go with --suite reasoning"),
         (["--tasks", "a", "--examples", "3"], "--tasks reads every row of its file"),
         (["--examples", "3"], "--examples, --tasks, --write-tasks and --branches go with --suite"),
-        (["--suite", "reasoning", "--max-tokens", "9"], "--max-tokens goes with --suite text"),
+        (
+            ["--suite", "reasoning", "--max-tokens", "9"],
+            "--max-tokens and --data go with --suite text",
+        ),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(

@@ -206,17 +206,52 @@ class Numbers:
 def test_ranks_share_out_every_lesson_once_and_a_position_is_one_number() -> None:
     stage_b, course = section(config("lessons_per_step=3")), Numbers()
     ranks: list[Any] = [
-        Lessons(course, stage_b, rank=rank, world_size=2, manifest_digest="1")  # type: ignore[arg-type]
+        Lessons(course, stage_b, rank=rank, world_size=2, manifest_digest="1", seed=0)  # type: ignore[arg-type]
         for rank in range(2)
     ]
     for step in range(5):
         taken = sorted(lesson for lessons in ranks for lesson in lessons.next(step).lessons)
         assert taken == [3 * step, 3 * step + 1, 3 * step + 2]
-    alone: Any = Lessons(course, stage_b, rank=0, world_size=1, manifest_digest="1")  # type: ignore[arg-type]
+    alone: Any = Lessons(course, stage_b, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
     alone.load_state_dict(ranks[1].state_dict())
     assert alone.next(5).lessons == [-15, -16, -17], "those of the policy's phase are played"
-    with pytest.raises(StateError, match="of another data set: manifest_digest 2 there, 1 here"):
+    with pytest.raises(StateError, match=r"data.path \(manifest_digest\): 2 there, 1 here"):
         alone.load_state_dict(ranks[1].state_dict() | {"manifest_digest": "2"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "seed", "named"),
+    [
+        ({}, 1, "training.seed"),
+        ({"tasks": ("logic",)}, 0, "stage_b.training.tasks"),
+        ({"length_ratios": (2,)}, 0, "stage_b.training.length_ratios"),
+        ({"texts_per_lesson": 1}, 0, "stage_b.training.texts_per_lesson"),
+        ({"memory_steps": 4}, 0, "stage_b.training.{memory,adapter,joint,policy}_steps"),
+    ],
+)
+def test_stage_b_goes_on_with_the_lessons_that_it_began_with(
+    changed: dict[str, Any], seed: int, named: str
+) -> None:
+    def lessons(seed: int = 0, **changed: Any) -> Any:
+        stage_b = section(config("memory_steps=5", "joint_steps=2"))
+        training = stage_b.training.model_copy(update=changed)
+        stage_b = stage_b.model_copy(update={"training": training})
+        return Lessons(Numbers(), stage_b, rank=0, world_size=1, manifest_digest="1", seed=seed)  # type: ignore[arg-type]
+
+    begun = lessons()
+    for step in range(5):
+        begun.next(step)
+    other = lessons(seed, **changed)
+    with pytest.raises(StateError) as caught:
+        other.load_state_dict(begun.state_dict())
+    assert named in str(caught.value)
+    assert other.samples_consumed == 0
+    longer = lessons(joint_steps=9)  # what is still to come may be longer
+    longer.load_state_dict(begun.state_dict())
+    assert longer.samples_consumed == begun.samples_consumed
+    earlier = {"samples_consumed": 10, "manifest_digest": "1"}  # as an earlier version said it
+    longer.load_state_dict(earlier)
+    assert longer.samples_consumed == 10
 
 
 @pytest.mark.parametrize(
@@ -310,7 +345,7 @@ def test_the_zero_stage_of_stage_a_is_kept(profile: str, kept: str) -> None:
 def test_where_a_phase_begins_the_steps_before_are_no_measure() -> None:
     stage_b, course = section(config("lessons_per_step=3")), Numbers()
     forgotten: list[int] = []
-    lessons: Any = Lessons(course, stage_b, rank=0, world_size=1, manifest_digest="1")  # type: ignore[arg-type]
+    lessons: Any = Lessons(course, stage_b, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
     run: Any = SimpleNamespace(loader=lessons, step=10)
     run.heartbeat = SimpleNamespace(forget_step=lambda: forgotten.append(run.step))
     stage = StageB(None, config(), make_clip(config()), first_step=10, origin="")  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.checkpoint.saver import Saved, Saver
 from cdrmix.checkpoint.store import Found, find, save
-from cdrmix.errors import NoUsableStateError, StateError
+from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
 from tests.checkpoints import ThreadRanks, on_ranks, whole
 
 
@@ -386,7 +386,7 @@ def test_one_failing_rank_makes_all_raise_the_same_and_leaves_the_old_state(
             ranks=ranks,
         ),
     )
-    assert [type(outcome) for outcome in outcomes] == [StateError, StateError]
+    assert [type(outcome) for outcome in outcomes] == [InfrastructureError, InfrastructureError]
     assert str(outcomes[0]) == str(outcomes[1])
     assert "step 2 was not saved: rank 1: /data/x: Input/output error" in str(outcomes[0])
     assert names_in(tmp_path) == ["1", "latest"]
