@@ -347,10 +347,11 @@ def test_a_folder_without_metrics_is_refused_by_name(tmp_path):
 def test_a_long_run_keeps_its_spikes_and_a_modest_page():
     steps = np.arange(100_000.0)
     values = np.sin(steps / 9_000)
-    values[54_321] = 40.0
+    values[54_321], values[12_345] = 40.0, -40.0
     kept_steps, kept = decimate(steps, values)
     assert len(kept) <= 2_000
     assert kept.max() == 40.0 and kept_steps[kept.argmax()] == 54_321
+    assert kept.min() == -40.0 and kept_steps[kept.argmin()] == 12_345
     assert (np.diff(kept_steps) > 0).all()
 
 
