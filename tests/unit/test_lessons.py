@@ -1,6 +1,7 @@
 """Lessons: pure functions of their number, whose evidence is where they say; losses of phases."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from cdrmix.config.model import MoEConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
 from cdrmix.config.schema import Config
+from cdrmix.models.initialize import normal_
 from cdrmix.models.moe import Router
 from cdrmix.reasoning.branches import try_branches
 from cdrmix.reasoning.course import ReaderCourse
@@ -118,6 +120,28 @@ def test_the_policy_learns_from_episodes() -> None:
     loss.backward()
     assert reader.policy.feature_policy.weight.grad.any()
     assert float(metrics["kl"]) == 0 and float(metrics["entropy"]) > 0
+
+
+@torch.no_grad()
+def test_the_divergence_that_ends_epochs_is_a_mean_over_the_steps_taken() -> None:
+    config = small_config(texts_per_lesson=2, length_ratios=(2,))
+    reader = small_reader(config)
+    course = ReaderCourse(reader, small_lessons(config), config)
+    collected = course.collect(course.lesson("policy", 0))
+    normal_(reader.policy.feature_policy.weight, 0.5, seed=3, name="moved on")
+    _, metrics = course.rollout_loss(collected)
+    played, divergence, entropy, count = collected.rollouts, 0.0, 0.0, 0
+    for row, step in played.taken.nonzero().tolist():
+        seen = (played.hidden, played.features, played.legal)
+        decision = reader.policy(*(part[row, step].unsqueeze(0) for part in seen))
+        present = decision.logprobs[0, played.actions[row, step]].item()
+        ratio = math.exp(present - played.logprobs[row, step].item())
+        divergence += ratio - 1 - math.log(ratio)
+        entropy += decision.entropy.item()
+        count += 1
+    assert count > len(played.taken) and divergence / count > 1e-3
+    assert metrics["kl"].item() == pytest.approx(divergence / count, rel=1e-4)
+    assert metrics["entropy"].item() == pytest.approx(entropy / count, rel=1e-5)
 
 
 def test_a_horizon_shorter_than_the_text_leaves_episodes_whole_and_their_last_steps() -> None:
