@@ -7,6 +7,7 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,9 +18,10 @@ from uuid import uuid4
 
 import pytest
 
+from cdrmix import cli
 from cdrmix.cluster import probe
 from cdrmix.cluster.devices import driver_devices, unusable_devices
-from cdrmix.cluster.doctor import as_table, examine, is_ready
+from cdrmix.cluster.doctor import examine
 from cdrmix.cluster.handover import FOLDER_VARIABLE
 from cdrmix.cluster.hosts import Host
 from cdrmix.cluster.probe import look
@@ -43,16 +45,24 @@ def test_this_machine_is_examined_down_to_an_all_reduce(tmp_path: Path) -> None:
     found = {finding["check"]: finding for finding in json.loads(done.stdout)}
     assert list(found) == CHECKS
     assert done.returncode == 0, found
-    assert "100 MB over 2 ranks" in found["all-reduce"]["detail"]
+    told = re.fullmatch(
+        r"100 MB over 2 ranks in (\S+) s: (\S+) GB/s a link", found["all-reduce"]["detail"]
+    )
+    assert told is not None, found["all-reduce"]
+    # in a ring of two each link carries half of the bytes twice, to be summed and handed back
+    assert float(told[1]) * float(told[2]) == pytest.approx(0.1, rel=0.2)
     assert "deepspeed 0." in found["packages"]["detail"]
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_fails(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_fails_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
-    findings = examine([], folder=tmp_path / "file" / "x", ranks_per_host=1, with_all_reduce=False)
-    assert not is_ready(findings)
-    assert as_table(findings).startswith("FAIL  shared folder")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--no-all-reduce", "--folder", str(tmp_path / "file" / "x")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().out.startswith("FAIL  shared folder")
 
 
 def test_a_host_without_an_address_fails(tmp_path: Path) -> None:

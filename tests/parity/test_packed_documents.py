@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.data.loader import Loader
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines.stage_a import MicroStep, micro_step
+from cdrmix.evaluation.perplexity import evaluate
 from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import linear_cross_entropy
 from cdrmix.parallel.topology import ALONE
@@ -114,3 +118,34 @@ def test_documents_see_each_other_without_segment_ids(batch: dict[str, torch.Ten
     apart = packed_step(model, batch).nats
     del batch["segment_ids"]
     assert (packed_step(model, batch).nats - apart).abs() > 1e-4 * apart
+
+
+@torch.no_grad()
+def test_documents_apart_are_evaluated_as_if_each_stood_alone(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(4)
+    documents = [
+        [*torch.randint(1, 300, (length - 1,), generator=generator).tolist(), EOS]
+        for length in LENGTHS
+    ]
+    dataset = TokenDataset(
+        write_token_folder(tmp_path, {"validation": documents}), "validation", 32
+    )
+    model = small_model(init_std_scale=SHARP)
+    nats, predicted = 0.0, 0
+    for row in torch.from_numpy(dataset.rows(np.arange(dataset.num_samples))).unbind():
+        ends = (row[:-1] == EOS).nonzero().flatten() + 1
+        for document in row.tensor_split(ends):
+            if len(document) > 1:  # its first token follows nothing
+                hidden = model(document[None, :-1]).hidden.double()
+                scores = hidden[0] @ model.embedding.weight.double().T
+                nats += F.cross_entropy(scores, document[1:], reduction="sum").item()
+                predicted += len(document) - 1
+    everything = {"max_tokens": 10**6, "batch_size": 3}
+    apart = evaluate(model, dataset, **everything, segment_documents=True)
+    assert apart.tokens == predicted < dataset.num_samples * 32
+    assert apart.loss == pytest.approx(nats / predicted, rel=2e-6)
+    assert apart.perplexity == pytest.approx(math.exp(nats / predicted), rel=1e-4)
+    assert apart.bits_per_byte == pytest.approx(nats / predicted / math.log(2) / 3, rel=2e-6)
+    together = evaluate(model, dataset, **everything)
+    assert together.tokens == dataset.num_samples * 32
+    assert abs(together.loss - apart.loss) > 1e-4 * apart.loss

@@ -8,7 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.model import ModelConfig
-from cdrmix.models.rwkv7 import ChannelShift, TimeMix, shift_tokens, token_shift_mix
+from cdrmix.models.rwkv7 import (
+    ChannelShift,
+    TimeMix,
+    TimeMixState,
+    shift_tokens,
+    token_shift_mix,
+)
 
 
 def small_config(head_dim: int = 32) -> ModelConfig:
@@ -24,12 +30,28 @@ def random_mix(config: ModelConfig, *, creates_v_first: bool) -> TimeMix:
     return mix
 
 
-def published_time_mix(mix: TimeMix, x: Tensor, v_first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One sequence, [T, D], token by token and head by head."""
+def published_time_mix(
+    mix: TimeMix,
+    x: Tensor,
+    v_first: Tensor | None,
+    last: Tensor | None = None,
+    wkv: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One sequence, [T, D], token by token and head by head; any autograd is torch's own.
+
+    Args:
+        last: token before the first, [D].
+        wkv: state before the first token, [H, V, K].
+    Returns:
+        Output [T, D], values [T, D] before they meet v_first, state after the last token.
+    """
     length, hidden = x.shape
     width = mix.head_dim
-    state = x.new_zeros(hidden // width, width, width)  # value rows, key columns
-    before, rows, values = torch.zeros_like(x[0]), [], []
+    heads = [slice(h * width, (h + 1) * width) for h in range(hidden // width)]
+    # value rows, key columns
+    states = [x.new_zeros(width, width) for _ in heads] if wkv is None else list(wkv)
+    before = torch.zeros_like(x[0]) if last is None else last
+    rows, values = [], []
     for t in range(length):
         dx = before - x[t]
         before = x[t]
@@ -47,18 +69,16 @@ def published_time_mix(mix: TimeMix, x: Tensor, v_first: Tensor | None) -> tuple
             v = v + (v_first[t] - v) * nu
         removal, k = k * mix.k_k, k * (1 + (a - 1) * mix.k_a)
         out = []
-        for h in range(len(state)):
-            s = slice(h * width, (h + 1) * width)
+        for h, s in enumerate(heads):
             kk = removal[s] / removal[s].norm()
-            state[h] = (
-                state[h] * w[s] - torch.outer(state[h] @ kk, kk * a[s]) + torch.outer(v[s], k[s])
-            )
-            y = state[h] @ r[s]
+            removed = torch.outer(states[h] @ kk, kk * a[s])
+            states[h] = states[h] * w[s] - removed + torch.outer(v[s], k[s])
+            y = states[h] @ r[s]
             y = (y - y.mean()) / torch.sqrt(y.var(unbiased=False) + width * 1e-5)
             y = y * mix.group_norm.weight[s] + mix.group_norm.bias[s]
             out.append(y + (r[s] * k[s] * mix.r_k[s]).sum() * v[s])
         rows.append(mix.output.weight @ (torch.cat(out) * g))
-    return torch.stack(rows), torch.stack(values)
+    return torch.stack(rows), torch.stack(values), torch.stack(states)
 
 
 @torch.no_grad()
@@ -71,10 +91,66 @@ def test_time_mix_equals_the_published_equations(head_dim: int, creates_v_first:
     out, carried, _ = mix(x, v_first)
     for row in range(len(x)):
         given = None if v_first is None else v_first[row]
-        expected, values = published_time_mix(mix, x[row], given)
+        expected, values, _ = published_time_mix(mix, x[row], given)
         # the decay alone is computed in float32, in both precisions
         torch.testing.assert_close(out[row], expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(carried[row], values if v_first is None else v_first[row])
+
+
+@pytest.mark.parametrize("length", [1, 15, 33])  # below, and beyond, whole chunks of the recurrence
+@pytest.mark.parametrize("creates_v_first", [True, False])
+@pytest.mark.parametrize("carried", [True, False])
+def test_all_gradients_of_a_time_mix_equal_those_of_the_published_equations(
+    length: int, creates_v_first: bool, carried: bool
+) -> None:
+    config = small_config()
+    mix = random_mix(config, creates_v_first=creates_v_first)
+    generator = torch.Generator().manual_seed(length)
+
+    def random(*shape: int) -> Tensor:
+        values = torch.randn(*shape, dtype=torch.float64, generator=generator)
+        return values.requires_grad_()
+
+    batch, hidden, width = 2, config.hidden_size, config.head_dim
+    inputs = {"x": random(batch, length, hidden)}
+    if not creates_v_first:
+        inputs["v_first"] = random(batch, length, hidden)
+    state = None
+    if carried:
+        inputs["last"], inputs["wkv"] = random(batch, hidden), random(batch, 2, width, width)
+        state = TimeMixState(last=inputs["last"], wkv=inputs["wkv"])
+    leaves = {**inputs, **dict(mix.named_parameters())}
+
+    out, v_first, after = mix(inputs["x"], inputs.get("v_first"), state)
+    ours = [out, v_first, after.wkv, after.last]
+    rows = [
+        published_time_mix(mix, **{name: values[row] for name, values in rowwise(inputs).items()})
+        for row in range(batch)
+    ]
+    plain = [torch.stack(parts) for parts in zip(*rows, strict=True)]
+    if not creates_v_first:
+        plain[1] = inputs["v_first"]
+    plain.append(inputs["x"][:, -1])
+
+    probes = [torch.randn(part.shape, dtype=torch.float64, generator=generator) for part in ours]
+    gradients = []
+    for results in (ours, plain):
+        loss = sum((part * probe).sum() for part, probe in zip(results, probes, strict=True))
+        gradients.append(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
+    for part, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
+    for name, gradient, expected in zip(leaves, *gradients, strict=True):
+        assert gradient is not None and expected is not None, name
+        # a single token at the start of a sequence finds no state to fade or remove
+        assert expected.any() or (length == 1 and not carried), f"{name}: nothing depends on it"
+        # the decay alone is computed in float32, in both precisions
+        error = (gradient - expected).abs().max()
+        assert error <= 1e-5 * expected.abs().max(), f"{name}: off by {error:.1e}"
+
+
+def rowwise(inputs: dict[str, Tensor]) -> dict[str, Tensor | list[None]]:
+    """Arguments of `published_time_mix` that can be taken row by row; v_first may be missing."""
+    return {"v_first": [None] * len(inputs["x"]), **inputs}
 
 
 def test_v_first_is_demanded_after_the_first_rwkv_layer() -> None:
@@ -131,3 +207,22 @@ def test_initial_values_are_those_of_the_reference() -> None:
     shift = ChannelShift(config, layer=0)
     shift.initialize()
     assert shift.mu[i].item() == pytest.approx(1 - i / hidden, abs=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("bias", "kept"),
+    [(1e4, math.exp(-math.exp(-0.5))), (0.0, math.exp(-0.5 * math.exp(-0.5))), (-1e4, 1.0)],
+)
+def test_a_token_keeps_between_55_and_100_percent_of_the_state(bias: float, kept: float) -> None:
+    config = small_config()
+    mix = random_mix(config, creates_v_first=True)
+    mix.decay_up.zero_()
+    mix.decay_bias.fill_(bias)
+    mix.key.weight.zero_()  # nothing is removed and nothing is added
+    state = TimeMixState(
+        last=torch.zeros(1, config.hidden_size, dtype=torch.float64),
+        wkv=torch.randn(1, 2, 32, 32, dtype=torch.float64),
+    )
+    after = mix(torch.randn(1, 1, config.hidden_size, dtype=torch.float64), None, state)[2].wkv
+    torch.testing.assert_close(after, kept * state.wkv, rtol=1e-6, atol=0)  # decay in float32

@@ -172,3 +172,18 @@ def test_stage_b_parts_have_the_specified_sizes(
 
 def test_a_reasoning_variant_counts_the_backbone_of_its_core_twin() -> None:
     assert count(variant("reason-1b").model, 4096) == count(variant("core-1b").model, 4096)
+
+
+def test_every_fourth_block_is_a_transformer_block_or_the_last_ones_are() -> None:
+    sizes = {"hidden_size": 64, "num_layers": 6, "num_heads": 2, "vocab_size": 256}
+
+    def places(**settings: object) -> list[int]:
+        kinds = ModelConfig.model_validate({**sizes, **settings}).layer_kinds()
+        return [layer for layer, kind in enumerate(kinds) if kind == "transformer"]
+
+    assert places() == [3]
+    assert places(transformer_fraction=0.5) == [1, 3, 5]
+    assert places(transformer_fraction=1.0) == [0, 1, 2, 3, 4, 5]
+    assert places(transformer_fraction=0.0) == []
+    assert places(schedule="top-of-x", transformer_fraction=0.5) == [3, 4, 5]
+    assert places(schedule="top-of-x", transformer_fraction=0.3) == [5]

@@ -258,3 +258,55 @@ def test_memory_is_bounded_whatever_the_corpus(tmp_path: Path) -> None:
     assert found.near.clusters < 500 < found.near.dropped
     lists = [np.load(drops_path(tmp_path / "drops", path)) for path in paths]
     assert sum(map(len, lists)) == found.exact.dropped + found.near.dropped
+
+
+def write_chain(path: Path, order: Sequence[int], *, changed: int, strangers: int = 0) -> None:
+    """Signatures of `strangers`, then of a chain in some order; all have one key in common.
+
+    Sketches of neighbours in the chain differ in `changed` bytes of 112, those of others in more.
+    """
+    method = MinHash()
+    generator = np.random.default_rng(5)
+    sign([], path, method)
+    records = np.zeros(strangers + len(order), dtype=record_type(method))
+    records["id"] = np.arange(1, len(records) + 1)
+    records["text"] = generator.integers(2**63, size=(len(records), 2))
+    records["keys"] = generator.integers(2**62, size=(len(records), method.num_keys)) + 10
+    records["keys"][:, 0] = 3
+    sketches = [generator.integers(256, size=method.sketch_bytes)]
+    for number in range(len(order) - 1):
+        following = sketches[-1].copy()
+        places = (number * changed + np.arange(changed)) % method.sketch_bytes
+        following[places] = (following[places] + 1 + generator.integers(255, size=changed)) % 256
+        sketches.append(following)
+    for row in range(strangers):
+        records["sketch"][row] = generator.integers(256, size=method.sketch_bytes)
+    records["sketch"][strangers:] = np.stack(sketches)[list(order)]
+    with path.open("ab") as file:
+        file.write(records.tobytes())
+
+
+def test_a_long_chain_behind_documents_that_share_its_key_is_one_cluster(tmp_path: Path) -> None:
+    # neighbours agree in 102 of 112 bytes; of two that are ten apart hardly any byte is equal
+    path = tmp_path / "0.signatures"
+    write_chain(path, range(2000), changed=10, strangers=2)
+    found = find_duplicates([path], tmp_path / "drops", method=MinHash(), memory_bytes=2**18)
+    # each is compared with the first that has the key, a stranger, and with the one before it
+    assert found.candidates == 2 * 2001 - 1
+    assert found.verified == 1999
+    assert (found.near.clusters, found.near.dropped) == (1, 1999)
+    assert found.near.largest == [(2000, 0, 2)], "the chain's first document, not a stranger"
+    dropped = np.load(drops_path(tmp_path / "drops", path))
+    assert sorted(dropped["id"].tolist()) == list(range(4, 2003))
+
+
+def test_a_chain_whose_order_hides_its_links_gives_many_clusters_not_a_wrong_one(
+    tmp_path: Path,
+) -> None:
+    order = [*range(0, 60, 2), *range(1, 60, 2)]  # the one before is two links away
+    path = tmp_path / "0.signatures"
+    write_chain(path, order, changed=30)
+    found = find_duplicates([path], tmp_path / "drops", method=MinHash())
+    # two links apart 60 of 112 bytes differ: no duplicates. What meets its link is the first only.
+    assert found.verified == 1
+    assert found.near.largest == [(2, 0, 0)]

@@ -281,3 +281,44 @@ def test_of_an_unfinished_and_a_finished_save_the_finished_one_is_read(tmp_path:
     assert len(loaded(tmp_path)) == 3
     save_index(filled(4), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["00000003"]
+
+
+def test_one_commit_refreshes_adds_and_evicts() -> None:
+    index = empty(max_tokens=12)
+    keys = torch.eye(SIZE)
+    for key in keys[:4]:  # ids 0 to 3, three tokens each: full
+        write(index, key, score=0.5)
+    index.commit(step=0)
+    index.touch(torch.tensor([3]), step=1)
+    before = index.version
+    renewed = F.normalize(keys[1] + 0.1 * keys[9], dim=0)
+    write(index, renewed, 7, 7, 7, 7, 7, score=0.25)  # a duplicate of 1, two tokens longer
+    write(index, keys[5], 8, 8, score=0.0)
+    done = index.commit(step=2)
+    # four tokens too many: of the old ones 0 and 2 go, 3 was read; of this commit none, though 4
+    # is worth less than all of them
+    assert done == ([4], [1], [0, 2])
+    assert [entry.id for entry in index.entries] == [1, 3, 4]
+    assert index.num_tokens == 5 + 3 + 2 and index.version > before
+    # keys have moved up with their entries
+    torch.testing.assert_close(index.keys, torch.stack([renewed, keys[3], keys[5]]))
+    assert index.search(keys[[1, 3, 5, 0]], top_k=1).ids.flatten().tolist() == [1, 3, 4, -1]
+    entry = index.entry(1)
+    assert (entry.tokens, entry.score, entry.last_used) == ((7,) * 5, 0.5, 2)
+
+
+def test_an_entry_refreshed_beyond_the_capacity_takes_the_place_of_others(tmp_path: Path) -> None:
+    index = empty(max_tokens=9)
+    keys = torch.eye(SIZE)
+    for key in keys[:3]:
+        write(index, key, score=1.0)
+    index.commit(step=0)
+    write(index, keys[0], *range(9))
+    write(index, keys[0], *range(8), score=0.5)  # twice in one commit: the later one stays
+    assert index.commit(step=5) == ([], [0, 0], [1, 2])
+    assert index.entry(0).tokens == tuple(range(8))
+    save_index(index, tmp_path)
+    again = loaded(tmp_path, max_tokens=9)
+    assert again.entries == index.entries and torch.equal(again.keys, index.keys)
+    write(again, keys[7], 1)
+    assert again.commit(step=6) == ([3], [], [])

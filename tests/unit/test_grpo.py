@@ -119,3 +119,17 @@ def test_explained_variance_is_one_at_best_and_zero_for_a_constant() -> None:
     targets, taken = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[True, True, False]])
     assert explained_variance(targets, targets, taken).item() == 1
     assert explained_variance(torch.full((1, 3), 5.0), targets, taken).item() == 0
+
+
+def test_the_divergence_of_an_update_is_that_of_the_rollouts_policy_from_the_present_one() -> None:
+    # old log-probabilities are -1; actions of the old policy, so the estimate is exp(d) - d - 1
+    # with d = present - old, which is not symmetric
+    present = torch.tensor([[-0.5, -1.75], [-3.0, 0.0]])
+    taken = torch.tensor([[True, True], [True, False]])
+    _, metrics = loss_of(present, torch.zeros(2), taken=taken)
+    by_hand = [math.exp(d) - d - 1 for d in (0.5, -0.75, -2.0)]
+    assert by_hand == pytest.approx([0.148721, 0.222367, 1.135335], abs=1e-6)
+    assert metrics.kl.item() == pytest.approx(sum(by_hand), rel=1e-6)
+    assert metrics.steps.item() == 3, "which the sum is to be divided by"
+    assert metrics.clipped.item() == 3  # ratios 1.65, 0.47 and 0.14 of 0.8 to 1.2
+    assert metrics.reference_kl.item() == 0

@@ -6,8 +6,8 @@ import torch
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.backbone import Backbone
-from cdrmix.reasoning.adapter import LARGEST_RELATIVE_CHANGE
-from cdrmix.reasoning.fast_weights import RULES, FastWeights
+from cdrmix.reasoning.adapter import LARGEST_RELATIVE_CHANGE, PlasticAdapter
+from cdrmix.reasoning.fast_weights import RULES, FastWeights, blank
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone, PlasticState
 from cdrmix.reasoning.speculation import (
     Speculation,
@@ -225,3 +225,34 @@ def test_half_precision_layers_keep_float32_fast_weights() -> None:
     out = model(tokens(), state=model.start(3))
     assert out.output.hidden.dtype == torch.bfloat16
     assert {layer.weights.dtype for layer in out.state.plastic.layers.values()} == {torch.float32}
+
+
+@torch.no_grad()
+def test_fast_weights_and_traces_of_a_few_tokens_are_those_worked_out_by_hand() -> None:
+    config = AdapterConfig(rank=2, alpha=0.2, decay=0.9, clamp=2.0)
+    adapter = PlasticAdapter(2, 2, config, "hebb")
+    adapter.initialize(seed=0, name="adapter")
+    adapter.down.copy_(torch.eye(2))
+    adapter.up.copy_(torch.eye(2))
+    adapter.modulator_bias.fill_(100.0)  # m = 1
+    adapter.trace_decay.fill_(100.0)  # at its bound, 1/2 per token
+    first, second = torch.eye(2)
+    x, y0 = torch.stack([first, second, first])[None], torch.stack([first, first, second])[None]
+    read = {"start": 0, "writes": True, "with_correlation": False}
+    found = adapter(x, y0, blank(1, 2), **read)
+    # nothing precedes token 0; the trace before token 1 is [1, 0], before token 2 [.5, 1], whose
+    # squared length of 1.25 lowers the write to 1 / 1.25
+    assert found.guards is not None and found.guards.limited_writes == 1
+    assert found.guards.largest_weight.item() == pytest.approx(0.9)
+    weights = torch.tensor([[0.9, 0.0], [0.4, 0.8]])
+    torch.testing.assert_close(found.after.weights[0], weights)
+    torch.testing.assert_close(found.after.trace[0], torch.tensor([1.25, 0.5]))
+    # filling fades both
+    filling = torch.zeros(1, 4, dtype=torch.bool)
+    faded = adapter(torch.ones(1, 4, 2), torch.ones(1, 4, 2), found.after, mask=filling, **read)
+    torch.testing.assert_close(faded.after.weights[0], 0.9**4 * weights)
+    torch.testing.assert_close(faded.after.trace[0], torch.tensor([1.25, 0.5]) / 16)
+    # the sixteenth token of an episode ends at the clamp
+    at_border = {**read, "start": 15, "mask": filling[:, :1]}
+    clamped = adapter(torch.ones(1, 1, 2), torch.ones(1, 1, 2), found.after, **at_border)
+    torch.testing.assert_close(clamped.after.weights[0], 2 * torch.tanh(0.9 * weights / 2))

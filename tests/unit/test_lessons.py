@@ -5,9 +5,13 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from cdrmix.config.model import MoEConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
 from cdrmix.config.schema import Config
+from cdrmix.models.initialize import normal_
+from cdrmix.models.moe import Router
 from cdrmix.reasoning.branches import try_branches
 from cdrmix.reasoning.course import ReaderCourse
 from cdrmix.reasoning.episodes import learn_from
@@ -181,6 +185,28 @@ def test_the_temperature_of_retrieval_is_the_configurations() -> None:
     assert math.log(2) < losses[1] < math.log(4 * 4 * 4) and abs(losses[0] - losses[1]) > 1e-3
 
 
+@torch.no_grad()
+def test_the_divergence_that_ends_epochs_is_a_mean_over_the_steps_taken() -> None:
+    config = small_config(texts_per_lesson=2, length_ratios=(2,))
+    reader = small_reader(config)
+    course = ReaderCourse(reader, small_lessons(config), config)
+    collected = course.collect(course.lesson("policy", 0))
+    normal_(reader.policy.feature_policy.weight, 0.5, seed=3, name="moved on")
+    _, metrics = course.rollout_loss(collected)
+    played, divergence, entropy, count = collected.rollouts, 0.0, 0.0, 0
+    for row, step in played.taken.nonzero().tolist():
+        seen = (played.hidden, played.features, played.legal)
+        decision = reader.policy(*(part[row, step].unsqueeze(0) for part in seen))
+        present = decision.logprobs[0, played.actions[row, step]].item()
+        ratio = math.exp(present - played.logprobs[row, step].item())
+        divergence += ratio - 1 - math.log(ratio)
+        entropy += decision.entropy.item()
+        count += 1
+    assert count > len(played.taken) and divergence / count > 1e-3
+    assert metrics["kl"].item() == pytest.approx(divergence / count, rel=1e-4)
+    assert metrics["entropy"].item() == pytest.approx(entropy / count, rel=1e-5)
+
+
 def test_a_horizon_shorter_than_the_text_leaves_episodes_whole_and_their_last_steps() -> None:
     config = small_config(texts_per_lesson=2, length_ratios=(2,))
     section = config.stage_b
@@ -261,3 +287,60 @@ def test_branches_of_one_text_see_nothing_of_another() -> None:
         torch.testing.assert_close(alone.advantages[0], together.advantages[row], atol=1e-4, rtol=0)
         for name in ("memory", "buffer", "fetched", "summarised"):
             assert torch.equal(getattr(alone.state, name)[0], getattr(together.state, name)[row])
+
+
+def weighted(ce: float, hebbian: float, moe_aux: float) -> Config:
+    """A reader's configuration with experts in a backbone that learns, and weights of losses."""
+    config = small_config(backbone_lr_scale=1.0)
+    moe = MoEConfig(
+        num_experts=4, expert_hidden_size=32, load_balance_weight=0.5, z_loss_weight=0.25
+    )
+    losses = {"ce": ce, "hebbian": hebbian, "moe_aux": moe_aux}
+    stage_b = config.stage_b.model_copy(
+        update={"losses": config.stage_b.losses.model_copy(update=losses)}
+    )
+    model = config.model.model_copy(update={"moe": moe})
+    return config.model_copy(update={"model": model, "stage_b": stage_b})
+
+
+@torch.no_grad()
+def test_the_joint_loss_is_the_sum_of_its_terms_each_with_its_weight() -> None:
+    found = {}
+    plain = torch.randint(512, (3, 2 * WINDOW_TOKENS + 10))
+    for weights in ((1.0, 1.0, 1.0), (2.0, 3.0, 5.0)):
+        config = weighted(*weights)
+        reader, lessons = small_reader(config), small_lessons(config)
+        lesson = dataclasses.replace(lessons.lesson("joint", 0), plain=plain)
+        loss, metrics = ReaderCourse(reader, lessons, config).loss("joint", lesson)
+        terms = {name: value.item() for name, value in metrics.items() if name.endswith("_loss")}
+        assert loss.item() == pytest.approx(sum(terms.values()), rel=1e-6)
+        found[weights] = terms
+    one, other = found.values()
+    scales = {name: other[name] / one[name] for name in one}
+    assert scales == pytest.approx(
+        {
+            **dict.fromkeys(("answer_loss", "text_loss", "replay_loss", "drill_loss"), 2.0),
+            "retrieval_loss": 1.0,
+            "correlation_loss": 3.0,
+            "router_loss": 5.0,
+        }
+    )
+    # replay and router terms by their definitions, of the backbone alone
+    seen: list[torch.Tensor] = []
+    for module in reader.backbone.modules():
+        if isinstance(module, Router):
+            module.register_forward_pre_hook(
+                lambda router, inputs: seen.append(inputs[0].double() @ router.weight.double().T)
+            )
+    hidden = reader.backbone(plain[:, :-1]).hidden.double()
+    scores = (hidden @ reader.backbone.embedding.weight.double().T).flatten(0, 1)
+    replay = F.cross_entropy(scores, plain[:, 1:].flatten())
+    assert one["replay_loss"] == pytest.approx(replay.item(), rel=1e-5)
+    balances, zs = [], []
+    for logits in seen:
+        fraction = F.one_hot(logits.topk(2, -1).indices, 4).sum(1).double().mean(0) / 2
+        balances.append(4 * (fraction * logits.softmax(-1).mean(0)).sum().item())
+        zs.append(logits.logsumexp(-1).square().mean().item())
+    assert len(seen) == config.model.num_layers == 2
+    router = 0.5 * sum(balances) / 2 + 0.25 * sum(zs) / 2
+    assert one["router_loss"] == pytest.approx(router, rel=1e-5)

@@ -5,12 +5,19 @@ from dataclasses import replace
 import pytest
 
 from cdrmix.config.load import load_config, shipped
+from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import make_cluster
-from cdrmix.planning.counts import count, params_by_part
+from cdrmix.planning.counts import (
+    count,
+    forward_flops_by_layer,
+    head_flops,
+    params_by_part,
+)
 from cdrmix.planning.layout import Degrees, Layout
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.rank_memory import Memory
+from cdrmix.planning.stages import stage_layers
 
 
 def config(name: str, *overrides: str) -> Config:
@@ -243,3 +250,15 @@ def test_no_stage_takes_more_than_the_estimate(pipeline: int) -> None:
     wide = arranged(4, 2, pipeline, 2, 8, stage=1, steps=64, recompute=True)
     every = [model.on_stage(wide, stage).total for stage in range(pipeline)]
     assert max(every) == model.estimate(wide).total
+
+
+def test_the_head_weighs_as_much_as_the_blocks_that_it_costs() -> None:
+    settings = {"hidden_size": 64, "num_layers": 6, "num_heads": 2, "transformer_fraction": 0.0}
+    small = ModelConfig(**settings, vocab_size=256)
+    block = forward_flops_by_layer(small, 64)[0]
+    head_per_token_id = head_flops(small) // 256
+    model = ModelConfig(**settings, vocab_size=2 * block // head_per_token_id)
+    assert head_flops(model) == pytest.approx(2 * block, rel=0.01)
+    # six blocks and a head of two are eight: four for each of two stages, two for each of four
+    assert stage_layers(model, 64, 2) == [range(4), range(4, 6)]
+    assert stage_layers(model, 64, 4) == [range(2), range(2, 4), range(4, 5), range(5, 6)]

@@ -1,3 +1,4 @@
+import html
 import json
 import math
 import re
@@ -346,13 +347,33 @@ def test_a_folder_without_metrics_is_refused_by_name(tmp_path):
 def test_a_long_run_keeps_its_spikes_and_a_modest_page():
     steps = np.arange(100_000.0)
     values = np.sin(steps / 9_000)
-    values[54_321] = 40.0
+    values[54_321], values[12_345] = 40.0, -40.0
     kept_steps, kept = decimate(steps, values)
     assert len(kept) <= 2_000
     assert kept.max() == 40.0 and kept_steps[kept.argmax()] == 54_321
+    assert kept.min() == -40.0 and kept_steps[kept.argmin()] == 12_345
     assert (np.diff(kept_steps) > 0).all()
 
 
 def test_equal_runs_give_equal_pages(tmp_path):
     first, second = (make_run(tmp_path / side / "run", num_steps=8) for side in "ab")
     assert report_of(first)[0] == report_of(second)[0]
+
+
+def test_a_prompt_is_shown_as_it_was_given_and_is_no_markup(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=8)
+    summary = json.loads((folder / "metrics.json").read_text())
+    prompt = "</pre><script>alert(1)</script>\n  if a < b && c > 'd':\n\treturn &amp; \"<b>\" é🙂\r"
+    text = "  indented</b></pre><img src=x onerror=alert(2)>\n\n"
+    summary["samples"] = [
+        {"step": step, "prompt": prompt, "text": f"{step}{text}"} for step in (4, 8)
+    ]
+    (folder / "metrics.json").write_text(json.dumps(summary))
+    source, page = report_of(folder)
+    assert "script" not in page.tags and "img" not in page.tags
+    shown = re.findall(r"<pre><b>(.*?)</b>(.*?)</pre>", source, flags=re.S)
+    # the newest first; nothing but a control character is altered
+    wanted = [
+        (prompt.replace("\r", "\N{REPLACEMENT CHARACTER}"), f"{step}{text}") for step in (8, 4)
+    ]
+    assert [tuple(map(html.unescape, pair)) for pair in shown] == wanted
