@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests share the cores of a laptop
+# Where it is set, every process that a test starts would compile the package again: 1 s of CPU.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import contextlib
 import random
