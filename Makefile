@@ -22,6 +22,10 @@ NPROC ?= $(shell devices=$(GPUS); \
 # DeepSpeed warns three times that it finds no GPU, unless it is told.
 ACCELERATOR := $(if $(filter 0,$(GPUS)),DS_ACCELERATOR=cpu)
 
+# Test files go to two processes, but for the few that ARGS names: starting them takes seconds.
+WORKERS ?= 2
+IN_PARALLEL := $(if $(filter tests/%,$(ARGS)),,--numprocesses $(WORKERS))
+
 PRINT_FREE_PORT := 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
 # Tools that the programs below start (ninja, for one) are found without an activated environment.
@@ -39,8 +43,8 @@ train: setup  ## train cdrmix-core-tiny on the sample corpus; NPROC, CONFIG and 
 	@$(ACCELERATOR) $(BIN)/deepspeed --num_gpus $(NPROC) --master_port $$($(BIN)/python -c $(PRINT_FREE_PORT)) \
 		--log_level error launch/train.py --config $(CONFIG) $(ARGS)
 
-test: setup  ## run all tests, the cheap ones first; ARGS='tests/unit -k name' for some
-	@$(BIN)/python -m pytest $(ARGS)
+test: setup  ## run all tests; ARGS=--fast for minutes of them, ARGS='tests/unit -k name' for some
+	@$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 lint: setup  ## check style and types
 	@$(BIN)/ruff check .

@@ -74,6 +74,7 @@ setup(
             "mypy>=2.0",
             "packaging>=24.0",
             "pytest>=9.0",
+            "pytest-xdist>=3.8",
             "ruff>=0.17",
             "setuptools>=77.0.3",
             "types-psutil",

@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests share the cores of a laptop
+# Where it is set, every process that a test starts would compile the package again: 1 s of CPU.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import contextlib
 import random
@@ -11,6 +13,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -33,6 +36,43 @@ _CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (torch.cuda.is_available, "no CUDA device"),
     "compiler": (lambda: bool(shutil.which("c++")), "no C++ compiler"),
 }
+
+
+# Kinds of tests whose files start launchers, hosts or whole runs.
+_SLOW_KINDS = ("tests/cluster/", "tests/integration/")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "leave out tests/cluster, tests/integration and what is marked slow"
+    parser.addoption("--fast", action="store_true", help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        # The labs mostly wait: one worker begins with them, and the other has the cores.
+        items.sort(key=lambda item: not item.nodeid.startswith("tests/cluster/"))
+    if config.getoption("fast"):
+        slow = [
+            item
+            for item in items
+            if item.nodeid.startswith(_SLOW_KINDS) or item.get_closest_marker("slow")
+        ]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out whole files, whose tests share fixtures, and all labs to the same worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "tests/cluster" if file.startswith("tests/cluster/") else file
+
+    config.option.loadscopereorder = False  # in the order of pyproject.toml, the cheap kinds first
+    return ByFile(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -74,7 +114,8 @@ def leaves_nothing() -> Iterator[None]:
     yield
     deadline = time.monotonic() + _SECONDS_TO_END
     while True:
-        left = _started_processes() - before[0], _shared_memory_files() - before[1]
+        files = _shared_memory_files() - before[1]
+        left = _started_processes() - before[0], {name for name in files if not _is_mapped(name)}
         if not any(left) or time.monotonic() > deadline:
             break
         time.sleep(0.1)
@@ -97,6 +138,15 @@ def _started_processes() -> set[psutil.Process]:
 
 def _shared_memory_files() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _is_mapped(name: str) -> bool:
+    """Tell whether a process uses a file in shared memory; tests run beside others' of theirs."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # another user's, or ended
+            if f"/dev/shm/{name}" in maps.read_text():
+                return True
+    return False
 
 
 @pytest.fixture

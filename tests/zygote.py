@@ -23,21 +23,30 @@ from typing import IO, NoReturn
 
 from tests.harness import Outcome, Request, rank_environment, reserved_port, tail
 
-# What the ranks of a training run import, but for our own modules. torch imports its compiler only
-# with the first optimizer, DeepSpeed some of it inside initialize(): 2 s that each rank would pay.
+# Modules that the ranks of tests import. torch imports its compiler only with the first optimizer,
+# DeepSpeed some of itself inside initialize(): with our own, 3 s of CPU that each rank would pay.
 _PRELOADED = (
     "torch",
     "torch._dynamo",
     "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.layer",
     "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.stage_1_and_2",
+    "matplotlib.backends.backend_svg",
     "matplotlib.figure",
+    "psutil",
     "pydantic",
+    "pytest",
     "safetensors.torch",
+    "setuptools",
     "tiktoken",
     "tokenizers",
     "yaml",
+    "launch.train",
+    "cdrmix.engines.session",
+    "cdrmix.monitoring.report",
 )
 _SECONDS_TO_END = 2.0  # for a rank that has sent its result or dumps its stacks, or was killed
 # A killed process closes its sockets, which others see, before it is gone.
