@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 CONFIG ?= model_configs/cdrmix-core-tiny.yaml
+# Extras of setup.py in .venv; CI adds ray and slurm.
+EXTRAS ?= data,dev,faiss
 # Further flags of the command that a target runs: make train ARGS='--max-steps 50'
 ARGS ?=
 
@@ -70,11 +72,12 @@ clean:  ## remove .venv and caches; leaves data/ and experiments/
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage*
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last and holds the checkout's path. Without it, in a moved checkout, or when
-# the system's Python is gone, the environment is made anew; when only a file of requirements has
-# changed, it is brought up to date in place.
+# The stamp is written last and holds the checkout's path and the extras. Without it, in a moved
+# checkout, or when the system's Python is gone, the environment is made anew; when only the extras
+# or a file of requirements have changed, it is brought up to date in place.
 HAS_VENV := $(shell grep -sqxF "$(CURDIR)" $(STAMP) && $(BIN)/python -c '' 2>/dev/null && echo yes)
-ifndef HAS_VENV
+HAS_EXTRAS := $(shell grep -sqxF "$(EXTRAS)" $(STAMP) && echo yes)
+ifneq ($(HAS_VENV)$(HAS_EXTRAS),yesyes)
 $(STAMP): FORCE
 endif
 
@@ -89,7 +92,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@[ "$(HAS_VENV)" ] || "$(PYTHON)" -m venv --clear $(VENV)
 	@rm -f $@
 	@$(BIN)/python -m pip install $$([ -t 1 ] || echo --quiet) --disable-pip-version-check --use-pep517 \
-		--constraint constraints.txt --editable '.[data,dev,faiss]'
-	@printf '%s\n' "$(CURDIR)" > $@
+		--constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@printf '%s\n' "$(CURDIR)" "$(EXTRAS)" > $@
 
 FORCE:

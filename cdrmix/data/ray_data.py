@@ -8,9 +8,7 @@ from typing import Any, Self
 
 import ray
 import ray.data
-from ray.exceptions import NodeDiedError, OutOfMemoryError, WorkerCrashedError
 
-from cdrmix import log
 from cdrmix.data.remote_jobs import (
     J,
     error_as_json,
@@ -22,10 +20,6 @@ from cdrmix.data.remote_jobs import (
 
 # Rows are a job's description and its error; the least that Ray allows is 75 MB.
 _OBJECT_STORE_BYTES = 2**27
-# Ray's own number for data sets is without end.
-_MAX_RETRIES = 2
-
-_logger = log.get_logger(__name__)
 
 
 class RayEngine:
@@ -69,34 +63,19 @@ class RayEngine:
         Raises:
             DataError: if jobs end without a result; and what a job raises.
         """
-        is_first = True
 
         def run_round(remaining: Sequence[J], show: Callable[[], None]) -> None:
-            nonlocal is_first
-            # A job that keeps killing its worker takes the others of its data set with it. In the
-            # next round each has one for itself.
-            groups = [remaining] if is_first else [[job] for job in remaining]
-            is_first = False
-            for group in groups:
-                try:
-                    self._run(function, group, show)
-                except (WorkerCrashedError, OutOfMemoryError, NodeDiedError) as error:
-                    _logger.warning("%s: %s", what, str(error).partition("\n")[0])
+            rows = [{"call": pack(function, job)} for job in remaining]
+            tasks_at_a_time = ray.data.TaskPoolStrategy(size=min(self._max_tasks, len(rows)))
+            results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+                _run_row, compute=tasks_at_a_time
+            )
+            for row in results.iter_rows():
+                if row["error"]:
+                    raise error_from_json(row["error"])
+                show()
 
         run_in_rounds(run_round, jobs, what=what, logs="the logs of Ray", blame=blame)
-
-    def _run(
-        self, function: Callable[[J], None], jobs: Sequence[J], show: Callable[[], None]
-    ) -> None:
-        rows = [{"call": pack(function, job)} for job in jobs]
-        tasks_at_a_time = ray.data.TaskPoolStrategy(size=min(self._max_tasks, len(rows)))
-        results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-            _run_row, compute=tasks_at_a_time, max_retries=_MAX_RETRIES
-        )
-        for row in results.iter_rows():
-            if row["error"]:
-                raise error_from_json(row["error"])
-            show()
 
 
 def _run_row(row: dict[str, bytes]) -> dict[str, bytes]:

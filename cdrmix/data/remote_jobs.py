@@ -186,7 +186,8 @@ def error_as_json(error: TrainingError | OSError) -> bytes:
     values: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
     if isinstance(error, OSError):
         filename = None if error.filename is None else os.fsdecode(error.filename)
-        values = {"kind": "OSError", "arguments": [error.errno, error.strerror, filename]}
+        numbered = [error.errno, error.strerror, filename]
+        values = {"kind": "OSError", "arguments": [str(error)] if error.errno is None else numbered}
     return json.dumps(values).encode()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import gzip
 import hashlib
 import json
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,14 @@ import psutil
 import pytest
 
 from cdrmix import cli
+from cdrmix.data import build as build_module
 from cdrmix.data import pool as pool_module
 from cdrmix.data import stage
 from cdrmix.data.build import build_dataset
+from cdrmix.data.deadline import Deadline
+from cdrmix.data.document import Document, Drop
 from cdrmix.data.pool import Pool
+from cdrmix.data.recipe import STEPS
 from cdrmix.data.shards import read_manifest
 from cdrmix.data.steps.normalise import Normalise
 from cdrmix.data.token_dataset import TokenDataset
@@ -222,6 +227,52 @@ def test_workers_that_keep_dying_end_the_build(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pool_module, "_MAX_DEATHS", 2)
     with Pool(2) as pool, pytest.raises(DataError, match="was killed 2 times.*out of memory"):
         pool.run_all(die, [1, 2], what="jobs")
+
+
+class Killer:
+    """A step that kills its process at one text, as the system does where memory is short, and
+    that has no end at another."""
+
+    name = "killer"
+
+    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
+        for document in documents:
+            if "kill" in document.text:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while "slow" in document.text:
+                pass
+            yield document
+
+
+def run_with_killer(job: stage.StageJob) -> None:
+    STEPS["killer"] = f"{__name__}:Killer"
+    stage.Deadline = functools.partial(Deadline, 0.2)  # type: ignore[assignment, misc]
+    stage.run_stage(job)
+
+
+def test_a_file_that_kills_its_process_and_one_without_end_are_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {"a": "good", "b": "kill", "c": "good", "d": "slow", "e": "good"}
+    sources = tmp_path / "texts"
+    sources.mkdir()
+    for name, text in texts.items():
+        (sources / f"{name}.txt").write_text(f"{text} words {name} " * 30)
+    # One line of 400 MB, of which 400 kB lie here.
+    (sources / "f.jsonl.gz").write_bytes(gzip.compress(bytes(2**20)) * 400)
+    entry = {"name": "a", "type": "local", "path": str(sources), "domain": "prose"}
+    recipe = {"sources": [entry], "steps": ["killer"], "tokenizer": {"vocab_size": 270}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    monkeypatch.setitem(STEPS, "killer", f"{__name__}:Killer")
+    monkeypatch.setattr(build_module, "run_stage", run_with_killer)
+    build_dataset(tmp_path / "recipe.yaml", tmp_path / "out", workers=2)
+    lines = (tmp_path / "out" / "set_aside.jsonl").read_text().splitlines()
+    assert {(entry["file"], entry["reason"]) for entry in map(json.loads, lines)} == {
+        ("b.txt", "ended the process that read it"),
+        ("d.txt", "takes too long"),
+        ("f.jsonl.gz", "takes too long to read"),
+    }
+    assert sum(info.documents for info in read_manifest(tmp_path / "out").splits.values()) == 3
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

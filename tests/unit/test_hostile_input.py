@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot  # noqa: F401 (makes folders when imported)
 import numpy as np
 import pytest
 
@@ -44,7 +45,6 @@ from cdrmix.data.shards import (
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import load_tokenizer, train_tokenizer
 from cdrmix.errors import TrainingError
-from cdrmix.monitoring import data_page as data_page  # matplotlib makes folders when imported
 
 URL = "http://127.0.0.1:9/data"  # a port that nobody listens at
 BAIT = ".bashrc"

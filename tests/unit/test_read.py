@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tarfile
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -280,6 +281,67 @@ def test_a_line_of_500_mb_is_passed_over_without_being_held(tmp_path: Path) -> N
     assert [document.text for document in documents] == ["before", "after"]
     assert aside == [("a.jsonl", 1, "line longer than max_document_bytes")]
     assert peak < 16 * 2**20
+
+
+def test_a_tar_header_of_400_mb_is_not_held(tmp_path: Path) -> None:
+    name = tarfile.TarInfo("././@LongLink")
+    name.type, name.size = tarfile.GNUTYPE_LONGNAME, 400_000_000
+    text = tarfile.TarInfo("before.txt")
+    text.size = 5
+    with (tmp_path / "a.tar").open("wb") as file:
+        file.write(text.tobuf() + b"words".ljust(512, b"\0") + name.tobuf())
+        file.truncate(400_010_000)
+    tracemalloc.start()
+    documents, aside = read(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not documents, "members of the sample may be missing"
+    assert aside == [("a.tar", None, "damaged tar")]
+    assert peak < 16 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("a" * 10_000_000, "expands too much"), ("0123456789abcdef" * 40_000, None)],
+    ids=["a value that shrinks", "one within the limit"],
+)
+def test_a_parquet_of_one_value_in_every_row_is_not_decoded_whole(
+    tmp_path: Path, value: str, reason: str | None
+) -> None:
+    arrow, parquet = (pytest.importorskip(f"pyarrow{name}") for name in ("", ".parquet"))
+    num_rows = 2 if reason else 64
+    table = arrow.table({"text": [value] * num_rows})
+    options = {"dictionary_pagesize_limit": 2**28}
+    codec = "zstd" if reason else "none"
+    parquet.write_table(table, tmp_path / "a.parquet", compression=codec, **options)
+    del table
+    pool = arrow.system_memory_pool()
+    before = arrow.default_memory_pool()
+    arrow.set_memory_pool(pool)
+    try:
+        documents, aside = read(tmp_path, max_document_bytes=2**20)
+    finally:
+        arrow.set_memory_pool(before)
+    assert [why for _, _, why in aside] == [reason] * bool(reason)
+    assert len(documents) == (0 if reason else num_rows)
+    assert pool.max_memory() < 24 * 2**20, "64 rows are 41 MB"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow of dictionaries"])
+def test_a_row_of_a_table_larger_than_allowed_is_set_aside_alone(tmp_path: Path, kind: str) -> None:
+    arrow, parquet = (pytest.importorskip(f"pyarrow{name}") for name in ("", ".parquet"))
+    table = arrow.table({"text": ["one", "x" * 2000, "\N{SNOWMAN}" * 400, "two"]})
+    if kind == "parquet":
+        parquet.write_table(table, tmp_path / "a.parquet")
+    else:
+        if kind.endswith("dictionaries"):
+            table = arrow.table({"text": table["text"].dictionary_encode()})
+        with arrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+            writer.write_table(table)
+    documents, aside = read(tmp_path, max_document_bytes=1000)
+    assert [document.text for document in documents] == ["one", "two"]
+    why = "row longer than max_document_bytes"
+    assert [(row, reason) for _, row, reason in aside] == [(1, why), (2, why)]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.json", "a.csv", "a.html"])

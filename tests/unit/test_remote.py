@@ -46,6 +46,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: Counter[str] = Counter()
         self.faults: dict[str, list[str]] = {}
+        self.sent_bytes = 0
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -58,6 +59,13 @@ class Handler(SimpleHTTPRequestHandler):
         fault = faults.pop(0) if faults else None
         if fault == "busy":
             self.send_error(503)
+        elif fault == "long":
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                for _ in range(2**12):
+                    self.wfile.write(bytes(2**20))
+                    self.server.sent_bytes += 2**20
         elif fault in ("cut", "changed"):
             content = (Path(self.directory) / name).read_bytes()
             self.send_response(200)
@@ -290,6 +298,17 @@ def test_processes_share_the_copies_and_what_a_killed_one_left_is_removed(
     assert [child.wait(timeout=30) for child in children] == [0, 0]
     assert not partial.exists()
     assert used_bytes(local) <= 4 * SHARD_BYTES
+
+
+def test_nothing_is_fetched_beyond_what_the_manifest_promises(
+    server: Server, tmp_path: Path
+) -> None:
+    local = local_folder(config(server.url, tmp_path / "cache"), LENGTH)
+    server.faults["train-code-00000.bin"] = ["long"] * remote._ATTEMPTS
+    with pytest.raises(DataError, match=f"00000.bin: has more than {SHARD_BYTES} bytes"):
+        TokenDataset(local, "train", LENGTH).rows(np.arange(2))
+    assert server.sent_bytes < remote._ATTEMPTS * 64 * 2**20, "of 4 GiB each"
+    assert used_bytes(local) == 0
 
 
 def test_a_full_disk_is_not_tried_again(

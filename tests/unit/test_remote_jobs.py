@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,17 @@ from pathlib import Path
 import pytest
 
 from cdrmix.data.build import build_dataset
-from cdrmix.data.remote_jobs import errors_in, pack, run_call, run_in_rounds, unpack, write_calls
-from cdrmix.errors import DataError
+from cdrmix.data.remote_jobs import (
+    error_as_json,
+    error_from_json,
+    errors_in,
+    pack,
+    run_call,
+    run_in_rounds,
+    unpack,
+    write_calls,
+)
+from cdrmix.errors import DataError, StateError
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,55 @@ def test_an_error_of_the_users_is_kept_for_the_build(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not mine"):
         run_call(tmp_path / "jobs", 1)
     (error,) = errors_in(tmp_path / "jobs")
+    assert type(error) is DataError
     assert str(error) == f"{tmp_path / 'b'}: is not mine"
+
+
+@pytest.mark.parametrize(
+    "error", [StateError("a"), OSError(28, "No space left", "/full"), OSError("of pyarrow")]
+)
+def test_errors_of_other_processes_come_back_the_same(error: Exception) -> None:
+    again = error_from_json(error_as_json(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+
+
+def test_errors_are_read_as_text_and_not_executed(tmp_path: Path) -> None:
+    (tmp_path / "0.error").write_bytes(b"cos\nsystem\n(S'touch planted'\ntR.")
+    with pytest.raises(ValueError, match="Expecting value"):
+        list(errors_in(tmp_path))
+    planted = json.dumps({"kind": "TYPE_CHECKING", "text": "no class"}).encode()
+    assert type(error_from_json(planted)) is DataError
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o707, 0o710])
+def test_jobs_in_a_folder_that_others_can_use_are_not_run(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "jobs"
+    before = os.umask(0o002)
+    write_calls(folder, make_file, [Toy(tmp_path / "a")])
+    os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(mode)
+    with pytest.raises(DataError, match="mode 0700"):
+        run_call(folder, 0)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_job_that_ends_twice_without_a_result_is_told_and_goes_on(tmp_path: Path) -> None:
+    jobs = [Toy(tmp_path / str(n)) for n in range(3)]
+    blamed: list[Toy] = []
+
+    def run_round(remaining, show):
+        for job in remaining:
+            if job != jobs[1] or blamed:
+                make_file(job)
+
+    def blame(job: Toy) -> bool:
+        blamed.append(job)
+        return True
+
+    run_in_rounds(run_round, jobs, what="toys", logs="nowhere", blame=blame)
+    assert blamed == [jobs[1]]
+    assert all(job.is_done() for job in jobs)
 
 
 @pytest.mark.parametrize(("engine", "package"), [("slurm", "datatrove"), ("ray", "ray")])
