@@ -22,6 +22,8 @@ HEALTH = "tests/distributed/test_health.py::test_"
 HOSTS = "tests/cluster/test_hosts.py::test_"
 MEMORY = "tests/distributed/test_out_of_memory.py::test_"
 SLURM = "tests/cluster/test_slurm.py::test_"
+PASSING = "tests/cluster/test_passing_faults.py::test_"
+LOCK = "tests/unit/test_run_directory.py::test_the_lock_of_a_dead_client"
 INPUT = "tests/distributed/test_bad_input.py::test_"
 
 # (fault, beginning of the ids of the tests that cause it, text that the ids must hold)
@@ -70,6 +72,10 @@ FAULTS = (
     ("out of memory with one sample", f"{MEMORY}one_sample_that", ""),
     ("loss that stays high", f"{HEALTH}a_run_that_does_not_recover", ""),
     ("scontrol requeue, preemption", f"{SLURM}a_requeued_and_preempted", ""),
+    ("requeue in Stage A and in Stage B", f"{SLURM}a_reasoning_run_goes_on", ""),
+    ("port taken", f"{PASSING}a_port_that_was_taken", ""),
+    ("object store away", f"{PASSING}a_store_that_is_away", ""),
+    ("lock of a dead client", LOCK, ""),
     ("time limit, srun and deepspeed", f"{SLURM}a_time_limit", ""),
 )
 

@@ -165,6 +165,8 @@ def _check_lines(
             problems.append(f"--option {option!r}: give NAME or NAME=VALUE, such as partition=gpu")
     if re.search(r"[\x00-\x1f\x7f]", f"{run_dir}{Path.cwd()}"):
         problems.append(f"{run_dir}: a path with control characters. Give another --run-dir")
+    if "%" in str(Path(run_dir or "").resolve()):  # no version agrees with another on %%
+        problems.append(f"{run_dir}: SLURM replaces % in the path of a log. Give another --run-dir")
     for override in overrides:
         if redacted_text(override) != override:
             problems.append(
@@ -228,8 +230,7 @@ def _options(batch: Batch) -> list[str]:
         f"signal=B:USR1@{SECONDS_TO_SAVE}",
         "requeue",
         "open-mode=append",
-        # SLURM replaces %j and the like in it
-        f"output={str(batch.run_dir).replace('%', '%%')}/{log}",
+        f"output={batch.run_dir / log}",
     ]
     if not batch.on_cpu:
         found.insert(3, f"gpus-per-node={batch.ranks_per_node}")

@@ -166,6 +166,7 @@ def test_values_of_variables_stand_in_no_script(
         ({"overrides": ('name="a\\ntouch x"',)}, "is no name"),
         ({"overrides": ("data.path=https://me:hunter2@host/set",)}, "would hold this password"),
         ({"run_dir": Path("/tmp/a\nb")}, "control characters"),
+        ({"run_dir": Path("/tmp/a%j")}, "SLURM replaces %"),
     ],
 )
 def test_what_would_be_more_than_a_line_of_the_script_is_refused(

