@@ -24,6 +24,8 @@ MEMORY = "tests/distributed/test_out_of_memory.py::test_"
 SLURM = "tests/cluster/test_slurm.py::test_"
 PASSING = "tests/cluster/test_passing_faults.py::test_"
 LOCK = "tests/unit/test_run_directory.py::test_the_lock_of_a_dead_client"
+STATE = "tests/distributed/test_run_state.py::test_"
+DURABLE = "tests/unit/test_durability.py::test_"
 INPUT = "tests/distributed/test_bad_input.py::test_"
 
 # (fault, beginning of the ids of the tests that cause it, text that the ids must hold)
@@ -60,6 +62,12 @@ FAULTS = (
     ("altered byte in a run", f"{RESUME}a_damaged_checkpoint", "[_alter"),
     ("corrupt latest in a run", f"{RESUME}a_damaged_checkpoint", "[_corrupt_latest"),
     ("corrupt or missing latest", f"{DAMAGE}what_verifies_counts", ""),
+    ("ESTALE on one rank at start", f"{STATE}a_file_system_that_fails_one_rank", "[digest"),
+    ("EIO on one rank in a save", f"{STATE}a_file_system_that_fails_one_rank", "[write_share"),
+    ("two failures in one save", f"{DURABLE}two_failures_in_one_save", ""),
+    ("checkpoint volume not mounted", f"{STATE}a_checkpoint_volume_that_is_not", ""),
+    ("hosts with different data sets", f"{STATE}hosts_with_different_data_sets", ""),
+    ("a replica that missed a save", f"{DURABLE}a_copy_that_missed_a_save", ""),
     ("every checkpoint damaged", f"{RESUME}state_that_is_damaged_throughout", ""),
     ("unreadable data shard", f"{INPUT}a_shard_that_disappears", ""),
     ("non-finite loss", "tests/distributed/test_loop.py::test_a_diverged_run", ""),

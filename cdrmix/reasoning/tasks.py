@@ -191,8 +191,10 @@ def read_examples(
         try:
             example = _parse(json.loads(line))
             check(example)
-        except (ValueError, TypeError) as error:
-            why = error
+        except (ValueError, TypeError, RecursionError) as error:
+            why: Exception = error
+            if isinstance(error, RecursionError):
+                why = ValueError("nested too deeply")
             if isinstance(error, json.JSONDecodeError):
                 why = ValueError(f"{error.msg} at column {error.colno}")
             raise DataError(

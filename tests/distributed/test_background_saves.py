@@ -220,7 +220,7 @@ def test_a_write_that_goes_on_failing_ends_the_run_and_is_never_the_latest(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     argv = arguments(small_corpus, run_dir)
-    text = refused(argv, capfd, scenario, run=train)
+    text = refused(argv, capfd, scenario, run=train, code=69)
     told = f"the checkpoint of step {step} was not saved: rank {rank}: /disk/file: Input/output"
     assert told in text
     found = store.find(run_dir)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cdrmix import __version__
 from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.cli import main
 from cdrmix.config.load import load_config
@@ -22,7 +23,9 @@ def earlier(tmp_path: Path) -> Path:
     return Path(shutil.copytree(EARLIER / "run", tmp_path / "run"))
 
 
-def test_an_earlier_run_resumes_on_two_ranks_with_zero2(earlier: Path) -> None:
+def test_an_earlier_run_resumes_on_two_ranks_with_zero2(
+    earlier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = earlier / "config_snapshot.yaml"
     assert load_config(config, []).training.max_steps == 8
     argv = ["--config", str(config), "--set", f"data.path={EARLIER / 'data'}", "--profile", "zero2"]
@@ -37,6 +40,17 @@ def test_an_earlier_run_resumes_on_two_ranks_with_zero2(earlier: Path) -> None:
     assert json.loads((earlier / "plan.json").read_text())["profile"] == "zero2"
     with CheckpointReader(earlier / "checkpoints" / "8") as reader:
         assert reader.state["world_size"] == 2
+    # and it now holds what a run directory of this version does
+    finished = json.loads((earlier / "finished.json").read_text())
+    assert (finished["step"], finished["stage"]) == (8, "a")
+    assert finished["finished"].endswith("+00:00")
+    environment = json.loads((earlier / "environment.json").read_text())
+    assert environment["cdrmix"] == __version__
+    commit = environment["commit"]
+    assert commit is None or len(commit.removesuffix("-dirty")) == 40
+    monkeypatch.chdir(earlier)  # from where its data.path leads nowhere
+    assert main(["generate", str(earlier), "--max-new-tokens", "2"]) == 0
+    assert main(["generate", str(earlier / "checkpoints" / "8"), "--max-new-tokens", "2"]) == 0
 
 
 def test_an_earlier_run_evaluates_generates_and_reports(

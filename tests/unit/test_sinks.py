@@ -73,7 +73,9 @@ def test_a_resumed_file_equals_one_that_was_never_interrupted(tmp_path):
         for step in range(5, 9):
             lines.write(record(step=step, loss=1 / step))
     assert resumed.read_bytes() == whole
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["resumed.jsonl", "whole.jsonl"]
+    assert [line["step"] for line in read_metrics(tmp_path / "resumed.cut-1.jsonl")] == [5, 6]
+    left = sorted(entry.name for entry in tmp_path.iterdir())
+    assert left == ["resumed.cut-1.jsonl", "resumed.jsonl", "whole.jsonl"]
 
 
 def test_a_whole_last_line_without_its_newline_is_kept(path):

@@ -1,0 +1,133 @@
+"""Faults of the file systems that a run stands on, of one rank alone, and what is left by them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdrmix.checkpoint import files, folder, manifest, saver
+from cdrmix.engines import session, stage_a
+from cdrmix.monitoring.metrics import deterministic_part
+from cdrmix.monitoring.sinks import read_metrics
+from tests.harness import ROOT, run_ranks
+from tests.small_run import refused, start
+
+EARLIER = ROOT / "tests" / "data" / "earlier_run"
+
+
+def arguments(run_dir: Path, *more: str) -> list[str]:
+    """Command line that goes on with the earlier run, or a copy of it, on its data set."""
+    config = EARLIER / "run" / "config_snapshot.yaml"
+    flags = ["--config", str(config), "--set", f"data.path={EARLIER / 'data'}"]
+    return [*flags, "--run-dir", str(run_dir), *(more or ("--resume", "auto"))]
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """A run that was stopped behind step 4 of 8."""
+    return Path(shutil.copytree(EARLIER / "run", tmp_path / "run"))
+
+
+def fail_on_last_rank(argv: list[str], where: str, number: int, times: int) -> int:
+    """What one rank does, with a file system that fails the last rank `times` times."""
+    files.READ_RETRY_SECONDS, saver.RETRY_SECONDS = (0.0, 0.0), (0.0, 0.0)  # type: ignore[assignment]
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        module: Any = {"digest": manifest, "write_share": folder}[where]
+        original: Callable[..., Any] = getattr(module, where)
+        left = [times]
+
+        def failing(path: Path, *args: Any) -> Any:
+            if left[0]:
+                left[0] -= 1
+                raise OSError(number, os.strerror(number), str(path))
+            return original(path, *args)
+
+        setattr(module, where, failing)
+    return start(argv)
+
+
+def losses(run_dir: Path) -> list[dict[str, float]]:
+    return [deterministic_part(line) for line in read_metrics(run_dir / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("where", "number"), [("digest", errno.ESTALE), ("write_share", errno.EIO)]
+)
+def test_a_file_system_that_fails_one_rank_ends_all_to_be_started_again(
+    where: str, number: int, stopped: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(arguments(stopped), capfd, where, number, 99, run=fail_on_last_rank, code=69)
+    assert "rank 1: " in text and "set-aside" not in text
+    assert (stopped / "checkpoints" / "4").is_dir()
+    assert not (stopped / "finished.json").exists()
+    # and where it fails for a moment only, nobody notices
+    assert run_ranks(fail_on_last_rank, 2, arguments(stopped), where, number, 1) == [0, 0]
+    assert [line["step"] for line in losses(stopped)] == list(range(1, 9))
+    whole = read_metrics(EARLIER / "whole_metrics.jsonl")
+    assert losses(stopped)[-1]["loss"] == pytest.approx(whole[-1]["loss"], abs=1e-5)
+    assert json.loads((stopped / "finished.json").read_text())["step"] == 8
+
+
+def test_a_checkpoint_volume_that_is_not_mounted_is_no_step_0(
+    stopped: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (stopped / "checkpoints").rename(stopped.parent / "volume")
+    (stopped / "checkpoints").mkdir()
+    (stopped / "saves.json").write_text('{"step": 4}')
+    before = (stopped / "metrics.jsonl").read_bytes()
+    text = refused(arguments(stopped), capfd)
+    assert "holds no checkpoint, though this run has come to step 4 and saved" in text
+    assert (stopped / "metrics.jsonl").read_bytes() == before
+
+
+def start_on_other_data(argv: list[str], other: str) -> int:
+    """What one rank does, whose host has another data set if it is the second."""
+    if os.environ["RANK"] == "1":
+        stage_a.local_folder = lambda *_: Path(other)
+    return start(argv)
+
+
+def test_hosts_with_different_data_sets_are_refused(
+    stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(EARLIER / "data", other)
+    content = json.loads((other / "manifest.json").read_text())
+    content["source"]["built"] = "elsewhere"
+    (other / "manifest.json").write_text(json.dumps(content))
+    text = refused(arguments(stopped), capfd, str(other), run=start_on_other_data)
+    assert "ranks have different data sets" in text
+    assert "rank 0 on " in text and "rank 1 on " in text
+
+
+def start_and_stop_at_once(argv: list[str]) -> int:
+    """What a rank does that is told to stop before its first step."""
+    original = session.train
+
+    def train(run: Any) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(run)
+
+    session.train = train
+    return start(argv)
+
+
+def test_a_new_run_that_stops_at_the_step_it_resumed_at_has_a_checkpoint_of_its_own(
+    tmp_path: Path,
+) -> None:
+    checkpoint = EARLIER / "run" / "checkpoints" / "4"
+    copied = Path(shutil.copytree(checkpoint, tmp_path / "copied"))
+    argv = arguments(tmp_path / "new", "--resume", str(copied))
+    assert run_ranks(start_and_stop_at_once, 1, argv) == [75]
+    assert (tmp_path / "new" / "checkpoints" / "latest").read_text() == "4\n"
+    assert run_ranks(start, 1, arguments(tmp_path / "new")) == [0]
+    whole = [deterministic_part(line) for line in read_metrics(EARLIER / "whole_metrics.jsonl")]
+    assert losses(tmp_path / "new") == whole[4:]
