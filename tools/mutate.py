@@ -221,7 +221,13 @@ def verdict(located: Located, root: Path, *, number: int, timeout_seconds: float
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the faults that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", metavar="TEXT", help="faults with this in their area or name")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="faults with this in their area or name; may be repeated",
+    )
     parser.add_argument("--check", action="store_true", help="check the table and run nothing")
     parser.add_argument(
         "--timeout",
@@ -234,6 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--trust", action="store_true", help="do not run the tests without a fault first"
     )
     flags = parser.parse_args(arguments)
+    # TERM ends as Ctrl-C does: the copy goes, and so do the tests that run in it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _run(flags)
     except TableError as error:
@@ -244,7 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(flags: argparse.Namespace) -> int:
     faults = read_faults(TABLE)
     if flags.only:
-        faults = [fault for fault in faults if flags.only in f"{fault.area} {fault.name}"]
+        faults = [
+            fault
+            for fault in faults
+            if any(text in f"{fault.area}: {fault.name}" for text in flags.only)
+        ]
     located = locate(faults, ROOT)
     if flags.check or not located:
         print(f"{len(located)} faults, each with its text in one place and tests to notice it")
