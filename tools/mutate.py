@@ -5,7 +5,7 @@
     python tools/mutate.py --check            # only whether the table fits this tree
 
 The faults stand in tools/mutations.toml. Everything happens in a temporary copy of the tree. The
-exit code is 0 when every fault was noticed, 1 when one was missed, 2 when the table is wrong.
+exit code is 0 when every fault was noticed, 1 when one was not, 2 when the table is wrong.
 """
 
 from __future__ import annotations
@@ -192,9 +192,12 @@ def _check_tests_pass(located: Sequence[Located], root: Path, *, timeout_seconds
             raise TableError(f"{log[-3000:]}\nThese tests fail without any fault, and show nothing")
 
 
-def is_noticed(located: Located, root: Path, *, number: int, timeout_seconds: float) -> bool:
+def verdict(located: Located, root: Path, *, number: int, timeout_seconds: float) -> str:
     """Apply a fault, run its tests, and take the fault away again.
 
+    Returns:
+        noticed; TIMEOUT where the tests did not end, which may be the fault or a busy machine; or
+        MISSED.
     Raises:
         TableError: if pytest could not run the tests, whatever they would have said.
     """
@@ -212,25 +215,33 @@ def is_noticed(located: Located, root: Path, *, number: int, timeout_seconds: fl
         os.utime(path, (before.st_atime, before.st_mtime))
     if code in (4, 5):  # pytest's codes of wrong arguments, and of no test
         raise TableError(f"{fault.area}: {fault.name}: pytest cannot run {' '.join(located.tests)}")
-    return code != 0
+    return "TIMEOUT" if code is None else "noticed" if code else "MISSED"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the faults that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", metavar="TEXT", help="faults with this in their area or name")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="faults with this in their area or name; may be repeated",
+    )
     parser.add_argument("--check", action="store_true", help="check the table and run nothing")
     parser.add_argument(
         "--timeout",
         type=float,
         default=_TIMEOUT_SECONDS,
         metavar="SECONDS",
-        help="for the tests of one fault; what hangs counts as noticed (default: %(default).0f)",
+        help="for the tests of one fault (default: %(default).0f)",
     )
     parser.add_argument(
         "--trust", action="store_true", help="do not run the tests without a fault first"
     )
     flags = parser.parse_args(arguments)
+    # TERM ends as Ctrl-C does: the copy goes, and so do the tests that run in it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _run(flags)
     except TableError as error:
@@ -241,7 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(flags: argparse.Namespace) -> int:
     faults = read_faults(TABLE)
     if flags.only:
-        faults = [fault for fault in faults if flags.only in f"{fault.area} {fault.name}"]
+        faults = [
+            fault
+            for fault in faults
+            if any(text in f"{fault.area}: {fault.name}" for text in flags.only)
+        ]
     located = locate(faults, ROOT)
     if flags.check or not located:
         print(f"{len(located)} faults, each with its text in one place and tests to notice it")
@@ -252,20 +267,19 @@ def _run(flags: argparse.Namespace) -> int:
         check_import(tree)
         if not flags.trust:
             _check_tests_pass(located, tree, timeout_seconds=flags.timeout)
-        missed = []
+        verdicts = []
         for number, one in enumerate(located):
             began = time.monotonic()
-            noticed = is_noticed(one, tree, number=number, timeout_seconds=flags.timeout)
-            if not noticed:
-                missed.append(one)
-            what = "noticed" if noticed else "MISSED "
+            verdicts.append(verdict(one, tree, number=number, timeout_seconds=flags.timeout))
             seconds = time.monotonic() - began
             print(
-                f"{what} {seconds:5.1f} s  {one.fault.area}: {one.fault.name} ({one.path})",
+                f"{verdicts[-1]:7} {seconds:5.1f} s  {one.fault.area}: {one.fault.name}"
+                f" ({one.path})",
                 flush=True,
             )
-    print(f"{len(located) - len(missed)} of {len(located)} faults were noticed")
-    return 1 if missed else 0
+    noticed, late = verdicts.count("noticed"), verdicts.count("TIMEOUT")
+    print(f"{noticed} of {len(located)} faults were noticed, and {late} timed out")
+    return 0 if noticed == len(located) else 1
 
 
 if __name__ == "__main__":

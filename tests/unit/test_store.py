@@ -417,3 +417,18 @@ def test_an_unwritable_place_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "file").write_text("")
     with pytest.raises(StateError, match="rank 0: .*file/checkpoints: Not a directory"):
         save_steps(tmp_path / "file" / "checkpoints", 1)
+
+
+def test_only_checkpoints_before_a_step_are_gone_back_to(tmp_path: Path) -> None:
+    run, copy = tmp_path / "run" / "checkpoints", tmp_path / "copy"
+    save_steps(run, 10, 20, 30)
+    save_steps(copy, 20)
+
+    def newest_before(step: int) -> int | None:
+        found = find(run.parent, copy, before=step)
+        return None if found is None else found.step
+
+    assert [newest_before(step) for step in (31, 30, 21, 20, 11, 10)] == [30, 20, 20, 10, 10, None]
+    flip_byte(run / "20" / "rank-00000.safetensors", -3)
+    found = find(run.parent, copy, before=30)
+    assert found is not None and found.path == copy / "20"

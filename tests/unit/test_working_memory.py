@@ -75,3 +75,19 @@ def test_rows_do_not_mix() -> None:
 def test_a_summary_that_slots_cannot_share_is_refused() -> None:
     with pytest.raises(ValueError, match=f"summary_dim\n.*multiple of {NUM_SLOTS}"):
         MemoryConfig(summary_dim=100, top_k=4, max_tokens=64)
+
+
+@torch.no_grad()
+def test_filling_is_not_looked_at_and_a_stride_of_it_changes_nothing() -> None:
+    _, memory = make()
+    text = torch.randn(2, 11, 64)  # a stride of eight, and three tokens of the next
+    filled = torch.cat([text, 100 * torch.randn(2, 13, 64)], dim=1)
+    mask = torch.arange(24).expand(2, -1) < 11
+    alone = memory.write(memory.start(2), text)
+    torch.testing.assert_close(memory.write(memory.start(2), filled, mask), alone)
+    # in one row text, in the other none: the rows do not share what they see
+    mask = mask.clone()
+    mask[1] = False
+    slots = memory.write(memory.start(2), filled, mask)
+    torch.testing.assert_close(slots[0], alone[0])
+    assert torch.equal(slots[1], memory.start(2)[1])
