@@ -59,7 +59,7 @@ class TokenWeights(Section):
 
 
 class DataConfig(Section):
-    """Where the token shards come from and in which order samples are taken."""
+    """Source of the token shards, and the order in which samples are taken."""
 
     path: str = Field(
         description="Folder of token shards, the URL of one (file, http, https, or what fsspec "

@@ -76,7 +76,7 @@ class MemoryShareConfig(Section):
 
 
 class HealthConfig(Section):
-    """What is watched while a run trains, and what is done about it. `warn` logs it once while it
+    """Faults that are watched for while a run trains, and what is done. `warn` logs one while it
     lasts; `rollback` goes back to the newest good checkpoint and on behind the bad batch; `stop`
     ends the run with exit code 2."""
 

@@ -222,7 +222,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def _item_of(annotation: Any) -> Any:
-    """What a `tuple[X, ...]` holds; None for other annotations."""
+    """Type that a `tuple[X, ...]` holds; None for other annotations."""
     for kind in (annotation, *get_args(annotation)):
         if get_origin(kind) is tuple:
             return get_args(kind)[0]
@@ -235,7 +235,7 @@ def is_nullable(field: FieldInfo) -> bool:
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field takes, in words: kind, bounds, null."""
+    """Describes what a field takes: kind, bounds, null."""
     kinds = [kind for kind in alternatives(field.annotation) if kind is not NoneType]
     if get_origin(field.annotation) in _CONTAINERS:
         text = _kind_of(field.annotation)

@@ -118,7 +118,7 @@ class TrainingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and how many stay. The end of a run always writes one."""
+    """Times of checkpoints, and how many stay. The end of a run always writes one."""
 
     every_steps: int | None = Field(1_000, ge=1, description="Optimizer steps between saves.")
     every_minutes: float | None = Field(None, gt=0, description="Minutes between saves.")
@@ -173,7 +173,7 @@ class EvaluationConfig(Section):
 
 
 class MonitoringConfig(Section):
-    """What is logged, and how often."""
+    """Cadence of the log."""
 
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
 
@@ -183,7 +183,7 @@ _BREAKS = re.compile(r"[\x00\n\r]")
 
 
 class LaunchConfig(Section):
-    """What `cdrmix launch` and `cdrmix slurm` prepare for the ranks."""
+    """Preparations of `cdrmix launch` and `cdrmix slurm` for the ranks."""
 
     environment: dict[str, str] = Field(
         {}, description="Variables of every rank on every host, such as NCCL_DEBUG: INFO."
@@ -207,7 +207,7 @@ class LaunchConfig(Section):
 
 
 class SupervisionConfig(Section):
-    """When a run that stands still is ended, on all hosts, so that it can be started again."""
+    """Limits after which a run that stands still is ended, on all hosts, to be started again."""
 
     deadline_seconds: float = Field(
         60.0,

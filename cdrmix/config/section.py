@@ -1,4 +1,4 @@
-"""What every section of the configuration tree is."""
+"""Base class of all sections of the configuration tree."""
 
 from __future__ import annotations
 

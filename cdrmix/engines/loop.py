@@ -63,7 +63,7 @@ def start_engine(
     """DeepSpeed's engine around the model, with our optimizer and the planned JSON."""
     deepspeed, degrees = runtime.import_deepspeed(), topology.degrees
     # DeepSpeed's pipeline brings a grid of its own; a frozen backbone's stages are none of its
-    needs_telling = degrees.tensor * degrees.pipeline > 1 and not isinstance(model, Pipeline)
+    needs_telling = degrees.model_ranks > 1 and not isinstance(model, Pipeline)
     with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer tells of memory at length
         engine, *_ = deepspeed.initialize(
             model=model,

@@ -20,7 +20,7 @@ from cdrmix.planning.rehearsal import Rehearsal
 TOLERANCE = 1e-5  # relative, of what is measured in float32
 _LEAST = 1e-2  # what is smaller is compared as if it were as large: some metrics should be zero
 _SECONDS = 300.0  # for one start; on two idle cores the largest takes ten
-_ALONE = Degrees(data=1, tensor=1, pipeline=1, sequence=1, expert=1)
+_ALONE = Degrees()
 
 
 @dataclass(frozen=True)

@@ -349,9 +349,7 @@ def describe(directory: RunDirectory, config: Config, choice: Plan) -> None:
     write_json_atomic(path / "environment.json", runtime.describe_environment())
 
 
-def describe_stage_b(
-    directory: RunDirectory, config: Config, choice: Plan, num_steps: int
-) -> None:
+def describe_stage_b(directory: RunDirectory, config: Config, choice: Plan, num_steps: int) -> None:
     """Add to what Stage A wrote of this run, or, in a run of its own, write it.
 
     Args:

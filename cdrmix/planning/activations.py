@@ -43,7 +43,7 @@ class PerToken:
 
 @dataclass(frozen=True)
 class Numerics:
-    """What decides how an operation is computed, and so what it keeps.
+    """Settings that decide how an operation is computed, and so what is saved for backward.
 
     Attributes:
         element_bytes: of weights and activations.
@@ -67,7 +67,7 @@ class Numerics:
 
     @property
     def norm_copies_input(self) -> bool:
-        """Whether RMSNorm keeps a float32 copy of its input rather than the input."""
+        """True if RMSNorm saves a float32 copy of its input rather than the input."""
         return self.device == "cpu" and self.element_bytes < 4
 
 
@@ -110,8 +110,11 @@ def rotary_angles(model: ModelConfig, numerics: Numerics) -> int:
 
 
 def passed_states(model: ModelConfig, numerics: Numerics, sequence: int) -> float:
-    """What passing the state between `sequence` ranks keeps of a sample: the states that enter each
-    rank, as they were combined and as they were stacked, and what was gathered, if it is read."""
+    """Bytes saved of a sample to pass the state between `sequence` ranks.
+
+    They are the states that enter each rank, as they were combined and as they were stacked, and
+    what was gathered, if it is read.
+    """
     state = 4 * model.head_dim * model.hidden_size
     gathered = 2 * sequence * state if sequence > 2 else 0  # of two ranks, the first adds to zero
     stacked = sequence * state
@@ -121,7 +124,7 @@ def passed_states(model: ModelConfig, numerics: Numerics, sequence: int) -> floa
 
 
 def carried_state(model: ModelConfig, numerics: Numerics) -> PerToken:
-    """What sequence checkpointing keeps of an RWKV block where a span begins, for each sample: the
+    """Bytes saved of an RWKV block where a recomputed span begins, for each sample: the
     recurrent state and the last inputs of both halves. Not per token but per border."""
     last = numerics.element_bytes * model.hidden_size
     return PerToken(2 * last, 4 * model.head_dim * model.hidden_size)
@@ -138,7 +141,7 @@ def after_blocks(model: ModelConfig, numerics: Numerics) -> PerToken:
 
 
 def border(model: ModelConfig, numerics: Numerics) -> int:
-    """What activation checkpointing keeps of a block: its input."""
+    """Bytes per token that activation checkpointing saves of a block: its input."""
     return numerics.element_bytes * model.hidden_size
 
 

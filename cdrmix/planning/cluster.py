@@ -1,4 +1,4 @@
-"""What a run is planned for: devices, their memory and speed, and what connects them."""
+"""Clusters that a run is planned for: devices, their memory and speed, and their links."""
 
 from __future__ import annotations
 

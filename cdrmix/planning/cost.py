@@ -34,7 +34,7 @@ _PARTIAL_GRADIENTS = (".mixer.mu_", "_down", ".router.weight")
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank exchanges in one step for one purpose: payload (bytes) and time (seconds)."""
+    """Exchange of a rank in one step for one purpose: payload (bytes) and time (seconds)."""
 
     payload: int
     seconds: float
@@ -153,7 +153,7 @@ class CostModel:
         return self.cluster.intra_bandwidth if inside else self.cluster.inter_bandwidth
 
     def _per_micro_step(self, layout: Layout) -> dict[str, Traffic]:
-        """What blocks and stages exchange, over all micro-steps of a step."""
+        """Exchanges of blocks and stages, over all micro-steps of a step."""
         degrees, steps = layout.degrees, layout.gradient_accumulation_steps
         layers = max(map(len, self.memory.stages(degrees.pipeline)))
         again = 1 if layout.activation_checkpointing else 0
@@ -245,7 +245,7 @@ class CostModel:
         reductions = 1 if layout.zero_stage == 1 else layout.gradient_accumulation_steps
         held = self._held_by_fullest(degrees)
         reduced = gathered = reducing = gathering = 0.0
-        bandwidth = self._bandwidth(degrees.data * degrees.tensor)
+        bandwidth = self._bandwidth(degrees.stage_ranks)
         for group, elements in held.items():
             ranks = sharing(degrees, group)
             if ranks == 1:

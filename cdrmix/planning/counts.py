@@ -212,7 +212,7 @@ def _matrices_by_layer(model: ModelConfig) -> list[Counter[Part]]:
 
 @dataclass(frozen=True)
 class StageBCounts:
-    """What reasoning enablement adds to a backbone.
+    """Parameters that reasoning enablement adds to a backbone.
 
     Attributes:
         adapters: low-rank factors of the plastic adapters (parameters).

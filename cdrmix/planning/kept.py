@@ -18,7 +18,7 @@ from cdrmix.planning.sequence import SequenceForm, sequence_form
 
 
 class BlockKind(NamedTuple):
-    """What a block's activations follow from."""
+    """Properties of a block that its activations follow from."""
 
     kind: LayerKind
     creates_v_first: bool
@@ -54,7 +54,7 @@ class KeptActivations:
         return tokens // layout.degrees.sequence
 
     def sequence_form(self, degrees: Degrees) -> SequenceForm:
-        """How a recurrence meets the tokens of other ranks."""
+        """Form in which a recurrence meets the tokens of other ranks."""
         return sequence_form(
             self.model,
             sequence_length=self.training.sequence_length,
@@ -149,7 +149,7 @@ class KeptActivations:
         return borders, unit
 
     def kinds_on(self, pipeline: int, stage: int) -> Counter[BlockKind]:
-        """How many blocks of each kind a stage has."""
+        """Number of blocks of each kind on a stage."""
         key = (pipeline, stage)
         if key not in self._kinds_on:
             here = self._stages(pipeline)[stage]

@@ -8,21 +8,34 @@ from typing import Any
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config, TrainingConfig
 
+# Axes of parallelism, as the configuration names them.
+AXES = ("data", "tensor", "pipeline", "sequence", "expert")
+
 
 @dataclass(frozen=True)
 class Degrees:
     """Parallel degrees (ranks). Sequence and expert groups lie inside the ranks of the others."""
 
-    data: int
-    tensor: int
-    pipeline: int
-    sequence: int
-    expert: int
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    expert: int = 1
 
     @property
     def world_size(self) -> int:
         """Ranks that the layout needs."""
         return self.data * self.tensor * self.pipeline
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that share out one copy of the model's dense part."""
+        return self.tensor * self.pipeline
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.data * self.tensor
 
     @property
     def sample_ranks(self) -> int:
@@ -71,14 +84,14 @@ class Combination:
 
 
 def offloads(deepspeed: dict[str, Any], what: str) -> bool:
-    """Whether DeepSpeed's settings move `offload_optimizer` or `offload_param` off the device."""
+    """True if DeepSpeed's settings move `offload_optimizer` or `offload_param` off the device."""
     section = deepspeed.get("zero_optimization", {}).get(what, {})
     return bool(section.get("device", "none") != "none")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread over ranks and steps: what its memory and its time follow from.
+    """Spread of a run over ranks and steps, from which its memory and its time follow.
 
     Attributes:
         degrees: parallel degrees.

@@ -1,4 +1,4 @@
-"""How large a lesson of Stage B is: what is learned from with a graph kept, in tokens.
+"""Size of a lesson of Stage B: tokens that are learned from with a graph kept.
 
 Whole texts are read only where nothing is learned from the reading: when the agent plays. What the
 other phases learn from is some segments of each text, two windows with a question, and rows of the

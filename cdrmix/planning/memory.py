@@ -235,7 +235,7 @@ class MemoryModel:
         )
 
     def cut_by_zero3(self) -> CutParameters:
-        """How many elements ZeRO-3 gathers for each reading, and how many it keeps whole."""
+        """Elements that ZeRO-3 gathers for each reading, and those that it keeps whole."""
         sizes = [elements.on(1) for _, elements in self._listed]
         tied = self._tied["matrices"].on(1)
         embedding = tied if tied > zero.PERSISTENT_ELEMENTS else 0
@@ -254,7 +254,7 @@ class MemoryModel:
         """
         ends = {group: self._ends(group, degrees) for group in parts}
         most = 0
-        for rank in range(degrees.data * degrees.tensor):
+        for rank in range(degrees.stage_ranks):
             touched = 0
             for group, size in parts.items():
                 place = rank // (degrees.expert if group == "experts" else degrees.tensor)
@@ -263,7 +263,7 @@ class MemoryModel:
         return most
 
     def _ends(self, group: Group, degrees: Degrees) -> list[int]:
-        """Where each parameter of a group ends in its flat buffer."""
+        """End of each parameter of a group in its flat buffer."""
         spread = _spread(degrees, group)
         return list(accumulate(e.on(spread) for g, e in self._listed if g == group))
 
@@ -277,11 +277,11 @@ class MemoryModel:
         """Bytes of a micro-batch that cross the border before each stage, and after the last."""
         degrees, size = layout.degrees, self.numerics.element_bytes
         stages, tokens = self.stages(degrees.pipeline), self.kept.tokens(layout)
-        values = border_values(self.model, stages, tensor=degrees.tensor)
+        values = border_values(self.model, stages, degrees)
         return [size * tokens * each for each in values]
 
     def _buffers(self, layout: Layout, stage: int, kept: int) -> dict[str, int]:
-        """What comes and goes within a step, by kind."""
+        """Bytes that come and go within a step, by kind."""
         degrees, size = layout.degrees, self.numerics.element_bytes
         tokens = self.kept.tokens(layout)
         buffers = {
@@ -395,7 +395,7 @@ def _spread(degrees: Degrees, group: Group) -> int:
 def sharing(degrees: Degrees, group: Group) -> int:
     """Ranks that share out a group's gradients and optimizer."""
     if group == "experts":
-        return degrees.data * degrees.tensor // degrees.expert
+        return degrees.stage_ranks // degrees.expert
     return degrees.data
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from cdrmix.planning.cost import Cost
 from cdrmix.planning.deepspeed_json import profile_path
-from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.layout import AXES, Degrees, Layout
 from cdrmix.planning.rank_memory import Memory
 from cdrmix.planning.stage_b_memory import StageBLayout
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run, or a stage of it, is laid out.
+    """The layout of a run, or of a stage of it, with its estimates, settings and reasons.
 
     Attributes:
         profile: DeepSpeed profile: shipped name, or path of the user's file.
@@ -97,8 +97,7 @@ class Plan:
 
     def describe(self) -> str:
         """The layout in one line, with the names of the configuration."""
-        axes = ("data", "tensor", "pipeline", "sequence", "expert")
-        degrees = {axis: getattr(self.degrees, axis) for axis in axes}
+        degrees = {axis: getattr(self.degrees, axis) for axis in AXES}
         spread = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
         recomputed = ", activation checkpointing" if self.activation_checkpointing else ""
         if self.sequence_checkpoint_tokens is not None:

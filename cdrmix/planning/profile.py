@@ -96,16 +96,13 @@ def _plainest(
 ) -> Combination:
     """Degrees as given, and otherwise nothing but data ranks, and experts spread as usual."""
     parallel = config.parallel
-    data = parallel.data or max(1, world_size // (parallel.tensor * parallel.pipeline))
-    expert, _ = scale.expert_degree(
-        config,
-        ranks=data * parallel.tensor,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
+    degrees = Degrees(
+        tensor=parallel.tensor, pipeline=parallel.pipeline, sequence=parallel.sequence
     )
-    degrees = Degrees(data, parallel.tensor, parallel.pipeline, parallel.sequence, expert)
+    degrees = replace(degrees, data=parallel.data or max(1, world_size // degrees.model_ranks))
+    degrees = replace(degrees, expert=scale.expert_degree(config, degrees)[0])
     total = count(config.model, config.training.sequence_length).total_params
-    stage, _ = scale.zero_stage(total, data=data, pipeline=parallel.pipeline)
+    stage, _ = scale.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
     name = profile or scale.profile(stage, degrees)
     return _combination(config, degrees, name, world_size, device)
 
@@ -173,12 +170,7 @@ def _profile_reason(plan: Plan, config: Config, profile: str | None) -> str:
 
 
 def _expert_reason(config: Config, degrees: Degrees) -> str:
-    expert, reason = scale.expert_degree(
-        config,
-        ranks=degrees.data * degrees.tensor,
-        tensor=degrees.tensor,
-        pipeline=degrees.pipeline,
-    )
+    expert, reason = scale.expert_degree(config, degrees)
     return reason if degrees.expert == expert else "takes less memory"
 
 
@@ -189,7 +181,7 @@ def _micro_batch_reason(plan: Plan, config: Config) -> str:
 
 
 def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
-    """How much of a device, and of a host where something is offloaded, a layout fills."""
+    """Tells how much of a device, and of a host where something is offloaded, a plan fills."""
     memory, there = plan.estimates()[0], cluster.memory_bytes
     used, share = memory.total, config.training.memory_share
     verdict = "within" if used <= share * there else "NOT within"
@@ -228,7 +220,7 @@ def _checkpointing_reason(config: Config) -> str:
 
 
 def _sequence_reasons(config: Config, layout: Layout) -> list[str]:
-    """How a recurrence is recomputed, and how it meets the tokens of other ranks."""
+    """Reasons for the way that a recurrence is recomputed and meets the tokens of other ranks."""
     reasons, degrees, training = [], layout.degrees, config.training
     if layout.sequence_checkpoint_tokens is not None:
         span, why = scale.sequence_checkpoint_tokens(

@@ -1,4 +1,4 @@
-"""What a rank needs of memory, by part, and whether that fits."""
+"""Memory that a rank needs, by part, and a check that it fits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Memory:
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether there is room for a copy of a checkpoint."""
+        """True if there is room for a copy of a checkpoint."""
         return self.checkpoint > 0 or "checkpoint_copy" in self.buffers
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
-from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.layout import AXES, Degrees, Layout
 from cdrmix.planning.plan import Plan
 
 # Processes that a laptop runs at once.
@@ -112,10 +112,7 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
     values = config.model_dump(mode="json", exclude_unset=True)
     values["name"] = f"{config.name}-rehearsal"
     values["model"] = _small_model(config.model, degrees)
-    values["parallel"] = {
-        axis: getattr(degrees, axis)
-        for axis in ("data", "tensor", "pipeline", "sequence", "expert")
-    }
+    values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}
     values["training"] |= {
         "stage": "a",
         "max_steps": STEPS,

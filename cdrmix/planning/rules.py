@@ -41,7 +41,7 @@ class Rule:
 
     @property
     def is_about_this_version(self) -> bool:
-        """Whether the combination is sound, and only not built yet."""
+        """True if the combination is sound, and only not built yet."""
         return self.source == THIS_VERSION
 
     def told(self, combination: Combination) -> str:
@@ -70,7 +70,7 @@ def check(combination: Combination, *, of_this_version: bool = True) -> None:
 
 
 def advise(combination: Combination) -> list[str]:
-    """What runs, but at a cost that the user may not expect: one line each."""
+    """Warnings about what runs at a cost that the user may not expect, one line each."""
     return [rule.told(combination) for rule in WARNINGS if rule.applies(combination)]
 
 
@@ -198,7 +198,7 @@ def _batch_message(combination: Combination) -> str:
 
 
 def _borders_are_split(combination: Combination) -> bool:
-    """Whether tensor ranks share out what crosses a border; DeepSpeed's default is that they do."""
+    """True if tensor ranks share out what crosses a stage boundary, as DeepSpeed has by default."""
     pipeline = combination.deepspeed.get("pipeline", {})
     split = any(pipeline.get(key, True) for key in ("pipe_partitioned", "grad_partitioned"))
     return split and combination.degrees.pipeline > 1 and combination.degrees.tensor > 1

@@ -1,4 +1,4 @@
-"""What a model's size alone asks for: ZeRO stage, expert degree, axes of parallelism.
+"""Demands of a model's size alone: ZeRO stage, expert degree, axes of parallelism.
 
 Rules of the product, so that a layout does not hang on the second digit of an estimate:
 below 1e9 parameters ZeRO-1; up to 5e10 (the 1B and 4B variants) ZeRO-2 with accumulation; beyond
@@ -68,28 +68,31 @@ def sequence_checkpoint_tokens(
     )
 
 
-def expert_degree(config: Config, *, ranks: int, tensor: int, pipeline: int) -> tuple[int, str]:
-    """Expert degree among the `ranks` of a pipeline stage, and why."""
+def expert_degree(config: Config, degrees: Degrees) -> tuple[int, str]:
+    """Expert degree for the other degrees of a layout, and why."""
     model, given = config.model, config.parallel.expert
     if given is not None:
         return given, "parallel.expert as given"
     if model.moe is None:
         return 1, "a dense model has no experts"
-    held_bytes = params_by_part(model)["experts"] // (tensor * pipeline) * EXPERT_BYTES_PER_PARAM
+    held_bytes = params_by_part(model)["experts"] // degrees.model_ranks * EXPERT_BYTES_PER_PARAM
     gib = held_bytes / GIB
     amount = f"{gib:,.0f}" if gib > 10 else f"{gib:.2g}"
     size = f"all experts take {amount} GiB of weights and gradients"
     if held_bytes <= WHOLE_EXPERT_BYTES:
         return 1, f"{size}, which every rank can hold: no exchange of tokens"
-    common = math.gcd(model.moe.num_experts, ranks)
+    common = math.gcd(model.moe.num_experts, degrees.stage_ranks)
     degree = max(n for n in range(1, LARGEST_EXPERT_GROUP + 1) if common % n == 0)
     if degree == 1:
-        return 1, f"{size}, and {ranks} ranks cannot share {model.moe.num_experts} experts"
+        return (
+            1,
+            f"{size}, and {degrees.stage_ranks} ranks cannot share {model.moe.num_experts} experts",
+        )
     return degree, f"{size}, spread over groups of {degree} ranks that a node holds"
 
 
 def has_axes_of_its_size(config: Config, degrees: Degrees, total_params: int) -> bool:
-    """Whether a layout is cut along the axes that its size asks for, where they are left open."""
+    """True if a layout is cut along the axes that its size asks for, where they are left open."""
     is_staged, is_sequenced = total_params >= STAGED_PARAMS, total_params >= SEQUENCED_PARAMS
     wanted = {"tensor": is_staged, "pipeline": is_staged, "sequence": is_sequenced}
     if is_sequenced:

@@ -134,12 +134,7 @@ def _is_usual(config: Config, layout: Layout, total_params: int) -> bool:
         return False
     if total_params >= scale.STAGED_PARAMS:
         return True
-    expert, _ = scale.expert_degree(
-        config,
-        ranks=degrees.data * degrees.tensor,
-        tensor=degrees.tensor,
-        pipeline=degrees.pipeline,
-    )
+    expert, _ = scale.expert_degree(config, degrees)
     return degrees.expert == expert
 
 

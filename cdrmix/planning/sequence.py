@@ -1,4 +1,4 @@
-"""What sequence ranks exchange for a recurrence, and by which of two forms.
+"""Exchange of sequence ranks for a recurrence, in one of two forms.
 
 heads   tokens of a rank and all heads become all tokens and heads of a rank: r, lw, k, v, a, b
         there and y back, in their own types (lw is float32)

@@ -1,4 +1,4 @@
-"""How Stage B is laid out: lessons over data ranks, each of which holds the whole backbone, or over
+"""Layout of Stage B: lessons over data ranks, each of which holds the whole backbone, or over
 pipelines, whose stages share out the blocks of a frozen one.
 
 Whatever layout Stage A had, its checkpoint is read into this one.
@@ -59,7 +59,7 @@ def stage_b_plan(config: Config, plan: Plan, *, world_size: int) -> Plan:
         profile=name,
         layout=replace(
             plan.layout,
-            degrees=Degrees(data=data, tensor=1, pipeline=pipeline, sequence=1, expert=1),
+            degrees=Degrees(data=data, pipeline=pipeline),
             zero_stage=1 if name == "zero1" else 2,
             micro_batch_size=1,
             gradient_accumulation_steps=slots,

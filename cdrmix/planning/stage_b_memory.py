@@ -33,7 +33,7 @@ _STATE_BYTES = 4  # fast weights are float32
 
 @dataclass(frozen=True)
 class StageBLayout:
-    """How Stage B is spread over ranks.
+    """Spread of Stage B over ranks.
 
     Attributes:
         degrees: data ranks share out the lessons, stages of a pipeline the backbone's blocks.
@@ -80,7 +80,7 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
     if not memory.fits(cluster, share=share):
         memory, pipeline = min(found, key=lambda each: each[0].total)
     whole = memory if pipeline == 1 else model.estimate(1)
-    degrees = Degrees(data=world // pipeline, tensor=1, pipeline=pipeline, sequence=1, expert=1)
+    degrees = Degrees(data=world // pipeline, pipeline=pipeline)
     return StageBLayout(
         degrees, memory, memory.fits(cluster, share=share), given is not None, whole
     )
@@ -169,12 +169,12 @@ class _Model:
         around = self._whole.activations - kept.of_blocks(_layout(1), 0)
         if self._is_frozen:  # so is the head, whose gradient would be formed with the loss
             around -= 4 * self._config.model.vocab_size * self._config.model.hidden_size
-        entering = border_values(self._config.model, stages, tensor=1)[stage] * self._window
+        entering = border_values(self._config.model, stages, Degrees())[stage] * self._window
         entering *= self._memory.numerics.element_bytes
         return int(around + kept.of_blocks(_layout(pipeline), stage)) + entering
 
     def _buffers(self, pipeline: int, stage: int, *, moving: int) -> dict[str, int]:
-        """What comes and goes beside `moving` bytes; logits are on every stage."""
+        """Bytes that come and go beside `moving`; logits are on every stage."""
         model, cut = self._memory, _layout(pipeline)
         buffers = {
             "workspace": model.on_stage(cut, stage).buffers["workspace"],
@@ -190,12 +190,11 @@ class _Model:
 
 
 def _layout(pipeline: int) -> Layout:
-    degrees = Degrees(data=1, tensor=1, pipeline=pipeline, sequence=1, expert=1)
-    return Layout(degrees, 1, 1, 1, activation_checkpointing=False)
+    return Layout(Degrees(pipeline=pipeline), 1, 1, 1, activation_checkpointing=False)
 
 
 def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> str:
-    """How much of a device Stage B fills, and what would take less where that is too much."""
+    """Tells how much of a device Stage B fills, and what would take less if that is too much."""
     there, memory = cluster.memory_bytes, layout.memory
     share = config.training.memory_share
     held = "as every rank holds the whole backbone"

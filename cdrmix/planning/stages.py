@@ -1,4 +1,4 @@
-"""Which blocks a pipeline stage holds."""
+"""Blocks of each pipeline stage, and values that cross the stage boundaries."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.planning.counts import forward_flops_by_layer, head_flops
+from cdrmix.planning.layout import Degrees
 
 
 def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> list[range]:
@@ -20,18 +21,18 @@ def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> lis
     return _even_cuts(flops, head_flops(model), pipeline)
 
 
-def border_values(model: ModelConfig, stages: list[range], *, tensor: int) -> list[int]:
+def border_values(model: ModelConfig, stages: list[range], degrees: Degrees) -> list[int]:
     """Values of a token that cross the border before each stage, and after the last one: of its
     residual stream, and of v_first once it is made. At the ends there is no border.
 
     Args:
         model: dimensions.
         stages: blocks of each stage.
-        tensor: ranks that share out the heads of v_first.
+        degrees: whose tensor ranks share out the heads of v_first.
     """
     kinds, width = model.layer_kinds(), model.hidden_size
     made = ["rwkv" in kinds[: stage.start] for stage in stages[1:]]
-    return [0, *(width + there * width // tensor for there in made), 0]
+    return [0, *(width + there * width // degrees.tensor for there in made), 0]
 
 
 def _even_cuts(flops: list[int], head: int, pipeline: int) -> list[range]:

@@ -1,4 +1,4 @@
-"""What ZeRO-3 and offloading keep where, and what ZeRO-3 exchanges: DeepSpeed 0.19.8.
+"""Bytes that ZeRO-3 and offloading keep, and those that ZeRO-3 exchanges: DeepSpeed 0.19.8.
 
 Read off runtime/zero/stage3.py, stage_1_and_2.py and partitioned_param_coordinator.py; the states
 are equal to the byte in tests/parity/test_memory.py, the exchanged bytes within 1 % in
