@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.distributed
 from torch.distributed import ProcessGroup
 
+from cdrmix import runtime
 from cdrmix.parallel.topology import Topology
 
 
@@ -67,4 +67,4 @@ class ModelParallelUnit:
 
 def _group_of_one(rank: int) -> ProcessGroup:
     """A group that needs no other rank's help to be made."""
-    return torch.distributed.new_group([rank], use_local_synchronization=True)
+    return runtime.new_group([rank], is_made_alone=True)
