@@ -176,8 +176,10 @@ def channels() -> tuple[Channel, Channel]:
 def test_an_authenticated_line_counts_once_in_its_place_and_direction() -> None:
     head, caller = channels()
     first, second = (caller.encode({"step": step}) for step in (1, 2))
-    assert head.take(first) == [{"step": 1}]
     order = head.encode({"end": True})
+    with pytest.raises(ValueError, match="not the next one"):
+        head.take(order)  # reflected, and of the number that is awaited
+    assert head.take(first) == [{"step": 1}]
     forged = second.replace(b'"step": 2', b'"step": 3')
     for line in (first, forged, order, second[65:], b"\n", b"x" * 64 + second[64:]):
         with pytest.raises(ValueError, match="not the next one"):
