@@ -31,13 +31,21 @@ def shell_port_of_first_step() -> str:
     return f"$(({_FIRST_PORT} + ({number}) % {_NUM_PORTS}))"
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """IPv4 or IPv6: the family in which a host is called; IPv4 for a name that has no address."""
+    try:
+        return socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+    except OSError:
+        return socket.AF_INET
+
+
 def address_towards(address: str = _OUTSIDE) -> str:
-    """Our own address on the way to another; nothing is sent.
+    """Local IP address used to reach `address`. Sends no packet.
 
     Raises:
         OSError: if there is no way there.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, _DISCARD_PORT))
         return str(probe.getsockname()[0])
 
@@ -53,7 +61,7 @@ def address_of_this_host() -> str:
 
 def is_loopback(address: str) -> bool:
     """Whether only this host can reach it."""
-    return address.startswith("127.")
+    return address.startswith("127.") or address == "::1"
 
 
 def interface_towards(address: str) -> str | None:
@@ -65,7 +73,9 @@ def interface_towards(address: str) -> str | None:
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if not is_loopback(own) and own in (each.address for each in addresses):
+        # psutil writes a link-local address of IPv6 with its interface, fe80::1%eth0
+        local = [each.address.partition("%")[0] for each in addresses]
+        if not is_loopback(own) and own.partition("%")[0] in local:
             return name
     return None
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +56,16 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
+
+
+@dataclass
+class _ProcessGroups:
+    """Settings of this run's process groups, for those that are made later."""
+
+    timeout: timedelta | None = None
+
+
+_groups = _ProcessGroups()
 
 
 def map_environment() -> None:
@@ -276,6 +287,7 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
     """
     map_environment()
     deepspeed = import_deepspeed()
+    _groups.timeout = timedelta(minutes=timeout_minutes)
     if not use_cpu():
         if torch.cuda.device_count() == 1:  # srun shows each task its own device as number 0
             os.environ["LOCAL_RANK"] = "0"
@@ -288,7 +300,7 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
             dist_backend="gloo" if use_cpu() else "nccl",
             auto_mpi_discovery=False,
             verbose=False,
-            timeout=timedelta(minutes=timeout_minutes),
+            timeout=_groups.timeout,
         )
     except torch.distributed.DistNetworkError as error:
         # torch says it in words alone; a name that is not known at all is a mistake, one that the
@@ -299,6 +311,18 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
             f"({error}). Is another job on that port? Try another: --master_port of the deepspeed "
             "launcher, --master-port of torchrun, MASTER_PORT elsewhere"
         ) from error
+
+
+def new_group(ranks: list[int], *, is_made_alone: bool = False) -> torch.distributed.ProcessGroup:
+    """Process group of some ranks, with the timeout of the run's: torch gives each its own default.
+
+    Args:
+        ranks: members; every rank of the world calls this, in the same order.
+        is_made_alone: the members make it without help of the others.
+    """
+    return torch.distributed.new_group(
+        ranks, timeout=_groups.timeout, use_local_synchronization=is_made_alone
+    )
 
 
 def destroy_distributed() -> None:

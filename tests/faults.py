@@ -26,6 +26,9 @@ PASSING = "tests/cluster/test_passing_faults.py::test_"
 LOCK = "tests/unit/test_run_directory.py::test_the_lock_of_a_dead_client"
 STATE = "tests/distributed/test_run_state.py::test_"
 DURABLE = "tests/unit/test_durability.py::test_"
+HEAD = "tests/distributed/test_head.py::test_"
+WATCHDOG = "tests/distributed/test_supervision.py::test_"
+SIGNALS = "tests/unit/test_launch_signals.py::test_a_signal"
 INPUT = "tests/distributed/test_bad_input.py::test_"
 
 # (fault, beginning of the ids of the tests that cause it, text that the ids must hold)
@@ -44,6 +47,8 @@ FAULTS = (
     ("lost too often", f"{LAUNCH}a_run_that_is_lost_too_often", ""),
     ("two jobs on one run directory", f"{LAUNCH}two_jobs", ""),
     ("TERM and USR1 between steps", f"{RESUME}a_signal_saves_and_stops", ""),
+    ("SIGHUP between steps", f"{RESUME}a_signal_saves_and_stops", "[HUP"),
+    ("SIGHUP of cdrmix launch", f"{SIGNALS}_asks_the_ranks_to_stop", "[SIGHUP"),
     ("TERM during a save", f"{RESUME}a_signal_in_the_middle", ""),
     ("kill during a save", f"{RESUME}a_killed_run_resumes", "KILL while"),
     ("kill before the rename", f"{RESUME}a_killed_run_resumes", "before the rename"),
@@ -85,6 +90,12 @@ FAULTS = (
     ("object store away", f"{PASSING}a_store_that_is_away", ""),
     ("lock of a dead client", LOCK, ""),
     ("time limit, srun and deepspeed", f"{SLURM}a_time_limit", ""),
+    ("hostile packets at the head's port", f"{HEAD}strangers_are_hung_up", ""),
+    ("reports of a false watchdog", f"{HEAD}a_report_of_wrong_types", ""),
+    ("orders of a false head", f"{WATCHDOG}an_order_that_is_not_the_heads", ""),
+    ("file server silent for two deadlines", f"{HEAD}a_silent_file_server", ""),
+    ("file server silent while rank 0 logs", f"{WATCHDOG}a_silent_file_server", ""),
+    ("file server silent at the end of a run", f"{HEAD}a_log_that_cannot_be_written", ""),
 )
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, cast
@@ -25,13 +25,18 @@ from typing import Any, cast
 from cdrmix.cluster import head, watchdog
 from cdrmix.cluster.wire import Clock, encode
 from cdrmix.log import get_logger
+from cdrmix.network import family_of
 
 logger = get_logger(__name__)
 
-# Steps differ: one that is four times as long as the one before is still no reason to end a run.
+# A step that is four times as long as the one before is no reason to end a run.
 _SLOWER_STEP = 4.0
 _LONGEST_INTERVAL_SECONDS = 1.0
-# TERM, INT, USR1 and USR2 have meanings of their own (engines/stopping.py).
+# Calls that wait to be answered; of one too many the caller's kernel tries again a second later.
+_BACKLOG = 1024
+# Phase after which a start has got further than the one before, should that have been ended.
+_SAVING = "saving"
+# TERM, INT, HUP, USR1 and USR2 have meanings of their own (engines/stopping.py).
 _STACK_SIGNAL = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGQUIT
 # -I and -S: a start in 30 ms, whatever the site's packages do; our own package is all it needs.
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
@@ -39,11 +44,11 @@ _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from {module} import ma
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the watchdogs meet: address and port of the head, and the token it asks for."""
+    """Where the watchdogs meet: address and port of the head, and the secret of the run."""
 
     address: str
     port: int
-    token: str
+    token: str = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,17 @@ class Limits:
         return min(_LONGEST_INTERVAL_SECONDS, self.deadline_seconds / 10)
 
 
-def start_head(address: str, limits: Limits, *, world_size: int, folder: Path | None) -> Meeting:
+@dataclass(frozen=True)
+class StartedHead:
+    """A head, and the pipe by which rank 0's process alone tells it where the run's log is."""
+
+    meeting: Meeting
+    pipe: FileIO
+
+
+def start_head(
+    address: str, limits: Limits, *, world_size: int, folder: Path | None
+) -> StartedHead:
     """Start the head of this run beside rank 0.
 
     Args:
@@ -68,10 +83,12 @@ def start_head(address: str, limits: Limits, *, world_size: int, folder: Path | 
         world_size: number of ranks that will call.
         folder: where `cdrmix launch` looks for the outcome, or None.
     """
+    family = family_of(address)
+    backlog = max(_BACKLOG, world_size)
     try:
-        listener = socket.create_server((address, 0), backlog=world_size)
+        listener = socket.create_server((address, 0), family=family, backlog=backlog)
     except OSError:  # the address is translated on its way here
-        listener = socket.create_server(("", 0), backlog=world_size)
+        listener = socket.create_server(("", 0), family=family, backlog=backlog)
     meeting = Meeting(address, listener.getsockname()[1], secrets.token_hex(16))
     settings = head.Settings(
         listener=listener.fileno(),
@@ -81,28 +98,35 @@ def start_head(address: str, limits: Limits, *, world_size: int, folder: Path | 
         deadline_seconds=limits.deadline_seconds,
         folder=str(folder.resolve()) if folder else None,
     )
-    _start(head.__name__, settings, listener.fileno()).close()
+    pipe = _start(head.__name__, settings, listener.fileno())
     listener.close()
-    return meeting
+    return StartedHead(meeting, pipe)
 
 
 class Heartbeat:
     """Beats of this rank, from here to `leave`."""
 
-    def __init__(self, meeting: Meeting, limits: Limits, *, rank: int) -> None:
+    def __init__(
+        self, meeting: Meeting, limits: Limits, *, rank: int, head_pipe: FileIO | None = None
+    ) -> None:
         """Start this rank's watchdog and beat to it.
 
         Args:
             meeting: as `start_head` on rank 0 gave it.
             limits: of the run.
             rank: global rank.
+            head_pipe: to the head that this rank started; None on the others.
         """
         self._limits = limits
+        self._head_pipe = head_pipe
         self._changed = threading.Lock()
         self._beat: dict[str, Any] = {}
         self._stuck_seconds = 0.0
         self._step_began: float | None = None
-        self._step_seconds: float | None = None  # of the last step that was measured
+        # of the last step that was measured; of the longest where steps are uneven
+        self._step_seconds: float | None = None
+        self._are_uneven = False
+        self._has_saved = False
         read_end, self._stacks = os.pipe()
         os.set_blocking(self._stacks, False)  # a full pipe must not hold up who fills it
         # what is restored by `leave`: a request that comes too late must not end the rank
@@ -129,15 +153,23 @@ class Heartbeat:
         """Tell that optimizer step `step` is done; the next may take about as long."""
         now = time.monotonic()
         if self._step_began is not None:
-            self._step_seconds = now - self._step_began
+            longest = self._step_seconds if self._are_uneven else None
+            self._step_seconds = max(now - self._step_began, longest or 0.0)
         self._step_began = now
         allowed = self._limits.phase_seconds  # nobody knows how long a step takes
-        if self._step_seconds is not None:
+        if self._step_seconds is not None and (self._has_saved or not self._are_uneven):
             allowed = max(self._limits.deadline_seconds, _SLOWER_STEP * self._step_seconds)
         self._enter("training", allowed, step=step)
 
-    def forget_step(self) -> None:
-        """Tell that the steps to come are of another kind: the first may take a phase's time."""
+    def forget_step(self, *, are_uneven: bool = False) -> None:
+        """Tell that the steps to come are of another kind: the first may take a phase's time.
+
+        Args:
+            are_uneven: steps of that kind may differ by more than four times. Each of them may then
+                take a phase's time until this start has saved. So a long step that ends a start
+                does not end the next one too, which resumes and meets it before its first save.
+        """
+        self._are_uneven = are_uneven
         self._step_began, self._step_seconds = time.monotonic(), None
         self._enter("training", self._limits.phase_seconds)
 
@@ -145,17 +177,24 @@ class Heartbeat:
     def phase(self, name: str) -> Iterator[None]:
         """While this lasts the rank does `name`, which has no steps to tell of."""
         before = self._beat
+        began = time.monotonic()
         self._enter(name, self._limits.phase_seconds)
         try:
             yield
         finally:
-            self._step_began = None  # the step around it is no measure of the next
+            if self._step_began is not None:  # the phase is no part of the step around it
+                self._step_began += time.monotonic() - began
+            self._has_saved = self._has_saved or name == _SAVING
             self._enter(before["phase"], before["allowed_seconds"])
 
     def log_to(self, path: Path) -> None:
-        """Name the run's log, for the head to write into when the ranks no longer can."""
-        with self._changed:
-            self._beat = {**self._beat, "log": str(path.resolve())}
+        """Name the run's log, for the head to write into when the ranks no longer can.
+
+        Only the rank that started the head can: the head takes no path from the network.
+        """
+        assert self._head_pipe is not None, "rank 0 started the head"
+        with contextlib.suppress(OSError):  # a head that is gone is noticed by the watchdogs
+            self._head_pipe.write(encode({"log": str(path.resolve())}))
 
     def leave(self, code: int) -> None:
         """Announce the exit code of this rank; it ends soon."""
@@ -164,6 +203,8 @@ class Heartbeat:
         self._send({**self._beat, "left": code})
         with contextlib.suppress(OSError):
             self._pipe.close()
+        if self._head_pipe is not None:
+            self._head_pipe.close()
         faulthandler.unregister(_STACK_SIGNAL)
         os.close(self._stacks)
 

@@ -73,15 +73,17 @@ class Job:
 
 
 class _Signals:
-    """TERM, INT and USR1 ask the ranks to save and stop; a second one ends them at once."""
+    """TERM, INT, USR1 and HUP ask the ranks to save and stop; a second one ends them at once."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.name: str | None = None
 
     def listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._on_stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            # nohup has it ignored, so that the run outlives its terminal
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_stop)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
@@ -90,9 +92,11 @@ class _Signals:
         if self.folder is None:
             raise SystemExit(EXIT_STOPPED_BY_SIGNAL)
         ask_to_stop(self.folder)
-        # not by the logger: the signal may have come while it was writing a line
+        # not logged: a handler that interrupts the writing of a line must not write to the same
+        # buffer, which raises RuntimeError
         text = f"{self.name}: asking the ranks to save and stop; once more ends them\n"
-        os.write(2, text.encode())
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
 
 
 def make_job(

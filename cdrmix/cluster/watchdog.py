@@ -15,12 +15,16 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cdrmix.cluster.wire import Clock, Inbox, encode, read_line, say
+from cdrmix.cluster.wire import Channel, Clock, Inbox, call, read_line, say
 
 _SECONDS_FOR_STACK = 1.0
+_SECONDS_BETWEEN_CALLS = 0.2
+# The end, where faulthandler puts the main thread; as JSON it fits into a message.
+_STACK_BYTES = 2**16
 # Between the end of a process's pipes and its own end.
 _SECONDS_TO_END = 0.05
 
@@ -32,7 +36,8 @@ class Settings:
     Attributes:
         rank: global rank, and `host` its host's name, for messages.
         process: id of the rank's process, our parent.
-        address, port, token: where the head listens, and what it asks a caller for.
+        address, port: where the head listens.
+        token: secret of the run, by which head and watchdogs know each other.
         interval_seconds: time between two beats.
         deadline_seconds: silence of rank or head after which it counts as lost.
         stacks: file descriptor on which the rank's stacks arrive.
@@ -62,16 +67,13 @@ class Watchdog:
         self._stack, self._stack_due = b"", 0.0
         self._is_over = False
         self._due = 0.0
-        self._inboxes = {"rank": Inbox(), "head": Inbox()}
+        self._beats = Inbox()
         self._selector = selectors.DefaultSelector()
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "rank")
         self._selector.register(settings.stacks, selectors.EVENT_READ, "stacks")
-        self._head = socket.create_connection(
-            (settings.address, settings.port), timeout=settings.deadline_seconds
-        )
+        self._head, self._channel = _call_head(settings)
         self._head.settimeout(2)  # of a send; what is read is there
         self._selector.register(self._head, selectors.EVENT_READ, "head")
-        self._send({name: getattr(settings, name) for name in ("token", "rank", "host", "process")})
 
     def run(self) -> None:
         """Watch until the rank is gone."""
@@ -101,10 +103,18 @@ class Watchdog:
             if sender == "head":
                 self._end_rank("the connection to the host of rank 0 broke")
         elif sender == "stacks":
-            self._stack += data
+            self._stack = (self._stack + data)[-_STACK_BYTES:]
+        elif sender == "rank":
+            for beat in self._beats.take(data):
+                self._note(beat)
         else:
-            for message in self._inboxes[sender].take(data):
-                self._obey(message) if sender == "head" else self._note(message)
+            try:
+                orders = self._channel.take(data)
+            except ValueError as error:
+                self._end_rank(f"on the connection to the head arrived {error}")
+                return
+            for order in orders:
+                self._obey(order)
 
     def _note(self, beat: dict[str, Any]) -> None:
         self._quiet_seconds = 0.0
@@ -146,7 +156,7 @@ class Watchdog:
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
-            self._head.sendall(encode(message))
+            self._head.sendall(self._channel.encode(message))
         except OSError:  # a head that is gone is noticed where it is read
             return
 
@@ -160,6 +170,29 @@ class Watchdog:
     def _signal(self, number: int) -> None:
         if os.getppid() == self._settings.process:  # else its number may be another's by now
             os.kill(self._settings.process, number)
+
+
+def _call_head(settings: Settings) -> tuple[socket.socket, Channel]:
+    """Connection to the head, which knows this watchdog then.
+
+    A head that too many strangers call may hang up on a watchdog too, before it knows it: then it
+    is called again.
+
+    Raises:
+        OSError: if it cannot be reached, or does not answer within the deadline.
+    """
+    ends = time.monotonic() + settings.deadline_seconds
+    greeting = {"rank": settings.rank, "host": settings.host}
+    while True:
+        seconds = max(0.1, ends - time.monotonic())
+        connection = socket.create_connection((settings.address, settings.port), timeout=seconds)
+        try:
+            return connection, call(connection, settings.token, greeting)
+        except (OSError, ValueError) as error:
+            connection.close()
+            if time.monotonic() > ends:
+                raise OSError(str(error)) from error
+            time.sleep(_SECONDS_BETWEEN_CALLS)
 
 
 def _process_state(process: int) -> str:
@@ -186,7 +219,8 @@ def main() -> None:
     """Watch the rank that the first line of stdin, Settings as JSON, tells of."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which decides what follows
-    settings = Settings(**json.loads(read_line(sys.stdin.fileno())))
+    read = partial(os.read, sys.stdin.fileno())
+    settings = Settings(**json.loads(read_line(read)))
     try:
         watchdog = Watchdog(settings)
     except OSError as error:

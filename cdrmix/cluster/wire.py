@@ -1,50 +1,210 @@
-"""Messages between a rank, its watchdog and the head: JSON objects, one to a line."""
+"""Messages between a rank, its watchdog and the head: JSON objects, one to a line.
+
+Pipes between a rank and its programs carry them as they are. On the network each line is
+authenticated, in both directions:
+
+    head -> caller   NONCE
+    caller -> head   NONCE MAC {"rank": 3, "host": "node2"}
+    head -> caller   MAC {"alive": true}
+    both             MAC {...}
+
+A MAC is an HMAC-SHA256 under a key made of the run's token and both nonces, over the direction, the
+number of the message and its text. The token itself is never sent, and a line recorded from another
+connection, from the other direction or from earlier is refused. Nothing is encrypted.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import hmac
 import json
 import os
-import sys
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Callable
 from typing import Any
+
+# Longest line of a caller that has not shown yet that it knows the token, and of one that has.
+GREETING_BYTES = 4 * 2**10
+MESSAGE_BYTES = 2**20
+_NONCE = re.compile(rb"[0-9a-f]{32}")
+# stderr may be a file on a server that stands still, or a pipe that nobody empties.
+_SECONDS_TO_SAY = 2.0
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """One message as it travels."""
+    """Encodes a message for a local pipe."""
     return json.dumps(message).encode() + b"\n"
 
 
+def decode(line: bytes) -> dict[str, Any]:
+    """Decodes one line.
+
+    Raises:
+        ValueError: if it is no JSON object.
+    """
+    try:
+        message = json.loads(line)
+    except RecursionError:  # deep nesting; as little a message as any other rubbish
+        message = None
+    if not isinstance(message, dict):
+        raise ValueError("a line that is no JSON object")
+    return message
+
+
 def say(text: str) -> None:
-    """Write to stderr; whoever read it may be gone, and what follows must be done all the same."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    """Write to stderr, waiting at most two seconds: what follows must be done all the same."""
+
+    def write() -> None:
+        rest = f"{text}\n".encode(errors="replace")
+        try:
+            while rest:
+                # not print: a thread stuck in it would hold a lock that the interpreter's end needs
+                rest = rest[os.write(2, rest) :]
+        except OSError:  # whoever read it is gone
+            return
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(_SECONDS_TO_SAY)
 
 
-def read_line(descriptor: int) -> bytes:
-    """One line, and no byte beyond it: what follows is for whoever reads on."""
+def printable(text: str) -> str:
+    """`text` with control characters and invisible ones replaced, line ends kept."""
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
+
+
+def read_line(read: Callable[[int], bytes], most_bytes: int = MESSAGE_BYTES) -> bytes:
+    """Read one line and no byte beyond it; shorter and without its end where the stream ends.
+
+    Raises:
+        ValueError: if the line is longer than `most_bytes`.
+    """
     line = b""
-    while not line.endswith(b"\n") and (byte := os.read(descriptor, 1)):
+    while not line.endswith(b"\n") and (byte := read(1)):
         line += byte
+        if len(line) > most_bytes:
+            raise ValueError(f"a line of more than {most_bytes} bytes")
     return line
 
 
 class Inbox:
-    """What arrived on one stream, cut into messages."""
+    """Cuts what arrives on one stream into lines of at most `most_bytes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MESSAGE_BYTES) -> None:
+        self._most_bytes = most_bytes
         self._rest = b""
 
-    def take(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that `data` completes.
+    def lines(self, data: bytes) -> list[bytes]:
+        """Lines that `data` completes, without their ends.
 
         Raises:
-            ValueError: if a line is no JSON object: the other end is none of ours.
+            ValueError: if a line is too long, complete or not.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("a line that is no JSON object")
-        return messages
+        if max(map(len, (*lines, self._rest))) > self._most_bytes:
+            raise ValueError(f"a line of more than {self._most_bytes} bytes")
+        return lines
+
+    def take(self, data: bytes) -> list[dict[str, Any]]:
+        """Messages of a local pipe that `data` completes.
+
+        Raises:
+            ValueError: if a line is no JSON object.
+        """
+        return [decode(line) for line in self.lines(data)]
+
+
+class Channel:
+    """Authenticated messages over one connection, in both directions.
+
+    The number of a message is not sent: TCP keeps the order, so both sides count.
+    """
+
+    def __init__(self, token: str, *, head_nonce: bytes, caller_nonce: bytes, is_head: bool):
+        self._key = hmac.digest(token.encode(), head_nonce + caller_nonce, "sha256")
+        self._sending, self._receiving = (b"head", b"call") if is_head else (b"call", b"head")
+        self._num_sent = 0
+        self._num_received = 0
+        self._inbox = Inbox()
+
+    def encode(self, message: dict[str, Any]) -> bytes:
+        """Encodes the next message to the other side."""
+        text = json.dumps(message).encode()
+        mac = self._mac(self._sending, self._num_sent, text)
+        self._num_sent += 1
+        return mac + b" " + text + b"\n"
+
+    def take(self, data: bytes) -> list[dict[str, Any]]:
+        """Messages that `data` completes.
+
+        Raises:
+            ValueError: if a line was not written by the other side as its next one.
+        """
+        return [self.open(line) for line in self._inbox.lines(data)]
+
+    def open(self, line: bytes) -> dict[str, Any]:
+        """The message of the next line; nothing of it is parsed before its MAC is checked.
+
+        Raises:
+            ValueError: if the other side did not write it as its next one.
+        """
+        mac, _, text = line.partition(b" ")
+        if not hmac.compare_digest(mac, self._mac(self._receiving, self._num_received, text)):
+            raise ValueError("a line that is not the next one of the other side")
+        self._num_received += 1
+        return decode(text)
+
+    def _mac(self, direction: bytes, number: int, text: bytes) -> bytes:
+        signed = direction + number.to_bytes(8, "big") + text
+        return hmac.digest(self._key, signed, "sha256").hex().encode()
+
+
+def new_nonce() -> bytes:
+    """A number for one connection, in hexadecimal digits."""
+    return secrets.token_hex(16).encode()
+
+
+def answer(token: str, nonce: bytes, line: bytes) -> tuple[Channel, dict[str, Any]]:
+    """Opens the head's side of a channel.
+
+    Args:
+        token: of the run.
+        nonce: that this caller was sent.
+        line: the caller's first one.
+    Returns:
+        The channel, and the greeting.
+    Raises:
+        ValueError: if the caller does not know the token.
+    """
+    caller_nonce, _, signed = line.partition(b" ")
+    if not _NONCE.fullmatch(caller_nonce):
+        raise ValueError("a greeting without a nonce")
+    channel = Channel(token, head_nonce=nonce, caller_nonce=caller_nonce, is_head=True)
+    return channel, channel.open(signed)
+
+
+def call(connection: socket.socket, token: str, greeting: dict[str, Any]) -> Channel:
+    """Opens a caller's side of a channel, and waits until the head has welcomed it.
+
+    Raises:
+        OSError: if the other end does not answer, or hangs up.
+        ValueError: if it is not the head of this run.
+    """
+    nonce = read_line(connection.recv, GREETING_BYTES).rstrip(b"\n")
+    if not nonce:
+        raise ConnectionResetError("hung up without a word")
+    if not _NONCE.fullmatch(nonce):
+        raise ValueError("no head of a run answers there")
+    ours = new_nonce()
+    channel = Channel(token, head_nonce=nonce, caller_nonce=ours, is_head=False)
+    connection.sendall(ours + b" " + channel.encode(greeting))
+    welcome = read_line(connection.recv, GREETING_BYTES)
+    if not welcome:
+        raise ConnectionResetError("hung up after the greeting")
+    channel.open(welcome.rstrip(b"\n"))
+    return channel
 
 
 class Clock:

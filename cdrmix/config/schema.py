@@ -213,13 +213,14 @@ class SupervisionConfig(Section):
         60.0,
         ge=1,
         description="A rank that is silent for so long is lost, and one that gets no further is "
-        "stuck, unless the step before took more than a quarter of it (seconds).",
+        "stuck, unless the step before took more than a quarter of it, or another rank that the "
+        "others wait for may take longer (seconds).",
     )
     phase_seconds: float = Field(
         1_800.0,
         ge=1,
-        description="Longest time to start (up to the end of the first step), for the first step "
-        "of a phase of Stage B, to save, to evaluate or to finish (seconds).",
+        description="Longest time to start (up to the end of the first step), for a step of Stage "
+        "B before the first save, to log, to save, to evaluate or to finish (seconds).",
     )
 
 

@@ -98,7 +98,8 @@ def log_step(
         **run.health.metrics(),
         **evaluated,
     )
-    runtime.together(lambda: run.observer.write(run.step, line))
+    with run.heartbeat.phase("logging"):  # rank 0 waits for a file server, the others for it
+        runtime.together(lambda: run.observer.write(run.step, line))
     return verdicts
 
 

@@ -98,14 +98,17 @@ class StageB:
         self._course, self._config, self._clip = course, config.stage_b, clip
         self._first_step, self._origin = first_step, origin
         self._is_backbone_trained = False
+        self._has_begun = False
         self.num_steps = first_step + config.stage_b.training.num_steps
 
     def next_batch(self, run: Run) -> Share:
         """This rank's share of the next step."""
         assert isinstance(run.loader, Lessons), "Stage B runs on lessons"
         step = run.step - self._first_step
-        if place_of(step, self._config.training).step == 0:  # no step before it was of its kind
-            run.heartbeat.forget_step()
+        if place_of(step, self._config.training).step == 0 or not self._has_begun:
+            # no step before it was of its kind; lessons differ in length, and so do steps of few
+            run.heartbeat.forget_step(are_uneven=True)
+        self._has_begun = True
         return run.loader.next(step)
 
     def weight(self, run: Run, batch: Share) -> float:
@@ -221,7 +224,8 @@ class StageB:
             **({"policy/epochs": measured.epochs} if group == "policy" else {}),
             **run.health.metrics(),
         )
-        runtime.together(lambda: run.observer.write(run.step, line))
+        with run.heartbeat.phase("logging"):
+            runtime.together(lambda: run.observer.write(run.step, line))
         return (run.health.memory_known(run.step, share),)
 
     def fragments(self, run: Run) -> Iterator[Fragment]:

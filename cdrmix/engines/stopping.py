@@ -1,8 +1,8 @@
 """Signals that ask a run to save, or to save and stop.
 
-TERM, INT and USR1 save and stop, USR2 saves and goes on. In the loop a handler only sets a flag;
-the loop asks for it once per step and agrees with the other ranks, because a launcher may signal
-one rank only. Before and after the loop nothing is unsaved, and a rank ends where it stands.
+TERM, INT, USR1 and HUP save and stop, USR2 saves and goes on. In the loop a handler only sets a
+flag; the loop asks for it once per step and agrees with the other ranks, because a launcher may
+signal one rank only. Before and after the loop nothing is unsaved, and a rank ends where it stands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 from cdrmix import runtime
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
 
-_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Requests:
@@ -37,7 +37,9 @@ class Requests:
     def listen(self) -> None:
         """Take the signals over, and ask the kernel for SIGTERM when the launcher dies."""
         for number in _STOPPING:
-            signal.signal(number, self._on_stop)
+            # nohup has it ignored, so that the run outlives its terminal
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR2, self._on_save)
         runtime.end_with_launcher(signal.SIGTERM)
 

@@ -31,18 +31,18 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
         The exit code, which the head then knows too.
     """
     limits = Limits(config.deadline_seconds, config.phase_seconds)
-    meeting = runtime.broadcast_object(
-        start_head(
+    head = None
+    if runtime.rank() == 0:
+        head = start_head(
             runtime.master_address(),
             limits,
             world_size=runtime.world_size(),
             folder=runtime.launch_folder(),
         )
-        if runtime.rank() == 0
-        else None
-    )
+    meeting = runtime.broadcast_object(head.meeting if head else None)
     assert meeting is not None, "rank 0 made it"
-    heartbeat = Heartbeat(meeting, limits, rank=runtime.rank())
+    pipe = head.pipe if head else None
+    heartbeat = Heartbeat(meeting, limits, rank=runtime.rank(), head_pipe=pipe)
     code = EXIT_FAULT
     try:
         code = action(heartbeat)

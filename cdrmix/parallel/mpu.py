@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.distributed
 from torch.distributed import ProcessGroup
 
+from cdrmix import runtime
 from cdrmix.parallel.topology import Topology
 
 
@@ -25,9 +25,8 @@ class ModelParallelUnit:
         group = topology.tensor_group or topology.pipeline_group
         assert group is not None, "an axis of several ranks has a group"
         self.topology, self.model_group = topology, group
-        # `use_local_synchronization`: the group is made without the help of the other ranks
-        self.data_group = topology.data_group or torch.distributed.new_group(
-            [topology.rank], use_local_synchronization=True
+        self.data_group = topology.data_group or runtime.new_group(
+            [topology.rank], is_made_alone=True
         )
 
     def get_data_parallel_group(self) -> ProcessGroup:

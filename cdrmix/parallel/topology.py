@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -153,7 +152,7 @@ def _group(axis: Iterator[range]) -> ProcessGroup | None:
     for ranks in axis:
         if len(ranks) == 1:
             continue
-        made = torch.distributed.new_group(list(ranks))
+        made = runtime.new_group(list(ranks))
         if runtime.rank() in ranks:
             own = made
     return own

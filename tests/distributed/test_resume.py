@@ -59,6 +59,7 @@ def _signal(number: int) -> Callable[[int], None]:
 FAULTS: dict[str, Callable[[int], None]] = {
     "TERM": _signal(signal.SIGTERM),
     "USR1": _signal(signal.SIGUSR1),
+    "HUP": _signal(signal.SIGHUP),
     "USR2": _signal(signal.SIGUSR2),
     "KILL": _signal(signal.SIGKILL),
     "KILL after the rename": _after_the_rename,
@@ -85,8 +86,9 @@ def uninterrupted(
     return get
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["TERM", "USR1"])
+@pytest.mark.parametrize(
+    ("name", "world"), [("TERM", 1), ("TERM", 2), ("USR1", 1), ("USR1", 2), ("HUP", 2)]
+)
 def test_a_signal_saves_and_stops_and_the_resumed_run_is_the_uninterrupted_one(
     name: str, world: int, small_corpus: Path, tmp_path: Path, uninterrupted: Callable
 ) -> None:

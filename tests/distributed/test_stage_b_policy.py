@@ -123,7 +123,7 @@ def learn(
         config=config,
         topology=topology,
         loader=lessons,
-        heartbeat=SimpleNamespace(forget_step=lambda: None),
+        heartbeat=SimpleNamespace(forget_step=lambda are_uneven: None),
         step=0,
     )
     stage = StageB(course, config, clip, first_step=0, origin="")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import re
 import signal
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ import pytest
 
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, Meeting
 from cdrmix.cluster.outcome import ask_to_stop
-from cdrmix.cluster.wire import Inbox, encode
+from cdrmix.cluster.wire import Channel, answer, encode, new_nonce, read_line
 from tests.equal_runs import assert_equal_runs
 from tests.harness import RanksFailed, rank_environment, run_ranks
 from tests.small_run import STEPS, arguments, before_step, overrides, start
@@ -204,21 +207,34 @@ def test_a_wish_to_stop_that_came_before_the_ranks_is_heard(
     assert json.loads((tmp_path / "outcome.json").read_text())["exit_code"] == 75
 
 
-def told_after_a_long_start(seconds: float) -> list[dict[str, Any]]:
-    """What the head hears of a rank that took so long to start, and then does a step."""
+@contextlib.contextmanager
+def head_of_the_test() -> Iterator[tuple[Heartbeat, Channel, socket.socket]]:
+    """A beating rank, and the head's end of the connection of its watchdog."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         meeting = Meeting("127.0.0.1", listener.getsockname()[1], "token")
         heartbeat = Heartbeat(meeting, Limits(deadline_seconds=1.0, phase_seconds=100.0), rank=0)
         connection, _ = listener.accept()
+        nonce = new_nonce()
+        connection.sendall(nonce + b"\n")
+        channel, greeting = answer("token", nonce, read_line(connection.recv).rstrip(b"\n"))
+        assert greeting == {"rank": 0, "host": socket.gethostname()}
+        connection.sendall(channel.encode({"alive": True}))
+        with connection:
+            yield heartbeat, channel, connection
+
+
+def told_after_a_long_start(seconds: float) -> list[dict[str, Any]]:
+    """What the head hears of a rank that took so long to start, and then does a step."""
+    with head_of_the_test() as (heartbeat, channel, connection):
         ready = time.monotonic() + seconds
         while time.monotonic() < ready:
-            connection.sendall(encode({"alive": True}))
+            connection.sendall(channel.encode({"alive": True}))
             time.sleep(0.1)
         heartbeat.step_done(1)
         time.sleep(0.5)
         heartbeat.leave(0)
         time.sleep(0.2)
-        return Inbox().take(connection.recv(1_000_000))
+        return channel.take(connection.recv(1_000_000))
 
 
 def test_a_step_that_is_done_ends_the_time_in_which_a_rank_got_no_further() -> None:
@@ -234,36 +250,32 @@ def test_a_step_that_is_done_ends_the_time_in_which_a_rank_got_no_further() -> N
 
 def allowed_between_long_steps(seconds: float) -> list[float]:
     """Seconds that a rank asks for after each of four steps of so many, with a save in between."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        meeting = Meeting("127.0.0.1", listener.getsockname()[1], "token")
-        heartbeat = Heartbeat(meeting, Limits(deadline_seconds=1.0, phase_seconds=100.0), rank=0)
-        connection, _ = listener.accept()
-        connection.sendall(encode({"alive": True}))
+    with head_of_the_test() as (heartbeat, channel, connection):
+        connection.sendall(channel.encode({"alive": True}))
         asked = []
         for step in range(1, 5):
             time.sleep(seconds)
-            connection.sendall(encode({"alive": True}))
+            connection.sendall(channel.encode({"alive": True}))
             heartbeat.step_done(step)
+            connection.sendall(channel.encode({"alive": True}))
             asked.append(heartbeat._beat["allowed_seconds"])
             if step == 2:
                 with heartbeat.phase("saving"):
-                    pass
+                    time.sleep(0.8)
+                connection.sendall(channel.encode({"alive": True}))
         heartbeat.leave(0)
         return asked
 
 
 def allowed_where_steps_become_slower(fast: float, slow: float) -> list[float]:
     """Seconds that a rank asks for: after two fast steps, where they end, and after two slow."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        meeting = Meeting("127.0.0.1", listener.getsockname()[1], "token")
-        heartbeat = Heartbeat(meeting, Limits(deadline_seconds=1.0, phase_seconds=100.0), rank=0)
-        connection, _ = listener.accept()
+    with head_of_the_test() as (heartbeat, channel, connection):
         asked = []
         for step, seconds in enumerate((0.0, fast, slow, slow)):
             if step == 2:
                 heartbeat.forget_step()
                 asked.append(heartbeat._beat["allowed_seconds"])
-            connection.sendall(encode({"alive": True}))
+            connection.sendall(channel.encode({"alive": True}))
             time.sleep(seconds)
             heartbeat.step_done(step + 1)
             asked.append(heartbeat._beat["allowed_seconds"])
@@ -280,7 +292,81 @@ def test_the_first_step_of_another_kind_has_the_time_of_a_phase() -> None:
 def test_steps_longer_than_the_deadline_are_given_their_time() -> None:
     (asked,) = run_ranks(allowed_between_long_steps, 1, 0.6)
     assert asked[0] == 100.0, "nobody knows yet how long a step takes"
-    assert all(4 * 0.6 <= each < 100 for each in asked[1:]), "as long as those before, and more"
+    assert all(4 * 0.6 <= each < 4 * 1.3 for each in asked[1:]), "the save is no part of them"
+
+
+def allowed_between_uneven_steps(seconds: list[float], save_after: int) -> list[float]:
+    """Seconds that a rank asks for after each of these steps; one of them is followed by a save."""
+    with head_of_the_test() as (heartbeat, channel, connection):
+        heartbeat.forget_step(are_uneven=True)
+        asked = []
+        for step, duration in enumerate(seconds, start=1):
+            connection.sendall(channel.encode({"alive": True}))
+            time.sleep(duration)
+            heartbeat.step_done(step)
+            asked.append(heartbeat._beat["allowed_seconds"])
+            if step == save_after:
+                with heartbeat.phase("saving"):
+                    pass
+        heartbeat.leave(0)
+        return asked
+
+
+def test_uneven_steps_have_the_time_of_a_phase_up_to_the_first_save_then_that_of_the_longest() -> (
+    None
+):
+    (asked,) = run_ranks(allowed_between_uneven_steps, 1, [0.5, 0.01, 0.01, 0.01], 2)
+    assert asked[:2] == [100.0, 100.0]
+    assert all(4 * 0.5 <= each < 100 for each in asked[2:])
+
+
+def hold_up_metrics(seconds: float) -> None:
+    """Have the next write to metrics.jsonl wait in the kernel, as one to a silent server does."""
+    (number,) = (
+        int(link.name)
+        for link in Path("/proc/self/fd").iterdir()
+        if os.path.realpath(link).endswith("metrics.jsonl")
+    )
+    file = os.dup(number)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    filled = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            filled += os.write(write_end, b"x" * 4096)
+    os.set_blocking(write_end, True)
+    os.dup2(write_end, number)
+    os.close(write_end)
+
+    def answer_again() -> None:
+        time.sleep(seconds)
+        os.dup2(file, number)  # of what is written from here on
+        written = b""
+        while data := os.read(read_end, 65536):
+            written += data
+        os.write(file, written[filled:])
+
+    threading.Thread(target=answer_again, daemon=True).start()
+
+
+def start_with_silent_metrics(argv: list[str], seconds: float) -> int:
+    """What a rank does; on rank 0 the file server is silent for so long from step 5 on."""
+    if os.environ["RANK"] == "0":
+        before_step(STEP_OF_FAULT, functools.partial(hold_up_metrics, seconds))
+    return start(argv)
+
+
+def test_a_silent_file_server_ends_no_run_whose_log_waits_for_it(
+    small_corpus: Path, run_dir: Path, uninterrupted: Path
+) -> None:
+    deadline_seconds = 4.0
+    settings = overrides([f"supervision.deadline_seconds={deadline_seconds}"])
+    argv = arguments(small_corpus, run_dir, *settings)
+    began = time.monotonic()
+    assert run_ranks(start_with_silent_metrics, 2, argv, 2 * deadline_seconds) == [0, 0]
+    assert time.monotonic() - began > 2 * deadline_seconds
+    assert "ERROR" not in (run_dir / "train.log").read_text()
+    assert_equal_runs(run_dir, uninterrupted, steps=STEPS)
 
 
 def without_a_head(leaves: bool) -> None:
@@ -306,3 +392,45 @@ def test_a_rank_without_a_head_ends_with_a_word() -> None:
     with pytest.raises(RanksFailed, match=r"cannot reach 127.0.0.1:1 .* the rank ends") as failed:
         run_ranks(without_a_head, 1, False)
     assert failed.value.outcomes[0].value == "SIGKILL"
+
+
+def ordered(lines: Callable[[Channel], list[bytes]]) -> None:
+    """A rank whose watchdog hears these lines from the head's address."""
+    with head_of_the_test() as (_, channel, connection):
+        for line in lines(channel):
+            connection.sendall(line)
+        time.sleep(5)
+
+
+def an_order_in_the_clear(channel: Channel) -> list[bytes]:
+    return [encode({"end": True})]
+
+
+def an_order_sent_twice(channel: Channel) -> list[bytes]:
+    return [channel.encode({"alive": True})] * 2
+
+
+@pytest.mark.parametrize("lines", [an_order_in_the_clear, an_order_sent_twice])
+def test_an_order_that_is_not_the_heads_ends_the_rank_with_a_word(
+    lines: Callable[[Channel], list[bytes]],
+) -> None:
+    told = r"arrived a line that is not the next one of the other side; the rank ends"
+    with pytest.raises(RanksFailed, match=told) as failed:
+        run_ranks(ordered, 1, lines)
+    assert failed.value.outcomes[0].value == "SIGKILL"
+
+
+def leave_as_the_head_ends_the_run() -> str:
+    """A rank that leaves in the moment in which the head, asked to stop too, ends the run."""
+    with head_of_the_test() as (heartbeat, channel, connection):
+        (program,) = psutil.Process().children()
+        program.suspend()
+        heartbeat.leave(75)
+        connection.sendall(channel.encode({"stop": True}) + channel.encode({"end": True}))
+        program.resume()
+        psutil.wait_procs([program], timeout=5)
+        return "lives"
+
+
+def test_a_rank_that_leaves_as_the_head_ends_the_run_keeps_its_exit_code() -> None:
+    assert run_ranks(leave_as_the_head_ends_the_run, 1) == ["lives"]

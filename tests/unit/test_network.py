@@ -10,9 +10,11 @@ import pytest
 
 from cdrmix.network import (
     address_towards,
+    family_of,
     first_host,
     free_port,
     interface_towards,
+    is_loopback,
     port_of_step,
     shell_port_of_first_step,
 )
@@ -39,6 +41,30 @@ def test_a_free_port_can_be_bound() -> None:
 
 def test_ranks_that_meet_on_loopback_need_no_interface() -> None:
     assert interface_towards("127.0.0.1") is None
+
+
+@pytest.mark.parametrize(
+    ("address", "family"),
+    [
+        ("127.0.0.1", socket.AF_INET),
+        ("::1", socket.AF_INET6),
+        ("2001:db8::1", socket.AF_INET6),
+        ("no-such-host.invalid", socket.AF_INET),
+    ],
+)
+def test_a_host_is_called_in_the_family_of_its_address(
+    address: str, family: socket.AddressFamily
+) -> None:
+    assert family_of(address) is family
+
+
+def test_the_interface_is_also_known_by_its_address_of_ipv6() -> None:
+    assert interface_towards("::1") is None, "loopback"
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            is_known_alone = "%" not in each.address  # a link-local one needs its interface too
+            if each.family == socket.AF_INET6 and is_known_alone and not is_loopback(each.address):
+                assert interface_towards(each.address) in (None, name)
 
 
 def test_the_interface_is_the_one_that_has_our_address_on_the_way_there() -> None:

@@ -347,8 +347,12 @@ def test_where_a_phase_begins_the_steps_before_are_no_measure() -> None:
     forgotten: list[int] = []
     lessons: Any = Lessons(course, stage_b, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
     run: Any = SimpleNamespace(loader=lessons, step=10)
-    run.heartbeat = SimpleNamespace(forget_step=lambda: forgotten.append(run.step))
+    run.heartbeat = SimpleNamespace(forget_step=lambda are_uneven: forgotten.append(run.step))
     stage = StageB(None, config(), make_clip(config()), first_step=10, origin="")  # type: ignore[arg-type]
     for run.step in range(10, 16):
         stage.next_batch(run)
     assert forgotten == [10, 13, 15]
+    resumed = StageB(None, config(), make_clip(config()), first_step=10, origin="")  # type: ignore[arg-type]
+    run.step = 14
+    resumed.next_batch(run)
+    assert forgotten[-1] == 14

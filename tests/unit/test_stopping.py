@@ -14,12 +14,13 @@ from cdrmix.engines.stopping import Requests
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
 
 PR_SET_PDEATHSIG = 1
+STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 
 
 @pytest.fixture
 def requests() -> Iterator[Requests]:
     """A listening rank; the test's own handlers are put back."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2)
     handlers = [signal.getsignal(number) for number in numbers]
     listening = Requests()
     listening.listen()
@@ -34,7 +35,7 @@ def test_nothing_is_asked_for_without_a_signal(requests: Requests) -> None:
     assert requests.poll() == (False, False)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", STOPPING)
 def test_a_request_to_stop_stays_and_is_named(requests: Requests, name: str) -> None:
     with requests.deferred():
         os.kill(os.getpid(), signal.Signals[name])
@@ -43,7 +44,14 @@ def test_a_request_to_stop_stays_and_is_named(requests: Requests, name: str) -> 
         assert requests.stop == name
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_hangup_that_nohup_has_ignored_stays_ignored(requests: Requests) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    requests.listen()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert requests.poll() == (False, False)
+
+
+@pytest.mark.parametrize("name", STOPPING)
 def test_before_and_after_the_loop_a_rank_ends_at_once(requests: Requests, name: str) -> None:
     with requests.deferred():
         pass

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cdrmix.cluster.outcome import Outcome, read_outcome, write_outcome
-from cdrmix.cluster.verdict import Peer, accuse, threads
-from cdrmix.cluster.wire import Clock, Inbox, encode
+from cdrmix.cluster.verdict import Peer, accuse, is_suspicious, threads
+from cdrmix.cluster.wire import MESSAGE_BYTES, Channel, Clock, Inbox, encode
 
 DEADLINE_SECONDS = 20.0
 WAITS = """Thread 0x1 (most recent call first):
@@ -22,11 +24,11 @@ READS = 'Thread 0x3 (most recent call first):\n  File "/x/loader.py", line 3 in 
 
 def peers(*told: dict[str, object]) -> list[Peer]:
     """Ranks in order, each with what its watchdog told."""
-    found = []
+    ranks = []
     for rank, message in enumerate(told):
-        found.append(Peer(rank, host=f"host-{rank // 2}"))
-        found[-1].note({"step": 7, "phase": "training", "allowed_seconds": 20.0, **message})
-    return found
+        ranks.append(Peer(rank, host=f"host-{rank // 2}"))
+        ranks[-1].note({"step": 7, "phase": "training", "allowed_seconds": 20.0, **message})
+    return ranks
 
 
 def blamed(*told: dict[str, object]) -> str:
@@ -74,10 +76,77 @@ def test_a_stack_shows_the_main_thread_first_and_not_our_own() -> None:
     assert [block[1].split()[-1] for block in threads(READS + WAITS)] == ["all_reduce", "next"]
 
 
+@pytest.mark.parametrize("guilty", [(0, 1), (1, 3), (0, 2, 3), (0, 1, 2, 3)])
+def test_several_ranks_that_do_not_wait_are_all_guilty(guilty: tuple[int, ...]) -> None:
+    told: list[dict[str, object]] = [{"stuck_seconds": 25, "stack": WAITS} for _ in range(5)]
+    for rank in guilty:
+        told[rank] = {"stuck_seconds": 25 + rank, "stack": READS}
+    text = blamed(*told)
+    assert re.findall(r"rank (\d) on host-\d is stuck for (\d+) s", text) == [
+        (str(rank), str(25 + rank)) for rank in guilty[:3]
+    ]
+    assert ("and 1 more" in text) == (len(guilty) > 3)
+    assert "all_reduce" not in text
+    assert "wait for each other" not in text
+
+
+def test_ranks_that_wait_in_two_places_are_told_from_each_other_by_their_number() -> None:
+    elsewhere = WAITS.replace("in all_reduce", "in broadcast")
+    told = [{"stuck_seconds": 25, "stack": stack} for stack in (WAITS, elsewhere, WAITS, WAITS)]
+    text = blamed(*told)
+    assert text.startswith("rank 1 on host-0 is stuck")
+    assert text.count("is stuck") == 1
+
+
+def test_ranks_that_are_all_busy_in_one_place_do_not_wait_for_each_other() -> None:
+    text = blamed(*({"stuck_seconds": 25, "stack": READS} for _ in range(2)))
+    assert text.count("is stuck") == 2
+    assert "wait for each other" not in text
+
+
+def test_a_busy_rank_that_is_late_by_less_than_those_that_wait_for_it_is_guilty() -> None:
+    waiting = {"stuck_seconds": 20.5, "stack": WAITS}
+    text = blamed(waiting, {"stuck_seconds": 19.5, "stack": READS}, waiting)
+    assert text.startswith("rank 1 on host-0 is stuck for 20 s")
+
+
+def suspicious(*told: dict[str, object]) -> bool:
+    return is_suspicious(peers(*told), deadline_seconds=DEADLINE_SECONDS)
+
+
+def test_ranks_may_wait_as_long_as_the_one_that_they_wait_for_may_take() -> None:
+    waiting = {"stuck_seconds": 25, "stack": WAITS}
+    writing = {"stuck_seconds": 25, "phase": "logging", "allowed_seconds": 1800.0}
+    assert suspicious(waiting, waiting)
+    assert not suspicious(waiting, writing)
+    assert suspicious(waiting, {**writing, "stuck_seconds": 1801})
+    assert suspicious(waiting, {**writing, "left": 0}), "it is waited for no longer"
+
+
 def test_a_rank_that_has_left_is_no_suspect() -> None:
     (peer,) = peers({"left": 0})
     peer.unheard_seconds = 99.0
-    assert not peer.is_suspect(DEADLINE_SECONDS)
+    assert not is_suspicious([peer], deadline_seconds=DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "report", [{"left": "0"}, {"step": None}, {"quiet_seconds": "9"}, {"stack": ["x"]}]
+)
+def test_a_report_of_a_wrong_type_changes_nothing(report: dict[str, object]) -> None:
+    (peer,) = peers({})
+    before = replace(peer)
+    with pytest.raises(ValueError, match="of rank 0 is"):
+        peer.note({"step": 9, **report})
+    assert peer == before
+
+
+def test_a_report_cannot_forge_a_line_of_the_log() -> None:
+    stack = 'Thread 0x1 (x)\n2026-01-01 00:00:00 ERROR forged\x1b[2J\n  File "a"\u202e\n'
+    (peer,) = peers({"stuck_seconds": 25, "phase": "a\nb", "stack": stack})
+    peer.host = "evil\r\n2026 ERROR forged"
+    text = accuse([peer], deadline_seconds=DEADLINE_SECONDS)
+    assert re.search("[^\n -~]", text) is None
+    assert all(line.startswith("  ") for line in text.split("\n")[1:])
 
 
 def test_messages_arrive_whole_however_they_were_cut() -> None:
@@ -85,8 +154,41 @@ def test_messages_arrive_whole_however_they_were_cut() -> None:
     inbox = Inbox()
     arrived = [message for byte in sent for message in inbox.take(bytes([byte]))]
     assert arrived == [{"a": 1}, {"b": [2]}]
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n", b"[" * 100_000 + b"\n", b"[]\n", b"\xff\n", b"x" * 101]
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
-        Inbox().take(b"GET / HTTP/1.1\r\n")
+        Inbox(100 if data.startswith(b"x") else MESSAGE_BYTES).take(data)
+
+
+def channels() -> tuple[Channel, Channel]:
+    """Both sides of a connection."""
+    head, caller = (
+        Channel("token", head_nonce=b"1", caller_nonce=b"2", is_head=is_head)
+        for is_head in (True, False)
+    )
+    return head, caller
+
+
+def test_an_authenticated_line_counts_once_in_its_place_and_direction() -> None:
+    head, caller = channels()
+    first, second = (caller.encode({"step": step}) for step in (1, 2))
+    order = head.encode({"end": True})
+    with pytest.raises(ValueError, match="not the next one"):
+        head.take(order)  # reflected, and of the number that is awaited
+    assert head.take(first) == [{"step": 1}]
+    forged = second.replace(b'"step": 2', b'"step": 3')
+    for line in (first, forged, order, second[65:], b"\n", b"x" * 64 + second[64:]):
+        with pytest.raises(ValueError, match="not the next one"):
+            head.take(line)
+    assert head.take(second) == [{"step": 2}]
+    another = Channel("token", head_nonce=b"3", caller_nonce=b"2", is_head=True)
+    with pytest.raises(ValueError, match="not the next one"):
+        another.take(first)
+    assert caller.take(order) == [{"end": True}]
 
 
 def test_time_in_which_we_did_not_run_does_not_count() -> None:
