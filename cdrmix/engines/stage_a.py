@@ -5,6 +5,7 @@ A accumulation steps, B micro batch, T time, L MoE layers, E experts, W data ran
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,6 +93,8 @@ def open_corpus(config: Config) -> Corpus:
         path = sample or local_folder(config.data, sequence_length)
         manifest = read_manifest(path)
         check_vocab(manifest, model.vocab_size)
+        if runtime.rank() == 0:
+            _warn_of_recipe(config.data.recipe, manifest.source.get("recipe"), str(path))
         verify_shards(
             path,
             manifest,
@@ -107,6 +110,23 @@ def open_corpus(config: Config) -> Corpus:
         )
 
     return runtime.together(open_folder)
+
+
+@cache  # Stage B opens the corpus again
+def _warn_of_recipe(recipe: str | None, built_by: str | None, folder: str) -> None:
+    """Warn where a data set was built by another recipe than the model's.
+
+    Args:
+        built_by: None for folders that do not say, such as the sample corpus.
+    """
+    if recipe is not None and built_by is not None and built_by != recipe:
+        logger.warning(
+            "warning: %s was built by the recipe '%s', and data.recipe = '%s' is made for this "
+            "model. Build that one with `cdrmix data build`, or set data.recipe=null.",
+            folder,
+            built_by,
+            recipe,
+        )
 
 
 def _training_set(config: Config, path: Path) -> TokenDataset | MixedDataset:
