@@ -65,6 +65,12 @@ class DataConfig(Section):
         description="Folder of token shards, the URL of one (file, http, https, or what fsspec "
         "knows), or 'sample': built on first use from the text that ships with Python."
     )
+    recipe: str | None = Field(
+        None,
+        description="Name of the data recipe that is made for this model, a file of "
+        "model_configs/data without its suffix; a folder built by another one is trained on with a "
+        "warning. null: any.",
+    )
     cache_folder: str = Field(
         "data/cache", description="Where shards of a URL are copied to; a disk of each machine."
     )

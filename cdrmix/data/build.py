@@ -113,7 +113,7 @@ def build_dataset(
             if isinstance(engine, str):
                 engine = _engine(engine, workers, out / "work", sbatch or {})
             with engine as pool:
-                return _Build(recipe, out, pool, task_bytes).run()
+                return _Build(recipe, recipe_file.stem, out, pool, task_bytes).run()
     except OSError as error:
         raise DataError(
             f"{error.filename or out}: {error.strerror}. What is done stays in {out}: mend this "
@@ -211,8 +211,11 @@ def _stages(recipe: Recipe) -> Iterator[_Stage]:
 class _Build:
     """One build, under its lock."""
 
-    def __init__(self, recipe: Recipe, out: Path, pool: Engine, task_bytes: int | None) -> None:
+    def __init__(
+        self, recipe: Recipe, name: str, out: Path, pool: Engine, task_bytes: int | None
+    ) -> None:
         self._recipe, self._out, self._pool = recipe, out, pool
+        self._name = name
         self._work = out / "work"
         self._tasks, self._found = make_tasks(recipe, out=out, task_bytes=task_bytes)
         self._share = recipe.shards.validation_share
@@ -406,7 +409,7 @@ class _Build:
                 file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=tokenizer.num_tokens
             ),
             eos_id=tokenizer.eos_id,
-            source=lineage(self._recipe, self._tasks, records, shards),
+            source=lineage(self._recipe, self._name, self._tasks, records, shards),
         )
         write_report(
             self._out,

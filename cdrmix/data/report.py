@@ -28,6 +28,7 @@ Results = tuple[Any, ...]
 
 def lineage(
     recipe: Recipe,
+    name: str,
     tasks: Sequence[Task],
     records: Sequence[dict[str, Any]],
     shards: Sequence[tuple[ShardInfo, dict[str, int]]],
@@ -35,6 +36,7 @@ def lineage(
     """Where the tokens are from, for the manifest: plain values, equal for equal builds.
 
     Args:
+        name: of the recipe, its file's without the suffix.
         records: of each task's last stage.
         shards: every shard, and its documents by source.
     """
@@ -50,6 +52,7 @@ def lineage(
             "sha256": hashlib.sha256(digests.encode()).hexdigest(),
         }
     found: dict[str, Any] = {
+        "recipe": name,
         "recipe_hash": config_hash(recipe),
         "sources": sources,
         "shards": {shard.stem: documents for shard, documents in shards},

@@ -6,6 +6,7 @@ A accumulation steps, B micro batch, T time, L MoE layers, E experts, W data ran
 from __future__ import annotations
 
 import socket
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +110,8 @@ def open_corpus(config: Config) -> Corpus:
         path = sample or local_folder(config.data, sequence_length)
         manifest = read_manifest(path)
         check_vocab(manifest, model.vocab_size)
+        if runtime.rank() == 0:
+            _warn_of_recipe(config.data.recipe, manifest.source.get("recipe"), str(path))
         verify_shards(
             path,
             manifest,
@@ -156,6 +159,23 @@ def check_same(things: str, name: str, digest: str) -> None:
         f"ranks have different {things}:\n{listed}\nEvery host must have the same. Try a folder "
         "that all hosts share, or copy it again to the hosts where it differs"
     )
+
+
+@cache  # Stage B opens the corpus again
+def _warn_of_recipe(recipe: str | None, built_by: str | None, folder: str) -> None:
+    """Warn where a data set was built by another recipe than the model's.
+
+    Args:
+        built_by: None for folders that do not say, such as the sample corpus.
+    """
+    if recipe is not None and built_by is not None and built_by != recipe:
+        logger.warning(
+            "warning: %s was built by the recipe '%s', and data.recipe = '%s' is made for this "
+            "model. Build that one with `cdrmix data build`, or set data.recipe=null.",
+            folder,
+            built_by,
+            recipe,
+        )
 
 
 def _training_set(config: Config, path: Path) -> TokenDataset | MixedDataset:

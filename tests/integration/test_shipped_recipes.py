@@ -1,6 +1,6 @@
 """The recipes that ship, built whole on small stand-ins of their sources.
 
-A stand-in is a folder of JSON lines that `datasets` streams as it streams the hub.
+A stand-in is a folder of JSON lines; `datasets` streams one of each recipe as it streams the hub.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from cdrmix.config.load import load_config
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
 from cdrmix.data.build import build_dataset
 from cdrmix.data.inspection import inspect_folder
+from cdrmix.engines.stage_a import open_corpus
 from tests.harness import ROOT
 
 for package in ("datasets", "fasttext", "rensa", "w3lib"):
@@ -46,7 +48,8 @@ def rows_of(domain: str, generator: random.Random) -> list[dict[str, Any]]:
         texts = [path.read_text(encoding="utf-8") for path in CODE]
     else:
         lengths = {"long": (250, 260), "tasks": (2, 4)}.get(domain, (8, 14))
-        texts = [prose(generator, generator.randrange(*lengths)) for _ in range(12)]
+        number = 3 if domain == "long" else 6
+        texts = [prose(generator, generator.randrange(*lengths)) for _ in range(number)]
     host = generator.randrange(1000)
     rows = [
         {"text": text, "url": f"https://host{host}.example/{number}"}
@@ -65,13 +68,15 @@ def stand_in(recipe: dict[str, Any], folder: Path) -> Path:
         lines = [json.dumps(row) + "\n" for row in rows_of(source["domain"], generator)]
         (place / "train.jsonl").write_text("".join(lines), encoding="utf-8")
         local = {key: value for key, value in source.items() if key not in ("subset", "revision")}
-        sources.append(local | {"path": str(place)})
+        # One is streamed as the hub is; `datasets` needs half a second to look at each folder.
+        kind = "local" if sources else source["type"]
+        sources.append(local | {"path": str(place), "type": kind})
     small = {
         "sources": sources,
         "tokenizer": {"vocab_size": 400},
         "shards": {"validation_share": 0.2},
     }
-    file = folder / "recipe.yaml"
+    file = folder / "mine.yaml"
     file.write_text(dump_yaml(recipe | small))
     return file
 
@@ -89,11 +94,11 @@ def test_a_shipped_recipe_builds(name: str, tmp_path: Path) -> None:
     assert num_copies >= sum(source["domain"] != "tasks" for source in recipe["sources"])
     kept = sum(source["documents"] for source in inspected["source"]["sources"].values())
     assert kept > 0.6 * inspected["read"]["documents"], "the steps throw good text away"
-    if recipe.get("mixture"):
-        course = inspected["mixture"]
-        for shares in course["whole"]["domains"].values():
-            assert shares["drawn"] == pytest.approx(shares["asked"], abs=2e-4)
-        assert course["samples"] * 8 == 2_000_000_000_000
+    assert inspected["source"]["recipe"] == "mine"
+    course = inspected["mixture"]
+    for shares in course["whole"]["domains"].values():
+        assert shares["drawn"] == pytest.approx(shares["asked"], abs=2e-4)
+    assert course["samples"] * 8 == (3 if name == "standard" else 20) * 10**11
 
 
 def test_thresholds_are_stricter_with_scale() -> None:
@@ -109,12 +114,49 @@ def test_thresholds_are_stricter_with_scale() -> None:
     assert strictness("standard") < strictness("extended") < strictness("reasoning") <= 1
 
 
-def test_a_quarter_of_the_reasoning_mixture_is_long_or_tasks() -> None:
-    phases = {
-        name: parse_yaml((FOLDER / f"{name}.yaml").read_text(), place=name)["mixture"]["phases"]
+def weights(text: str, *sections: str) -> list[dict[str, float]]:
+    """Weights of each phase of a mixture in a YAML file."""
+    values = parse_yaml(text, place="mixture")
+    for section in sections:
+        values = values[section]
+    return [dict(phase["weights"]) for phase in values["phases"]]
+
+
+def test_a_quarter_of_the_reasoning_mixture_is_added_long_documents_and_tasks() -> None:
+    extended, reasoning = (
+        weights((FOLDER / f"{name}.yaml").read_text(), "mixture")
         for name in ("extended", "reasoning")
-    }
-    for base, phase in zip(phases["extended"], phases["reasoning"], strict=True):
-        weights = dict(phase["weights"])
-        assert weights.pop("long") + weights.pop("tasks") == 25
-        assert weights == {name: 0.75 * weight for name, weight in base["weights"].items()}
+    )
+    for base, phase in zip(extended, reasoning, strict=True):
+        rest = {name: weight - 0.75 * base.get(name, 0) for name, weight in phase.items()}
+        assert rest.pop("long") == rest.pop("tasks") == 12.5
+        assert not any(rest.values())
+    for size in ("1b", "4b"):  # the same shares, over fewer tokens
+        variant = (FOLDER.parent / f"cdrmix-reason-{size}.yaml").read_text()
+        assert weights(variant, "data", "mixture") == reasoning
+
+
+def test_a_run_on_another_recipes_data_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        text = prose(random.Random(number), 8)
+        (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
+    source = {"name": "a", "type": "local", "path": str(tmp_path / "texts"), "domain": "prose"}
+    small = {"tokenizer": {"vocab_size": 300}, "shards": {"validation_share": 0.2}, "steps": []}
+    file = tmp_path / "mine.yaml"
+    file.write_text(dump_yaml({"sources": [source]} | small))
+    build_dataset(file, tmp_path / "out", workers=1)
+
+    def messages(recipe: str) -> list[str]:
+        values = [f"data.path={tmp_path / 'out'}", f"data.recipe={recipe}", "model.vocab_size=300"]
+        config = load_config(FOLDER.parent / "cdrmix-core-tiny.yaml", values)
+        caplog.clear()
+        for _ in range(2):  # as Stage A and Stage B do
+            open_corpus(config)
+        return [record.getMessage() for record in caplog.records if "recipe" in record.getMessage()]
+
+    assert messages("mine") == messages("null") == []
+    (message,) = messages("extended")
+    assert "was built by the recipe 'mine', and data.recipe = 'extended'" in message

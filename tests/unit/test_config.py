@@ -328,11 +328,9 @@ def test_a_stage_b_without_steps_is_refused() -> None:
     assert "are all 0: nothing would be learned. Try training.stage = a" in line
 
 
-def test_lists_survive_the_json_of_a_checkpoint(tmp_path: Path) -> None:
-    mixture = "data:\n  mixture:\n    phases: [{weights: {web: 1.0}, tokens: 10}, {}]"
-    text = REASON.read_text(encoding="utf-8")
-    config = load_config(written(tmp_path, text.replace("data:", mixture)))
-    assert config.data.mixture is not None
+def test_lists_survive_the_json_of_a_checkpoint() -> None:
+    config = load_config(REASON)
+    assert config.data.mixture is not None and len(config.data.mixture.phases) > 1
     assert Config.model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
 
 

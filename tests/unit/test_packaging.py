@@ -24,7 +24,7 @@ PROVIDED = {
     "ray": ["ray"],
 }
 # What a benchmark compares with, where somebody has installed it; and the tests' own references.
-PEERS = {"datasketch", "loguru", "tests", "webdataset"}
+PEERS = {"datasketch", "loguru", "lxml", "trafilatura", "tests", "webdataset"}
 # What a CUDA build of torch brings for itself, at exact versions of its own choice.
 LEFT_TO_TORCH = re.compile("triton|nvidia-|cuda-")
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import resource
 import tarfile
 import tracemalloc
 import zipfile
@@ -14,6 +15,7 @@ import pytest
 from cdrmix.data.document import Document
 from cdrmix.data.source import SourceConfig, find_files
 from cdrmix.data.steps.read import read_file
+from cdrmix.data.steps.read_bytes import Unreadable
 from cdrmix.data.steps.read_html import extract_text
 from cdrmix.data.steps.read_huggingface import paced, taken_up_again
 from cdrmix.errors import DataError
@@ -149,7 +151,7 @@ def test_html_gives_what_a_page_shows(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(page)
     (document,), _ = read(tmp_path)
     assert document.text == (
-        "Head\n\nOne boldword.\nNext\n\n- first\n- second\n\n  a\n    b\n\n1\t2"
+        "Head\n\nOne boldword.\nNext\n\n  • first\n  • second\n  a\n    b\n1\t\t2"
     )
     assert document.metadata["title"] == "A & B"
 
@@ -157,6 +159,32 @@ def test_html_gives_what_a_page_shows(tmp_path: Path) -> None:
 def test_html_left_open_hides_no_more_than_it_must() -> None:
     assert extract_text("<head><title>t</title><body><p>shown")[0] == "shown"
     assert extract_text("<nav>menu</nav></nav></p>shown")[0] == "shown"
+
+
+def test_html_leaves_out_landmarks_and_keeps_captions_and_summaries() -> None:
+    page = (
+        "<div role='navigation'>menu</div><h1>Head<a class='headerlink'>¶</a></h1>"
+        "<figure><img src=x><figcaption>caption</figcaption></figure>"
+        "<details><summary>short</summary>long</details><div role='contentinfo'>notice</div>"
+    )
+    assert extract_text(page)[0].split() == ["Head", "caption", "short", "long"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param("<nav>" * 24_000 + "</div>" * 10_000 + "x", id="time of ends without a start"),
+        pytest.param("".join(f"<p><font size={i}>" for i in range(5_000)), id="memory of fonts"),
+        pytest.param("<ul><li>x" * 2_000, id="indentation of lists"),
+    ],
+)
+def test_hostile_html_is_set_aside_within_its_limits(page: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with pytest.raises(Unreadable, match="beyond the limits"):
+        extract_text(page)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    assert extract_text("<p>the next page")[0] == "the next page"
 
 
 def test_html_is_decoded_as_it_declares(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.config.load import config_hash
+from cdrmix.config.load import config_hash, load_config
 from cdrmix.data.recipe import (
     DEFAULT_STEPS,
     STEPS,
@@ -155,7 +155,7 @@ def test_a_mixture_is_found_again_in_the_manifest(recipe_file: Path) -> None:
         vocab_size=300,
         tokenizer=TokenizerInfo(file="tokenizer.json", sha256="", num_tokens=300),
         eos_id=0,
-        source=lineage(recipe, [], [], []),
+        source=lineage(recipe, "mine", [], [], []),
     )
     assert recipe.mixture is not None
     assert built_mixture(manifest) == recipe.mixture
@@ -170,3 +170,24 @@ def test_the_recipe_in_the_documentation_loads(recipe_file: Path) -> None:
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_recipes_load(file: Path) -> None:
     assert load_recipe(file).sources
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "model_configs").glob("*.yaml")), ids=lambda file: str(file.stem)
+)
+def test_each_variant_names_the_recipe_made_for_it(file: Path) -> None:
+    config = load_config(file)
+    if file.stem.endswith("-tiny"):
+        assert config.data.path == "sample" and config.data.recipe is None
+        return
+    _, kind, size = file.stem.split("-")
+    of_size = {"1b": "standard", "4b": "standard", "40b": "extended", "200b": "extended"}
+    name = "reasoning" if kind == "reason" else of_size[size]
+    assert (config.data.recipe, config.data.path) == (name, f"data/{name}")
+    recipe = load_recipe(ROOT / "model_configs" / "data" / f"{name}.yaml")
+    mixture = config.data.mixture or recipe.mixture
+    assert mixture is not None and "long" in {source.domain for source in recipe.sources}
+    # The last phase anneals, so it must end where the training does, and no earlier.
+    assert sum(phase.tokens or 0 for phase in mixture.phases) == config.training.total_tokens
+    own = {name for phase in mixture.phases for name in phase.weights or ()}
+    assert own == {source.domain for source in recipe.sources}

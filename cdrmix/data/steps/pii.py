@@ -11,17 +11,15 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator
+from functools import cache
 
-from cdrmix.data.steps.checksums import (
-    CALLING_CODE,
-    IBAN_LENGTH,
-    is_card,
-    is_chinese_id,
-    is_codice_fiscale,
-    is_cpf,
-    is_iban,
-    is_nir,
-)
+from phonenumbers import COUNTRY_CODE_TO_REGION_CODE
+from stdnum import iban, luhn, numdb
+from stdnum.br import cpf
+from stdnum.cn import ric
+from stdnum.exceptions import ValidationError
+from stdnum.fr import nir
+from stdnum.it import codicefiscale
 
 Span = tuple[int, int, str]
 
@@ -72,6 +70,18 @@ _CARD = re.compile(
     r"(?<![\w.-])(?:[0-9]{12,19}|[0-9]{4}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{4}(?:\1[0-9]{3})?"
     rf"|[0-9]{{4}}([ -])[0-9]{{6}}\2[0-9]{{4,5}}){_END}"
 )
+# Issuer prefixes and lengths of payment cards: Visa, Mastercard, American Express, Diners Club,
+# Discover, JCB, UnionPay, Maestro. No library has them.
+_CARD_OF_ISSUER = re.compile(
+    r"4(?:\d{12}|\d{15}|\d{18})"
+    r"|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}"
+    r"|3[47]\d{13}"
+    r"|3(?:0[0-5]|[689]\d)\d{11}"
+    r"|(?:6011|64[4-9]\d|65\d\d)\d{12}"
+    r"|35(?:2[89]|[3-8]\d)\d{12}"
+    r"|62\d{14,17}"
+    r"|(?:5018|5020|5038|5893|6304|6759|676[1-3])\d{8,15}"
+)
 _US_SSN = re.compile(
     rf"(?<![\w.-])(?!000|666|9)[0-9]{{3}}-(?!00)[0-9]{{2}}-(?!0000)[0-9]{{4}}{_END}"
 )
@@ -112,19 +122,50 @@ def _only_digits(text: str) -> str:
     return "".join(filter(str.isdigit, text))
 
 
+def _is_card(match: re.Match[str], _: str) -> bool:
+    """Test for a known issuer's prefix and length, and the check digit."""
+    digits = _only_digits(match[0])
+    if _CARD_OF_ISSUER.fullmatch(digits) is None or len(set(digits)) == 1:
+        return False
+    return bool(luhn.is_valid(digits))
+
+
+def _is_cpf(match: re.Match[str], _: str) -> bool:
+    """Test for the check digits; they hold for eleven equal digits too, which nobody has."""
+    return bool(cpf.is_valid(match[0])) and len(set(_only_digits(match[0]))) > 1
+
+
+def _is_chinese_id(match: re.Match[str], _: str) -> bool:
+    """Test for the check digit and a day of birth since 1900.
+
+    The library's own test asks for a place of birth in its list too, which is one of today's.
+    """
+    number = match[0].upper()
+    if number[6:8] not in ("19", "20") or ric.calc_check_digit(number) != number[17]:
+        return False
+    try:
+        ric.get_birth_date(number)
+    except ValidationError:
+        return False
+    return True
+
+
 def _is_phone(match: re.Match[str], text: str) -> bool:
     """Whether a match of one of the patterns of phone numbers can be one."""
     digits = _only_digits(match[0])
     if match.re is _INTERNATIONAL:
         national = _only_digits(match[1])
-        code = CALLING_CODE.match(national)
+        codes = (national[:n] for n in (1, 2, 3))
+        code = next((code for code in codes if int(code) in COUNTRY_CODE_TO_REGION_CODE), None)
         if match[0].startswith("00") and national == match[1]:
             return False  # a number padded with zeros, or hexadecimal
         if _DECIMAL.fullmatch(match[0]):
             return False
-        if not code or code[0] == "1":
-            return len(national) == 11 and national[1] > "1" and national[4] > "1" and bool(code)
-        return 9 <= len(national) <= 15 and len(national) - len(code[0]) >= 6
+        if code is None:
+            return False
+        if code == "1":
+            return len(national) == 11 and national[1] > "1" and national[4] > "1"
+        return 9 <= len(national) <= 15 and len(national) - len(code) >= 6
     if match.re is _NORTH_AMERICAN:
         # Three groups between spaces are a row of a table, unless something says otherwise.
         return bool(match[1]) or match[3] != " " or _follows_phone_word(match.start(), text)
@@ -142,11 +183,11 @@ def _follows_phone_word(start: int, text: str) -> bool:
 
 
 _NUMBERS = (
-    (_CARD, "card", lambda match, _: is_card(_only_digits(match[0]))),
-    (_CHINESE_ID, "cn_id", lambda match, _: is_chinese_id(match[0])),
-    (_NIR, "fr_nir", lambda match, _: is_nir(match[0].replace(" ", ""))),
+    (_CARD, "card", _is_card),
+    (_CHINESE_ID, "cn_id", _is_chinese_id),
+    (_NIR, "fr_nir", lambda match, _: nir.is_valid(match[0])),
     (_US_SSN, "us_ssn", lambda match, _: True),
-    (_CPF, "br_cpf", lambda match, _: is_cpf(_only_digits(match[0]))),
+    (_CPF, "br_cpf", _is_cpf),
     *((p, "phone", _is_phone) for p in (_INTERNATIONAL, _NORTH_AMERICAN, _NATIONAL, _AFTER_WORD)),
 )
 
@@ -176,17 +217,29 @@ def _starts_word(match: re.Match[str], text: str) -> bool:
     return not (before.isalnum() or before in "_-.+/")
 
 
+@cache
+def _iban_length(country: str) -> int | None:
+    """Length of a country's IBANs, or None where it has none, by SWIFT's registry."""
+    structure = numdb.get("iban").info(country)[0][1].get("bban")
+    if structure is None:
+        return None
+    return len("DE00") + sum(int(n) for n in re.findall(r"(\d+)!", structure))
+
+
 def find_ibans(text: str) -> Iterator[Span]:
     """IBANs, with spaces between groups of four or without."""
     for match in _LETTERED.finditer(text):
-        length = IBAN_LENGTH.get(match[0][:2])
+        length = _iban_length(match[0][:2])
         if length is None or not _starts_word(match, text):
             continue
         end = match.start()
         for _ in range(length):  # the pattern may have run into the word that follows
             end += 1 + (text[end : end + 1] == " ")
         compact = text[match.start() : end].replace(" ", "")
-        if is_iban(compact) and not text[end : end + 1].isalnum():
+        if text[end : end + 1].isalnum() or len(compact) != length:
+            continue
+        # Not the checks of a country's account numbers: a wrong one still names its owner.
+        if iban.is_valid(compact, check_country=False):
             yield match.start(), end, "iban"
 
 
@@ -200,7 +253,9 @@ def find_ninos(text: str) -> Iterator[Span]:
 def find_codici_fiscali(text: str) -> Iterator[Span]:
     """Italian tax codes with a right check letter."""
     for match in _CODICE_FISCALE.finditer(text):
-        if _starts_word(match, text) and is_codice_fiscale(match[0]):
+        if _starts_word(match, text) and (
+            codicefiscale.calc_check_digit(match[0][:15]) == match[0][15]
+        ):
             yield *match.span(), "it_cf"
 
 
