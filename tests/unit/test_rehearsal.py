@@ -85,7 +85,7 @@ def test_the_small_layouts_of_every_variant_are_sound(variant: str) -> None:
         "ranks",
         "devices and links",
         "tokens beyond an expert's capacity",
-    }
+    } | ({"mixture"} if config.data.mixture is not None else set())
 
 
 def small_and_unseen(*overrides: str) -> tuple[list[Rehearsal], set[str]]:
