@@ -9,6 +9,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import contextlib
 import random
 import shutil
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -24,6 +25,8 @@ from cdrmix.config.load import load_config
 from cdrmix.data.sample import build_sample
 from tests.harness import ROOT
 
+sys.dont_write_bytecode = False  # of what it makes multiprocessing say to its children
+
 TINY = ROOT / "model_configs" / "cdrmix-core-tiny.yaml"
 
 # What tests start inherits it, and with it what that starts.
@@ -38,12 +41,26 @@ _CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
 }
 
 
-# Kinds of tests whose files start launchers, hosts or whole runs.
-_SLOW_KINDS = ("tests/cluster/", "tests/integration/")
+# Tests that --fast leaves out: launchers, hosts, whole runs that are killed and go on.
+_SLOW = (
+    "tests/cluster/",
+    "tests/integration/",
+    "tests/distributed/test_background_saves",
+    "tests/distributed/test_bad_input",
+    "tests/distributed/test_checkpoint_state",
+    "tests/distributed/test_communication",
+    "tests/distributed/test_health",
+    "tests/distributed/test_late_copies",
+    "tests/distributed/test_layouts",
+    "tests/distributed/test_partitioned",
+    "tests/distributed/test_stage_b",
+    "tests/distributed/test_store_faults",
+    "tests/distributed/test_supervision",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "leave out tests/cluster, tests/integration and what is marked slow"
+    text = "leave out tests/cluster, tests/integration, whole runs on ranks and what is marked slow"
     parser.addoption("--fast", action="store_true", help=text)
 
 
@@ -55,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [
             item
             for item in items
-            if item.nodeid.startswith(_SLOW_KINDS) or item.get_closest_marker("slow")
+            if item.nodeid.startswith(_SLOW) or item.get_closest_marker("slow")
         ]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]

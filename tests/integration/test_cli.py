@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from cdrmix.cli import main
 from cdrmix.data.shards import read_manifest, verify_shards
 from tests.harness import RANK_ENVIRONMENT, ROOT, run_ranks
 from tests.small_run import CONFIG, arguments, start
@@ -24,10 +28,30 @@ def trained(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return run_dir
 
 
-def cdrmix(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """The installed command, ended with `code`."""
+@dataclass(frozen=True)
+class Ended:
+    """Output of a command that has ended."""
+
+    stdout: str
+    stderr: str
+
+
+def cdrmix(*words: str | Path, code: int = 0) -> Ended:
+    """Run the command in this process; it must end with `code`."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            ended = main([str(word) for word in words])
+        except SystemExit as ending:  # of argparse
+            ended = ending.code
+    assert ended == code, err.getvalue()
+    assert "Traceback" not in err.getvalue()
+    return Ended(out.getvalue(), err.getvalue())
+
+
+def test_the_installed_command_prints_nothing_but_its_json(trained: Path) -> None:
     done = subprocess.run(
-        [Path(sys.executable).parent / "cdrmix", *words],
+        [Path(sys.executable).parent / "cdrmix", "evaluate", trained, "--json"],
         cwd=ROOT,
         env={**os.environ, **RANK_ENVIRONMENT},
         capture_output=True,
@@ -35,13 +59,8 @@ def cdrmix(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str
         timeout=120,
         check=False,
     )
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done
-
-
-def test_evaluate_finds_the_loss_that_the_run_ended_with(trained: Path) -> None:
-    found = json.loads(cdrmix("evaluate", trained, "--json").stdout)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     expected = json.loads((trained / "metrics.json").read_text())["evaluation"]
     assert found["tokens"] == expected["tokens"]
     for name in ("loss", "perplexity", "bits_per_byte"):

@@ -13,7 +13,7 @@ from tools.benchmark import learn_retrieval as retrieval
 from tools.benchmark import learn_system as system
 
 
-@pytest.mark.parametrize("rank", binding.ROWS)
+@pytest.mark.parametrize("rank", [min(binding.ROWS), max(binding.ROWS)])
 def test_adapters_bind_what_has_left_the_window(rank: int) -> None:
     found = binding.learn(rank, seed=0)
     assert found["trained"] >= 0.90
