@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from cdrmix import __version__, log
 from cdrmix.errors import EXIT_DONE, TrainingError
-from cdrmix.verbs.cluster import add_doctor, add_launch, add_slurm
-from cdrmix.verbs.data import add_data
+from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm
+from cdrmix.verbs.data_verbs import add_data
 from cdrmix.verbs.flags import add_config_flags, at_least
 
 if TYPE_CHECKING:
@@ -99,14 +99,14 @@ def add_plan(verbs: Verbs) -> None:
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.config.load import load_config
-        from cdrmix.planning.comparison import as_text, compare
+        from cdrmix.planning.comparison import compare, plan_text
 
         config = load_config(arguments.config, arguments.overrides)
         compared = compare(config, _cluster(arguments))
         print(
             json.dumps(compared.to_json())
             if arguments.json
-            else as_text(compared, explain=arguments.explain)
+            else plan_text(compared, explain=arguments.explain)
         )
 
     parser.set_defaults(run=run)
@@ -151,7 +151,7 @@ def add_rehearse(verbs: Verbs) -> None:
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.config.load import load_config
-        from cdrmix.engines.rehearse import rehearse
+        from cdrmix.sessions.rehearse import rehearse
 
         config = load_config(arguments.config, arguments.overrides)
         rehearsed = rehearse(config, _cluster(arguments))
@@ -252,10 +252,10 @@ def _check_branch_flags(parser: argparse.ArgumentParser, arguments: argparse.Nam
 
 
 def _answer_with_memory(arguments: argparse.Namespace) -> None:
-    from cdrmix.evaluation.answering import Lasting, answer_from, read_text
+    from cdrmix.stage_b.answering import Lasting, answer_from, read_question_text
 
     name = str(arguments.file or "the prompt")
-    text = read_text(arguments.file) if arguments.file else arguments.prompt
+    text = read_question_text(arguments.file) if arguments.file else arguments.prompt
     answered = answer_from(
         arguments.run_dir,
         text,
@@ -343,7 +343,7 @@ def _add_suite_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate_reasoning(arguments: argparse.Namespace) -> None:
-    from cdrmix.evaluation import long_context as suite
+    from cdrmix.stage_b import long_context as suite
 
     found = suite.evaluate_reasoning(
         arguments.run_dir,

@@ -13,12 +13,12 @@ from typing import NoReturn
 from cdrmix import log, runtime
 from cdrmix.cluster.devices import unusable_devices
 from cdrmix.cluster.handover import arguments_of
-from cdrmix.cluster.start_up import StartUp
+from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import load_config
-from cdrmix.engines.backbone_source import check_given
 from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
 from cdrmix.planning.profile import check_legal
+from cdrmix.stage_b.backbone_source import check_given
 from cdrmix.verbs.flags import add_config_flags
 
 
@@ -79,8 +79,8 @@ def main(arguments: list[str]) -> int:
         runtime.set_threads()
         runtime.initialize_distributed()
         start_up.done("process_group")
-        from cdrmix.engines.devices import choose_here
-        from cdrmix.engines.session import run_training  # imports DeepSpeed, with its ops chosen
+        from cdrmix.engines.local_cluster import choose_here
+        from cdrmix.sessions.session import run_training  # imports DeepSpeed, with its ops chosen
 
         choice = choose_here(config, profile=args.profile)
         start_up.done("imports")

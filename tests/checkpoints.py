@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cdrmix.checkpoint.fragments import Block, Fragment, Span
+from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.checkpoint.saver import Saver
 
@@ -18,7 +18,7 @@ from cdrmix.checkpoint.saver import Saver
 def whole(name: str, tensor: torch.Tensor, kind: str = "param") -> Fragment:
     """A tensor that one rank holds all of."""
     shape = tuple(tensor.shape)
-    return Fragment(name, kind, shape, Span.whole(Block.whole(shape)), tensor.reshape(-1))
+    return Fragment(name, kind, shape, Span.whole(Box.whole(shape)), tensor.reshape(-1))
 
 
 class ThreadRanks:

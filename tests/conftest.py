@@ -90,6 +90,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # in the order of pyproject.toml, the cheap kinds first
     return ByFile(config, log)
+
+
 # Reasons to skip that hold in CI too; with CI=true in the environment any other one is an error.
 _CI_LACKS = (
     "no CUDA device",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 

@@ -215,7 +215,7 @@ def start(case: Case, *, seed: int = 1234) -> Started:
 
 def run_steps(started: Started, *, first: int = 0, count: int = STEPS) -> tuple[list[float], ...]:
     """Losses and gradient norms of some steps, over all ranks."""
-    from cdrmix.engines.step import train_step
+    from cdrmix.engines.stage_a import train_step
 
     case, topology, engine = started.case, started.topology, started.engine
     losses, norms = [], []
@@ -278,18 +278,18 @@ def plant(broken: str) -> None:
     from cdrmix.models import attention
     from cdrmix.models.moe import Router
     from cdrmix.models.rwkv7 import TimeMix
-    from cdrmix.parallel import partitioned, sequence, stages, statistics, tensor
+    from cdrmix.parallel import exchange, pipeline, sequence, tensor, zero3
 
     def without(part: int, value: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
         """Change what a stage makes of the part-th tensor that crossed the border before it."""
-        original = stages.Stage._unpack
+        original = pipeline.PipelineStage._unpack
 
         def enter(*args: Any) -> Any:
             found = list(original(*args))
             found[part] = value(found[part])
             return found
 
-        return lambda: setattr(stages.Stage, "_unpack", enter)
+        return lambda: setattr(pipeline.PipelineStage, "_unpack", enter)
 
     def leave_partial(kind: type[nn.Module]) -> None:
         """Whole parameters of such modules keep the gradients of this tensor rank's part."""
@@ -306,7 +306,7 @@ def plant(broken: str) -> None:
         "": lambda: None,
         "local mean": lambda: None,  # planted in `train`
         "local statistics": lambda: setattr(
-            statistics._MeanOverRanks, "apply", staticmethod(lambda x, _: x)
+            exchange._MeanOverRanks, "apply", staticmethod(lambda x, _: x)
         ),
         "partial mixes": lambda: leave_partial(TimeMix),
         "partial router": lambda: leave_partial(Router),
@@ -320,7 +320,7 @@ def plant(broken: str) -> None:
         ),
         "local positions": lambda: setattr(attention, "rotary_angles", restart_positions),
         "head not counted": lambda: setattr(
-            partitioned._Head,
+            zero3._Head,
             "forward",
             lambda _, hidden, embedding, score: score(hidden, embedding.weight.detach()),
         ),
@@ -328,7 +328,7 @@ def plant(broken: str) -> None:
         "v_first without gradient": without(1, torch.Tensor.detach),
         "statistics of the last stage": without(2, lambda _: None),
         "tied gradients apart": lambda: setattr(
-            stages.Pipeline, "get_tied_weights_and_groups", lambda _: []
+            pipeline.Pipeline, "get_tied_weights_and_groups", lambda _: []
         ),
     }
     faults[broken]()

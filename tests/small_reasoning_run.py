@@ -53,7 +53,7 @@ def arguments(data: Path, run_dir: Path, folder: Path, *more: str) -> list[str]:
 
 def before_step(step: int, act: Callable[[], Any]) -> None:
     """Have this rank do something of the test's own just before it trains `step` of Stage B."""
-    from cdrmix.engines.stage_b import StageB
+    from cdrmix.stage_b.engine import StageB
 
     original = StageB.train_step
 

@@ -51,24 +51,24 @@ def start(argv: list[str]) -> int:
     so does every run under the launcher.
     """
     import launch.train
-    from cdrmix.monitoring import figures
+    from cdrmix.monitoring import plots
 
-    figures.line_plot = lambda *_, **__: "<svg></svg>"  # nine plots: a third of a short run
+    plots.line_plot = lambda *_, **__: "<svg></svg>"  # nine plots: a third of a short run
     return launch.train.main(argv)
 
 
 def before_step(step: int, act: Callable[[], Any]) -> None:
     """Have this rank do something of the test's own just before it trains step `step`."""
-    from cdrmix.engines import pretraining
+    from cdrmix.engines import stage_a
 
-    original = pretraining.train_step
+    original = stage_a.train_step
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if kwargs["step"] == step:
             act()
         return original(*args, **kwargs)
 
-    pretraining.train_step = wrapped
+    stage_a.train_step = wrapped
 
 
 def refused(

@@ -45,7 +45,7 @@ _PRELOADED = (
     "tokenizers",
     "yaml",
     "launch.train",
-    "cdrmix.engines.session",
+    "cdrmix.sessions.session",
     "cdrmix.monitoring.report",
 )
 _SECONDS_TO_END = 2.0  # for a rank that has sent its result or dumps its stacks, or was killed

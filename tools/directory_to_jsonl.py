@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cdrmix.corpus.source import SourceConfig, find_files
+from cdrmix.corpus.steps.read import read_file
 from cdrmix.data.document import Document
 from cdrmix.data.folders import new_folder
-from cdrmix.data.source import SourceConfig, find_files
-from cdrmix.data.steps.read import read_file
 from cdrmix.errors import EXIT_DONE, DataError, TrainingError
 
 

@@ -1,6 +1,6 @@
 """Prints the sizes of the cdrmix-reason variants, or sizes a new one: --target-active 3B."""
 
-from cdrmix.planning.size_table import autosizer
+from cdrmix.planning.autosize import autosizer
 
 if __name__ == "__main__":
     autosizer("reason")

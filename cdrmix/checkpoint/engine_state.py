@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from cdrmix import runtime
-from cdrmix.checkpoint import zero3
-from cdrmix.checkpoint.fragments import Block, Fragment, Span
-from cdrmix.checkpoint.reader import CheckpointReader, check_names
+from cdrmix.checkpoint import partitioned
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader, check_names
+from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.errors import StateError
-from cdrmix.parallel.shard import is_copy, shard_of
+from cdrmix.parallel.tensor import is_copy, shard_of
 
 LogicalName = Callable[[str], str]
 
@@ -41,7 +41,7 @@ class _Placement:
     """
 
     shape: tuple[int, ...]
-    block: Block
+    block: Box
     is_first_replica: bool
     is_copy: bool
 
@@ -94,7 +94,7 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
             number = torch.tensor([float(value)], dtype=torch.float64)
             for piece in pieces:
                 if piece.has_first_element():
-                    yield Fragment(piece.name, kind, (), Span.whole(Block.whole(())), number)
+                    yield Fragment(piece.name, kind, (), Span.whole(Box.whole(())), number)
     for piece, share in _frozen_shares(engine, logical_name):
         yield from _fragments_of([piece], "param", share)
     for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
@@ -127,7 +127,7 @@ def whole_fragments(
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         values = tensor.detach().reshape(-1).float()
-        yield Fragment(logical_name(name), "param", shape, Span.whole(Block.whole(shape)), values)
+        yield Fragment(logical_name(name), "param", shape, Span.whole(Box.whole(shape)), values)
 
 
 def counters(engine: Any) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def counters(engine: Any) -> dict[str, Any]:
     }
 
 
-def load(
+def load_engine(
     engine: Any,
     reader: CheckpointReader,
     logical_name: LogicalName = str,
@@ -169,7 +169,7 @@ def load(
     runtime.together(lambda: check_names(reader, shapes, others=others))
     runtime.together(lambda: _read(engine, reader, logical_name))
     if _is_zero3(engine):
-        zero3.refresh_weights(engine.optimizer)
+        partitioned.refresh_weights(engine.optimizer)
     else:
         engine.optimizer.update_lp_params()
     _restore_counters(engine, reader.state["engine"])
@@ -226,7 +226,7 @@ def _masters(engine: Any) -> list[tuple[torch.nn.Parameter, list[torch.nn.Parame
     """Flat float32 masters, and the trained parameters that they hold shares of."""
     optimizer = engine.optimizer
     if _is_zero3(engine):
-        return list(zero3.sub_groups(optimizer))
+        return list(partitioned.sub_groups(optimizer))
     assert engine.zero_optimization_stage() in (1, 2), "written for ZeRO stages 1 to 3"
     # 0.19.8 links `_hp_mapping` in the order before the round-robin shuffle: it would be wrong.
     assert not engine.zero_round_robin_gradients(), "round_robin_gradients cannot be saved"
@@ -245,8 +245,8 @@ def _piece(engine: Any, name: str, param: torch.nn.Parameter) -> _Piece | None:
     """The range of a trained parameter that this rank holds; None if it holds nothing of it."""
     placement = _placement(engine, param)
     if _is_zero3(engine):
-        start, numel = zero3.share(param)
-        offset = zero3.offset(engine.optimizer, param)
+        start, numel = partitioned.share(param)
+        offset = partitioned.offset(engine.optimizer, param)
     elif _mapping(param) is None:
         return None
     else:
@@ -264,14 +264,14 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
         is_first = torch.distributed.get_rank(engine.optimizer.dp_process_group) == 0
         shard = shard_of(tensor)
         if shard is not None:
-            return _Placement(shard.logical_shape, Block(shard.offset, shape), is_first, copied)
-        return _Placement(shape, Block.whole(shape), is_first, copied)
+            return _Placement(shard.logical_shape, Box(shard.offset, shape), is_first, copied)
+        return _Placement(shape, Box.whole(shape), is_first, copied)
     name: str = tensor.group_name  # type: ignore[attr-defined]
     experts, replicas = engine.expert_parallel_group[name], engine.expert_data_parallel_group[name]
     first = torch.distributed.get_rank(experts) * shape[0]
     total = torch.distributed.get_world_size(experts) * shape[0]
     is_first = torch.distributed.get_rank(replicas) == 0
-    block = Block((first, *(0 for _ in shape[1:])), shape)
+    block = Box((first, *(0 for _ in shape[1:])), shape)
     return _Placement((total, *shape[1:]), block, is_first, copied)
 
 
@@ -283,10 +283,10 @@ def _frozen(engine: Any) -> list[tuple[str, torch.nn.Parameter]]:
 def _frozen_shares(engine: Any, logical_name: LogicalName) -> Iterator[tuple[_Piece, torch.Tensor]]:
     """This rank's shares of frozen parameters, which ZeRO-3 alone partitions too."""
     for name, param in _frozen(engine) if _is_zero3(engine) else ():
-        placement, (start, numel) = _placement(engine, param), zero3.share(param)
+        placement, (start, numel) = _placement(engine, param), partitioned.share(param)
         if numel:
             span = Span(placement.block, start, numel)
-            yield _Piece(logical_name(name), placement, span, 0), zero3.held(param)
+            yield _Piece(logical_name(name), placement, span, 0), partitioned.held(param)
 
 
 def _unpartitioned(
@@ -370,7 +370,7 @@ def _materialise_optimizer_state(engine: Any) -> None:
     for p in masters:
         p.grad = torch.zeros_like(p)
     if _is_zero3(engine):
-        zero3.step_each(engine.optimizer)
+        partitioned.step_each(engine.optimizer)
     else:
         inner.step()
     for group, rate in zip(inner.param_groups, rates, strict=True):

@@ -18,16 +18,17 @@ import torch
 
 from cdrmix.checkpoint.files import (
     FileRecord,
+    damage,
     replace_text,
     safetensors_header,
+    save_number,
     sync_directory,
+    write_checkpoint_manifest,
     write_json,
     write_tensors,
     write_text,
 )
-from cdrmix.checkpoint.fragments import Fragment
-from cdrmix.checkpoint.index import index_entry, merge_entries
-from cdrmix.checkpoint.manifest import damage, save_number, write_manifest
+from cdrmix.checkpoint.fragments import Fragment, index_entry, merge_entries
 from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
 
@@ -37,7 +38,7 @@ _STEP_FOLDER = re.compile(r"(\d+)(\.replaced)?")
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank adds to a checkpoint.
 
     Attributes:
@@ -61,10 +62,10 @@ class Part:
     index: list[dict[str, Any]]
 
 
-def make_share(rank: int, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> Share:
+def make_share(rank: int, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> RankShare:
     """The share of this rank, its data where they are."""
     held = list(fragments)
-    return Share(rank, held, [fragment.values for fragment in _in_file_order(held)], state)
+    return RankShare(rank, held, [fragment.values for fragment in _in_file_order(held)], state)
 
 
 def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
@@ -81,7 +82,7 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
             _put_back(replaced)
 
 
-def write_share(temporary: Path, share: Share) -> None:
+def write_share(temporary: Path, share: RankShare) -> None:
     """Write one rank's files, and what rank 0 is to know of them."""
     name = _name(share.rank)
     tensor_file, json_file = f"{name}.safetensors", f"{name}.json"
@@ -108,7 +109,7 @@ def complete(temporary: Path, parts: list[Part], state: str, *, save: int) -> No
     files = {name: record for part in parts for name, record in part.files.items()}
     files["index.json"] = write_json(temporary / "index.json", {"tensors": index})
     files["state.json"] = write_text(temporary / "state.json", state)
-    write_manifest(temporary, files, save=save)
+    write_checkpoint_manifest(temporary, files, save=save)
     for path in temporary.glob("*.part"):
         path.unlink()
     sync_directory(temporary)

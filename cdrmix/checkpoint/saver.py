@@ -1,4 +1,6 @@
-"""Saves of a run: the state is copied and written while training goes on.
+"""Who saves and finds together: all ranks of a run, or threads that stand for them.
+
+Saves of a run: the state is copied and written while training goes on.
 
 The copy is made beside the next step's forward and backward passes, which change nothing of the
 state; before the optimizer does, training waits for what is left of it (`wait_for_copy`).
@@ -19,22 +21,80 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 from uuid import uuid4
 
+from cdrmix import runtime
 from cdrmix.checkpoint import folder
-from cdrmix.checkpoint.files import is_passing, json_text
-from cdrmix.checkpoint.folder import Share
+from cdrmix.checkpoint.files import is_passing, json_text, save_number
+from cdrmix.checkpoint.folder import RankShare
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.host_memory import HostMemory
-from cdrmix.checkpoint.manifest import save_number
-from cdrmix.checkpoint.ranks import THIS_RUN, Ranks, by_rank, described
-from cdrmix.errors import InfrastructureError, StateError
+from cdrmix.errors import InfrastructureError, StateError, TrainingError
 from cdrmix.log import get_logger
 
 T = TypeVar("T")
-logger = get_logger(__name__)
+# A disk that is full is full for all ranks: their reasons are told up to here.
+_TOLD_RANKS = 4
 
+
+class Ranks(Protocol):
+    """Who acts together. `cdrmix.runtime` is all ranks of the run."""
+
+    def rank(self) -> int:
+        """Number of this rank, from 0."""
+
+    def world_size(self) -> int:
+        """How many ranks there are."""
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Every rank's value, in rank order; waits for all of them."""
+
+
+THIS_RUN: Ranks = runtime
+
+
+def agree_on_failures(ranks: Ranks, action: Callable[[], T]) -> list[T]:
+    """Every rank's result of `action`; if it fails on one, all ranks raise instead of waiting.
+
+    Raises:
+        InfrastructureError: naming each failing rank, if the file system fails for now on all of
+            them.
+        StateError: naming each failing rank, its file and its reason.
+        Exception: on a rank whose failure is a fault of ours, that failure itself.
+    """
+    result, failure, problem = None, None, ""
+    try:
+        result = action()
+    except Exception as error:  # the others wait in the collective below and must be told
+        failure, problem = error, described(error)
+    lasts = failure is not None and not isinstance(failure, InfrastructureError)
+    lasts = lasts and not is_passing(failure)
+    outcomes = ranks.all_gather_object((result, problem, lasts))
+    problems = by_rank([text for _, text, _ in outcomes])
+    if failure is not None and not isinstance(failure, OSError | TrainingError):
+        raise failure
+    if problems:
+        kind = StateError if any(lasting for *_, lasting in outcomes) else InfrastructureError
+        raise kind(problems) from failure
+    return [cast(T, value) for value, *_ in outcomes]
+
+
+def described(error: BaseException) -> str:
+    """An error in one line: the file and its reason, where it is one of a file."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
+
+
+def by_rank(problems: list[str]) -> str:
+    """The problems of all ranks, by rank, as one line; empty where none has one."""
+    told = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    more = len(told) - _TOLD_RANKS
+    return "; ".join([*told[:_TOLD_RANKS], *([f"and {more} more ranks"] if more > 0 else [])])
+
+
+logger = get_logger(__name__)
 # Waits before a failed write is tried again: a file server that is busy or moves is mostly back.
 RETRY_SECONDS = (1.0, 4.0)
 # What a disk can cause, and trying again can mend.
@@ -91,7 +151,7 @@ class _Save:
     state: str
     before: Callable[[], None]
     after: Callable[[], None]
-    taken: Future[Share]
+    taken: Future[RankShare]
     job: Future[list[Problem]]
     problems: list[Problem]
     fault: BaseException | None = None
@@ -260,13 +320,13 @@ class Saver:
         finally:
             self._stalled, self._is_stalling = self.stall_seconds, False
 
-    def _take(self, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> Future[Share]:
+    def _take(self, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> Future[RankShare]:
         """This rank's share as it is now: a copy by the thread, or where it lies without one."""
         try:
             share = folder.make_share(self._ranks.rank(), fragments, state)
             copy = None if self._memory is None else self._memory.copier(share.data)
         except Exception as error:  # the other ranks are told with the outcome
-            failed = Future[Share]()
+            failed = Future[RankShare]()
             failed.set_exception(error)
             return failed
         return self._do(lambda: share if copy is None else replace(share, data=copy()))
@@ -282,7 +342,7 @@ class Saver:
             job.set_exception(error)
         return job
 
-    def _write(self, root: Path, step: int, share: Share) -> Problem:
+    def _write(self, root: Path, step: int, share: RankShare) -> Problem:
         """This rank's part of the first phase, in one root."""
         temporary, is_first = self._temporary(root, step), self._ranks.rank() == 0
 

@@ -21,12 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.checkpoint import folder as folders_of_steps
-from cdrmix.checkpoint.files import read_json, retried
+from cdrmix.checkpoint.files import damage, is_checkpoint, read_json, retried
 from cdrmix.checkpoint.folder import in_order_of_saves, is_step_folder, step_folders, step_of
 from cdrmix.checkpoint.fragments import Fragment
-from cdrmix.checkpoint.manifest import damage, is_checkpoint
-from cdrmix.checkpoint.ranks import THIS_RUN, Ranks, together
-from cdrmix.checkpoint.saver import Saved, Saver
+from cdrmix.checkpoint.saver import THIS_RUN, Ranks, Saved, Saver, agree_on_failures
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
 from cdrmix.log import get_logger
 
@@ -34,7 +32,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """The newest checkpoint that verifies, and the newer ones that do not.
 
     Attributes:
@@ -50,7 +48,7 @@ class Found:
     skipped_paths: tuple[Path, ...] = ()
 
 
-def save(
+def save_checkpoint(
     root: Path,
     step: int,
     fragments: Iterable[Fragment],
@@ -100,9 +98,9 @@ def readable_states(path: Path) -> Iterator[dict[str, Any]]:
                 yield state
 
 
-def find(
+def find_newest(
     path: Path, *copies: Path, before: int | None = None, ranks: Ranks = THIS_RUN
-) -> Found | None:
+) -> FoundCheckpoint | None:
     """The newest checkpoint under `path` whose every file has the size and digest written down.
 
     The newest is the one saved last. Only damage makes an older one be taken: what cannot be read
@@ -121,7 +119,7 @@ def find(
         InfrastructureError: on every rank, if the file system fails for now on one of them.
     """
     is_first = ranks.rank() == 0
-    folders = together(ranks, lambda: _candidates(path, copies) if is_first else [])[0]
+    folders = agree_on_failures(ranks, lambda: _candidates(path, copies) if is_first else [])[0]
     if before is not None:
         folders = [folder for folder in folders if step_of(folder) < before]
     skipped: list[tuple[str, str]] = []
@@ -132,14 +130,14 @@ def find(
         if unreadable is not None and folder.name != unreadable[0]:
             break
         try:
-            shares = together(ranks, lambda: damage(folder, part=part, parts=parts))  # noqa: B023
+            shares = agree_on_failures(ranks, lambda: damage(folder, part=part, parts=parts))  # noqa: B023
         except InfrastructureError as error:  # a copy of the same step gives nothing up
             unreadable = unreadable or (folder.name, error)
             continue
         reasons = [reason for share in shares for reason in share]
         if not reasons:
-            state = together(ranks, lambda: _state_of(folder))[0]  # noqa: B023
-            return Found(folder, state["step"], tuple(skipped), tuple(skipped_paths))
+            state = agree_on_failures(ranks, lambda: _state_of(folder))[0]  # noqa: B023
+            return FoundCheckpoint(folder, state["step"], tuple(skipped), tuple(skipped_paths))
         name = str(folder) if folder.parent in copies else folder.name
         skipped.append((name, "; ".join(dict.fromkeys(reasons))))
         skipped_paths.append(folder)
@@ -154,7 +152,7 @@ def find(
     )
 
 
-def set_aside(found: Found, roots: Sequence[Path], *, newer: bool) -> None:
+def set_aside(found: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> None:
     """Rename damaged checkpoints that were passed over for `found`, so that no save removes them.
 
     Called by rank 0 alone, once it is certain that the run goes on from there.

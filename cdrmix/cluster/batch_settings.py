@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cdrmix.cluster.environment import launch_environment
-from cdrmix.cluster.finished import MARKER, is_at_its_end
+from cdrmix.cluster.handover import launch_environment
+from cdrmix.cluster.starts import MARKER, is_at_its_end
 from cdrmix.config.load import load_config
 from cdrmix.errors import TrainingError
 

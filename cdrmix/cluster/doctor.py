@@ -15,7 +15,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from cdrmix.cluster.hosts import Host, address_for_others, is_this_machine, run_on, ssh_command
-from cdrmix.cluster.starter import Place, Start
+from cdrmix.cluster.starter import LauncherStart, LaunchPlace
 from cdrmix.config.load import shipped
 from cdrmix.errors import TrainingError
 from cdrmix.planning.cluster import GIB
@@ -99,7 +99,7 @@ def as_table(findings: Sequence[Finding]) -> str:
     return "\n".join(f"{f.status:4}  {f.check:{width}}  {f.detail}" for f in findings)
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def report_json(findings: Sequence[Finding]) -> str:
     """The findings as a JSON list."""
     return json.dumps([asdict(finding) for finding in findings])
 
@@ -109,7 +109,7 @@ def is_ready(findings: Sequence[Finding]) -> bool:
     return all(finding.status != "FAIL" for finding in findings)
 
 
-def remove_leftovers(hosts: Sequence[Host]) -> list[str]:
+def remove_leftovers_on_hosts(hosts: Sequence[Host]) -> list[str]:
     """End what earlier runs of this user left on the hosts; what was removed, by host."""
     removed = []
     for host in hosts or [Host("localhost", 1)]:
@@ -279,10 +279,12 @@ def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None)
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as place:
         out = Path(place) / "result.json"
         words = ["--bytes", str(_ALL_REDUCE_BYTES), "--out", str(out)]
-        where = Place(tuple(hosts), ranks_per_host)
+        where = LaunchPlace(tuple(hosts), ranks_per_host)
         script = shipped("launch") / "all_reduce.py"
         try:
-            with Start(where, words, folder=Path(place), variables={}, script=script) as start:
+            with LauncherStart(
+                where, words, folder=Path(place), variables={}, script=script
+            ) as start:
                 start.wait_for_launcher(_ALL_REDUCE_SECONDS)
             result = json.loads(out.read_text(encoding="utf-8"))
         except TrainingError as error:

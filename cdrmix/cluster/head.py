@@ -26,18 +26,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cdrmix.cluster.outcome import Outcome, note_meeting, stop_is_asked, write_outcome
-from cdrmix.cluster.verdict import Peer, accuse, is_suspicious
-from cdrmix.cluster.wire import (
+from cdrmix.cluster.messages import (
     GREETING_BYTES,
     Channel,
     Clock,
     Inbox,
+    Outcome,
     answer,
     new_nonce,
+    note_meeting,
     read_line,
     say,
+    stop_is_asked,
+    write_outcome,
 )
+from cdrmix.cluster.verdict import Peer, accuse, is_suspicious
 from cdrmix.errors import (
     EXIT_DONE,
     EXIT_FAULT,
@@ -62,7 +65,7 @@ _CALLS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
-class Settings:
+class HeadSettings:
     """What the head is told when it starts.
 
     Attributes:
@@ -128,7 +131,7 @@ class _LaunchFolder:
 class Head:
     """All ranks as their watchdogs tell of them."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: HeadSettings) -> None:
         self._settings = settings
         self._folder = Path(settings.folder) if settings.folder else None
         self._shared: _LaunchFolder | None = None
@@ -376,4 +379,4 @@ def main() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     read = partial(os.read, sys.stdin.fileno())
-    Head(Settings(**json.loads(read_line(read)))).run()
+    Head(HeadSettings(**json.loads(read_line(read)))).run()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cdrmix.cluster import head, watchdog
-from cdrmix.cluster.wire import Clock, encode
+from cdrmix.cluster.messages import Clock, encode
 from cdrmix.log import get_logger
 from cdrmix.network import family_of
 
@@ -36,7 +36,7 @@ _LONGEST_INTERVAL_SECONDS = 1.0
 _BACKLOG = 1024
 # Phase after which a start has got further than the one before, should that have been ended.
 _SAVING = "saving"
-# TERM, INT, HUP, USR1 and USR2 have meanings of their own (engines/stopping.py).
+# TERM, INT, HUP, USR1 and USR2 have meanings of their own (engines/supervision.py).
 _STACK_SIGNAL = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGQUIT
 # -I and -S: a start in 30 ms, whatever the site's packages do; our own package is all it needs.
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
@@ -90,7 +90,7 @@ def start_head(
     except OSError:  # the address is translated on its way here
         listener = socket.create_server(("", 0), family=family, backlog=backlog)
     meeting = Meeting(address, listener.getsockname()[1], secrets.token_hex(16))
-    settings = head.Settings(
+    settings = head.HeadSettings(
         listener=listener.fileno(),
         token=meeting.token,
         world_size=world_size,
@@ -132,7 +132,7 @@ class Heartbeat:
         # what is restored by `leave`: a request that comes too late must not end the rank
         signal.signal(_STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(_STACK_SIGNAL, file=self._stacks, all_threads=True)
-        settings = watchdog.Settings(
+        settings = watchdog.WatchdogSettings(
             rank=rank,
             host=socket.gethostname(),
             process=os.getpid(),
@@ -235,7 +235,9 @@ class Heartbeat:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _start(module: str, settings: head.Settings | watchdog.Settings, descriptor: int) -> FileIO:
+def _start(
+    module: str, settings: head.HeadSettings | watchdog.WatchdogSettings, descriptor: int
+) -> FileIO:
     """Start one of our small programs; returns the pipe to it, its settings written.
 
     They go that way because a command line, with the token in it, is there for all to read.

@@ -122,7 +122,7 @@ def reachable(hosts: Sequence[Host]) -> list[Host]:
     return [host for host, done in zip(hosts, found, strict=True) if done.returncode == 0]
 
 
-def free_port(name: str = "localhost") -> int:
+def free_port_on(name: str = "localhost") -> int:
     """A TCP port that was free on that host a moment ago.
 
     Raises:

@@ -16,13 +16,17 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 
-from cdrmix.cluster.environment import launch_environment
-from cdrmix.cluster.finished import is_marked
+from cdrmix.cluster.handover import launch_environment
 from cdrmix.cluster.hosts import reachable, read_hostfile
-from cdrmix.cluster.outcome import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
-from cdrmix.cluster.start_up import COMMANDED_VARIABLE, seconds_since_this_process_began
-from cdrmix.cluster.starter import Place, Start
-from cdrmix.cluster.starts import StartRecord, append_start
+from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
+from cdrmix.cluster.starter import LauncherStart, LaunchPlace
+from cdrmix.cluster.starts import (
+    COMMANDED_VARIABLE,
+    StartRecord,
+    append_start,
+    is_marked,
+    seconds_since_this_process_began,
+)
 from cdrmix.config.load import load_config, new_run_dir
 from cdrmix.config.schema import Config
 from cdrmix.errors import (
@@ -67,7 +71,7 @@ class Job:
     run_dir: Path
     resume: str
     profile: str | None
-    place: Place
+    place: LaunchPlace
     max_restarts: int
     environment: Mapping[str, str] = field(repr=False)
 
@@ -133,7 +137,7 @@ def make_job(
         run_dir=run_dir or new_run_dir(loaded),
         resume=resume,
         profile=profile,
-        place=Place(hosts, ranks_per_host),
+        place=LaunchPlace(hosts, ranks_per_host),
         max_restarts=max_restarts,
         environment=launch_environment(loaded),
     )
@@ -203,7 +207,7 @@ def launch(job: Job) -> int:
     return outcome.exit_code
 
 
-def _check_hosts(place: Place) -> None:
+def _check_hosts(place: LaunchPlace) -> None:
     if place.hosts and shutil.which("pdsh") is None:
         raise ConfigError(
             "no program pdsh here, by which the deepspeed launcher reaches other hosts. Try "
@@ -217,7 +221,9 @@ def _check_hosts(place: Place) -> None:
         )
 
 
-def _start_once(job: Job, place: Place, resume: str, signals: _Signals, began: datetime) -> Outcome:
+def _start_once(
+    job: Job, place: LaunchPlace, resume: str, signals: _Signals, began: datetime
+) -> Outcome:
     folder = _new_folder(job.run_dir / LAUNCH_FOLDER)
     signals.folder = folder
     arguments = [*job.arguments, "--run-dir", str(job.run_dir), "--resume", resume]
@@ -225,7 +231,7 @@ def _start_once(job: Job, place: Place, resume: str, signals: _Signals, began: d
     try:
         with (
             _held(folder / LAUNCHER_LOCK),
-            Start(place, arguments, folder=folder, variables=variables) as start,
+            LauncherStart(place, arguments, folder=folder, variables=variables) as start,
         ):
             return start.wait(start_seconds=job.config.supervision.phase_seconds)
     finally:
@@ -259,7 +265,7 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _record(
-    run_dir: Path, place: Place, outcome: Outcome, *, began: datetime, resumed_at: int
+    run_dir: Path, place: LaunchPlace, outcome: Outcome, *, began: datetime, resumed_at: int
 ) -> None:
     """A line for a start, beside the run's other files; what all of them cost, at the run's end."""
     if not run_dir.is_dir():
@@ -298,7 +304,7 @@ def _has_checkpoint(run_dir: Path) -> bool:
     return (run_dir / "checkpoints" / "latest").is_file()
 
 
-def _without_lost_hosts(job: Job) -> Place:
+def _without_lost_hosts(job: Job) -> LaunchPlace:
     """The hosts that can be reached now, where the configuration can be laid out on them."""
     place = job.place
     alive = reachable(place.hosts)

@@ -19,7 +19,7 @@ from typing import Any
 
 from cdrmix.cluster.devices import driver_devices, unusable_devices
 from cdrmix.cluster.handover import FOLDER_VARIABLE
-from cdrmix.cluster.outcome import LAUNCHER_LOCK
+from cdrmix.cluster.messages import LAUNCHER_LOCK
 from cdrmix.network import interface_towards
 
 # What has to be the same on all hosts for equal results, or for the ranks to understand each other.

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cdrmix.cluster.environment import launch_environment
-from cdrmix.cluster.handover import write_private
+from cdrmix.cluster.handover import launch_environment, write_private
 from cdrmix.config.load import load_config, new_run_dir, shipped
 from cdrmix.config.redaction import redacted_text
 from cdrmix.config.schema import Config

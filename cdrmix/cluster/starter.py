@@ -15,17 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cdrmix.cluster.environment import users_files, write_environment_file
-from cdrmix.cluster.handover import FOLDER_VARIABLE, hand_over
+from cdrmix.cluster.handover import FOLDER_VARIABLE, hand_over, users_files, write_environment_file
 from cdrmix.cluster.hosts import (
     Host,
     address_for_others,
-    free_port,
+    free_port_on,
     is_this_machine,
     write_hostfile,
 )
-from cdrmix.cluster.outcome import Outcome, await_outcome, have_met, read_outcome
-from cdrmix.cluster.start_up import COMMANDED_VARIABLE
+from cdrmix.cluster.messages import Outcome, await_outcome, ranks_have_met, read_outcome
+from cdrmix.cluster.starts import COMMANDED_VARIABLE
 from cdrmix.config.load import shipped
 from cdrmix.errors import EXIT_FAULT, EXIT_INFRASTRUCTURE, EXIT_USER_ERROR, ConfigError
 
@@ -41,7 +40,7 @@ _SSH_KEEPALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTi
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchPlace:
     """Where a run starts: hosts of a hostfile, or this machine (no hosts) with so many ranks."""
 
     hosts: tuple[Host, ...] = ()
@@ -53,12 +52,12 @@ class Place:
         return self.hosts[0].name if self.hosts else "localhost"
 
 
-class Start:
+class LauncherStart:
     """A start of the launcher under way; leaving the context ends what is left of it."""
 
     def __init__(
         self,
-        place: Place,
+        place: LaunchPlace,
         arguments: Sequence[str],
         *,
         folder: Path,
@@ -82,7 +81,7 @@ class Start:
         if place.hosts:
             _check_words()
         hand_over(self._folder, script=script or TRAIN, arguments=arguments, variables=variables)
-        self.port = free_port(place.first)
+        self.port = free_port_on(place.first)
         self._process = subprocess.Popen(
             [*_launcher(place, self.port, self._folder), str(_RANK)],
             env=_environment(place, variables, self._folder),
@@ -91,7 +90,7 @@ class Start:
             preexec_fn=_end_with_us,  # noqa: PLW1509 - no thread of ours runs here
         )
 
-    def __enter__(self) -> Start:
+    def __enter__(self) -> LauncherStart:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,7 +108,7 @@ class Start:
                     self._process.wait(_SECONDS_TO_FOLLOW)
                 break
             late = time.monotonic() - self._began > start_seconds
-            if late and not have_met(self._folder):
+            if late and not ranks_have_met(self._folder):
                 return Outcome(EXIT_FAULT, f"the ranks did not meet in {start_seconds:.0f} s", 0)
             time.sleep(_POLL_SECONDS)
         found = await_outcome(self._folder, _SECONDS_FOR_OUTCOME)
@@ -143,7 +142,7 @@ class Start:
         return True
 
 
-def _launcher(place: Place, port: int, folder: Path) -> list[str]:
+def _launcher(place: LaunchPlace, port: int, folder: Path) -> list[str]:
     """Command line up to the script."""
     words = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
     words += ["--master_port", str(port)]
@@ -173,7 +172,7 @@ def _check_words() -> None:
             )
 
 
-def _environment(place: Place, variables: Mapping[str, str], folder: Path) -> dict[str, str]:
+def _environment(place: LaunchPlace, variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Environment of the launcher. Over ssh, DeepSpeed puts parts of it and all of a file into the
     command lines of pdsh, so that only what the ranks take over by themselves is left out."""
     ours = {FOLDER_VARIABLE: str(folder)}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.cluster.wire import printable
+from cdrmix.cluster.messages import printable
 
 # Where a rank stands that waits for the others rather than making them wait.
 _WAITING = ("torch/distributed/", "deepspeed/comm/")

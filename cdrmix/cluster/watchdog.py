@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cdrmix.cluster.wire import Channel, Clock, Inbox, call, read_line, say
+from cdrmix.cluster.messages import Channel, Clock, Inbox, call, read_line, say
 
 _SECONDS_FOR_STACK = 1.0
 _SECONDS_BETWEEN_CALLS = 0.2
@@ -30,7 +30,7 @@ _SECONDS_TO_END = 0.05
 
 
 @dataclass(frozen=True)
-class Settings:
+class WatchdogSettings:
     """What a watchdog is told when it starts.
 
     Attributes:
@@ -59,7 +59,7 @@ class Settings:
 class Watchdog:
     """Beats in, status out; kills the rank where nobody else can."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: WatchdogSettings) -> None:
         self._settings = settings
         self._clock = Clock(settings.interval_seconds, time.monotonic())
         self._beat: dict[str, Any] = {}
@@ -172,7 +172,7 @@ class Watchdog:
             os.kill(self._settings.process, number)
 
 
-def _call_head(settings: Settings) -> tuple[socket.socket, Channel]:
+def _call_head(settings: WatchdogSettings) -> tuple[socket.socket, Channel]:
     """Connection to the head, which knows this watchdog then.
 
     A head that too many strangers call may hang up on a watchdog too, before it knows it: then it
@@ -220,7 +220,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which decides what follows
     read = partial(os.read, sys.stdin.fileno())
-    settings = Settings(**json.loads(read_line(read)))
+    settings = WatchdogSettings(**json.loads(read_line(read)))
     try:
         watchdog = Watchdog(settings)
     except OSError as error:

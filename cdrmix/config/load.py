@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cdrmix.config.model import Section
 from cdrmix.config.problems import (
     Keys,
     Problem,
@@ -21,7 +22,6 @@ from cdrmix.config.problems import (
 )
 from cdrmix.config.redaction import redacted
 from cdrmix.config.schema import Config
-from cdrmix.config.section import Section
 from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
 from cdrmix.errors import ConfigError
 
@@ -40,7 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: naming every problem of the file and the overrides, one to a line.
     """
     path = Path(path)
-    values = parse_yaml(read_text(path), place=str(path))
+    values = parse_yaml(read_config_text(path), place=str(path))
     origins: dict[Keys, str] = {}
     for override in overrides:
         values = _overridden(values, override, origins)
@@ -50,7 +50,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def read_text(path: Path, *, folder: str = "model_configs") -> str:
+def read_config_text(path: Path, *, folder: str = "model_configs") -> str:
     """Text of a file.
 
     Args:

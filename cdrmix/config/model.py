@@ -1,5 +1,8 @@
-"""The `model` section. It owns the two things derived from its fields that several packages need:
-the layer schedule and the low-rank sizes of RWKV-7."""
+"""Base class of all sections of the configuration tree.
+
+The `model` section. It owns the two things derived from its fields that several packages need:
+the layer schedule and the low-rank sizes of RWKV-7.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,13 @@ from typing import Any, Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from cdrmix.config.section import Section
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values cannot be changed after loading, and
+    nothing is converted but a whole number to a float (`true` is not 1, '8' is not 8)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
 
 LayerKind = Literal["rwkv", "transformer"]
 HEAD_DIMS = (32, 64, 128)

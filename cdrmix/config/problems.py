@@ -16,9 +16,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from cdrmix.config.model import DERIVED_MODEL_FIELDS
+from cdrmix.config.model import DERIVED_MODEL_FIELDS, Section
 from cdrmix.config.schema import Config
-from cdrmix.config.section import Section
 
 Keys = tuple[str, ...]
 AnySection = TypeVar("AnySection", bound=Section)

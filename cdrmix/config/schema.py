@@ -1,4 +1,8 @@
-"""The configuration tree: frozen pydantic models with a unit and a meaning for every field.
+"""The `data` section: shards, order, mixture, weights of tokens.
+
+The `health` section: what is watched, and what is done about it.
+
+The configuration tree: frozen pydantic models with a unit and a meaning for every field.
 
 A class checks its own fields; pairs across sections are checked in `cdrmix.planning.rules`.
 """
@@ -10,11 +14,193 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cdrmix.config.data import DataConfig
-from cdrmix.config.health import HealthConfig
-from cdrmix.config.model import ModelConfig
+from cdrmix.config.model import ModelConfig, Section
 from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
-from cdrmix.config.section import Section
+
+
+class MixturePhase(Section):
+    """One phase of a mixture. Without a length it lasts to the end of training."""
+
+    weights: dict[str, float] | None = Field(
+        None,
+        description="Weight of each domain, relative; a domain that is left out is not read. Left "
+        "out altogether: the number of samples in each domain.",
+    )
+    tokens: int | None = Field(None, ge=1, description="Length (tokens), rounded up to samples.")
+    samples: int | None = Field(None, ge=1, description="Length (samples); instead of tokens.")
+    change: Literal["step", "linear", "cosine"] = Field(
+        "step",
+        description="step: the weights hold from the first sample. linear, cosine: they are "
+        "reached at the end of the phase, starting from those of the phase before.",
+    )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> MixturePhase:
+        if self.tokens is not None and self.samples is not None:
+            raise ValueError("give tokens or samples, not both")
+        return self
+
+
+class MixtureConfig(Section):
+    """Shares of the domains of the training data, phase by phase."""
+
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="Shares are weights to the power of 1 / temperature: above 1, small domains "
+        "are seen more often (ratio).",
+    )
+    phases: tuple[MixturePhase, ...] = Field(
+        (MixturePhase(),),
+        min_length=1,
+        strict=False,  # a list is what JSON has: a checkpoint's copy of the configuration
+        description="In order; the last goes on after its end.",
+    )
+
+
+class TokenWeights(Section):
+    """Weights of tokens in the training loss, a weighted mean, by what they are part of (ratio)."""
+
+    text: float = Field(1.0, ge=0, description="Documents that are no chain of thought.")
+    prompt: float = Field(0.0, ge=0, description="What a chain of thought is asked.")
+    thought: float = Field(1.0, ge=0, description="The way to its answer.")
+    answer: float = Field(1.0, ge=0, description="Its answer, with the end of the document.")
+
+
+class DataConfig(Section):
+    """Source of the token shards, and the order in which samples are taken."""
+
+    path: str = Field(
+        description="Folder of token shards, the URL of one (file, http, https, or what fsspec "
+        "knows), or 'sample': built on first use from the text that ships with Python."
+    )
+    recipe: str | None = Field(
+        None,
+        description="Name of the data recipe that is made for this model, a file of "
+        "model_configs/data without its suffix; a folder built by another one is trained on with a "
+        "warning. null: any.",
+    )
+    cache_folder: str = Field(
+        "data/cache", description="Where shards of a URL are copied to; a disk of each machine."
+    )
+    cache_bytes: int = Field(
+        2**37, ge=1, description="Most that these copies take up, per data set (bytes)."
+    )
+    order: Literal["shuffled", "windowed", "sequential"] = Field(
+        "shuffled",
+        description="shuffled: a keyed permutation of each epoch's samples. windowed: windows of "
+        "them are permuted, and the samples in each, so that few shards are read at a time.",
+    )
+    window_samples: int = Field(
+        65_536, ge=1, description="Samples that are shuffled together where order = windowed."
+    )
+    verify: Literal["digest", "size"] = Field(
+        "digest",
+        description="Check of the shards before training: sha256 of every shard, spread over the "
+        "ranks, or file sizes only.",
+    )
+    prefetch_batches: int = Field(
+        2,
+        ge=0,
+        description="Batches that a thread reads ahead; 0: each is read when it is needed.",
+    )
+    mixture: MixtureConfig | None = Field(
+        None,
+        description="Shares of the domains; null: those of the recipe that the folder was built "
+        "by, or, where it has none, all samples of the split once per epoch.",
+    )
+    token_weights: TokenWeights | None = Field(
+        None, description="Weights of tokens in the training loss; null: all alike."
+    )
+    segment_documents: bool = Field(
+        False,
+        description="Keep the documents of a sample apart: neither attention nor recurrent state "
+        "crosses from one to the next, and the first token of a document is not predicted.",
+    )
+
+
+class NonFiniteConfig(Section):
+    """A loss or gradient that is not finite. Its step is never taken: weights and moments stay as
+    they are, whatever the action. In fp16 a lower loss scale is tried first for a
+    gradient."""
+
+    action: Literal["skip", "rollback", "stop"] = Field(
+        "skip", description="skip: go on with the next batch. rollback, stop: at the first one."
+    )
+    max_consecutive: int = Field(
+        5, ge=1, description="Most steps skipped in a row before the run is stopped (count)."
+    )
+
+
+class LossSpikeConfig(Section):
+    """A loss far above its recent median. Its step is taken by the time that it is known."""
+
+    action: Literal["warn", "rollback", "stop"] = Field(
+        "warn", description="rollback: as if its batch, and those since the checkpoint, were not."
+    )
+    window_steps: int = Field(
+        128, ge=8, description="Steps that a loss is compared with; half of them must be there."
+    )
+    deviations: float = Field(
+        10.0,
+        gt=0,
+        description="Height above the median from which a loss is a spike (standard deviations, "
+        "as 1.4826 times the median absolute deviation; at least 1 % of the median each).",
+    )
+
+
+class RoutingConfig(Section):
+    """Routing of logged steps, means over the layers of a mixture of experts."""
+
+    action: Literal["warn", "rollback", "stop"] = Field(
+        "warn", description="rollback: a fault of the data is passed over, one of the router not."
+    )
+    times: int = Field(
+        3, ge=1, description="Logged steps in a row that must be so: single batches vary (count)."
+    )
+    min_entropy_share: float = Field(
+        5 / 6, ge=0, le=1, description="Least entropy over log2(num_experts) (ratio)."
+    )
+    max_overflow_fraction: float = Field(
+        0.05, ge=0, le=1, description="Most assignments beyond the experts' capacity (ratio)."
+    )
+
+
+class LoaderWaitConfig(Section):
+    """Waiting for data, on the rank that waits longest, between two logged steps."""
+
+    action: Literal["warn", "stop"] = Field("warn", description="stop: after a save.")
+    max_share: float = Field(
+        0.5, gt=0, le=1, description="Most of the time that may be waited for data (ratio)."
+    )
+    min_seconds: float = Field(
+        1.0, ge=0, description="Waiting that is short of this is never a stall (seconds)."
+    )
+
+
+class MemoryShareConfig(Section):
+    """Peak memory of the fullest rank at logged steps: of its GPU, or of its share of the host."""
+
+    action: Literal["warn", "stop"] = Field("warn", description="stop: after a save.")
+    max_share: float = Field(0.9, gt=0, le=1, description="Most of the memory (ratio).")
+
+
+class HealthConfig(Section):
+    """Faults that are watched for while a run trains, and what is done. `warn` logs one while it
+    lasts; `rollback` goes back to the newest good checkpoint and on behind the bad batch; `stop`
+    ends the run with exit code 2."""
+
+    non_finite: NonFiniteConfig = NonFiniteConfig()
+    loss_spike: LossSpikeConfig = LossSpikeConfig()
+    routing: RoutingConfig = RoutingConfig()
+    loader: LoaderWaitConfig = LoaderWaitConfig()
+    memory: MemoryShareConfig = MemoryShareConfig()
+    warmup_steps: int = Field(
+        100, ge=0, description="First steps, whose loss and routing are not judged (count)."
+    )
+    max_rollbacks: int = Field(
+        3, ge=0, description="Rollbacks of a run; the next one stops it instead (count)."
+    )
 
 
 class ParallelConfig(Section):

@@ -3,14 +3,40 @@
 A step takes documents and gives documents, one at a time and in order. What it does not pass on it
 hands to `drop` with a reason, so that nothing disappears without a trace. A step keeps nothing
 from one document to the next unless its docstring says what and how much.
+
+Fill in the middle: documents rearranged so that predicting the next token learns to infill.
+
+A document is cut at two characters, anywhere, and its middle put last, behind what comes before and
+after it: prefix, suffix, middle (PSM), or suffix, prefix, middle (SPM, in the second variant of the
+paper). Which documents, and where, follows from their ids. Source: Bavarian et al., Efficient
+Training of Language Models to Fill in the Middle, 2022.
+
+Documents in three parts, prompt, thought and answer, and the role of each of their tokens.
+
+On its way through the steps such a document is one text, its parts joined by the names of special
+tokens, which fields that are read must not hold. Only in documents of these sources the names then
+become special tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from pydantic import Field
+
+from cdrmix.config.model import Section
+from cdrmix.data.tokenizer import (
+    ANSWER,
+    FIM_MIDDLE,
+    FIM_PREFIX,
+    FIM_SUFFIX,
+    SPECIAL_TOKENS,
+    THOUGHT,
+    Tokenizer,
+)
 
 
 @dataclass(slots=True)
@@ -32,7 +58,7 @@ class Document:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def draw(document_id: str, purpose: str) -> float:
+def draw_by_key(document_id: str, purpose: str) -> float:
     """A number from 0 to 1 that follows from an id, another one for each purpose."""
     digest = hashlib.blake2b(f"{purpose}:{document_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
@@ -59,3 +85,96 @@ class Step(Protocol):
                 (`too short`, `language fr`), the same words for the same cause.
         """
         ...
+
+
+class FimConfig(Section):
+    """Which training documents are rearranged for infilling."""
+
+    domains: tuple[str, ...] | None = Field(
+        None, description="Domains whose documents may be rearranged; null: all of them."
+    )
+    rate: float = Field(0.5, ge=0, le=1, description="Share of their documents, by hash of the id.")
+    spm_rate: float = Field(
+        0.5, ge=0, le=1, description="Share of those with the suffix first; the rest prefix first."
+    )
+    max_characters: int = Field(
+        16_384,
+        ge=1,
+        description="Longer documents stay as they are: their middle would be in another sample "
+        "than what is around it.",
+    )
+
+
+def rearranged(document: Document, config: FimConfig, tokenizer: Tokenizer) -> list[int] | None:
+    """Ids of a rearranged document, without EOS; None where it stays as it is."""
+    text = document.text
+    if config.domains is not None and document.domain not in config.domains:
+        return None
+    if len(text) > config.max_characters or draw_by_key(document.id, "fim") >= config.rate:
+        return None
+    # Either cut may be before the first character or behind the last.
+    begin, end = sorted(
+        int(draw_by_key(document.id, f"fim cut {number}") * (len(text) + 1)) for number in (1, 2)
+    )
+    # Encoded apart: a token that reaches over a cut would give the middle away.
+    prefix, middle, suffix = map(tokenizer.encode, (text[:begin], text[begin:end], text[end:]))
+    pre, suf, mid = map(tokenizer.special_id, (FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE))
+    if draw_by_key(document.id, "fim order") < config.spm_rate:
+        return [pre, suf, *suffix, mid, *prefix, *middle]
+    return [pre, *prefix, suf, *suffix, mid, *middle]
+
+
+def restored(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Ids whose text is the document's, of ids with or without an order of `rearranged`."""
+    pre, suf, mid = map(tokenizer.special_id, (FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE))
+    if not ids or ids[0] != pre:
+        return list(ids)
+    suffix_at, middle_at = ids.index(suf), ids.index(mid)
+    prefix, suffix = ids[1:suffix_at], ids[suffix_at + 1 : middle_at]
+    # In SPM nothing is before the suffix, and prefix and middle follow each other at the end.
+    return [*prefix, *ids[middle_at + 1 :], *suffix]
+
+
+# What a token is part of; its place here is what shards store. `<|thought|>` belongs to the thought
+# and `<|answer|>` to the answer: a model has to begin them. So does the EOS behind it.
+ROLES = ("text", "prompt", "thought", "answer")
+_PROMPT, _THOUGHT, _ANSWER = (ROLES.index(role) for role in ROLES[1:])
+
+
+def joined(prompt: str, thought: str, answer: str) -> str:
+    """The parts as one text."""
+    return f"{prompt}{THOUGHT}{thought}{ANSWER}{answer}"
+
+
+def reserved_in(text: str) -> str | None:
+    """The first name of a special token in a text; None: there is none."""
+    return next((token for token in SPECIAL_TOKENS if token in text), None)
+
+
+def parted(text: str) -> tuple[str, str, str] | None:
+    """The parts of a joined text; None where something has taken them apart."""
+    if text.count(THOUGHT) != 1 or text.count(ANSWER) != 1:
+        return None
+    prompt, _, rest = text.partition(THOUGHT)
+    thought, found, answer = rest.partition(ANSWER)
+    return (prompt, thought, answer) if found else None
+
+
+def encoded(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids of a joined text, and the role of each, without EOS."""
+    parts = parted(text)
+    assert parts is not None, "documents whose parts were taken apart are dropped before"
+    prompt, thought, answer = map(tokenizer.encode, parts)
+    ids = [*prompt, tokenizer.special_id(THOUGHT), *thought, tokenizer.special_id(ANSWER), *answer]
+    lengths = {_PROMPT: len(prompt), _THOUGHT: 1 + len(thought), _ANSWER: 1 + len(answer)}
+    return ids, [role for role, length in lengths.items() for _ in range(length)]
+
+
+def fields_of(ids: Sequence[int], tokenizer: Tokenizer) -> dict[str, str] | None:
+    """The parts of a document by role, from its ids; None where it is no chain of thought."""
+    thought, answer = map(tokenizer.special_id, (THOUGHT, ANSWER))
+    if thought not in ids or answer not in ids:
+        return None
+    begin, end = ids.index(thought), ids.index(answer)
+    parts = (ids[:begin], ids[begin + 1 : end], ids[end + 1 :])
+    return dict(zip(ROLES[1:], map(tokenizer.decode, parts), strict=True))

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cdrmix.config.data import TokenWeights
-from cdrmix.data.chain_of_thought import ROLES
+from cdrmix.config.schema import TokenWeights
+from cdrmix.data.document import ROLES
 from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import PlanError, StateError

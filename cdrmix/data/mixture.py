@@ -296,7 +296,7 @@ def _check(domains: Sequence[str], phases: Sequence[Phase]) -> None:
         raise DataError("data.mixture: " + "\ndata.mixture: ".join(problems))
 
 
-def draw(mixture: Mixture, start: int, stop: int) -> dict[str, dict[str, float]]:
+def draw_sources(mixture: Mixture, start: int, stop: int) -> dict[str, dict[str, float]]:
     """What was asked for and what is drawn for global samples start to stop - 1.
 
     Returns:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cdrmix.config.data import DataConfig
+from cdrmix.config.schema import DataConfig
 from cdrmix.data.folders import locked
 from cdrmix.data.remote import copy, remember
 from cdrmix.data.shards import (

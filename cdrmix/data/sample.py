@@ -63,7 +63,7 @@ _logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Document:
+class SampleDocument:
     """One text; `path` is the source file it is from, relative to the standard library."""
 
     path: str
@@ -156,7 +156,7 @@ def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
 
 
 def _write_documents(
-    folder: Path, documents: list[Document], tokenizer: Tokenizer, dtype: Dtype
+    folder: Path, documents: list[SampleDocument], tokenizer: Tokenizer, dtype: Dtype
 ) -> list[ShardInfo]:
     """Encode and write the documents, one stream per split and domain, in sorted order."""
     streams = defaultdict(list)
@@ -172,7 +172,7 @@ def _write_documents(
     return shards
 
 
-def read_standard_library(stdlib: Path) -> Iterator[Document]:
+def read_standard_library(stdlib: Path) -> Iterator[SampleDocument]:
     """Code and prose of the sources below `stdlib`, in sorted order of their paths."""
     for path in _source_files(stdlib):
         name = path.relative_to(stdlib).as_posix()
@@ -185,9 +185,9 @@ def read_standard_library(stdlib: Path) -> Iterator[Document]:
         # Generated tables of characters, hardly different from one another.
         if "Character Mapping Codec" in text[:200]:
             continue
-        yield Document(name, "code", text)
+        yield SampleDocument(name, "code", text)
         prose = "\n\n\n".join(_docstrings(text, name))
-        yield Document(name, "prose", prose)
+        yield SampleDocument(name, "prose", prose)
     yield from _topics(stdlib)
 
 
@@ -236,7 +236,7 @@ def _definitions(
             yield from _definitions(child, name)
 
 
-def _topics(stdlib: Path) -> Iterator[Document]:
+def _topics(stdlib: Path) -> Iterator[SampleDocument]:
     """Topics of the language reference, without those that are excerpts of a longer one."""
     path = stdlib / _TOPICS
     try:
@@ -250,13 +250,13 @@ def _topics(stdlib: Path) -> Iterator[Document]:
     for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
         paragraphs = {p for p in topics[name].split("\n\n") if len(p) >= _PARAGRAPH_CHARACTERS}
         if len(paragraphs & seen) <= len(paragraphs) // 10:
-            yield Document(f"{_TOPICS}#{name}", "prose", topics[name])
+            yield SampleDocument(f"{_TOPICS}#{name}", "prose", topics[name])
         seen |= paragraphs
 
 
-def _unique(documents: Iterable[Document]) -> list[Document]:
+def _unique(documents: Iterable[SampleDocument]) -> list[SampleDocument]:
     """The first of each set of documents with equal text; none without text."""
-    first: dict[str, Document] = {}
+    first: dict[str, SampleDocument] = {}
     for document in documents:
         if document.text.strip():
             first.setdefault(document.text, document)

@@ -60,7 +60,7 @@ class ShardInfo(_Record):
     """One `.bin/.idx` pair; `text_bytes` is the UTF-8 size of the text behind its tokens.
 
     `roles` is a third file where tokens are of other parts than plain text: a byte each, a place in
-    `cdrmix.data.chain_of_thought.ROLES`.
+    `cdrmix.data.document.ROLES`.
     """
 
     stem: str = Field(pattern=_NAME)

@@ -2,24 +2,67 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from cdrmix import runtime
 from cdrmix.data.loader import Loader
-from cdrmix.engines.observe import evaluate_now
 from cdrmix.engines.recovery import write_record
 from cdrmix.engines.run import Run
 from cdrmix.evaluation.ngram import unigram_and_bigram
-from cdrmix.evaluation.perplexity import Evaluation, held_out_rows
+from cdrmix.evaluation.perplexity import Evaluation, evaluate, held_out_rows
 from cdrmix.log import get_logger
+from cdrmix.models.generate import generate
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic
+from cdrmix.parallel.apply import for_inference
+
+
+def evaluate_now(run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, float]]:
+    """Held-out loss and a sample of text at the current step; the eval/* metrics of both."""
+    began = time.monotonic()
+    with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
+        evaluation = evaluate(
+            for_inference(run.engine.module),
+            run.corpus.validation,
+            max_tokens=max_tokens,
+            batch_size=run.choice.micro_batch_size,
+            segment_documents=run.config.data.segment_documents,
+            topology=run.topology,
+        )
+        run.samples.append(_sample(run))
+    return evaluation, {
+        "eval/loss": evaluation.loss,
+        "eval/perplexity": evaluation.perplexity,
+        "eval/bits_per_byte": evaluation.bits_per_byte,
+        "eval/seconds": time.monotonic() - began,
+    }
+
+
+def _sample(run: Run) -> dict[str, Any]:
+    """A text that the model goes on with; every rank decodes the same one, in step."""
+    settings, tokenizer = run.config.evaluation, run.corpus.tokenizer
+    prompt = [tokenizer.eos_id, *tokenizer.encode(settings.sample_prompt)]
+    # Without a stop token: the experts of one rank may serve the text of another, and ranks whose
+    # rounding differs in the last bit could come to an end of the text at different tokens.
+    new = generate(
+        for_inference(run.engine.module),
+        torch.tensor([prompt], device=run.engine.device),
+        max_new_tokens=settings.sample_tokens,
+        temperature=settings.sample_temperature,
+        seed=run.config.training.seed,
+    )
+    document = itertools.takewhile(lambda token: token != tokenizer.eos_id, new[0].tolist())
+    text = tokenizer.decode(list(document))
+    return {"step": run.step, "prompt": settings.sample_prompt, "text": text}
+
 
 logger = get_logger(__name__)
-
 _ROWS_AT_ONCE = 256
 
 

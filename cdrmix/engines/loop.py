@@ -20,15 +20,13 @@ from cdrmix import runtime
 from cdrmix.checkpoint.engine_state import before_each_step
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.optim import adamw
-from cdrmix.engines.recovery import react
-from cdrmix.engines.resume import hold, save, settle
+from cdrmix.engines.recovery import hold, react, save_run, settle
 from cdrmix.engines.run import Run
 from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
-from cdrmix.parallel.mpu import ModelParallelUnit
-from cdrmix.parallel.stages import Pipeline
-from cdrmix.parallel.topology import Topology
+from cdrmix.parallel.pipeline import Pipeline
+from cdrmix.parallel.topology import ModelParallelUnit, Topology
 from cdrmix.planning.plan import Plan
 
 logger = get_logger(__name__)
@@ -115,7 +113,7 @@ def _train(run: Run) -> bool:
             if react(run, [verdict], position):
                 continue
         if agreed.stop or agreed.save or agreed.unread:
-            save(run, position)
+            save_run(run, position)
         if agreed.unread:
             runtime.together(partial(_give_up, failure))
         if agreed.stop:
@@ -181,7 +179,7 @@ def _observe(run: Run, result: Any, verdict: Verdict | None) -> None:
     if logs:
         react(run, run.stage.log(run, measured, evaluated), position)
     if saves:
-        save(run, position)
+        save_run(run, position)
 
 
 def _is_due(step: int, every: int | None) -> bool:

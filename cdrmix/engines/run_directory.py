@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from cdrmix import runtime
-from cdrmix.checkpoint.files import is_passing, read_json, retried
+from cdrmix.checkpoint.files import is_checkpoint, is_passing, read_json, retried
 from cdrmix.checkpoint.folder import step_folders
-from cdrmix.checkpoint.manifest import is_checkpoint
-from cdrmix.cluster.outcome import LAUNCH_FOLDER
-from cdrmix.cluster.start_up import process_start_ticks
+from cdrmix.cluster.messages import LAUNCH_FOLDER
+from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE
@@ -334,7 +333,7 @@ def write_finished(directory: RunDirectory, *, step: int, stage: Literal["a", "b
     write_json_atomic(directory.path / FINISHED, record)
 
 
-def describe(directory: RunDirectory, config: Config, choice: Plan) -> None:
+def write_description(directory: RunDirectory, config: Config, choice: Plan) -> None:
     """Write what this run is: configuration, plan, environment."""
     if runtime.rank() != 0:
         return

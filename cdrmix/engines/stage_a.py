@@ -1,62 +1,38 @@
-"""Stage A, pretraining: batches in, loss and statistics out.
+"""One optimizer step: forward, loss, backward; then clip, AdamW, zero gradients.
 
-A accumulation steps, B micro batch, T time, L MoE layers, E experts, W data ranks.
+What watches a run: logged metrics, held-out loss, samples of text.
+
+Stage A as the loop sees it: predict the next token of the corpus.
 """
 
 from __future__ import annotations
 
-import socket
-from functools import cache
-from pathlib import Path
+import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cdrmix import runtime
+from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.fragments import Fragment
+from cdrmix.config.model import MoEConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
-from cdrmix.data.mixed import MixedDataset
-from cdrmix.data.recipe import built_mixture
-from cdrmix.data.remote_folder import local_folder
-from cdrmix.data.sample import ensure_sample
-from cdrmix.data.shards import (
-    Manifest,
-    check_vocab,
-    manifest_digest,
-    read_manifest,
-    verify_shards,
-)
-from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
-from cdrmix.errors import DataError
-from cdrmix.log import get_logger
-from cdrmix.models.backbone import Output, TokenEmbedding
-from cdrmix.objectives.router import router_losses
-from cdrmix.parallel.head import next_token_nats
-from cdrmix.parallel.statistics import mean_over_ranks
-from cdrmix.parallel.topology import Topology
-from cdrmix.planning.plan import Plan
-
-logger = get_logger(__name__)
-
-
-class Corpus(NamedTuple):
-    """The token shards of a run, opened and verified.
-
-    Attributes:
-        manifest: of the data set.
-        train: samples to train on.
-        validation: samples held out.
-        tokenizer: of the data set.
-        folder: its place on this host.
-    """
-
-    manifest: Manifest
-    train: TokenDataset | MixedDataset
-    validation: TokenDataset
-    tokenizer: Tokenizer
-    folder: Path
+from cdrmix.engines.finish import evaluate_now
+from cdrmix.engines.optim import learning_rate
+from cdrmix.engines.run import Run
+from cdrmix.models.backbone import Output, TokenEmbedding, logical_name
+from cdrmix.monitoring.health import Verdict
+from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
+from cdrmix.objectives.language_model import sum_weights
+from cdrmix.objectives.router import router_losses, router_monitors
+from cdrmix.parallel.exchange import mean_over_ranks
+from cdrmix.parallel.pipeline import Pipeline
+from cdrmix.parallel.topology import Topology, own_tokens
+from cdrmix.parallel.zero3 import next_token_nats
 
 
 class RouterMeasures(NamedTuple):
@@ -92,118 +68,6 @@ class MicroStep(NamedTuple):
     loss: Tensor
     nats: Tensor
     router: RouterMeasures | None
-
-
-def open_corpus(config: Config) -> Corpus:
-    """Open the data of a run, building the sample corpus first where it is asked for; collective.
-
-    Raises:
-        DataError: on every rank, if a shard is missing, truncated or altered, the tokenizer does
-            not fit the model, or ranks have different data sets.
-    """
-    model, sequence_length = config.model, config.training.sequence_length
-    sample: Path | None = None
-    if config.data.path == "sample":
-        sample = Path(runtime.first_rank_does(lambda: str(ensure_sample(model.vocab_size))))
-
-    def open_folder() -> Corpus:
-        path = sample or local_folder(config.data, sequence_length)
-        manifest = read_manifest(path)
-        check_vocab(manifest, model.vocab_size)
-        if runtime.rank() == 0:
-            _warn_of_recipe(config.data.recipe, manifest.source.get("recipe"), str(path))
-        verify_shards(
-            path,
-            manifest,
-            part=runtime.rank(),
-            parts=runtime.world_size(),
-            mode=config.data.verify,
-        )
-        return Corpus(
-            manifest,
-            _training_set(config, path),
-            TokenDataset(path, "validation", sequence_length),
-            load_tokenizer(path),
-            path,
-        )
-
-    corpus = runtime.together(open_folder)
-    check_same("data sets", "manifest", manifest_digest(corpus.manifest))
-    check_same("tokenizers", "tokenizer", corpus.manifest.tokenizer.sha256)
-    return corpus
-
-
-def check_same(things: str, name: str, digest: str) -> None:
-    """Refuse to train where ranks have different inputs; collective.
-
-    Args:
-        things: kind of input, for people.
-        name: of its digest.
-        digest: of this rank's.
-    Raises:
-        DataError: on every rank, with the hosts of each.
-    """
-    hosts: dict[str, list[str]] = {}
-    for rank, (host, theirs) in enumerate(
-        runtime.all_gather_object((socket.gethostname(), digest))
-    ):
-        hosts.setdefault(theirs, []).append(f"rank {rank} on {host}")
-    if len(hosts) == 1:
-        return
-    listed = "\n".join(
-        f"  {name} {theirs[:12]}: {', '.join(ranks[:8])}"
-        + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-        for theirs, ranks in hosts.items()
-    )
-    raise DataError(
-        f"ranks have different {things}:\n{listed}\nEvery host must have the same. Try a folder "
-        "that all hosts share, or copy it again to the hosts where it differs"
-    )
-
-
-@cache  # Stage B opens the corpus again
-def _warn_of_recipe(recipe: str | None, built_by: str | None, folder: str) -> None:
-    """Warn where a data set was built by another recipe than the model's.
-
-    Args:
-        built_by: None for folders that do not say, such as the sample corpus.
-    """
-    if recipe is not None and built_by is not None and built_by != recipe:
-        logger.warning(
-            "warning: %s was built by the recipe '%s', and data.recipe = '%s' is made for this "
-            "model. Build that one with `cdrmix data build`, or set data.recipe=null.",
-            folder,
-            built_by,
-            recipe,
-        )
-
-
-def _training_set(config: Config, path: Path) -> TokenDataset | MixedDataset:
-    """The shards in the order of the run's mixture, else of the one that they were built with."""
-    mixture = config.data.mixture or built_mixture(read_manifest(path))
-    sequence_length = config.training.sequence_length
-    if mixture is None:
-        return TokenDataset(path, "train", sequence_length)
-    return MixedDataset(path, "train", sequence_length, mixture)
-
-
-def make_loader(
-    config: Config, choice: Plan, topology: Topology, train: TokenDataset | MixedDataset
-) -> Loader:
-    """This rank's samples in the run's global order, whole also where it trains on some tokens."""
-    return Loader(
-        train,
-        global_batch_size=config.training.global_batch_size,
-        micro_batch_size=choice.micro_batch_size,
-        data_rank=topology.sample_rank,
-        data_size=choice.degrees.sample_ranks,
-        seed=config.training.seed,
-        shuffle=config.data.order != "sequential",
-        window_samples=config.data.window_samples if config.data.order == "windowed" else None,
-        segment_documents=config.data.segment_documents,
-        token_weights=config.data.token_weights,
-        prefetch=config.data.prefetch_batches,
-    )
 
 
 def micro_step(
@@ -276,3 +140,278 @@ def _all_or_nothing(loss: Tensor) -> Tensor:
     target, where the target's logit is minus infinity.
     """
     return loss * (1 + 0 * loss.detach())
+
+
+# tensors of one micro-batch, [B, T], by the names that `Loader` gives them
+Batch = dict[str, Tensor]
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step measured.
+
+    Attributes:
+        nats: summed cross-entropy over this rank's micro-steps, scalar; zero where another rank
+            counts the same tokens.
+        tokens: valid tokens of the global batch, or what they weigh.
+        router: means over the micro-steps; None for a dense model, and before the last stage.
+        seconds: wall time of the step; in the loop, with its wait for data and other ranks.
+        waited: seconds of them that this rank waited for data; known to the loop.
+    """
+
+    nats: Tensor
+    tokens: float
+    router: RouterMeasures | None
+    seconds: float
+    waited: float = 0.0
+
+
+def train_step(
+    engine: Any,
+    config: Config,
+    topology: Topology,
+    batch: dict[str, Tensor],
+    *,
+    step: int,
+    tokens: float,
+) -> StepResult:
+    """One optimizer step over this rank's micro-batches.
+
+    Args:
+        engine: DeepSpeed engine.
+        config: the run's configuration.
+        topology: of this rank.
+        batch: `input_ids` and `labels`, each [A, B, T], `segment_ids` if documents are apart, and
+            `weights` of the labels if they differ.
+        step: steps completed before this one.
+        tokens: valid tokens of the global batch, all ranks, or what they weigh.
+    """
+    began = time.perf_counter()
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate(step, config.training)
+    here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
+    nats_scale = topology.degrees.data * len(here["input_ids"]) / tokens
+    micro_batches = [
+        dict(zip(here, micro_batch, strict=True))
+        for micro_batch in zip(*here.values(), strict=True)
+    ]
+    run = _pass_through_stages if topology.degrees.pipeline > 1 else _pass_one_by_one
+    parts = run(engine, config, topology, micro_batches, nats_scale)
+    nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
+    return StepResult(
+        nats=nats.to(engine.device) * float(topology.counts_tokens),
+        tokens=tokens,
+        router=RouterMeasures.mean([part.router for part in parts if part.router]),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _pass_one_by_one(
+    engine: Any, config: Config, topology: Topology, micro_batches: list[Batch], nats_scale: float
+) -> list[MicroStep]:
+    """Forward and backward of each micro-batch in turn."""
+    parts = []
+    for inputs in micro_batches:
+        part = micro_step(engine, config, topology, **inputs, nats_scale=nats_scale)
+        engine.backward(part.loss)
+        engine.step()  # acts on the last micro-step: clip, AdamW, zero gradients
+        parts.append(part)
+    return parts
+
+
+def _pass_through_stages(
+    engine: Any, config: Config, topology: Topology, micro_batches: list[Batch], nats_scale: float
+) -> list[MicroStep]:
+    """DeepSpeed's schedule of one forward, one backward; losses are on the last stage only."""
+    parts: list[MicroStep] = []
+    pipeline: Pipeline = engine.module
+    coming = iter(micro_batches)
+
+    def objective(output: Output) -> Tensor:  # of each micro-batch in turn
+        inputs, embedding = next(coming), pipeline.stage.embedding
+        part = loss(
+            *(output, embedding, inputs["labels"], config, topology),
+            nats_scale=nats_scale,
+            weights=inputs.get("weights"),
+        )
+        parts.append(part)
+        return part.loss
+
+    pipeline.stage.objective = objective
+    names = [name for name in ("input_ids", "segment_ids") if name in micro_batches[0]]
+    # DeepSpeed takes pairs: what enters the first stage, and what its own loss would be given
+    engine.train_batch((tuple(inputs[name] for name in names), ()) for inputs in micro_batches)
+    pipeline.align_embeddings()
+    return parts
+
+
+_ROUTER_METRICS = (
+    "moe/overflow_fraction",
+    "moe/routing_entropy_bits",
+    "moe/load_balance_loss",
+    "moe/z_loss",
+)
+
+
+class StepMeasures(NamedTuple):
+    """What a step measured over all ranks, the same on each.
+
+    Attributes:
+        loss: nats per token.
+        routing: the router's metrics by name; none for a dense model.
+    """
+
+    loss: float
+    routing: dict[str, float]
+
+
+def measure(run: Run, result: StepResult) -> StepMeasures:
+    """Reduce a step's measurements over the ranks; one collective."""
+    nats, routing = _over_all_ranks(run, result)
+    return StepMeasures(nats / result.tokens, routing)
+
+
+def judge(run: Run, measured: StepMeasures) -> list[Verdict | None]:
+    """Verdicts on the loss and routing of the last step."""
+    verdicts = [run.health.loss_known(run.step, measured.loss)]
+    if measured.routing:
+        overflow, entropy_bits = (measured.routing[name] for name in _ROUTER_METRICS[:2])
+        verdicts.append(
+            run.health.routing_known(run.step, entropy_bits=entropy_bits, overflow=overflow)
+        )
+    return verdicts
+
+
+def log_step(
+    run: Run, measured: StepMeasures, evaluated: dict[str, float]
+) -> tuple[Verdict | None, Verdict | None]:
+    """Have rank 0 write and show what a step measured.
+
+    Args:
+        run: the run, its step counted.
+        measured: of the step just completed.
+        evaluated: eval/* metrics of this step, or none.
+    Returns:
+        Verdicts on the wait for data and on memory.
+    Raises:
+        StateError: on every rank, if the metrics could not be written.
+    """
+    steps, seconds, waited = run.observer.take_window()
+    peak, total = take_memory_peak_bytes(), runtime.device_memory_gib() * 2**30
+    own = (peak, peak / total, waited, waited / seconds)
+    peak, peak_share, waited, waited_share = map(
+        max, zip(*runtime.all_gather_object(own), strict=True)
+    )
+    verdicts = (
+        run.health.wait_known(run.step, seconds=waited, share=waited_share),
+        run.health.memory_known(run.step, peak_share),
+    )
+    training = run.config.training
+    half = training.precision == "fp16"
+    line = record(
+        step=run.step,
+        loss=measured.loss,
+        learning_rate=learning_rate(run.step - 1, training),
+        grad_norm=float(run.engine.get_global_grad_norm() or 0.0),
+        loss_scale=float(run.engine.optimizer.cur_scale) if half else None,
+        tokens_seen=run.tokens_seen,
+        tokens_per_second=steps * training.tokens_per_step / seconds,
+        step_seconds=seconds / steps,
+        memory_peak_bytes=peak,
+        **measured.routing,
+        **run.health.metrics(),
+        **evaluated,
+    )
+    with run.heartbeat.phase("logging"):  # rank 0 waits for a file server, the others for it
+        runtime.together(lambda: run.observer.write(run.step, line))
+    return verdicts
+
+
+def _over_all_ranks(run: Run, result: StepResult) -> tuple[float, dict[str, float]]:
+    """Nats of the global batch and the router's metrics, which only the last pipeline stage knows,
+    on every rank; one collective."""
+    moe, topology = run.config.model.moe, run.topology
+    own = torch.zeros(1 if moe is None else 1 + len(_ROUTER_METRICS), dtype=torch.float64)
+    own[0] = result.nats
+    speaks = topology.counts_tokens and topology.data_rank == 0  # for its stage, all alike
+    if moe is not None and result.router is not None and speaks:
+        own[1:] = torch.tensor(_router_metrics(moe, result.router), dtype=own.dtype)
+    nats, *measured = runtime.all_reduce_sum(own.to(runtime.device())).tolist()
+    return nats, dict(zip(_ROUTER_METRICS, measured, strict=False))
+
+
+def _router_metrics(moe: MoEConfig, router: RouterMeasures) -> list[float]:
+    """Values of _ROUTER_METRICS."""
+    monitors = router_monitors(router.per_token.cpu(), num_experts=moe.num_experts, top_k=moe.top_k)
+    return [
+        float(monitors.overflow_fraction.mean()),
+        float(monitors.entropy_bits.mean()),
+        float(router.load_balance),
+        float(router.z),
+    ]
+
+
+# Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
+# Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
+_EVALUATED_SHARE = 0.07
+
+
+class Pretraining:
+    """Stage A.
+
+    Attributes:
+        num_steps: see `Stage`.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+
+    def next_batch(self, run: Run) -> dict[str, Tensor]:
+        """This rank's share of the next batch, each tensor [A, B, T]."""
+        assert isinstance(run.loader, Loader), "Stage A runs on tokens"
+        return own_tokens(run.loader.next(), run.topology)
+
+    def weight(self, run: Run, batch: dict[str, Tensor]) -> float:
+        """Valid tokens of this rank's share, or what they weigh."""
+        if not run.topology.counts_tokens:
+            return 0.0
+        return float(sum_weights(batch["labels"], batch.get("weights")))
+
+    def train_step(self, run: Run, batch: dict[str, Tensor], *, weight: float) -> StepResult:
+        """One optimizer step."""
+        return train_step(run.engine, run.config, run.topology, batch, step=run.step, tokens=weight)
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Held-out loss and a sample, at a cost in proportion to the steps since the last."""
+        share = _EVALUATED_SHARE * (run.config.evaluation.every_steps or 0)
+        tokens = int(share * run.config.training.tokens_per_step)
+        return evaluate_now(run, max_tokens=tokens)[1]
+
+    def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
+        """Nats of this rank's tokens, and what all tokens of the batch weigh."""
+        return result.nats, result.tokens
+
+    def measure(self, run: Run, result: StepResult) -> StepMeasures:
+        """See `measure`."""
+        return measure(run, result)
+
+    def judge(self, run: Run, measured: StepMeasures) -> list[Verdict | None]:
+        """See `judge`."""
+        return judge(run, measured)
+
+    def log(
+        self, run: Run, measured: StepMeasures, evaluated: dict[str, float]
+    ) -> tuple[Verdict | None, ...]:
+        """See `log_step`."""
+        return log_step(run, measured, evaluated)
+
+    def fragments(self, run: Run) -> Iterator[Fragment]:
+        """What this rank saves of masters, moments and buffers."""
+        return engine_state.fragments(run.engine, logical_name)
+
+    def load(self, run: Run, reader: CheckpointReader) -> None:
+        """Put a checkpoint into the engine."""
+        engine_state.load_engine(run.engine, reader, logical_name)
+
+    def saved(self, run: Run) -> dict[str, Any]:
+        """What a checkpoint's state says beside what it says of every run."""
+        return {"stage": "a"}

@@ -1,16 +1,106 @@
-"""Supervision of a run, from the meeting of its ranks to the exit code of each."""
+"""Signals that ask a run to save, or to save and stop.
+
+TERM, INT, USR1 and HUP save and stop, USR2 saves and goes on. In the loop a handler only sets a
+flag; the loop asks for it once per step and agrees with the other ranks, because a launcher may
+signal one rank only. Before and after the loop nothing is unsaved, and a rank ends where it stands.
+
+Supervision of a run, from the meeting of its ranks to the exit code of each.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 
 from cdrmix import runtime
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, start_head
-from cdrmix.cluster.outcome import Outcome, await_outcome, write_outcome
+from cdrmix.cluster.messages import Outcome, await_outcome, write_outcome
 from cdrmix.config.schema import SupervisionConfig
-from cdrmix.errors import EXIT_FAULT, TrainingError
+from cdrmix.errors import EXIT_FAULT, EXIT_STOPPED_BY_SIGNAL, TrainingError
+
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Requests:
+    """What signals have asked this rank for since the last look.
+
+    Attributes:
+        stop: name of the signal that asked to stop, or None.
+        save: whether a save was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.stop: str | None = None
+        self.save = False
+        self._deferred = False
+        self._launcher = _deepspeed_runner()
+
+    def listen(self) -> None:
+        """Take the signals over, and ask the kernel for SIGTERM when the launcher dies."""
+        for number in _STOPPING:
+            # nohup has it ignored, so that the run outlives its terminal
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_stop)
+        signal.signal(signal.SIGUSR2, self._on_save)
+        runtime.end_with_launcher(signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """While this lasts, a request to stop waits for `poll`; otherwise it ends the process."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def poll(self) -> tuple[bool, bool]:
+        """(stop, save) as this rank sees it now; a save request is taken, a stop request stays."""
+        if self.stop is None and self._launcher and _parent(os.getppid()) != self._launcher:
+            self.stop = "end of the deepspeed launcher"
+        save, self.save = self.save, False
+        return self.stop is not None, save
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop = signal.Signals(number).name
+        if not self._deferred:
+            raise SystemExit(EXIT_STOPPED_BY_SIGNAL)
+
+    def _on_save(self, number: int, frame: FrameType | None) -> None:
+        self.save = True
+
+
+def _deepspeed_runner() -> int | None:
+    """Process id of the `deepspeed` command above this rank's launch.py, if that is our parent.
+
+    Killed, it cannot end launch.py, which would go on supervising ranks that nobody sees.
+    """
+    parent = os.getppid()
+    above = _parent(parent)
+    if "deepspeed.launcher.launch" in _command(parent) and "deepspeed" in _command(above):
+        return above
+    return None
+
+
+def _parent(process: int) -> int:
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[1])
+
+
+def _command(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
 
 _INTERVALS_FOR_THE_HEAD = 3
 _SECONDS_FOR_OUTCOME = 2.0

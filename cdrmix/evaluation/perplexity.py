@@ -14,14 +14,13 @@ from torch import Tensor
 from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
 from cdrmix.data.loader import split_documents
-from cdrmix.data.permutation import Permutation
-from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel, Output, TokenEmbedding
 from cdrmix.models.moe import num_statistics
 from cdrmix.objectives.language_model import count_valid
 from cdrmix.objectives.router import router_monitors
-from cdrmix.parallel.head import next_token_nats
 from cdrmix.parallel.topology import ALONE, Topology
+from cdrmix.parallel.zero3 import next_token_nats
 
 _ROW_ORDER_KEY = (0,)
 _NUM_TOKEN_SUMS = 3  # before the router statistics in the sums of a batch

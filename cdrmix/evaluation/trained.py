@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
-from cdrmix.checkpoint.reader import CheckpointReader
-from cdrmix.config.data import DataConfig
-from cdrmix.config.schema import Config
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.fragments import is_stage_b
+from cdrmix.config.schema import Config, DataConfig
 from cdrmix.data.remote import remote_files
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.shards import read_manifest, verify_shards
@@ -31,13 +31,12 @@ from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.generate import generate
 from cdrmix.planning.counts import count
-from cdrmix.reasoning.parts import is_stage_b
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """Model, configuration and tokenizer of one checkpoint.
 
     Attributes:
@@ -57,7 +56,7 @@ class Trained:
     step: int
 
 
-def load_trained(source: Path) -> Trained:
+def load_trained(source: Path) -> TrainedModel:
     """Load the newest checkpoint under `source` that verifies, whatever layout saved it.
 
     Args:
@@ -65,7 +64,7 @@ def load_trained(source: Path) -> Trained:
     Raises:
         StateError: if there is none, it is of no model, or its tokenizer is missing or another.
     """
-    found = store.find(source)
+    found = store.find_newest(source)
     if found is None:
         raise StateError(
             f"{source}: holds no checkpoint. Give a run directory that has trained to its first "
@@ -80,7 +79,7 @@ def load_trained(source: Path) -> Trained:
             model = Backbone(config.model)
         stage_b = frozenset(filter(is_stage_b, reader.names()))
         engine_state.load_module(model, reader, logical_name, others=stage_b)
-    return Trained(config, model.eval(), tokenizer, digest, found.path, found.step)
+    return TrainedModel(config, model.eval(), tokenizer, digest, found.path, found.step)
 
 
 def _config_of(reader: CheckpointReader) -> Config:
@@ -207,7 +206,7 @@ def evaluate_run(
     )
 
 
-def _evaluation_data(trained: Trained, data: str | None) -> Path:
+def _evaluation_data(trained: TrainedModel, data: str | None) -> Path:
     """Folder of the data set to evaluate on; a URL only where the caller names it."""
     if data is not None and "://" in data:
         asked = DataConfig(path=data, order="sequential")

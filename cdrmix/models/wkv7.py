@@ -110,7 +110,7 @@ def _obstacle(name: str, inputs: tuple[Tensor, ...], segment_ids: Tensor | None)
         return f"it computes on CPUs, and the inputs are on {inputs[3].device}"
     if compute_dtype(inputs) != torch.float32:
         return "it computes in float32, and an input is float64"
-    kernel = wkv7_cpu.load()
+    kernel = wkv7_cpu.load_kernel()
     return kernel if isinstance(kernel, str) else None
 
 

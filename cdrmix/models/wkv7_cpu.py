@@ -135,13 +135,13 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _kernel() -> ctypes.CDLL:
-    kernel = load()
+    kernel = load_kernel()
     assert isinstance(kernel, ctypes.CDLL), f"the C++ recurrence was not built: {kernel}"
     return kernel
 
 
 @functools.cache
-def load() -> ctypes.CDLL | str:
+def load_kernel() -> ctypes.CDLL | str:
     """The kernel, built on this machine's first use; or the reason why there is none, logged once.
 
     The library stays in the user's cache folder under a name that holds a digest of its source, its

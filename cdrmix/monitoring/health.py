@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from cdrmix.config.health import HealthConfig
+from cdrmix.config.schema import HealthConfig
 
 Watched = Literal["non_finite", "loss_spike", "routing", "loader", "memory"]
 Action = Literal["warn", "skip", "rollback", "stop"]

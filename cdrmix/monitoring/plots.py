@@ -3,12 +3,17 @@
 Matplotlib draws with placeholder colours; each is replaced by a CSS variable of the page, so that
 one drawing reads well on a light and on a dark ground. Text stays text. No pyplot: its global
 state and its choice of a display backend have no place in a training process.
+
+A plot of curves on a page, or a line that says why there is none.
 """
+
+from __future__ import annotations
 
 import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib import style
@@ -16,6 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import IdentityTransform
+
+from cdrmix.monitoring import page
 
 MAX_POINTS = 2_000
 _SMOOTH_FROM = 200  # points; below that the raw curve is readable by itself
@@ -244,3 +251,30 @@ def _for_page(svg: str, key: str, label: str) -> str:
     for name, placeholder in _PLACEHOLDERS.items():
         svg = svg.replace(placeholder, f"var(--{name})")
     return re.sub(r"\n\s*", "\n", svg).strip()
+
+
+def plot(
+    title: str,
+    unit: str,
+    key: str,
+    curves: Sequence[Curve],
+    marks: Sequence[Mark] = (),
+    **options: Any,
+) -> str:
+    """A figure of the curves that have points; a line that says so when none has.
+
+    Args:
+        title: of the figure.
+        unit: what its values are.
+        key: unique on the page.
+        curves: what is drawn.
+        marks: what to read them against.
+        options: of `line_plot`.
+    """
+    drawable = [curve for curve in curves if np.isfinite(curve.values).any()]
+    if not drawable:
+        return page.figure(title, unit, page.missing("Nothing has been logged."))
+    hidden = sum(int((~np.isfinite(curve.values)).sum()) for curve in curves)
+    drawing = line_plot(key, drawable, label=f"{title} over steps", marks=marks, **options)
+    note = f"Not drawn, because not finite: {hidden}." if hidden else ""
+    return page.figure(title, unit, drawing, note)

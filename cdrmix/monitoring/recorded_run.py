@@ -18,7 +18,7 @@ from cdrmix.monitoring.sinks import read_metrics
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What a run directory holds. `problems` names, by file, what could not be read."""
 
     folder: Path
@@ -79,7 +79,7 @@ class Run:
         return next((line[name] for line in reversed(self.records) if name in line), None)
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path) -> RecordedRun:
     """Read what there is of a run directory.
 
     Raises:
@@ -93,7 +93,7 @@ def read_run(run_dir: Path) -> Run:
         )
     problems: dict[str, str] = {}
     config_text, config = _read_config(run_dir / "config_snapshot.yaml", problems)
-    return Run(
+    return RecordedRun(
         folder=run_dir,
         records=read_metrics(metrics),
         summary=_read_json(run_dir / "metrics.json", problems),

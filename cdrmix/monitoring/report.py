@@ -1,8 +1,12 @@
-"""report.html: one self-contained page that shows how a run went, from the run directory alone.
+"""The report's section on wall time: where it went, and how the last start began.
+
+report.html: one self-contained page that shows how a run went, from the run directory alone.
 
 Whatever is missing is named in its place: a run that is still going, or that died, has a report
 too.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,14 +15,67 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cdrmix.config.health import RoutingConfig
+from cdrmix.config.schema import RoutingConfig
 from cdrmix.monitoring import page
-from cdrmix.monitoring.figures import plot as _plot
 from cdrmix.monitoring.plots import Curve, Mark
-from cdrmix.monitoring.recorded_run import Run, read_run
+from cdrmix.monitoring.plots import plot as _plot
+from cdrmix.monitoring.recorded_run import RecordedRun, read_run
 from cdrmix.monitoring.sinks import duration, write_text_atomic
 from cdrmix.monitoring.stage_b_page import stage_b_sections, stage_b_tiles
-from cdrmix.monitoring.time_section import time_section
+
+_MEANINGS = {
+    "productive": "steps that the final weights contain",
+    "redone": "steps that were lost, or rolled back, and done again",
+    "checkpoint_stall": "steps waiting for a checkpoint",
+    "evaluation": "held-out loss and samples",
+    "start_up": "from each command to the first step",
+    "down": "between two starts",
+    "other": "baselines, report, and what is between steps",
+}
+
+
+def time_section(run: RecordedRun) -> str:
+    """Goodput and start-up as metrics.json has them."""
+    goodput, start_up = run.summary.get("goodput"), run.summary.get("start_up")
+    if not goodput or not start_up:
+        why = run.problems.get("metrics.json", "metrics.json holds no goodput.")
+        return page.section("Wall time", page.missing(why))
+    new, redone = goodput["productive_steps"], goodput["redone_steps"]
+    said = (
+        f"{goodput['share']:.1%} of the time went into steps that count, and {new:,} of "
+        f"{new + redone:,} steps were new ({goodput['share_of_steps']:.1%}). "
+        f"Starts: {goodput['starts']}."
+    )
+    head = ("spent on", "seconds", "share", "", "")
+    began = "The last start, from the command to the end of its first step, by its parts:"
+    return page.section(
+        "Wall time",
+        page.note(said),
+        page.table(head, _rows(goodput, _MEANINGS), "wide"),
+        page.note(began),
+        page.table(head[:4], _rows(start_up, {}), "wide"),
+    )
+
+
+def _rows(measured: Mapping[str, Any], meanings: Mapping[str, str]) -> list[str]:
+    """A row for each part that took time."""
+    total = measured["seconds"]
+    parts = {
+        name.removesuffix("_seconds"): seconds
+        for name, seconds in measured.items()
+        if name.endswith("_seconds") and seconds > 0
+    }
+    return [
+        page.row(
+            page.text(part.replace("_", " ")),
+            f"{seconds:,.1f}",
+            f"{seconds / total:.1%}",
+            *([page.text(meanings[part])] if meanings else []),
+            page.bar(seconds / total, own=part == "productive"),
+        )
+        for part, seconds in parts.items()
+    ]
+
 
 _MAX_SAMPLES = 50  # pages of hundreds of evaluations stay readable
 _MAX_EVENTS = 50
@@ -58,7 +115,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def _header(name: str, run: Run) -> str:
+def _header(name: str, run: RecordedRun) -> str:
     of = f" of {run.num_steps:,}" if run.num_steps else ""
     where = f"step {run.last_step:,}{of}"
     if not run.summary:
@@ -76,7 +133,7 @@ def _header(name: str, run: Run) -> str:
     )
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RecordedRun) -> str:
     evaluation = run.summary.get("evaluation") or {}
 
     def judged(name: str) -> float | None:
@@ -109,7 +166,7 @@ def _tiles(run: Run) -> str:
     return page.tiles([*items, *stage_b_tiles(run)])
 
 
-def _loss(run: Run) -> str:
+def _loss(run: RecordedRun) -> str:
     baselines = run.summary.get("baselines") or {}
     marks = [
         Mark(f"{name} {value:.4f}", value)
@@ -127,7 +184,7 @@ def _loss(run: Run) -> str:
     return page.section("Loss", drawing, evaluated, _baselines(run, baselines))
 
 
-def _baselines(run: Run, baselines: Mapping[str, Any]) -> str:
+def _baselines(run: RecordedRun, baselines: Mapping[str, Any]) -> str:
     model = _number((run.summary.get("evaluation") or {}).get("loss"))
     losses = {
         "this model": model,
@@ -154,7 +211,7 @@ def _baselines(run: Run, baselines: Mapping[str, Any]) -> str:
     return page.table(head, rows, "wide") + page.note(counted + said, tone)
 
 
-def _health(run: Run) -> str:
+def _health(run: RecordedRun) -> str:
     if "health.json" in run.problems:
         return page.section("Health", page.missing(run.problems["health.json"]))
     events: Sequence[Mapping[str, Any]] = run.health.get("events") or []
@@ -179,7 +236,7 @@ def _event_row(event: Mapping[str, Any]) -> str:
     return page.row(*map(page.text, cells))
 
 
-def _optimizer(run: Run) -> str:
+def _optimizer(run: RecordedRun) -> str:
     rate = Curve("", *run.series("learning_rate"), "c3")
     norm = Curve("", *run.series("grad_norm"), "c4", smooth=True)
     clip = run.config.training.gradient_clipping if run.config else 0
@@ -200,7 +257,7 @@ def _optimizer(run: Run) -> str:
     )
 
 
-def _speed(run: Run) -> str:
+def _speed(run: RecordedRun) -> str:
     speed = Curve("", *run.series("tokens_per_second"), "c1", smooth=True)
     steps, peak = run.series("memory_peak_bytes")
     memory = Curve("", steps, peak / 2**30, "c2")
@@ -227,7 +284,7 @@ def _speed(run: Run) -> str:
     )
 
 
-def _routing(run: Run) -> str:
+def _routing(run: RecordedRun) -> str:
     steps, overflow = run.series("moe/overflow_fraction")
     entropy = run.series("moe/routing_entropy_bits")
     if not len(steps) and not len(entropy[0]):
@@ -261,7 +318,7 @@ def _routing(run: Run) -> str:
     )
 
 
-def _routing_limits(run: Run) -> RoutingConfig:
+def _routing_limits(run: RecordedRun) -> RoutingConfig:
     return run.config.health.routing if run.config else RoutingConfig()
 
 
@@ -272,13 +329,13 @@ def _entropy_marks(limits: RoutingConfig, num_experts: int) -> tuple[Mark, Mark]
     return Mark(f"at least {least:.2f}", least), Mark(f"even {most:.2f}", most)
 
 
-def _num_experts(run: Run) -> int | None:
+def _num_experts(run: RecordedRun) -> int | None:
     if run.config is None or run.config.model.moe is None or run.config.model.moe.num_experts < 2:
         return None
     return run.config.model.moe.num_experts
 
 
-def _experts(run: Run) -> str:
+def _experts(run: RecordedRun) -> str:
     layers = (run.summary.get("evaluation") or {}).get("layers") or []
     if not layers:
         why = run.problems.get("metrics.json", "metrics.json holds no evaluation by layer.")
@@ -322,7 +379,7 @@ def _heat(ratio: float) -> str:
     return f"rgb({rgb} / {strength:.2f})"
 
 
-def _samples(run: Run) -> str:
+def _samples(run: RecordedRun) -> str:
     samples: Sequence[Mapping[str, Any]] = run.summary.get("samples") or []
     if not samples:
         why = run.problems.get("metrics.json", "metrics.json holds no generated text.")
@@ -342,7 +399,7 @@ def _sample(sample: Mapping[str, Any]) -> str:
     return f"{page.note(f'after step {step}')}\n<pre><b>{prompt}</b>{text}</pre>"
 
 
-def _plan(run: Run) -> str:
+def _plan(run: RecordedRun) -> str:
     if not run.plan:
         return page.section("Plan", page.missing(run.problems.get("plan.json", "It is empty.")))
     shown = {name: v for name, v in run.plan.items() if name not in ("reasons", "deepspeed")}
@@ -350,7 +407,7 @@ def _plan(run: Run) -> str:
     return page.section("Plan", page.key_values(shown), reasons)
 
 
-def _environment(run: Run) -> str:
+def _environment(run: RecordedRun) -> str:
     if not run.environment:
         why = run.problems.get("environment.json", "It is empty.")
         return page.section("Environment", page.missing(why))
@@ -359,7 +416,7 @@ def _environment(run: Run) -> str:
     )
 
 
-def _summary(run: Run) -> str:
+def _summary(run: RecordedRun) -> str:
     elsewhere = ("evaluation", "baselines", "samples", "goodput", "start_up")
     rest = {name: value for name, value in run.summary.items() if name not in elsewhere}
     if not rest:
@@ -368,7 +425,7 @@ def _summary(run: Run) -> str:
     return page.section("Final summary", page.details("metrics.json", page.key_values(rest)))
 
 
-def _config(run: Run) -> str:
+def _config(run: RecordedRun) -> str:
     why = run.problems.get("config_snapshot.yaml")
     shown = page.details("config_snapshot.yaml", f"<pre>{page.text(run.config_text)}</pre>")
     return page.section(

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cdrmix.monitoring import page
-from cdrmix.monitoring.figures import plot
-from cdrmix.monitoring.plots import Curve
-from cdrmix.monitoring.recorded_run import Run
+from cdrmix.monitoring.plots import Curve, plot
+from cdrmix.monitoring.recorded_run import RecordedRun
 
 # title, unit, curves (label, metric), whether the axis starts at zero
 _Figure = tuple[str, str, tuple[tuple[str, str], ...], bool]
@@ -75,7 +74,7 @@ _POLICY: tuple[_Figure, ...] = (
 )
 
 
-def stage_b_sections(run: Run) -> str:
+def stage_b_sections(run: RecordedRun) -> str:
     """All sections; nothing for a run without Stage B."""
     if run.config is None or run.config.stage_b is None:
         return ""
@@ -88,7 +87,7 @@ def stage_b_sections(run: Run) -> str:
     )
 
 
-def stage_b_tiles(run: Run) -> list[tuple[str, str, str]]:
+def stage_b_tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
     """Scores of the reasoning suite, for the tiles; none before it was run."""
     rows = run.reasoning_rows
     if not rows:
@@ -100,7 +99,7 @@ def stage_b_tiles(run: Run) -> list[tuple[str, str, str]]:
     return [("Reasoning", f"{mean:.2f}", f"over all lengths; backbone alone {alone:.2f}")]
 
 
-def _figure(run: Run, figure: _Figure) -> str:
+def _figure(run: RecordedRun, figure: _Figure) -> str:
     """A figure of what was measured; empty where nothing of it was."""
     title, unit, series, from_zero = figure
     curves = [
@@ -121,7 +120,7 @@ def _figure(run: Run, figure: _Figure) -> str:
     )
 
 
-def _reasoning(run: Run) -> str:
+def _reasoning(run: RecordedRun) -> str:
     title = "Reasoning over long texts"
     rows = run.reasoning_rows
     if not rows:

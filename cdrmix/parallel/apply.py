@@ -12,15 +12,13 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.block import Block, make_block
-from cdrmix.parallel.partitioned import PartitionedEmbedding, partition
+from cdrmix.parallel.pipeline import Pipeline, PipelineStage, StagedBackbone
 from cdrmix.parallel.sequence import spread_tokens
-from cdrmix.parallel.staged_inference import StagedBackbone
-from cdrmix.parallel.stages import Pipeline, Stage
-from cdrmix.parallel.tensor import mark_copies, split_block
+from cdrmix.parallel.tensor import mark_copies, split_block, split_embedding
 from cdrmix.parallel.topology import Topology
-from cdrmix.parallel.vocabulary import split_embedding
+from cdrmix.parallel.zero3 import PartitionedEmbedding, partition
+from cdrmix.planning.layout import stage_layers
 from cdrmix.planning.plan import Plan
-from cdrmix.planning.stages import stage_layers
 
 
 def build_model(config: Config, choice: Plan, topology: Topology) -> nn.Module:
@@ -66,9 +64,9 @@ def _stage(
     choice: Plan,
     topology: Topology,
     block: Callable[[ModelConfig, int], Block],
-) -> Stage:
+) -> PipelineStage:
     length = config.training.sequence_length
-    stage = Stage(
+    stage = PipelineStage(
         config.model,
         topology,
         stage_layers(config.model, length, topology.degrees.pipeline)[topology.stage],

@@ -1,17 +1,34 @@
 """Differentiable collectives of tensor ranks, and of pipeline stages that compute alike.
 
 P tensor ranks. Whatever enters or leaves a region that is cut over them is whole and equal on all.
+
+Tokens that all tensor ranks hold, shared out among them for routing.
+
+N tokens, D hidden, P tensor ranks. Rank p takes rows [p n, (p + 1) n) with n = ceil(N / P); the
+last ranks take fewer, or none where a batch has fewer tokens than there are ranks, as in
+generation.
+
+Averages over data ranks that a loss is computed from.
+
+Packs what crosses a stage boundary into one flat tensor.
+
+DeepSpeed starts a backward pass of its own for each tensor with a gradient that a stage handed on
+(0.19.8, runtime/pipe/engine.py), and each would go through the whole stage again. Tensors of
+another type than the first one's, float32 statistics beside bf16 activations, travel as bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.nn import functional as F
 
+from cdrmix.models.moe import TokenShares
 from cdrmix.parallel.topology import Topology
 
 
@@ -72,3 +89,144 @@ def gather_rows(own: Tensor, topology: Topology) -> Tensor:
     rows = own.new_empty(topology.degrees.tensor * len(own), *own.shape[1:])
     torch.distributed.all_gather_into_tensor(rows, own.contiguous(), group=topology.tensor_group)
     return rows
+
+
+class TensorShares(TokenShares):
+    """Each tensor rank routes its share of the tokens.
+
+    Args:
+        topology: of this rank.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """This rank's share, [N, D] -> [n, D]; backward, all ranks' shares of the gradient."""
+        return _Take.apply(tokens, self.topology)
+
+    def give_back(self, routed: Tensor, num_tokens: int) -> Tensor:
+        """All ranks' shares, [n, D] -> [N, D]; backward, this rank's share of the gradient."""
+        return _GiveBack.apply(routed, num_tokens, self.topology)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens: Tensor, topology: Topology) -> Tensor:
+        ctx.num_tokens, ctx.topology = len(tokens), topology
+        return _share(tokens, topology)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _gather(grad, ctx.num_tokens, ctx.topology), None
+
+
+class _GiveBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, routed: Tensor, num_tokens: int, topology: Topology) -> Tensor:
+        ctx.topology = topology
+        return _gather(routed, num_tokens, topology)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _share(grad, ctx.topology), None, None
+
+
+def _rows_per_rank(num_tokens: int, topology: Topology) -> int:
+    return -(-num_tokens // topology.degrees.tensor)
+
+
+def _share(rows: Tensor, topology: Topology) -> Tensor:
+    """This rank's rows, [N, D] -> [n, D]."""
+    first = topology.tensor_rank * _rows_per_rank(len(rows), topology)
+    return rows[first : first + _rows_per_rank(len(rows), topology)].clone()
+
+
+def _gather(share: Tensor, num_tokens: int, topology: Topology) -> Tensor:
+    """Every rank's rows in order, [n, D] -> [N, D]; shares are filled up to equal length."""
+    length = _rows_per_rank(num_tokens, topology)
+    filled = F.pad(share, (0, 0, 0, length - len(share)))
+    return gather_rows(filled, topology)[:num_tokens]
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """Sum over a group, divided; the gradient passes through unchanged.
+
+    Every rank computes the same loss from the mean, so each holds the same gradient g of it.
+    Through the mean its own share is g / W, and W ranks send it: g again. The averaging of
+    parameter gradients over the data ranks then gives the derivative of the one global loss.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, topology: Topology) -> Tensor:
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=topology.stage_group)
+        return total.div_(topology.degrees.data)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+def mean_over_ranks(x: Tensor, topology: Topology) -> Tensor:
+    """Mean over the data ranks of `x`, summed over tensor ranks, for a loss that all compute alike.
+
+    Args:
+        x: what this rank counted on its own tokens, same shape on every rank of the stage.
+        topology: of this rank.
+    Returns:
+        The mean, same shape; differentiable.
+    """
+    return x if topology.stage_group is None else _MeanOverRanks.apply(x, topology)
+
+
+# shape and type of a tensor
+Part = tuple[tuple[int, ...], torch.dtype]
+
+
+def pack(tensors: list[Tensor]) -> Tensor:
+    """Tensors end to end, flat, in the type of the first; differentiable."""
+    return _Pack.apply(*tensors)
+
+
+def unpack(packed: Tensor, parts: list[Part]) -> list[Tensor]:
+    """Views of the tensors that `pack` joined; differentiable."""
+    return list(_Unpack.apply(packed, parts))
+
+
+def num_elements(parts: list[Part], dtype: torch.dtype) -> int:
+    """Number of elements of the flat tensor, counted in `dtype`."""
+    return sum(math.prod(shape) * own.itemsize for shape, own in parts) // dtype.itemsize
+
+
+def _join(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    # `view`, not a cast: float32 statistics keep their bits inside a bf16 tensor
+    return torch.cat([tensor.reshape(-1).view(dtype) for tensor in tensors])
+
+
+def _split(packed: Tensor, parts: list[Part]) -> tuple[Tensor, ...]:
+    sizes = [num_elements([part], packed.dtype) for part in parts]
+    pieces = zip(packed.split(sizes), parts, strict=True)
+    return tuple(piece.view(dtype).view(shape) for piece, (shape, dtype) in pieces)
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *tensors: Tensor) -> Tensor:
+        ctx.parts = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        return _join(tensors, tensors[0].dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _split(grad, ctx.parts)
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, packed: Tensor, parts: list[Part]) -> tuple[Tensor, ...]:
+        ctx.dtype = packed.dtype
+        return _split(packed, parts)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return _join(grads, ctx.dtype), None

@@ -31,9 +31,8 @@ from cdrmix.config.model import ModelConfig
 from cdrmix.models.backbone import Backbone, Output
 from cdrmix.models.block import Block, BlockState, make_block
 from cdrmix.models.recompute import run_blocks
-from cdrmix.parallel import border
-from cdrmix.parallel.border import Part
-from cdrmix.parallel.exchange import sum_over_stages
+from cdrmix.parallel import exchange
+from cdrmix.parallel.exchange import Part, sum_over_stages
 from cdrmix.parallel.topology import Topology
 
 Measured = TypeVar("Measured")
@@ -79,10 +78,10 @@ class FrozenStages(Backbone):
         # residual stream, and v_first once a stage before has made it, both [B, T, D]
         v_first_arrives = "rwkv" in self.config.layer_kinds()[: self.layers.start]
         parts: list[Part] = [(tuple(x.shape), x.dtype)] * (2 if v_first_arrives else 1)
-        arrived = _Arrive.apply(x, ticket, self.topology, border.num_elements(parts, x.dtype))
+        arrived = _Arrive.apply(x, ticket, self.topology, exchange.num_elements(parts, x.dtype))
         entered: list[Tensor] = [arrived]
         if not self.topology.is_first_stage:
-            entered = border.unpack(arrived, parts)
+            entered = exchange.unpack(arrived, parts)
         out, v_first, _, after = run_blocks(
             (self.blocks[layer] for layer in self.layers),
             entered[0],
@@ -96,7 +95,7 @@ class FrozenStages(Backbone):
         if self.topology.is_last_stage:
             leaving = self.final_norm(out)
         else:
-            leaving = border.pack([out] if v_first is None else [out, v_first])
+            leaving = exchange.pack([out] if v_first is None else [out, v_first])
         hidden, ticket = _Leave.apply(leaving, self.topology, x.shape)
         assert learns or not hidden.requires_grad, "`chained` is told what learns inside"
         if learns:

@@ -6,7 +6,7 @@ rank, C features of a head, K key dim, V value dim.
 What meets other tokens is replaced in a block that is otherwise as on one rank. A token shift takes
 one token from the rank before. Attention exchanges tokens for heads: H / P heads see all T tokens.
 The recurrence does the same, or passes its state from rank to rank, whichever moves fewer bytes
-(planning/sequence.py). Every rank runs the same operations, so that none skips a collective of
+(planning/layout.py). Every rank runs the same operations, so that none skips a collective of
 another in the backward pass.
 
 In training only: in evaluation each rank reads whole samples of its own. `segment_ids` are those of
@@ -32,7 +32,7 @@ from cdrmix.models.rwkv7 import TokenShift
 from cdrmix.models.wkv7 import wkv7
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.activations import ELEMENT_BYTES
-from cdrmix.planning.sequence import sequence_form
+from cdrmix.planning.layout import sequence_form
 
 
 def spread_tokens(block: Block, topology: Topology, config: Config) -> None:

@@ -1,4 +1,10 @@
-"""Blocks cut over the tensor ranks: heads, and the inner features of a dense feed-forward.
+"""Marks local parameters as a box of their logical tensor, or as a copy that another rank saves.
+
+Marks on parameters, set while the model is built and read by `checkpoint`. DeepSpeed reads a mark
+of its own, `tensor_model_parallel`: with it, each tensor rank's part counts in the gradient norm;
+without it, the first tensor rank's copy stands for all.
+
+Blocks cut over the tensor ranks: heads, and the inner features of a dense feed-forward.
 
 B batch, T time, D hidden, R low-rank size, P tensor ranks.
 
@@ -7,11 +13,16 @@ row part, which takes them to [B, T, D] again. Into it tokens are read whole, so
 is summed over the ranks on the way back; out of it the row parts' products are summed. Parameters
 that stay whole and act inside a region (token-shift mixes, low-rank downs, the router) get partial
 gradients, which are summed too; those outside see whole activations, and so whole gradients.
+
+Embedding, head and loss with the vocabulary's rows shared out over the tensor ranks.
+
+V vocabulary, D hidden, P tensor ranks; this rank holds V / P rows, from `first_id` on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +30,54 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cdrmix.models.attention import Attention
+from cdrmix.models.backbone import TokenEmbedding
 from cdrmix.models.block import Block
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.moe import MoEFeedForward
 from cdrmix.models.rwkv7 import TimeMix
-from cdrmix.parallel.exchange import enter_region, leave_region, sum_gradients
-from cdrmix.parallel.shard import mark_copy, mark_shard, shard_of
-from cdrmix.parallel.token_shares import TensorShares
+from cdrmix.objectives.language_model import VocabularyPart, linear_cross_entropy
+from cdrmix.parallel.exchange import (
+    TensorShares,
+    enter_region,
+    gather_rows,
+    leave_region,
+    sum_gradients,
+)
 from cdrmix.parallel.topology import Topology
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a logical tensor: where it begins, and the whole tensor's shape."""
+
+    offset: tuple[int, ...]
+    logical_shape: tuple[int, ...]
+
+
+def mark_shard(parameter: nn.Parameter, *, dim: int, part: int, parts: int) -> None:
+    """Marks a parameter as one of `parts` equal boxes of its logical tensor along `dim`."""
+    shape = list(parameter.shape)
+    offset = [0] * len(shape)
+    offset[dim] = part * shape[dim]
+    shape[dim] *= parts
+    parameter.shard = Shard(tuple(offset), tuple(shape))  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def mark_copy(parameter: nn.Parameter) -> None:
+    """Marks a parameter whose values a rank outside the data group holds and saves too."""
+    parameter.is_copy = True  # type: ignore[attr-defined]
+
+
+def shard_of(parameter: Tensor) -> Shard | None:
+    """Box that a parameter holds; None for a whole one."""
+    return getattr(parameter, "shard", None)
+
+
+def is_copy(parameter: Tensor) -> bool:
+    """True if another rank saves the same values."""
+    return getattr(parameter, "is_copy", False)
+
 
 # Parameters of a time mix by what becomes of them; all others are vectors over heads.
 _TIME_MIX_MATRICES = ("receptance", "key", "value")
@@ -74,7 +125,7 @@ def split_block(block: Block, topology: Topology) -> None:
     else:
         assert isinstance(block.ffn, FeedForward), "a block has one or the other"
         _cut_columns(block.ffn.up, topology)
-        block.ffn.down = RowLinear(cut(block.ffn.down.weight, topology, dim=1), topology)
+        block.ffn.down = RowLinear(cut_block(block.ffn.down.weight, topology, dim=1), topology)
         _read_whole_tokens(block.ffn, topology)
     mark_copies(block, topology)
 
@@ -89,7 +140,7 @@ def mark_copies(module: nn.Module, topology: Topology) -> None:
             mark_copy(parameter)
 
 
-def cut(parameter: Tensor, topology: Topology, *, dim: int) -> nn.Parameter:
+def cut_block(parameter: Tensor, topology: Topology, *, dim: int) -> nn.Parameter:
     """This rank's equal part of a whole parameter along `dim`, in memory of its own."""
     assert parameter.shape[dim] % topology.degrees.tensor == 0, "rules refuse it"
     own = parameter.detach().chunk(topology.degrees.tensor, dim)[topology.tensor_rank]
@@ -103,7 +154,7 @@ def _split_attention(mixer: Attention, topology: Topology) -> None:
     mixer.num_kv_heads //= topology.degrees.tensor
     for name in ("query", "key", "value"):
         _cut_columns(getattr(mixer, name), topology)
-    mixer.output = RowLinear(cut(mixer.output.weight, topology, dim=1), topology)
+    mixer.output = RowLinear(cut_block(mixer.output.weight, topology, dim=1), topology)
     _read_whole_tokens(mixer, topology)
 
 
@@ -115,12 +166,12 @@ def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
             whole.append(name)
         else:
             dim = 1 if name in _LOW_RANK_UPS else 0
-            setattr(mixer, name, cut(parameter, topology, dim=dim))
+            setattr(mixer, name, cut_block(parameter, topology, dim=dim))
     for name in _TIME_MIX_MATRICES:
         _cut_columns(getattr(mixer, name), topology)
-    mixer.output = RowLinear(cut(mixer.output.weight, topology, dim=1), topology)
+    mixer.output = RowLinear(cut_block(mixer.output.weight, topology, dim=1), topology)
     norm = mixer.group_norm
-    norm.weight, norm.bias = (cut(x, topology, dim=0) for x in (norm.weight, norm.bias))
+    norm.weight, norm.bias = (cut_block(x, topology, dim=0) for x in (norm.weight, norm.bias))
     norm.num_groups, norm.num_channels = mixer.num_heads, norm.weight.numel()
     _read_whole_tokens(mixer, topology)
     _sum_gradients_of(mixer, whole, topology)
@@ -128,7 +179,7 @@ def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
 
 def _cut_columns(linear: nn.Linear, topology: Topology) -> None:
     """Leave the outputs of this rank's heads or features."""
-    linear.weight = cut(linear.weight, topology, dim=0)
+    linear.weight = cut_block(linear.weight, topology, dim=0)
     linear.out_features = linear.weight.shape[0]
 
 
@@ -171,3 +222,49 @@ def _count_in_norm(experts: Iterable[nn.Parameter]) -> None:
     """
     for parameter in experts:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+class VocabularyEmbedding(TokenEmbedding):
+    """This rank's rows of the token embedding, which are its rows of the head too.
+
+    Args:
+        weight: its rows, [V / P, D].
+        topology: of this rank.
+    """
+
+    def __init__(self, weight: nn.Parameter, topology: Topology) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], device="meta")
+        self.weight = weight
+        self.topology = topology
+        self.first_id = topology.tensor_rank * weight.shape[0]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Rows of the tokens, [...] -> [..., D], whole on every rank."""
+        local = input_ids - self.first_id
+        elsewhere = (local < 0) | (local >= self.num_embeddings)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return leave_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.topology)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token over the whole vocabulary, [..., D] -> [..., V].
+
+        For decoding: no gradient passes.
+        """
+        return torch.cat(self._of_all_ranks(super().logits(hidden).detach()).unbind(0), dim=-1)
+
+    def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
+        """As `head.next_token_nats`."""
+        part = VocabularyPart(self.first_id, self._of_all_ranks)
+        whole = enter_region(hidden, self.topology)
+        return linear_cross_entropy(whole, self.weight, labels, part, label_weights)
+
+    def _of_all_ranks(self, x: Tensor) -> Tensor:
+        """Every tensor rank's `x`, in order, [...] -> [P, ...]."""
+        return gather_rows(x.unsqueeze(0), self.topology)
+
+
+def split_embedding(embedding: TokenEmbedding, topology: Topology) -> TokenEmbedding:
+    """This rank's part of an initialised whole embedding; the whole one where a rank is alone."""
+    if topology.tensor_group is None:
+        return embedding
+    return VocabularyEmbedding(cut_block(embedding.weight, topology, dim=0), topology)

@@ -4,18 +4,24 @@ Read off the code of `models` and `objectives`, operation by operation; held aga
 saved-tensor hooks in tests/parity/test_memory.py. What two operations save is counted once.
 
 Letters: D hidden, H heads, K head dim, F inner width, E experts, k experts per token.
+
+Bytes that autograd keeps on a rank: figures per token over blocks and micro-batches.
+
+Blocks are kept, recomputed whole, or recomputed in spans of tokens, as models/recompute.py does it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cdrmix.config.model import LayerKind, ModelConfig
-from cdrmix.planning.sequence import SequenceForm
+from cdrmix.config.schema import Config
+from cdrmix.planning.layout import Degrees, Layout, SequenceForm, sequence_form
 
 WKVForm = Literal["fla", "chunked", "cpp"]
-
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Tokens between the states that the C++ recurrence keeps: TILE in models/wkv7_cpu.cpp.
 CPP_TILE_TOKENS = 32
@@ -104,7 +110,7 @@ def block(
     return Halves(norm + mixer, norm + _feed_forward(model, kind, numerics))
 
 
-def rotary_angles(model: ModelConfig, numerics: Numerics) -> int:
+def rotary_angle_elements(model: ModelConfig, numerics: Numerics) -> int:
     """Cosine and sine of a position, whatever the number of samples."""
     return 2 * numerics.element_bytes * model.head_dim
 
@@ -140,7 +146,7 @@ def after_blocks(model: ModelConfig, numerics: Numerics) -> PerToken:
     return rms_norm(model, numerics) + PerToken(numerics.element_bytes * model.hidden_size)
 
 
-def border(model: ModelConfig, numerics: Numerics) -> int:
+def block_input_bytes(model: ModelConfig, numerics: Numerics) -> int:
     """Bytes per token that activation checkpointing saves of a block: its input."""
     return numerics.element_bytes * model.hidden_size
 
@@ -203,3 +209,167 @@ def routed_row(model: ModelConfig, numerics: Numerics) -> int:
     """Bytes kept for one row that reaches an expert: input, both inner activations, output."""
     assert model.moe is not None, "a dense model routes nothing"
     return numerics.element_bytes * 2 * (model.hidden_size + model.moe.expert_hidden_size)
+
+
+class BlockKind(NamedTuple):
+    """Properties of a block that its activations follow from."""
+
+    kind: LayerKind
+    creates_v_first: bool
+
+
+class KeptActivations:
+    """Activations of one configuration; what does not depend on the layout is computed once.
+
+    Args:
+        config: of the run.
+        numerics: how operations are computed.
+        stages: gives the blocks of each stage of a pipeline of so many.
+    """
+
+    def __init__(
+        self, config: Config, numerics: Numerics, stages: Callable[[int], list[range]]
+    ) -> None:
+        self.model, self.training, self.numerics = config.model, config.training, numerics
+        self._segments_documents = config.data.segment_documents
+        kinds = self.model.layer_kinds()
+        first_rwkv = kinds.index("rwkv") if "rwkv" in kinds else None
+        self._has_rwkv = first_rwkv is not None
+        self._block_kinds = [BlockKind(kind, i == first_rwkv) for i, kind in enumerate(kinds)]
+        self._stages = stages
+        self._before = before_blocks(self.model, numerics)
+        self._after = after_blocks(self.model, numerics)
+        self._kinds_on: dict[tuple[int, int], Counter[BlockKind]] = {}
+        self._halves: dict[tuple[BlockKind, SequenceForm], Halves] = {}
+
+    def tokens(self, layout: Layout) -> int:
+        """Tokens of a rank's micro-batch."""
+        tokens = layout.micro_batch_size * self.training.sequence_length
+        return tokens // layout.degrees.sequence
+
+    def sequence_form(self, degrees: Degrees) -> SequenceForm:
+        """Form in which a recurrence meets the tokens of other ranks."""
+        return sequence_form(
+            self.model,
+            sequence_length=self.training.sequence_length,
+            sequence=degrees.sequence,
+            element_bytes=self.numerics.element_bytes,
+        )
+
+    def spans(self, layout: Layout) -> int:
+        """Spans in which a rank's part of a sample is recomputed."""
+        part = self.training.sequence_length // layout.degrees.sequence
+        return -(-part // (layout.sequence_checkpoint_tokens or part))
+
+    def span_tokens(self, layout: Layout) -> int:
+        """Tokens of a rank's micro-batch in the longest of its spans."""
+        part = self.tokens(layout) // layout.micro_batch_size
+        span = min(layout.sequence_checkpoint_tokens or part, part)
+        return span * layout.micro_batch_size
+
+    def on_stage(self, layout: Layout, stage: int) -> int:
+        """Bytes of the micro-batches that are in flight at a stage."""
+        degrees, tokens = layout.degrees, self.tokens(layout)
+        in_flight = self.in_flight(layout, stage)
+        border = block_input_bytes(self.model, self.numerics)
+        v_first = border // degrees.tensor * tokens if self._has_rwkv else 0
+        if layout.activation_checkpointing:
+            borders, unit = self._recomputed(layout, stage)
+            total = in_flight * (borders + v_first) + unit
+        else:
+            # v_first counts with the block that makes it, or is received
+            total = in_flight * (self.of_blocks(layout, stage) + (v_first if stage else 0))
+        if stage == 0:
+            total += in_flight * self._before.on(degrees.tensor) * tokens
+        if stage == degrees.pipeline - 1:
+            # the loss forms the embedding's gradient, float32, in its forward pass
+            total += 4 * self.model.vocab_size * self.model.hidden_size / degrees.tensor
+            total += self._after.on(degrees.tensor) * tokens
+        return int(total)
+
+    def in_flight(self, layout: Layout, stage: int) -> int:
+        """Micro-batches of which a stage keeps activations: one forward, one backward in turn, as
+        many are started as stages follow, this one included."""
+        started = layout.degrees.pipeline - stage
+        return min(started, layout.gradient_accumulation_steps)
+
+    def of_blocks(self, layout: Layout, stage: int) -> float:
+        """Bytes that the blocks of a stage keep of a micro-batch, none of them recomputed."""
+        degrees, tokens = layout.degrees, self.tokens(layout)
+        total = 0.0
+        for kind, number in self.kinds_on(degrees.pipeline, stage).items():
+            halves = self._block(kind, degrees)
+            kept = (halves.mixer + halves.feed_forward).on(degrees.tensor) * tokens
+            total += number * (kept + self._besides(kind, layout))
+        return total
+
+    def segment_mask(self, layout: Layout) -> int:
+        """Bytes of the mask that keeps documents apart in one attention.
+
+        It is [B, 1, T, T] in the type of the activations, of all tokens of a sample, whatever ranks
+        share its heads or tokens.
+        """
+        if not self._segments_documents:
+            return 0
+        pairs = layout.micro_batch_size * self.training.sequence_length**2
+        return self.numerics.element_bytes * pairs
+
+    def _recomputed(self, layout: Layout, stage: int) -> tuple[float, float]:
+        """Bytes that recomputed blocks of a stage keep of a micro-batch, and those of the largest
+        unit while it is recomputed: a block, a span of it, or its mixer with a span of the rest."""
+        degrees, tokens = layout.degrees, self.tokens(layout)
+        spans, span = self.spans(layout), self.span_tokens(layout)
+        border = block_input_bytes(self.model, self.numerics)
+        # what is recomputed reads its border, unless its norm copies it
+        twice = 0 if self.numerics.norm_copies_input else border
+        carried = carried_state(self.model, self.numerics).on(degrees.tensor)
+        carried *= (spans - 1) * layout.micro_batch_size
+        borders = unit = 0.0
+        for kind, number in self.kinds_on(degrees.pipeline, stage).items():
+            halves = self._block(kind, degrees)
+            mixer, feed_forward = (
+                half.on(degrees.tensor) for half in (halves.mixer, halves.feed_forward)
+            )
+            besides = self._besides(kind, layout)
+            borders += number * border * tokens
+            if spans == 1:
+                unit = max(unit, (mixer + feed_forward - twice) * tokens + besides)
+            elif kind.kind == "rwkv" and self.sequence_form(degrees) == "whole":
+                borders += number * carried
+                unit = max(unit, (mixer + feed_forward - twice) * span)
+            else:  # the mixer sees all tokens at once, and leaves a border for the feed-forward
+                mixed = (mixer - twice + border) * tokens + besides
+                unit = max(unit, mixed + (feed_forward - twice) * span)
+        return borders, unit
+
+    def kinds_on(self, pipeline: int, stage: int) -> Counter[BlockKind]:
+        """Number of blocks of each kind on a stage."""
+        key = (pipeline, stage)
+        if key not in self._kinds_on:
+            here = self._stages(pipeline)[stage]
+            self._kinds_on[key] = Counter(self._block_kinds[layer] for layer in here)
+        return self._kinds_on[key]
+
+    def _block(self, kind: BlockKind, degrees: Degrees) -> Halves:
+        form = self.sequence_form(degrees)
+        if (kind, form) not in self._halves:
+            self._halves[kind, form] = block(
+                self.model,
+                kind.kind,
+                creates_v_first=kind.creates_v_first,
+                numerics=self.numerics,
+                form=form,
+            )
+        return self._halves[kind, form]
+
+    def _besides(self, kind: BlockKind, layout: Layout) -> float:
+        """Bytes kept of a mixer that are not per token here: rotary angles of all positions and the
+        mask of documents, or the states that sequence ranks gather."""
+        degrees = layout.degrees
+        if kind.kind == "transformer":
+            a_position = rotary_angle_elements(self.model, self.numerics)
+            return a_position * self.training.sequence_length + self.segment_mask(layout)
+        if self.sequence_form(degrees) != "state":
+            return 0.0
+        kept = passed_states(self.model, self.numerics, degrees.sequence)
+        return kept * layout.micro_batch_size / degrees.tensor

@@ -182,7 +182,7 @@ def _on_more_nodes(compared: Comparison) -> tuple[int, Plan] | None:
 # --- for people -----------------------------------------------------------------------------------
 
 
-def as_text(compared: Comparison, *, explain: bool = False) -> str:
+def plan_text(compared: Comparison, *, explain: bool = False) -> str:
     """The plan as a page; `explain` adds every buffer, what is exchanged, and what was assumed."""
     plan = compared.plan
     lines = [

@@ -14,9 +14,8 @@ from typing import Any
 from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops, parameters
-from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.layout import Degrees, Layout, attention_bytes, recurrence_bytes, state_bytes
 from cdrmix.planning.memory import Group, MemoryModel, sharing
-from cdrmix.planning.sequence import attention_bytes, recurrence_bytes, state_bytes
 from cdrmix.planning.zero import gathered_in_a_micro_step
 
 # Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has

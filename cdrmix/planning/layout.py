@@ -1,12 +1,28 @@
-"""The combination that rules look at, and the layout that a plan comes to."""
+"""The combination that rules look at, and the layout that a plan comes to.
+
+Exchange of sequence ranks for a recurrence, in one of two forms.
+
+heads   tokens of a rank and all heads become all tokens and heads of a rank: r, lw, k, v, a, b
+        there and y back, in their own types (lw is float32)
+state   every rank runs its own tokens and says what they add to the state and how they map the one
+        that enters: [V + K, K] a head, float32, gathered by all
+
+Attention exchanges heads in both. Bytes are of what a rank receives, its own part included, in a
+forward pass; a backward pass takes as many. The state's form also runs the recurrence over V + K
+values a head instead of V.
+
+Blocks of each pipeline stage, and values that cross the stage boundaries.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config, TrainingConfig
+from cdrmix.planning.counts import forward_flops_by_layer, head_flops
 
 # Axes of parallelism, as the configuration names them.
 AXES = ("data", "tensor", "pipeline", "sequence", "expert")
@@ -114,3 +130,71 @@ class Layout:
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
     bucket_elements: int = 500_000_000  # DeepSpeed's default
+
+
+SequenceForm = Literal["whole", "heads", "state"]  # whole: one rank has the sequence
+FLOAT32_BYTES = 4
+
+
+def recurrence_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> int:
+    """Bytes of the exchange of heads for `tokens` tokens of a rank, one RWKV layer."""
+    return tokens * model.hidden_size * (6 * element_bytes + FLOAT32_BYTES)
+
+
+def attention_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> int:
+    """Bytes of the exchange of heads for `tokens` tokens of a rank, one Transformer layer."""
+    kv_width = model.num_kv_heads * model.head_dim
+    return tokens * 2 * (model.hidden_size + kv_width) * element_bytes
+
+
+def state_bytes(model: ModelConfig, samples: int, sequence: int) -> int:
+    """Bytes of the states of `samples` samples, gathered from `sequence` ranks, one RWKV layer."""
+    return sequence * samples * 2 * model.head_dim * model.hidden_size * FLOAT32_BYTES
+
+
+def sequence_form(
+    model: ModelConfig, *, sequence_length: int, sequence: int, element_bytes: int
+) -> SequenceForm:
+    """The form that exchanges fewer bytes where a sequence is spread over `sequence` ranks."""
+    if sequence == 1:
+        return "whole"
+    by_heads = recurrence_bytes(model, sequence_length // sequence, element_bytes)
+    return "state" if state_bytes(model, 1, sequence) < by_heads else "heads"
+
+
+def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> list[range]:
+    """Blocks of each stage, contiguous and at least one, so that FLOPs are spread evenly.
+
+    Args:
+        model: dimensions.
+        sequence_length: tokens of a sample, on which the FLOPs of attention depend.
+        pipeline: stages, at most as many as there are blocks.
+    """
+    flops = forward_flops_by_layer(model, sequence_length)
+    return _even_cuts(flops, head_flops(model), pipeline)
+
+
+def border_values(model: ModelConfig, stages: list[range], degrees: Degrees) -> list[int]:
+    """Values of a token that cross the border before each stage, and after the last one: of its
+    residual stream, and of v_first once it is made. At the ends there is no border.
+
+    Args:
+        model: dimensions.
+        stages: blocks of each stage.
+        degrees: whose tensor ranks share out the heads of v_first.
+    """
+    kinds, width = model.layer_kinds(), model.hidden_size
+    made = ["rwkv" in kinds[: stage.start] for stage in stages[1:]]
+    return [0, *(width + there * width // degrees.tensor for there in made), 0]
+
+
+def _even_cuts(flops: list[int], head: int, pipeline: int) -> list[range]:
+    """Contiguous blocks for each stage, each stage with one at least; the last has the head too."""
+    reached = list(accumulate(flops))
+    share = (reached[-1] + head) / pipeline
+    cuts = [0]
+    for stage in range(1, pipeline):
+        left = range(cuts[-1] + 1, len(flops) - (pipeline - stage) + 1)
+        cuts.append(min(left, key=lambda cut: abs(reached[cut - 1] - share * stage)))  # noqa: B023
+    cuts.append(len(flops))
+    return [range(*pair) for pair in pairwise(cuts)]

@@ -24,14 +24,18 @@ from typing import Literal, NamedTuple
 
 from cdrmix.config.schema import Config
 from cdrmix.planning import activations, zero
-from cdrmix.planning.activations import Numerics, WKVForm
-from cdrmix.planning.cluster import GIB
+from cdrmix.planning.activations import KeptActivations, Numerics, WKVForm
+from cdrmix.planning.cluster import GIB, Memory
 from cdrmix.planning.counts import Parameter, parameters
-from cdrmix.planning.kept import KeptActivations
-from cdrmix.planning.layout import Degrees, Layout
-from cdrmix.planning.rank_memory import Memory
-from cdrmix.planning.sequence import attention_bytes, recurrence_bytes, state_bytes
-from cdrmix.planning.stages import border_values, stage_layers
+from cdrmix.planning.layout import (
+    Degrees,
+    Layout,
+    attention_bytes,
+    border_values,
+    recurrence_bytes,
+    stage_layers,
+    state_bytes,
+)
 
 # Positions whose logits exist at a time: _CHUNK_POSITIONS in objectives/language_model.py.
 LOGIT_POSITIONS = 1024
@@ -114,7 +118,7 @@ class MemoryModel:
     # --- what a rank holds ----------------------------------------------------------------------
 
     def stages(self, pipeline: int) -> list[range]:
-        """Blocks of each pipeline stage, as `parallel/stages.py` builds them."""
+        """Blocks of each pipeline stage, as `parallel/pipeline.py` builds them."""
         if pipeline not in self._stages:
             length = self.config.training.sequence_length
             self._stages[pipeline] = stage_layers(self.model, length, pipeline)

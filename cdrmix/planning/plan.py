@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cdrmix.planning.cluster import Memory
 from cdrmix.planning.cost import Cost
 from cdrmix.planning.deepspeed_json import profile_path
 from cdrmix.planning.layout import AXES, Degrees, Layout
-from cdrmix.planning.rank_memory import Memory
 from cdrmix.planning.stage_b_memory import StageBLayout
 
 

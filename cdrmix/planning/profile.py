@@ -11,16 +11,22 @@ from dataclasses import replace
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
-from cdrmix.planning import rules, scale
+from cdrmix.planning import rules, zero
 from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Combination, Degrees, Layout
+from cdrmix.planning.layout import (
+    Combination,
+    Degrees,
+    Layout,
+    recurrence_bytes,
+    sequence_form,
+    state_bytes,
+)
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.search import combinations, search
-from cdrmix.planning.sequence import recurrence_bytes, sequence_form, state_bytes
 from cdrmix.planning.stage_b_memory import check_stage_b, stage_b_layout, stage_b_reason
 
 
@@ -100,10 +106,10 @@ def _plainest(
         tensor=parallel.tensor, pipeline=parallel.pipeline, sequence=parallel.sequence
     )
     degrees = replace(degrees, data=parallel.data or max(1, world_size // degrees.model_ranks))
-    degrees = replace(degrees, expert=scale.expert_degree(config, degrees)[0])
+    degrees = replace(degrees, expert=zero.expert_degree(config, degrees)[0])
     total = count(config.model, config.training.sequence_length).total_params
-    stage, _ = scale.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
-    name = profile or scale.profile(stage, degrees)
+    stage, _ = zero.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
+    name = profile or zero.profile_name(stage, degrees)
     return _combination(config, degrees, name, world_size, device)
 
 
@@ -164,13 +170,13 @@ def _profile_reason(plan: Plan, config: Config, profile: str | None) -> str:
         return "--profile as given"
     layout, degrees = plan.layout, plan.degrees
     total = count(config.model, config.training.sequence_length).total_params
-    stage, reason = scale.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
+    stage, reason = zero.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
     usual = layout.zero_stage == stage and not layout.offloads_optimizer
     return reason if usual else "takes less memory"
 
 
 def _expert_reason(config: Config, degrees: Degrees) -> str:
-    expert, reason = scale.expert_degree(config, degrees)
+    expert, reason = zero.expert_degree(config, degrees)
     return reason if degrees.expert == expert else "takes less memory"
 
 
@@ -223,7 +229,7 @@ def _sequence_reasons(config: Config, layout: Layout) -> list[str]:
     """Reasons for the way that a recurrence is recomputed and meets the tokens of other ranks."""
     reasons, degrees, training = [], layout.degrees, config.training
     if layout.sequence_checkpoint_tokens is not None:
-        span, why = scale.sequence_checkpoint_tokens(
+        span, why = zero.sequence_checkpoint_tokens(
             config,
             sequence=degrees.sequence,
             recompute=layout.activation_checkpointing,

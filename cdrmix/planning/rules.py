@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cdrmix.errors import PlanError
-from cdrmix.planning import scale
+from cdrmix.planning import zero
 from cdrmix.planning.counts import count
 from cdrmix.planning.layout import Combination
 
@@ -262,7 +262,7 @@ def _keeps_a_large_models_activations(combination: Combination) -> bool:
         return False
     if training.activation_checkpointing or training.stage == "b":  # which trains little of it
         return False
-    return _total_params(combination) >= scale.STAGED_PARAMS
+    return _total_params(combination) >= zero.STAGED_PARAMS
 
 
 def _total_params(combination: Combination) -> int:
@@ -301,10 +301,10 @@ RULES: tuple[Rule, ...] = (
         _keeps_a_large_models_activations,
         lambda x: (
             f"training.activation_checkpointing = false with {_total_params(x) / 1e9:.3g}B "
-            f"parameters: from {scale.STAGED_PARAMS / 1e9:.0f}B on every block is recomputed, as "
+            f"parameters: from {zero.STAGED_PARAMS / 1e9:.0f}B on every block is recomputed, as "
             "what blocks keep outgrows the weights. Try true, or leave it out"
         ),
-        "rules of the model's size: planning/scale.py",
+        "rules of the model's size: planning/zero.py",
     ),
     Rule(
         "moe-with-stage-3",

@@ -12,15 +12,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from cdrmix.config.schema import Config
-from cdrmix.planning import rules, scale
-from cdrmix.planning.cluster import Cluster
+from cdrmix.planning import rules, zero
+from cdrmix.planning.cluster import Cluster, Memory
 from cdrmix.planning.cost import Cost, CostModel
 from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Combination, Degrees, Layout
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
-from cdrmix.planning.rank_memory import Memory
 
 # Bounds of what is enumerated, so that a plan takes well under two seconds.
 LARGEST_TENSOR = 8
@@ -125,16 +124,16 @@ def _preference(layout: Layout, memory: Memory, cost: Cost) -> tuple[int, int, i
 
 def _is_usual(config: Config, layout: Layout, total_params: int) -> bool:
     degrees, dense = layout.degrees, config.model.moe is None
-    stage, _ = scale.zero_stage(total_params, data=degrees.data, pipeline=degrees.pipeline)
+    stage, _ = zero.zero_stage(total_params, data=degrees.data, pipeline=degrees.pipeline)
     # what ZeRO-2 cannot hold of a dense model, ZeRO-3 does before its matrices are cut
     stages = {stage, 3} if dense and degrees.data > 1 else {stage}
     if layout.zero_stage not in stages or layout.offloads_optimizer:
         return False
-    if not scale.has_axes_of_its_size(config, degrees, total_params):
+    if not zero.has_axes_of_its_size(config, degrees, total_params):
         return False
-    if total_params >= scale.STAGED_PARAMS:
+    if total_params >= zero.STAGED_PARAMS:
         return True
-    expert, _ = scale.expert_degree(config, degrees)
+    expert, _ = zero.expert_degree(config, degrees)
     return degrees.expert == expert
 
 
@@ -165,7 +164,7 @@ def _profiles(config: Config, degrees: Degrees) -> list[str]:
     """Those of the shipped profiles that suit."""
     if degrees.pipeline > 1:
         return ["pipeline"]
-    names = ["zero1", scale.profile(2, degrees), "zero2_offload"]
+    names = ["zero1", zero.profile_name(2, degrees), "zero2_offload"]
     return names if config.model.moe else [*names, "zero3", "zero3_offload"]
 
 
@@ -175,7 +174,7 @@ def _layouts(combination: Combination, total_params: int) -> Iterator[Layout]:
     zero = combination.deepspeed.get("zero_optimization", {})
     for micro, steps in _batches(config, degrees):
         for recompute in _checkpointing(config):
-            span, _ = scale.sequence_checkpoint_tokens(
+            span, _ = zero.sequence_checkpoint_tokens(
                 config,
                 sequence=degrees.sequence,
                 recompute=recompute,

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 from cdrmix.config.schema import Config
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Degrees
+from cdrmix.planning.layout import Degrees, stage_layers
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.stage_b_memory import stage_b_window
-from cdrmix.planning.stages import stage_layers
 
 
 def stage_b_layers(config: Config, pipeline: int) -> list[range]:

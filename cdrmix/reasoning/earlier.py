@@ -21,12 +21,16 @@ from torch import Tensor
 from cdrmix.data.folders import locked
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.log import get_logger
-from cdrmix.reasoning.episodic_index import DUPLICATE_COSINE, EpisodicIndex, Found
+from cdrmix.reasoning.episodic_index import (
+    DUPLICATE_COSINE,
+    EpisodicIndex,
+    FaissCache,
+    SearchResult,
+)
 from cdrmix.reasoning.episodic_store import has_index, load_index, save_index
-from cdrmix.reasoning.faiss_cache import FaissCache
-from cdrmix.reasoning.reader import MemoryReader
-from cdrmix.reasoning.retrieval import weights_digest
+from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.segments import Texts
+from cdrmix.reasoning.working_memory import weights_digest
 
 logger = get_logger(__name__)
 
@@ -44,7 +48,7 @@ class Earlier:
     """
 
     index: EpisodicIndex
-    search: Callable[..., Found]
+    search: Callable[..., SearchResult]
 
     def __len__(self) -> int:
         return len(self.index)

@@ -22,25 +22,25 @@ from torch import Tensor
 from cdrmix.config.reasoning import Phase, StageBTraining
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.errors import DataError
-from cdrmix.planning.lesson_size import (
+from cdrmix.planning.stage_b_memory import (
     DRILLS_PER_TASK,
     TRAINED_SEGMENTS,
     row_tokens,
     rows_of_text,
     segment_tokens,
 )
-from cdrmix.reasoning.reader import ANSWER_TOKENS, segment_room
+from cdrmix.reasoning.memory_reader import ANSWER_TOKENS, segment_room
 from cdrmix.reasoning.segments import (
     Marks,
     Texts,
-    cut,
+    cut_segments,
     fitting,
     make_marks,
     make_texts,
     window_tokens,
 )
 from cdrmix.reasoning.speculation import map_tensors
-from cdrmix.reasoning.tasks import Example, generate
+from cdrmix.reasoning.tasks import Example, generate_examples
 
 # Segments in a window that do not belong there, as when more was fetched than the answer takes; one
 # of these counts is drawn.
@@ -170,7 +170,7 @@ class Lessons:
     def segments(self, text: str) -> list[list[int]]:
         """A text cut into segments of tokens."""
         ids = self.tokenizer.encode(text)
-        return cut(ids, self.marks, most=segment_tokens(self.window_tokens))
+        return cut_segments(ids, self.marks, most=segment_tokens(self.window_tokens))
 
     def answer_tokens(self, example: Example) -> tuple[int, ...]:
         """The right answer with the stop; a long one is cut to what a window has room for."""
@@ -194,7 +194,7 @@ class Lessons:
 
     def example(self, task: str, seed: str, number: int, length_ratio: int) -> Example:
         """Example `number` of a task at a length, measured in windows of this tokenizer."""
-        return generate(
+        return generate_examples(
             task,
             number=number,
             seed=seed,

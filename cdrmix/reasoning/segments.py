@@ -94,7 +94,7 @@ def make_marks(tokenizer: Tokenizer) -> Marks:
     )
 
 
-def cut(ids: Sequence[int], marks: Marks, *, most: int) -> list[list[int]]:
+def cut_segments(ids: Sequence[int], marks: Marks, *, most: int) -> list[list[int]]:
     """Segments of a text: as many whole sentences as fit; a longer sentence is cut.
 
     Args:

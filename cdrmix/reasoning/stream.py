@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
-from cdrmix.reasoning.environment import Observation, Outcome, Transition
-from cdrmix.reasoning.policy import NUM_ACTIONS, Action
+from cdrmix.reasoning.policy import NUM_ACTIONS, Action, EpisodeOutcome, Observation, Transition
 
 # fill, budget used, question asked, entries in the buffer, its best score, last action one-hot
 NUM_FEATURES = 5 + NUM_ACTIONS
@@ -170,7 +169,7 @@ class SegmentStream:
         done = after.solved | (after.time >= self.num_steps(state.streams)) | out_of_budget
         return Transition(after, done)
 
-    def settle(self, state: StreamState) -> Outcome[StreamState]:
+    def settle(self, state: StreamState) -> EpisodeOutcome[StreamState]:
         """Reward success alone: a failure that spent little earns nothing.
 
         Where costs and bonus count for failures too, and returns are divided by their standard
@@ -179,7 +178,7 @@ class SegmentStream:
         stability = 1 - state.harm / self.num_steps(state.streams)
         worth = 1 + self.config.stability_bonus * stability
         worth = worth - self.config.latency_penalty * state.operations
-        return Outcome(state, torch.where(state.solved, worth, 0.0))
+        return EpisodeOutcome(state, torch.where(state.solved, worth, 0.0))
 
     def _is_asked(self, state: StreamState) -> Tensor:
         return state.time >= state.streams.hidden.shape[1]

@@ -104,7 +104,7 @@ def test_ranks_save_and_end_when_the_command_itself_is_killed(
         run.wait_until(lambda: len(logged(run_dir)) >= 5)
         run.signal(signal.SIGKILL)
         assert run.wait() == -signal.SIGKILL
-    found = store.find(run_dir)
+    found = store.find_newest(run_dir)
     assert found is not None
     assert 5 <= found.step < STEPS
     assert run_ranks(start, 2, [*flags, "--run-dir", str(run_dir), "--resume", "auto"]) == [0, 0]

@@ -125,7 +125,7 @@ def test_a_time_limit_saves_and_requeues_under_both_starters(
     ends: dict[Path, int] = {}
     for folder, (job, log) in jobs.items():
         wait_until((folder / "run" / "checkpoints" / "latest").exists, log)
-        found = store.find(folder / "run")
+        found = store.find_newest(folder / "run")
         assert found is not None
         ends[folder] = found.step + 10
         write_config(folder / "config.yaml", small_corpus, ends[folder])
@@ -178,7 +178,7 @@ def test_a_reasoning_run_goes_on_from_each_stage(
     whole = tmp_path / "whole"
     argv = small_reasoning_run.arguments(small_corpus, whole, tmp_path, *overrides(settings))
     assert run_ranks(start, 2, argv) == [0, 0]
-    ends = [store.find(folder) for folder in (run_dir, whole)]
+    ends = [store.find_newest(folder) for folder in (run_dir, whole)]
     assert ends[0] is not None and ends[1] is not None
     assert ends[0].step == ends[1].step
     assert_equal_runs(run_dir, whole, steps=ends[1].step)

@@ -172,7 +172,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     with pytest.raises(RanksFailed, match="SIGKILL"):
         run_ranks(train, 2, argv, die_while_writing)
     assert len(read_metrics(run_dir / "metrics.jsonl")) == 7
-    found = store.find(run_dir)
+    found = store.find_newest(run_dir)
     assert found is not None
     assert (found.step, found.skipped) == (3, ())
     assert run_ranks(start, 2, [*argv, "--resume", "auto"]) == [0, 0]
@@ -221,7 +221,7 @@ def test_a_write_that_goes_on_failing_ends_the_run_and_is_never_the_latest(
     text = refused(argv, capfd, scenario, run=train, code=69)
     told = f"the checkpoint of step {step} was not saved: rank {rank}: /disk/file: Input/output"
     assert told in text
-    found = store.find(run_dir)
+    found = store.find_newest(run_dir)
     assert found is not None
     assert (found.step, found.skipped) == ({6: 3, STEPS: 6}[step], ())
     assert (run_dir / "checkpoints" / "latest").read_text() == f"{found.step}\n"

@@ -405,7 +405,7 @@ def test_one_rank_without_room_ends_all_and_loses_nothing(
     argv = arguments(small_corpus, run_dir, *IN_FRONT)
     text = refused(argv, capfd, fault, rank, 4, run=start_with_fault)
     assert told in text
-    found = store.find(run_dir)
+    found = store.find_newest(run_dir)
     assert found is not None
     assert (found.step, found.skipped) == (3, ())
     assert not list((run_dir / "checkpoints").glob("*.tmp-*"))
@@ -434,7 +434,7 @@ def test_a_disk_that_fills_up_ends_all_and_loses_nothing(
         text = refused(argv, capfd, str(disk), 4, run=start_and_fill)
         assert str(run_dir) in text
         assert "No space left on device" in text
-        found = store.find(run_dir)
+        found = store.find_newest(run_dir)
         assert found is not None
         assert (found.step, found.skipped) == (3, ())
         (disk / "ballast").unlink()
@@ -462,7 +462,7 @@ def test_a_shard_that_disappears_from_one_rank_saves_and_ends_all(
     content = missing.read_bytes()
     text = refused(argv, capfd, str(missing), 1, run=start_and_unlink)
     assert f"{missing}: cannot be read: No such file or directory" in text
-    found = store.find(run_dir)
+    found = store.find_newest(run_dir)
     assert found is not None
     assert found.step == 5
     missing.write_bytes(content)

@@ -20,8 +20,8 @@ from torch import nn
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
-from cdrmix.checkpoint.reader import CheckpointReader
-from cdrmix.checkpoint.store import find, save
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.store import find_newest, save_checkpoint
 from cdrmix.errors import StateError
 from tests.harness import run_ranks
 
@@ -224,7 +224,7 @@ def save_and_go_on(root: str, layouts: list[Layout]) -> list[Ending]:
 
 def write(engine: Any, root: Path, step: int) -> None:
     held = engine_state.fragments(engine, logical_name)
-    save(
+    save_checkpoint(
         root,
         step,
         held,
@@ -239,10 +239,10 @@ def load_and_go_on(scenarios: list[tuple[str, Layout]]) -> list[Ending]:
     endings = []
     for root, layout in scenarios:
         engine = make_engine(layout, seed=2)
-        found = find(Path(root))
+        found = find_newest(Path(root))
         assert found is not None
         with CheckpointReader(found.path) as reader:
-            engine_state.load(engine, reader, logical_name)
+            engine_state.load_engine(engine, reader, logical_name)
         assert [group["lr"] for group in engine.optimizer.param_groups] == [1e-2] * 3
         endings.append(ending(engine, layout))
     runtime.destroy_distributed()
@@ -285,10 +285,10 @@ def load_without(root: str, layout: Layout, lost: str) -> Ending:
     """Load, lose one kind of the state that was loaded, and go on."""
     runtime.initialize_distributed()
     engine = make_engine(layout, seed=2)
-    found = find(Path(root) / layout.name)
+    found = find_newest(Path(root) / layout.name)
     assert found is not None
     with CheckpointReader(found.path) as reader:
-        engine_state.load(engine, reader, logical_name)
+        engine_state.load_engine(engine, reader, logical_name)
     for master, state in engine.optimizer.optimizer.state.items():
         (master if lost == "param" else state[lost]).data.zero_()
     return ending(engine, layout)
@@ -330,7 +330,7 @@ def test_fp16_skips_steps_and_moves_its_scale_before_and_after_the_save(
     saved: dict[int, Saved],
 ) -> None:
     layout = Layout(zero=2, precision="fp16")
-    found = find(Path(saved[2].root) / layout.name)
+    found = find_newest(Path(saved[2].root) / layout.name)
     assert found is not None
     with CheckpointReader(found.path) as reader:
         counters = reader.state["engine"]
@@ -356,7 +356,7 @@ def test_a_checkpoint_holds_each_parameter_once_in_its_logical_shape(
 ) -> None:
     layout = Layout(zero=2, expert=2)
     trained = {"param", "exp_avg", "exp_avg_sq", "step"}
-    found = find(Path(saved[2].root) / layout.name)
+    found = find_newest(Path(saved[2].root) / layout.name)
     assert found is not None
     with CheckpointReader(found.path) as reader:
         assert {name: (reader.shape(name, reader.kinds(name)[0])) for name in reader.names()} == {
@@ -387,10 +387,10 @@ def logits_of_a_plain_model(root: str, layout: Layout) -> tuple[torch.Tensor, to
     engine = make_engine(Layout(zero=1), seed=2)
     module = TinyModel(seed=3, expert_parallel_size=1)
     module.moe.set_deepspeed_parallelism()
-    found = find(Path(root) / layout.name)
+    found = find_newest(Path(root) / layout.name)
     assert found is not None
     with CheckpointReader(found.path) as reader:
-        engine_state.load(engine, reader, logical_name)
+        engine_state.load_engine(engine, reader, logical_name)
         engine_state.load_module(module, reader, logical_name)
     with torch.no_grad():
         return engine(ids), module(ids)
@@ -414,11 +414,11 @@ def go_back_in_a_live_engine(root: str) -> list[tuple[str, str]]:
         before = fingerprint(engine)
         losses = train(engine, layout, first=step, count=2)
         with CheckpointReader(Path(root) / str(step)) as reader:
-            engine_state.load(engine, reader, logical_name)
+            engine_state.load_engine(engine, reader, logical_name)
         pairs.append((before, fingerprint(engine)))
         assert train(engine, layout, first=step, count=2) == losses
         with CheckpointReader(Path(root) / "0") as reader:
-            engine_state.load(engine, reader, logical_name)
+            engine_state.load_engine(engine, reader, logical_name)
     return pairs
 
 
@@ -442,7 +442,7 @@ def fail_on_one_rank(root: str) -> tuple[str, list[str], str]:
         if runtime.rank() == 1:
             reader.names = list  # type: ignore[method-assign]
         with pytest.raises(StateError) as failed_load:
-            engine_state.load(engine, reader, logical_name)
+            engine_state.load_engine(engine, reader, logical_name)
     runtime.barrier()
     names = sorted(path.name for path in Path(root).iterdir())
     return str(failed_save.value), names, str(failed_load.value)
@@ -463,13 +463,13 @@ def load_into_other_optimizer(root: str, layout: Layout) -> str:
     runtime.initialize_distributed()
     engine = make_engine(layout, seed=2)
     engine.optimizer.optimizer.param_groups[0]["amsgrad"] = True
-    found = find(Path(root) / layout.name)
+    found = find_newest(Path(root) / layout.name)
     assert found is not None
     with (
         CheckpointReader(found.path) as reader,
         pytest.raises(StateError) as refused,
     ):
-        engine_state.load(engine, reader, logical_name)
+        engine_state.load_engine(engine, reader, logical_name)
     return str(refused.value)
 
 

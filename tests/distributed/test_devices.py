@@ -4,7 +4,7 @@ import pytest
 
 from cdrmix import runtime
 from cdrmix.config.load import load_config
-from cdrmix.engines.devices import choose_here, seen_cluster
+from cdrmix.engines.local_cluster import choose_here, seen_cluster
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.comparison import compare
 from tests.conftest import TINY

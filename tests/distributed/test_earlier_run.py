@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix import __version__
-from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.cli import main
 from cdrmix.config.load import load_config
 from cdrmix.monitoring.sinks import read_metrics

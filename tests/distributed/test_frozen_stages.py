@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
 from cdrmix.parallel.frozen_stages import chained, mean_over_layers
-from cdrmix.reasoning.course import ReaderCourse
 from cdrmix.reasoning.hebbian import EpisodeState
 from cdrmix.reasoning.lessons import Lessons
-from cdrmix.reasoning.parts import part_of
-from cdrmix.reasoning.reader import MemoryReader
+from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.stage_b.course import ReaderCourse
 from tests.harness import run_ranks
 from tests.unit.small_reader import WINDOW_TOKENS, small_config, small_lessons, small_reader
 

@@ -16,8 +16,14 @@ import psutil
 import pytest
 
 from cdrmix.cluster.heartbeat import Limits, Meeting, StartedHead, start_head
-from cdrmix.cluster.outcome import ask_to_stop, await_outcome, have_met
-from cdrmix.cluster.wire import Channel, call, encode
+from cdrmix.cluster.messages import (
+    Channel,
+    ask_to_stop,
+    await_outcome,
+    call,
+    encode,
+    ranks_have_met,
+)
 from tests.silent_server import silent_server
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -208,7 +214,7 @@ def test_a_silent_file_server_ends_no_run_that_needs_no_file(
         head = started(tmp_path)
     watchdogs = [Watchdog(head.meeting, rank) for rank in range(2)]
     ends = time.monotonic() + 10
-    while not have_met(tmp_path):
+    while not ranks_have_met(tmp_path):
         beat(watchdogs, 0.1)
         assert time.monotonic() < ends
     flag.touch()

@@ -61,7 +61,7 @@ def test_a_diverged_run_stops_at_that_step_and_keeps_its_last_good_checkpoint(
     shown = capfd.readouterr().out
     assert shown.count("error: ") == 1
     assert f"the gradients are {told}: the run has diverged and was stopped" in shown
-    found = store.find(run_dir)
+    found = store.find_newest(run_dir)
     assert found is not None
     assert f"The newest checkpoint is that of step {found.step}" in shown
     assert found.step < 8, "stopped before the next logged step"

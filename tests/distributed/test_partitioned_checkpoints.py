@@ -17,9 +17,9 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.fragments import Fragment
-from cdrmix.checkpoint.reader import CheckpointReader
-from cdrmix.checkpoint.store import save
+from cdrmix.checkpoint.store import save_checkpoint
 from cdrmix.models.backbone import logical_name
 from tests.distributed.test_layouts import CUT, ON_HOST
 from tests.harness import run_ranks
@@ -59,12 +59,12 @@ Ending = tuple[list[float], list[float], dict[str, float]]
 def write(started: Started, folder: Path) -> None:
     held = engine_state.fragments(started.engine, logical_name)
     state = {"engine": engine_state.counters(started.engine)}
-    save(folder, BEFORE, held, state=state, rank_state={}, keep=1)
+    save_checkpoint(folder, BEFORE, held, state=state, rank_state={}, keep=1)
 
 
 def load(started: Started, folder: Path) -> None:
     with CheckpointReader(folder / str(BEFORE)) as reader:
-        engine_state.load(started.engine, reader, logical_name)
+        engine_state.load_engine(started.engine, reader, logical_name)
 
 
 def go_on(started: Started) -> Ending:

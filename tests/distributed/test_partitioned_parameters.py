@@ -77,7 +77,7 @@ def test_a_partitioned_model_starts_as_any_other_and_is_never_whole(training: di
 def text_and_loss(case: Case) -> tuple[float, list[int]]:
     """Loss and greedy text of an engine whose forward pass has not run yet."""
     from cdrmix.models.generate import generate
-    from cdrmix.parallel.head import next_token_nats
+    from cdrmix.parallel.zero3 import next_token_nats
 
     runtime.initialize_distributed()
     model = start(case).engine.module

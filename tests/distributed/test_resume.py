@@ -132,7 +132,7 @@ def test_a_killed_run_resumes_from_the_last_whole_checkpoint(
     step = 5 if fault == "KILL" else 6
     with pytest.raises(RanksFailed, match="SIGKILL"):
         run_ranks(train, world, argv, fault, step, 0)
-    found = store.find(run_dir)
+    found = store.find_newest(run_dir)
     assert found is not None
     assert found.step == resumes_at
     assert run_ranks(train, world, [*argv, "--resume", "auto"]) == [0] * world

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from cdrmix.checkpoint import files, folder, manifest, saver
-from cdrmix.engines import session, stage_a
+from cdrmix.checkpoint import files, folder, saver
+from cdrmix.engines import training_data
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
+from cdrmix.sessions import session
 from tests.harness import ROOT, run_ranks
 from tests.small_run import refused, start
 
@@ -40,7 +41,7 @@ def fail_on_last_rank(argv: list[str], where: str, number: int, times: int) -> i
     """What one rank does, with a file system that fails the last rank `times` times."""
     files.READ_RETRY_SECONDS, saver.RETRY_SECONDS = (0.0, 0.0), (0.0, 0.0)  # type: ignore[assignment]
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        module: Any = {"digest": manifest, "write_share": folder}[where]
+        module: Any = {"digest": files, "write_share": folder}[where]
         original: Callable[..., Any] = getattr(module, where)
         left = [times]
 
@@ -91,7 +92,7 @@ def test_a_checkpoint_volume_that_is_not_mounted_is_no_step_0(
 def start_on_other_data(argv: list[str], other: str) -> int:
     """What one rank does, whose host has another data set if it is the second."""
     if os.environ["RANK"] == "1":
-        stage_a.local_folder = lambda *_: Path(other)
+        training_data.local_folder = lambda *_: Path(other)
     return start(argv)
 
 

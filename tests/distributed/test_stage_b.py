@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.data.shards import read_manifest, write_manifest
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
@@ -90,7 +90,7 @@ def test_copies_beside_a_step_of_any_phase_are_of_the_state_before_it(
 
 def left_of_stage_a(argv: list[str]) -> list[str]:
     """What is still there of Stage A's engine where Stage B begins."""
-    from cdrmix.engines import session
+    from cdrmix.sessions import session
 
     held: dict[str, weakref.ref[Any]] = {}
     left: list[str] = []
@@ -296,11 +296,11 @@ def test_a_run_in_stage_b_does_not_go_on_with_a_config_that_has_none(
 
 def start_with_a_broken_checker(argv: list[str]) -> int:
     """What one rank does whose checker gives no number in the second step of the policy."""
-    from cdrmix.reasoning import reading
+    from cdrmix.reasoning import reading_environment
 
     def spoil() -> None:
-        original = reading.ReadingEpisodes._earned
-        reading.ReadingEpisodes._earned = lambda *args: original(*args) * float("nan")
+        original = reading_environment.ReadingEpisodes._earned
+        reading_environment.ReadingEpisodes._earned = lambda *args: original(*args) * float("nan")
 
     if os.environ["RANK"] == "1":
         before_step(STEPS - 2, spoil)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.cli import main
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import run_ranks

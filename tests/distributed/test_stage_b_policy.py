@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cdrmix.checkpoint.fragments import Part
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
 from cdrmix.objectives.grpo import group_advantages
 from cdrmix.planning.cluster import processes
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
-from cdrmix.reasoning.parts import Part
 from cdrmix.reasoning.policy import MemoryPolicy
 from cdrmix.reasoning.speculation import branch
 from cdrmix.reasoning.stream import NUM_FEATURES
@@ -81,12 +81,12 @@ def learn(
     """Epochs and returns of each step on this rank, and the parameters after the last."""
     from cdrmix import runtime
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.stage_b import StageB
-    from cdrmix.engines.stage_b_lessons import Lessons
-    from cdrmix.engines.stage_b_optim import Trained, make_clip, stage_b_adamw
     from cdrmix.parallel.topology import make_topology
     from cdrmix.planning.profile import choose
     from cdrmix.planning.stage_b import stage_b_plan
+    from cdrmix.stage_b.course import LessonLoader
+    from cdrmix.stage_b.engine import StageB
+    from cdrmix.stage_b.optimizer import TrainedParameters, make_clip, stage_b_adamw
 
     training = {"memory_steps": 0, "adapter_steps": 0, "joint_steps": 0, "policy_steps": STEPS}
     settings = {
@@ -107,9 +107,9 @@ def learn(
     topology, course = make_topology(choice.degrees), StreamCourse(config)
     clip = make_clip(config, topology)
     engine = start_engine(
-        Trained(course.model), config, choice, topology, optimizer=stage_b_adamw(clip)
+        TrainedParameters(course.model), config, choice, topology, optimizer=stage_b_adamw(clip)
     )
-    lessons = Lessons(
+    lessons = LessonLoader(
         course,
         config.stage_b,
         rank=topology.data_rank,

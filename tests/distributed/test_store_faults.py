@@ -18,11 +18,11 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import saver
-from cdrmix.checkpoint.fragments import Block, Fragment, Span
-from cdrmix.checkpoint.manifest import damage
-from cdrmix.checkpoint.reader import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.files import damage
+from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.checkpoint.saver import Saver
-from cdrmix.checkpoint.store import find, save
+from cdrmix.checkpoint.store import find_newest, save_checkpoint
 from cdrmix.errors import StateError
 from tests.harness import RanksFailed, run_ranks
 
@@ -36,9 +36,9 @@ DURABLE_OPERATIONS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 def write(root: Path, step: int, *, numel: int = 1000, background: bool = False) -> None:
     shape = (numel,)
     weights = torch.full(shape, float(step))
-    held = [Fragment("w", "param", shape, Span.whole(Block.whole(shape)), weights)]
+    held = [Fragment("w", "param", shape, Span.whole(Box.whole(shape)), weights)]
     if not background:
-        save(root, step, held, state={"note": step}, rank_state={}, keep=2)
+        save_checkpoint(root, step, held, state={"note": step}, rank_state={}, keep=2)
         return
     writing = Saver([root], keep=2, background=True)
     writing.start(step, held, state={"note": step}, rank_state={})
@@ -50,7 +50,7 @@ def write(root: Path, step: int, *, numel: int = 1000, background: bool = False)
 
 def check(root: Path, *, at_least: int) -> int:
     """Assert that what is found is whole, and `latest` names a whole one; returns its step."""
-    found = find(root)
+    found = find_newest(root)
     assert found is not None
     assert found.skipped == (), "a kill must leave no damaged checkpoint behind"
     assert found.step >= at_least
@@ -188,15 +188,17 @@ def test_kills_at_random_times_never_lose_a_finished_save(tmp_path: Path, backgr
 
 def die_in_the_middle_on_one_rank(folder: str) -> None:
     runtime.initialize_distributed()
-    half = Span(Block.whole((8,)), 4 * runtime.rank(), 4)
+    half = Span(Box.whole((8,)), 4 * runtime.rank(), 4)
 
     def held(*, dies: bool) -> Iterator[Fragment]:
         yield Fragment("w", "param", (8,), half, torch.ones(4))
         if dies:
             die()
 
-    save(Path(folder), 1, held(dies=False), state={"note": 1}, rank_state={}, keep=2)
-    save(Path(folder), 2, held(dies=runtime.rank() == 1), state={}, rank_state={}, keep=2)
+    save_checkpoint(Path(folder), 1, held(dies=False), state={"note": 1}, rank_state={}, keep=2)
+    save_checkpoint(
+        Path(folder), 2, held(dies=runtime.rank() == 1), state={}, rank_state={}, keep=2
+    )
 
 
 def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ import psutil
 import pytest
 
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, Meeting
-from cdrmix.cluster.outcome import ask_to_stop
-from cdrmix.cluster.wire import Channel, answer, encode, new_nonce, read_line
+from cdrmix.cluster.messages import Channel, answer, ask_to_stop, encode, new_nonce, read_line
 from tests.equal_runs import assert_equal_runs
 from tests.harness import RanksFailed, rank_environment, run_ranks
 from tests.small_run import STEPS, arguments, before_step, overrides, start

@@ -21,7 +21,7 @@ DIM = 6
 
 def shared_out(num_tokens: int) -> tuple[int, np.ndarray, np.ndarray]:
     """How many tokens this rank takes, what comes back of x * (1 + its rank), and x's gradient."""
-    from cdrmix.parallel.token_shares import TensorShares
+    from cdrmix.parallel.exchange import TensorShares
     from cdrmix.parallel.topology import make_topology
     from cdrmix.planning.layout import Degrees
 
@@ -56,9 +56,9 @@ def cut_loss(tensor: int) -> list[np.ndarray]:
     """Embedded tokens, nats, gradients of hidden and of all rows, logits, on a vocabulary of 12."""
     from cdrmix.models.backbone import TokenEmbedding
     from cdrmix.parallel.exchange import gather_rows
-    from cdrmix.parallel.head import next_token_nats
+    from cdrmix.parallel.tensor import split_embedding
     from cdrmix.parallel.topology import make_topology
-    from cdrmix.parallel.vocabulary import split_embedding
+    from cdrmix.parallel.zero3 import next_token_nats
     from cdrmix.planning.layout import Degrees
 
     runtime.initialize_distributed()

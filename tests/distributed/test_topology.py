@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from cdrmix import runtime
-from cdrmix.parallel.mpu import ModelParallelUnit
-from cdrmix.parallel.topology import make_topology
+from cdrmix.parallel.topology import ModelParallelUnit, make_topology
 from cdrmix.planning.layout import Degrees
 from tests.harness import run_ranks
 

@@ -24,16 +24,16 @@ import psutil
 import pytest
 
 from cdrmix import cli
-from cdrmix.data import build as build_module
-from cdrmix.data import pool as pool_module
-from cdrmix.data import stage
-from cdrmix.data.build import build_dataset
-from cdrmix.data.deadline import Deadline
+from cdrmix.corpus import build as build_module
+from cdrmix.corpus import remote_jobs as pool_module
+from cdrmix.corpus import stage
+from cdrmix.corpus.build import build_dataset
+from cdrmix.corpus.recipe import STEPS
+from cdrmix.corpus.remote_jobs import Pool
+from cdrmix.corpus.steps.normalise import Normalise
+from cdrmix.corpus.tasks_of_sources import Deadline
 from cdrmix.data.document import Document, Drop
-from cdrmix.data.pool import Pool
-from cdrmix.data.recipe import STEPS
 from cdrmix.data.shards import read_manifest
-from cdrmix.data.steps.normalise import Normalise
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import DataError
 from tests.harness import ROOT, run_ranks
@@ -43,7 +43,7 @@ pytest.importorskip("rensa", reason="the [data] extra is not installed")
 
 TASK_BYTES = 50_000
 BUILD = (
-    "import sys; from pathlib import Path; from cdrmix.data.build import build_dataset; "
+    "import sys; from pathlib import Path; from cdrmix.corpus.build import build_dataset; "
     "build_dataset(Path(sys.argv[1]), Path(sys.argv[2]), workers=int(sys.argv[3]), "
     f"task_bytes={TASK_BYTES})"
 )

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.data.build import build_dataset
-from cdrmix.data.remote_jobs import Engine
+from cdrmix.corpus.build import build_dataset
+from cdrmix.corpus.remote_jobs import Engine
 from cdrmix.errors import DataError
 from tests.cluster.slurm_lab import slurm_lab
 from tests.harness import ROOT
@@ -111,7 +111,7 @@ def test_datatrove_ranks_give_the_same_bytes(
     pytest.importorskip("datatrove", reason="the [slurm] extra is not installed")
     from datatrove.executor import LocalPipelineExecutor
 
-    from cdrmix.data.slurm import DatatroveEngine
+    from cdrmix.corpus.slurm_jobs import DatatroveEngine
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     num_ranks = []
@@ -150,7 +150,7 @@ def test_tasks_that_sbatch_refuses_are_told(slurm: None, recipe: Path, tmp_path:
 
 
 def test_slurm_does_a_killed_task_again_and_no_other(slurm: None, tmp_path: Path) -> None:
-    from cdrmix.data.slurm import SlurmEngine
+    from cdrmix.corpus.slurm_jobs import SlurmEngine
 
     engine = SlurmEngine(tmp_path / "slurm", max_tasks=2, sbatch={})
     check_killed_workers_and_errors(engine, tmp_path)
@@ -159,11 +159,11 @@ def test_slurm_does_a_killed_task_again_and_no_other(slurm: None, tmp_path: Path
 def test_a_build_on_slurm_killed_itself_goes_on_where_it_was(
     slurm: None, recipe: Path, built: dict[str, str], tmp_path: Path
 ) -> None:
-    from cdrmix.data.slurm import SlurmEngine
+    from cdrmix.corpus.slurm_jobs import SlurmEngine
 
     out = tmp_path / "out"
     code = (
-        "import sys; from pathlib import Path; from cdrmix.data.build import build_dataset; "
+        "import sys; from pathlib import Path; from cdrmix.corpus.build import build_dataset; "
         "build_dataset(Path(sys.argv[1]), Path(sys.argv[2]), workers=1, engine='slurm', "
         f"task_bytes={TASK_BYTES})"
     )
@@ -197,7 +197,7 @@ def test_ray_gives_the_same_bytes_and_does_a_killed_task_again(
     recipe: Path, built: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason="the [ray] extra is not installed")
-    from cdrmix.data.ray_data import RayEngine
+    from cdrmix.corpus.ray_jobs import RayEngine
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     out = tmp_path / "out"

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cdrmix.data import stage
-from cdrmix.data.build import build_dataset
-from cdrmix.data.chain_of_thought import ROLES, encoded, fields_of, joined
-from cdrmix.data.export_tar import export_tars
-from cdrmix.data.recipe import StepConfig
+from cdrmix.corpus import stage
+from cdrmix.corpus.build import build_dataset
+from cdrmix.corpus.encode import export_tars
+from cdrmix.corpus.recipe import StepConfig
+from cdrmix.corpus.source import SourceConfig, find_files
+from cdrmix.corpus.stage import StageJob, read_record, run_stage
+from cdrmix.corpus.tasks_of_sources import Task
+from cdrmix.data.document import ROLES, encoded, fields_of, joined
 from cdrmix.data.shards import read_lengths, read_manifest, verify_shards
-from cdrmix.data.source import SourceConfig, find_files
-from cdrmix.data.stage import StageJob, read_record, run_stage
-from cdrmix.data.tasks import Task
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.errors import DataError
 from tests.unit.test_read import read, texts

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cdrmix import cli
-from cdrmix.data.inspection import inspect_folder
-from cdrmix.monitoring.data_page import write_data_page
+from cdrmix.corpus.inspection import inspect_folder
+from cdrmix.corpus.inspection_page import write_data_page
 from tests.unit.test_report import Page
 from tests.unit.token_folder import write_counting_folder
 

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from cdrmix.config.load import load_config
-from cdrmix.engines import rehearsal_runs
-from cdrmix.engines.rehearsal_runs import Check, SmallRuns
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.comparison import compare
-from cdrmix.planning.rehearsal import rehearsals
-from cdrmix.planning.rehearsal_stage_b import planned_stage_b, stage_b_rehearsal
+from cdrmix.planning.shrink import planned_stage_b, rehearsals, stage_b_rehearsal
+from cdrmix.sessions import rehearsal_runs
+from cdrmix.sessions.rehearsal_runs import Check, SmallRuns
 from tests.harness import ROOT
 from tests.small_run import overrides
 
@@ -93,11 +92,12 @@ def test_a_rank_that_ends_with_a_fault_is_shown(tmp_path: Path) -> None:
 
 def train_with_gradients_of_rank_0_alone(*args: Any) -> int:
     """What one rank does; of what the other learns in Stage B nothing arrives."""
-    from cdrmix.engines import rehearsal_runs, stage_b
+    from cdrmix.sessions import rehearsal_runs
+    from cdrmix.stage_b import engine
 
-    original = stage_b.in_order
+    original = engine.in_order
     if os.environ["RANK"] != "0":
-        stage_b.in_order = lambda engine, loss: original(engine, None)
+        engine.in_order = lambda engine, loss: original(engine, None)
     return rehearsal_runs._train(*args)
 
 

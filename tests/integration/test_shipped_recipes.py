@@ -17,9 +17,9 @@ import pytest
 
 from cdrmix.config.load import load_config
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
-from cdrmix.data.build import build_dataset
-from cdrmix.data.inspection import inspect_folder
-from cdrmix.engines.stage_a import open_corpus
+from cdrmix.corpus.build import build_dataset
+from cdrmix.corpus.inspection import inspect_folder
+from cdrmix.engines.training_data import open_corpus
 from tests.harness import ROOT
 
 for package in ("datasets", "fasttext", "rensa", "w3lib"):

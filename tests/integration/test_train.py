@@ -82,7 +82,7 @@ def test_the_run_directory_holds_what_it_promises(
     report = (run_dir / "report.html").read_text()
     assert config.name in report
     assert 'src="http' not in report
-    found = store.find(run_dir)
+    found = store.find_newest(run_dir)
     assert found is not None
     assert (found.step, found.skipped) == (STEPS, ())
 
@@ -151,7 +151,7 @@ def test_ranks_that_lose_their_launcher_save_and_the_resumed_run_is_the_uninterr
         run.wait(timeout=60)  # fails where a process is left behind
 
     assert "stopped by" in (run_dir / "train.log").read_text()
-    found = store.find(run_dir)
+    found = store.find_newest(run_dir)
     assert found is not None
     assert found.skipped == ()
     assert 5 <= found.step < STEPS

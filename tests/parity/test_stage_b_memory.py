@@ -17,11 +17,10 @@ from cdrmix.planning.layout import Degrees
 from cdrmix.planning.stage_b import stage_b_layers
 from cdrmix.planning.stage_b_memory import stage_b_layout
 from cdrmix.reasoning.hebbian import PlasticBackbone
-from cdrmix.reasoning.phases import phase_loss
+from cdrmix.reasoning.memory_reader import NUM_FEATURES
 from cdrmix.reasoning.policy import MemoryPolicy
-from cdrmix.reasoning.reader import NUM_FEATURES
-from cdrmix.reasoning.retrieval import RetrievalEncoder
-from cdrmix.reasoning.working_memory import WorkingMemory
+from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
+from cdrmix.stage_b.phases import phase_loss
 from tests.unit.small_reader import small_lessons, small_reader
 
 VARIANTS = sorted(shipped("model_configs").glob("cdrmix-reason-*.yaml"))

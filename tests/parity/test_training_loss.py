@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
-from cdrmix.engines.step import StepResult, train_step
+from cdrmix.engines.stage_a import StepResult, train_step
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.moe import Router
 from cdrmix.objectives.language_model import sum_weights

@@ -421,9 +421,9 @@ def fresh_load(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
     caplog.set_level(logging.INFO, logger="cdrmix")
-    wkv7_cpu.load.cache_clear()
+    wkv7_cpu.load_kernel.cache_clear()
     yield caplog
-    wkv7_cpu.load.cache_clear()
+    wkv7_cpu.load_kernel.cache_clear()
 
 
 def test_without_a_compiler_the_chunked_form_runs_and_the_log_says_so_once(
@@ -461,11 +461,11 @@ def test_a_compile_error_warns_once_with_its_reason(
 def test_the_kernel_is_built_once_into_the_users_cache(
     fresh_load: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    assert not isinstance(wkv7_cpu.load(), str)
+    assert not isinstance(wkv7_cpu.load_kernel(), str)
     (built,) = (tmp_path / "cache").rglob("*.*")
     before = built.stat().st_mtime_ns
-    wkv7_cpu.load.cache_clear()
-    assert not isinstance(wkv7_cpu.load(), str)
+    wkv7_cpu.load_kernel.cache_clear()
+    assert not isinstance(wkv7_cpu.load_kernel(), str)
     assert built.stat().st_mtime_ns == before
     inputs = random_inputs(20, 32)
     assert_identical(results(wkv7, inputs), results(run("cpp"), inputs))
@@ -481,6 +481,6 @@ def test_a_kernel_cut_short_is_built_again(
     path = wkv7_cpu._library_path(compiler)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"\x7fELF")
-    assert not isinstance(wkv7_cpu.load(), str)
+    assert not isinstance(wkv7_cpu.load_kernel(), str)
     assert path.stat().st_size > 1000
     assert not fresh_load.records

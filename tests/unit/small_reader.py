@@ -15,9 +15,8 @@ from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, tra
 from cdrmix.models.backbone import Backbone
 from cdrmix.models.initialize import normal_
 from cdrmix.reasoning.lessons import Lessons
-from cdrmix.reasoning.reader import MemoryReader
-from cdrmix.reasoning.task_kinds import KINDS
-from cdrmix.reasoning.tasks import generate
+from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.reasoning.tasks import KINDS, generate_examples
 
 WINDOW_TOKENS = 64
 TASKS = tuple(KINDS)
@@ -27,7 +26,9 @@ TASKS = tuple(KINDS)
 def tokenizer() -> Tokenizer:
     """Byte pairs of task texts, 512 tokens."""
     texts = [
-        generate(task, number=n, seed=0, length_ratio=4, window_tokens=400, count_tokens=len).text
+        generate_examples(
+            task, number=n, seed=0, length_ratio=4, window_tokens=400, count_tokens=len
+        ).text
         for task in TASKS
         for n in range(10)
     ]

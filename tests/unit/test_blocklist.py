@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.data.steps.blocklist import Blocklist, read_list
+from cdrmix.corpus.steps.url import Blocklist, read_list
 from cdrmix.errors import ConfigError, DataError
 from tests.unit.document_steps import reason_for
 

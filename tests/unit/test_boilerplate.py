@@ -2,7 +2,7 @@
 
 import pytest
 
-from cdrmix.data.steps.boilerplate import Boilerplate, is_boilerplate
+from cdrmix.corpus.steps.normalise import Boilerplate, is_boilerplate
 from tests.unit.document_steps import reason_for, text_after
 
 ARTICLE = """The committee met again in the autumn.

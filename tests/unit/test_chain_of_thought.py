@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cdrmix.config.data import TokenWeights
-from cdrmix.data.chain_of_thought import ROLES, encoded, fields_of, joined, parted
-from cdrmix.data.encode import write_roles
+from cdrmix.config.schema import TokenWeights
+from cdrmix.corpus.encode import write_roles
+from cdrmix.data.document import ROLES, encoded, fields_of, joined, parted
 from cdrmix.data.loader import Loader
 from cdrmix.data.shards import read_manifest, write_manifest
 from cdrmix.data.token_dataset import TokenDataset

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cdrmix.objectives.contrastive import info_nce
+from cdrmix.objectives.representation import info_nce
 
 TEMPERATURE = 0.05
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cdrmix.objectives.correlation import correlation_loss
+from cdrmix.objectives.representation import correlation_loss
 
 RATES = {"decay": 0.9, "decorrelation_weight": 1e-2}
 

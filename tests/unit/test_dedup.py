@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cdrmix.data.document import Document
-from cdrmix.data.steps.dedup import (
+from cdrmix.corpus.steps.dedup import (
     Deduplicate,
     Duplicates,
     Method,
@@ -22,7 +21,8 @@ from cdrmix.data.steps.dedup import (
     drops_path,
     find_duplicates,
 )
-from cdrmix.data.steps.signatures import record_type
+from cdrmix.corpus.steps.signatures import record_type
+from cdrmix.data.document import Document
 from cdrmix.errors import DataError
 from tests.unit.test_minhash import random_text, replaced, shingle_set
 

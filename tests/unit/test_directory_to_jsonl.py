@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.data.source import SourceConfig, find_files
-from cdrmix.data.steps.read import read_file
+from cdrmix.corpus.source import SourceConfig, find_files
+from cdrmix.corpus.steps.read import read_file
 from tools.directory_to_jsonl import main
 
 

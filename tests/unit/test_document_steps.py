@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from cdrmix.corpus.steps.filter import Filter
+from cdrmix.corpus.steps.language import Language
+from cdrmix.corpus.steps.normalise import Boilerplate, Normalise
+from cdrmix.corpus.steps.scrub import Scrub
+from cdrmix.corpus.steps.url import Blocklist, Url
 from cdrmix.data.document import Document, Step
-from cdrmix.data.steps.blocklist import Blocklist
-from cdrmix.data.steps.boilerplate import Boilerplate
-from cdrmix.data.steps.filter import Filter
-from cdrmix.data.steps.language import Language
-from cdrmix.data.steps.normalise import Normalise
-from cdrmix.data.steps.scrub import Scrub
-from cdrmix.data.steps.url import Url
 from tests.unit.planted_pii import planted
 
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from cdrmix.checkpoint import files, folder, saver, store
-from cdrmix.checkpoint.store import find, save
+from cdrmix.checkpoint.store import find_newest, save_checkpoint
 from cdrmix.errors import InfrastructureError, StateError
 from tests.checkpoints import on_ranks, whole
 
 
 def save_step(root: Path, step: int, *, keep: int = 10) -> None:
     held = [whole("w", torch.full((8,), float(step)))]
-    save(root, step, held, state={}, rank_state={}, keep=keep)
+    save_checkpoint(root, step, held, state={}, rank_state={}, keep=keep)
 
 
 @pytest.fixture
@@ -97,11 +97,11 @@ def test_a_read_that_fails_for_a_while_costs_no_checkpoint(
     original = store.damage.__globals__["digest"]
     for times in (2, 99):
         monkeypatch.setattr(
-            "cdrmix.checkpoint.manifest.digest",
+            "cdrmix.checkpoint.files.digest",
             failing(original, number, times, "2/rank-00000.safetensors"),
         )
         if times == 2:
-            found = find(tmp_path)
+            found = find_newest(tmp_path)
             assert found is not None and (found.step, found.skipped) == (2, ())
             continue
         for outcome in on_ranks(2, lambda ranks: find_or_error(tmp_path, ranks)):
@@ -112,7 +112,7 @@ def test_a_read_that_fails_for_a_while_costs_no_checkpoint(
 
 def find_or_error(root: Path, ranks: Any) -> Any:
     try:
-        return find(root, ranks=ranks)
+        return find_newest(root, ranks=ranks)
     except InfrastructureError as error:
         return error
 
@@ -127,9 +127,9 @@ def test_a_copy_of_the_same_step_is_taken_where_one_cannot_be_read(
         save_step(root, 2)
     original = store.damage.__globals__["digest"]
     monkeypatch.setattr(
-        "cdrmix.checkpoint.manifest.digest", failing(original, errno.EIO, 99, "run/2/")
+        "cdrmix.checkpoint.files.digest", failing(original, errno.EIO, 99, "run/2/")
     )
-    found = find(run, copy)
+    found = find_newest(run, copy)
     assert found is not None and found.path == copy / "2"
 
 
@@ -146,7 +146,7 @@ def test_a_write_that_goes_on_failing_says_whether_waiting_helps(
     with pytest.raises(kind) as caught:
         save_step(tmp_path, 2)
     assert type(caught.value) is kind
-    found = find(tmp_path)
+    found = find_newest(tmp_path)
     assert found is not None and found.step == 1
 
 
@@ -159,7 +159,7 @@ def test_two_failures_in_one_save_are_both_tried_again(
         original = getattr(folder, name)
         monkeypatch.setattr(folder, name, failing(original, errno.EIO, 1, "2.tmp-"))
     save_step(tmp_path, 2)
-    found = find(tmp_path)
+    found = find_newest(tmp_path)
     assert found is not None and (found.step, found.skipped) == (2, ())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "latest"]
 
@@ -168,7 +168,7 @@ def test_what_was_passed_over_is_renamed_and_outlives_later_saves(tmp_path: Path
     for step in (1, 2, 3):
         save_step(tmp_path, step)
     (tmp_path / "3" / "index.json").write_text("")
-    found = find(tmp_path)
+    found = find_newest(tmp_path)
     assert found is not None and found.step == 2
     store.set_aside(found, [tmp_path], newer=True)
     save_step(tmp_path, 3, keep=1)
@@ -183,7 +183,7 @@ def test_a_copy_that_missed_a_save_does_not_bring_a_given_up_timeline_back(tmp_p
         save_step(root, 8)
     save_step(run, 6)  # a rollback behind step 5, whose first save the copy missed
     assert [path.name for path in folder.step_folders(run)] == ["6", "5"]
-    found = find(run, copy)
+    found = find_newest(run, copy)
     assert found is not None and found.path == run / "6"
     for path in (run / "6" / "manifest.json", copy / "8" / "manifest.json"):
         content = json.loads(path.read_text())  # of a version without numbers: by step, as it did
@@ -191,5 +191,5 @@ def test_a_copy_that_missed_a_save_does_not_bring_a_given_up_timeline_back(tmp_p
         path.write_text(json.dumps(content))
     for path in (run / "5" / "manifest.json", copy / "5" / "manifest.json"):
         path.unlink()
-    found = find(run, copy)
+    found = find_newest(run, copy)
     assert found is not None and found.path == copy / "8"

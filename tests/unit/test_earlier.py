@@ -12,16 +12,16 @@ from torch.nn import functional as F
 
 from cdrmix.cli import main
 from cdrmix.errors import ConfigError, DataError, StateError
-from cdrmix.evaluation import answering
-from cdrmix.evaluation.answering import Answered, Lasting, answer_with
-from cdrmix.evaluation.readers import TrainedReader
-from cdrmix.evaluation.trained import Trained
+from cdrmix.evaluation.trained import TrainedModel
 from cdrmix.reasoning.earlier import make_earlier
 from cdrmix.reasoning.episodes import roll_out
 from cdrmix.reasoning.episodic_index import EpisodicIndex
+from cdrmix.reasoning.memory_reader import NUM_FEATURES
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action
-from cdrmix.reasoning.reader import NUM_FEATURES
-from cdrmix.reasoning.reading import ReadingEpisodes
+from cdrmix.reasoning.reading_environment import ReadingEpisodes
+from cdrmix.stage_b import answering
+from cdrmix.stage_b.answering import Answered, Lasting, answer_with
+from cdrmix.stage_b.long_context import TrainedReader
 from tests.full_disk import file_size_limit
 from tests.unit.small_reader import small_config, small_lessons, small_reader, tokenizer
 
@@ -41,7 +41,7 @@ def loaded(folder: Path, *, max_tokens: int = 4096, seed: int = 0) -> TrainedRea
         reader.policy.feature_policy.bias[Action.RETRIEVE] = 5.0
         last = NUM_FEATURES - NUM_ACTIONS + Action.SPLICE_WINDOW
         reader.policy.feature_policy.weight[Action.RETRIEVE, last] = -50.0
-    trained = Trained(config, reader.backbone, tokenizer(), "1" * 64, folder, 1)
+    trained = TrainedModel(config, reader.backbone, tokenizer(), "1" * 64, folder, 1)
     return TrainedReader(trained, reader, small_lessons(config))
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.engine_state import load_module
-from cdrmix.checkpoint.reader import CheckpointReader
-from cdrmix.checkpoint.store import save
+from cdrmix.checkpoint.store import save_checkpoint
 from cdrmix.errors import StateError
 from tests.checkpoints import whole
 
@@ -19,7 +19,7 @@ def test_a_plain_module_is_filled_from_masters(tmp_path: Path) -> None:
     source.state_dict()["running_mean"].fill_(3)
     held = [whole(f"norm.{name}", p.detach()) for name, p in source.named_parameters()]
     held += [whole(f"norm.{name}", b, "buffer") for name, b in source.named_buffers()]
-    save(tmp_path, 1, held, state={}, rank_state={}, keep=1)
+    save_checkpoint(tmp_path, 1, held, state={}, rank_state={}, keep=1)
     target.to(torch.bfloat16)
     with CheckpointReader(tmp_path / "1") as reader:
         load_module(target, reader, lambda name: f"norm.{name}")
@@ -29,7 +29,7 @@ def test_a_plain_module_is_filled_from_masters(tmp_path: Path) -> None:
 
 def test_another_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:
     held = [whole("weight", torch.zeros(3, 2)), whole("scale", torch.zeros(3))]
-    save(tmp_path, 1, held, state={}, rank_state={}, keep=1)
+    save_checkpoint(tmp_path, 1, held, state={}, rank_state={}, keep=1)
     with CheckpointReader(tmp_path / "1") as reader, pytest.raises(StateError) as caught:
         load_module(torch.nn.Linear(4, 3), reader)
     message = str(caught.value)

@@ -16,7 +16,7 @@ from cdrmix.config.reasoning import EvictionConfig
 from cdrmix.errors import StateError
 from cdrmix.reasoning.episodic_index import EpisodicIndex, best_of
 from cdrmix.reasoning.episodic_store import load_index, save_index
-from cdrmix.reasoning.retrieval import RetrievalEncoder, weights_digest
+from cdrmix.reasoning.working_memory import RetrievalEncoder, weights_digest
 from tests.harness import ROOT
 
 SIZE = 16

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cdrmix.data.steps.components import components, grouped, unique
-from cdrmix.data.steps.external_sort import ExternalSort
+from cdrmix.corpus.steps.components import ExternalSort, components, grouped, unique
 
 TINY = 2**14  # bytes; room for some hundred records, so that runs and levels of merging are many
 

@@ -7,8 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from cdrmix.errors import ConfigError
-from cdrmix.reasoning.episodic_index import EpisodicIndex
-from cdrmix.reasoning.faiss_cache import FaissCache
+from cdrmix.reasoning.episodic_index import EpisodicIndex, FaissCache
 
 SIZE = 16
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.data.steps.filter import Filter
-from cdrmix.data.steps.profiles import PROFILES, RULES, Profile, profile_of
-from cdrmix.data.steps.statistics import Statistics
+from cdrmix.corpus.steps.filter import PROFILES, RULES, Filter, Profile, profile_of
+from cdrmix.corpus.steps.statistics import Statistics
 from cdrmix.errors import ConfigError, DataError
 from tests.unit.document_steps import document, reason_for, run
 

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from cdrmix.data.document import Document
-from cdrmix.data.fim import FimConfig, rearranged, restored
+from cdrmix.data.document import Document, FimConfig, rearranged, restored
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 NUM_DOCUMENTS = 1000

@@ -6,9 +6,14 @@ import torch
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.backbone import Backbone
-from cdrmix.reasoning.adapter import LARGEST_RELATIVE_CHANGE, PlasticAdapter
 from cdrmix.reasoning.fast_weights import RULES, FastWeights, blank
-from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone, PlasticState
+from cdrmix.reasoning.hebbian import (
+    LARGEST_RELATIVE_CHANGE,
+    EpisodeState,
+    PlasticAdapter,
+    PlasticBackbone,
+    PlasticState,
+)
 from cdrmix.reasoning.speculation import (
     Speculation,
     branch,

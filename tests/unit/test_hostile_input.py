@@ -29,10 +29,10 @@ import numpy as np
 import pytest
 
 from cdrmix import cli
-from cdrmix.config.data import DataConfig
+from cdrmix.config.schema import DataConfig
+from cdrmix.corpus.remote_jobs import run_call
 from cdrmix.data.loader import Loader
 from cdrmix.data.remote_folder import local_folder
-from cdrmix.data.remote_jobs import run_call
 from cdrmix.data.shards import (
     TokenizerInfo,
     new_manifest,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.cluster.environment import write_environment_file
+from cdrmix.cluster.handover import write_environment_file
 from cdrmix.cluster.hosts import (
     Host,
     address_for_others,
-    free_port,
+    free_port_on,
     is_this_machine,
     read_hostfile,
     run_on,
@@ -55,7 +55,7 @@ def test_this_machine_is_known_by_name_and_needs_no_ssh() -> None:
     assert is_this_machine("127.0.0.1")
     assert not is_this_machine("203.0.113.7")
     assert run_on("localhost", ["echo", "a b"]).stdout == "a b\n"
-    assert 1024 <= free_port() < 65536
+    assert 1024 <= free_port_on() < 65536
 
 
 def test_a_command_that_hangs_counts_as_an_unreachable_host() -> None:

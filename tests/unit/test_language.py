@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cdrmix.data.steps.language import Language, identify
+from cdrmix.corpus.steps.language import Language, identify
 from cdrmix.errors import ConfigError
 from tests.harness import ROOT
 from tests.unit.document_steps import document, reason_for, run
@@ -69,7 +69,7 @@ def test_missing_package_is_told_before_the_first_document() -> None:
     code = (
         "import sys\n"
         "sys.path = [p for p in sys.path if 'site-packages' not in p]\n"
-        "from cdrmix.data.steps.language import Language\n"
+        "from cdrmix.corpus.steps.language import Language\n"
         "Language()"
     )
     done = subprocess.run(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cdrmix.cluster import launch as module
-from cdrmix.cluster.environment import launch_environment, users_files
+from cdrmix.cluster.handover import launch_environment, users_files
 from cdrmix.cluster.launch import launch, make_job
-from cdrmix.cluster.outcome import Outcome
+from cdrmix.cluster.messages import Outcome
 from cdrmix.config.load import load_config, snapshot_yaml
 from cdrmix.config.redaction import redacted, redacted_text
 from cdrmix.errors import ConfigError

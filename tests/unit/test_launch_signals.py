@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.cluster.launch import _Signals
-from cdrmix.cluster.outcome import stop_is_asked
+from cdrmix.cluster.messages import stop_is_asked
 from cdrmix.errors import EXIT_FAULT, EXIT_STOPPED_BY_SIGNAL
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cdrmix.data.steps.length import Length
+from cdrmix.corpus.steps.normalise import Length
 from cdrmix.errors import ConfigError
 from tests.unit.document_steps import reason_for, run
 

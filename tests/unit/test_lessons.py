@@ -7,19 +7,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.model import MoEConfig
 from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
 from cdrmix.config.schema import Config
 from cdrmix.models.initialize import normal_
 from cdrmix.models.moe import Router
-from cdrmix.reasoning.branches import try_branches
-from cdrmix.reasoning.course import ReaderCourse
-from cdrmix.reasoning.episodes import learn_from
-from cdrmix.reasoning.parts import part_of
-from cdrmix.reasoning.phases import Collected, phase_loss, rollout_loss
+from cdrmix.reasoning.episodes import learn_from, try_branches
 from cdrmix.reasoning.policy import Action
-from cdrmix.reasoning.reading import ReadingEpisodes, ReadingState
+from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.speculation import select
+from cdrmix.stage_b.course import ReaderCourse
+from cdrmix.stage_b.phases import Collected, phase_loss, rollout_loss
 from tests.unit.small_reader import (
     TASKS,
     WINDOW_TOKENS,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cdrmix.config.data import MixtureConfig
+from cdrmix.config.schema import MixtureConfig
 from cdrmix.data.loader import IGNORED_LABEL, Loader, next_targets, split_documents
 from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.token_dataset import TokenDataset

@@ -10,24 +10,24 @@ import torch
 
 from cdrmix.cli import main
 from cdrmix.errors import DataError, StateError
-from cdrmix.evaluation import long_context
-from cdrmix.evaluation.answering import answer_with
-from cdrmix.evaluation.long_context import (
+from cdrmix.evaluation.trained import TrainedModel
+from cdrmix.reasoning.lessons import Lessons
+from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.reading_environment import Grade
+from cdrmix.reasoning.tasks import Example
+from cdrmix.stage_b import long_context
+from cdrmix.stage_b.answering import answer_with
+from cdrmix.stage_b.long_context import (
     Evaluated,
     Row,
-    as_json,
+    TrainedReader,
     score_examples,
+    score_table,
     score_tasks,
+    scores_json,
     suite,
-    table,
 )
-from cdrmix.evaluation.readers import TrainedReader
-from cdrmix.evaluation.trained import Trained
-from cdrmix.reasoning.lessons import Lessons
-from cdrmix.reasoning.policy import Action
-from cdrmix.reasoning.reader import MemoryReader
-from cdrmix.reasoning.reading import Grade
-from cdrmix.reasoning.tasks import Example
 from tests.unit.small_reader import small_config, small_lessons, small_reader, tokenizer
 
 
@@ -55,7 +55,7 @@ def loaded(
     if favourite is not None:
         with torch.no_grad():
             reader.policy.feature_policy.bias[favourite] = 10.0
-    trained = Trained(config, reader.backbone, tokenizer(), "0" * 64, Path("1"), 1)
+    trained = TrainedModel(config, reader.backbone, tokenizer(), "0" * 64, Path("1"), 1)
     return TrainedReader(trained, reader, small_lessons(config))
 
 
@@ -90,7 +90,7 @@ def test_a_length_without_room_has_no_row(reader: MemoryReader) -> None:
     lessons = small_lessons(small_config())
     rows = score_tasks(reader, lessons, ["common_words"], length_ratios=(1,), num_examples=1)
     assert rows == []
-    assert table(rows).endswith("no task fits")
+    assert score_table(rows).endswith("no task fits")
 
 
 def test_examples_without_room_give_way_to_the_next(
@@ -110,7 +110,7 @@ def test_examples_without_room_give_way_to_the_next(
     (row,) = score_tasks(reader, lessons, ["logic"], length_ratios=(4,), num_examples=2)
     assert (tried, row.n) == ([0, 1, 2, 3, 4], 2)
     tried.clear()
-    monkeypatch.setattr("cdrmix.evaluation.long_context._TRIES_PER_EXAMPLE", 1)
+    monkeypatch.setattr("cdrmix.stage_b.long_context._TRIES_PER_EXAMPLE", 1)
     (row,) = score_tasks(reader, lessons, ["logic"], length_ratios=(4,), num_examples=3)
     assert (tried, row.n) == ([0, 1, 2], 1)
 
@@ -135,7 +135,7 @@ def test_rows_are_printed_also_where_they_cannot_be_stored(
     assert "reasoning.json: cannot be written" in shown.err
     (tmp_path / "reasoning.json").rmdir()
     assert main(arguments) == 0
-    assert (tmp_path / "reasoning.json").read_text() == as_json(rows) + "\n"
+    assert (tmp_path / "reasoning.json").read_text() == scores_json(rows) + "\n"
 
 
 def evaluated(run_dir: Path, *flags: str) -> int:
@@ -267,15 +267,15 @@ def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
         Row("logic", 4, 0.75, 0.0, 8),
         Row("look_up", 4, 1, 0, 8),
     ]
-    assert table(rows).splitlines() == [
+    assert score_table(rows).splitlines() == [
         "score, backbone alone               1x            4x",
         "logic                       0.50, 0.25    0.75, 0.00",
         "look_up                              -    1.00, 0.00",
         "8 texts each; lengths in windows",
     ]
     fewer = [rows[0], dataclasses.replace(rows[1], n=5)]
-    assert table(fewer).endswith("\n5 to 8 texts each; lengths in windows")
-    assert json.loads(as_json(rows))["rows"][0] == {
+    assert score_table(fewer).endswith("\n5 to 8 texts each; lengths in windows")
+    assert json.loads(scores_json(rows))["rows"][0] == {
         "task": "logic",
         "length_ratio": 1,
         "score": 0.5,

@@ -7,17 +7,10 @@ import pytest
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
-from cdrmix.planning.cluster import make_cluster
-from cdrmix.planning.counts import (
-    count,
-    forward_flops_by_layer,
-    head_flops,
-    params_by_part,
-)
-from cdrmix.planning.layout import Degrees, Layout
+from cdrmix.planning.cluster import Memory, make_cluster
+from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops, params_by_part
+from cdrmix.planning.layout import Degrees, Layout, stage_layers
 from cdrmix.planning.memory import MemoryModel
-from cdrmix.planning.rank_memory import Memory
-from cdrmix.planning.stages import stage_layers
 
 
 def config(name: str, *overrides: str) -> Config:

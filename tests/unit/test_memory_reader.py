@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cdrmix.reasoning.lessons import Lesson
-from cdrmix.reasoning.reader import ANSWER_TOKENS, MemoryReader
-from cdrmix.reasoning.segments import Texts, cut, make_texts
+from cdrmix.reasoning.memory_reader import ANSWER_TOKENS, MemoryReader
+from cdrmix.reasoning.segments import Texts, cut_segments, make_texts
 from cdrmix.reasoning.speculation import select
 from tests.unit.small_reader import (
     WINDOW_TOKENS,
@@ -35,11 +35,11 @@ def one(texts: Texts, row: int) -> Texts:
 def test_segments_are_whole_sentences_and_lose_nothing() -> None:
     marks = small_lessons(small_config()).marks
     ids = tokenizer().encode("The code of bami is 1234. It rained. It rained in lolo again. " * 3)
-    segments = cut(ids, marks, most=32)
+    segments = cut_segments(ids, marks, most=32)
     assert [id for segment in segments for id in segment] == ids
     assert all(len(segment) <= 32 for segment in segments)
     assert all(marks.ends[segment[-1]] for segment in segments[:-1])
-    assert [len(part) for part in cut(ids[:5] * 8, marks, most=16)] == [16, 16, 8]
+    assert [len(part) for part in cut_segments(ids[:5] * 8, marks, most=16)] == [16, 16, 8]
 
 
 def test_reading_one_by_one_equals_reading_together(reader: MemoryReader, lesson: Lesson) -> None:

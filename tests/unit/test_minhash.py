@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cdrmix.data.steps.minhash import NO_KEY, Method, MinHash, SimHash
-from cdrmix.data.steps.shingles import MAX_CHARACTERS, shingle_hashes
+from cdrmix.corpus.steps.minhash import (
+    MAX_CHARACTERS,
+    NO_KEY,
+    Method,
+    MinHash,
+    SimHash,
+    shingle_hashes,
+)
 from cdrmix.errors import DataError
 
 WORDS = [f"word{number}" for number in range(3000)]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cdrmix.config.data import DataConfig, MixtureConfig
 from cdrmix.config.load import changed_keys
+from cdrmix.config.schema import DataConfig, MixtureConfig
 from cdrmix.data.mixed import MixedDataset
-from cdrmix.data.mixture import Mixture, Phase, draw
+from cdrmix.data.mixture import Mixture, Phase, draw_sources
 from cdrmix.errors import DataError
 from tests.unit.token_folder import write_token_folder
 
@@ -119,7 +119,7 @@ def test_what_was_asked_and_what_is_drawn_are_shown() -> None:
     mixture = Mixture(
         SIZES, [Phase({"code": 1}, 1000), Phase({"code": 1, "web": 1}, 1000, "linear")]
     )
-    shown = draw(mixture, 0, 2000)
+    shown = draw_sources(mixture, 0, 2000)
     assert shown["books"] == {"asked": 0.0, "drawn": 0.0, "samples": 0}
     assert shown["web"]["asked"] == pytest.approx(0.125, abs=1e-4)
     assert shown["web"]["samples"] == pytest.approx(250, abs=1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cdrmix.data.ngrams import ngram_entropy
+from cdrmix.corpus.encode import ngram_entropy
 from cdrmix.data.shards import read_manifest
 from cdrmix.data.token_dataset import TokenStream
 from tests.unit.token_folder import write_token_folder

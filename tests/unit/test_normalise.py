@@ -2,7 +2,7 @@
 
 import pytest
 
-from cdrmix.data.steps.normalise import Normalise
+from cdrmix.corpus.steps.normalise import Normalise
 from cdrmix.errors import ConfigError
 from tests.unit.document_steps import reason_for, text_after
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cdrmix.data.permutation import MAX_SIZE, Permutation, permute_epochs
+from cdrmix.data.token_dataset import MAX_SIZE, Permutation, permute_epochs
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 97, 1023, 1024, 1025, 4093, 65_535, 65_537, 100_003]
 

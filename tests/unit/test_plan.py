@@ -16,7 +16,7 @@ from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, make_cluster, processes
-from cdrmix.planning.comparison import Comparison, as_text, compare
+from cdrmix.planning.comparison import Comparison, compare, plan_text
 from cdrmix.planning.profile import choose, with_micro_batch
 
 MOST_LAYOUTS = 3_000  # a thousand take a fifth of a second
@@ -385,7 +385,7 @@ def test_the_command_prints_the_contracts_object(capsys: pytest.CaptureFixture[s
 
 def test_the_page_shows_memory_speed_and_reasons() -> None:
     made = planned("core-40b", 1, "h100-80")
-    short, long = as_text(made), as_text(made, explain=True)
+    short, long = plan_text(made), plan_text(made, explain=True)
     assert short.startswith("cdrmix-core-40b on 1 x 8 h100-80 (79.1 GiB): does NOT fit")
     for heading in ("per rank", "MFU", "why", "what would have to change", "runners-up"):
         assert heading in short
@@ -399,12 +399,12 @@ def test_the_page_shows_memory_speed_and_reasons() -> None:
 def test_the_page_of_a_reasoning_variant_tells_its_stages_apart() -> None:
     more = ("stage_b.training.texts_per_lesson=64",)  # which no device holds
     for overrides, verdict in (((), "fits"), (more, "does NOT fit")):
-        text = as_text(planned("reason-1b", 1, "a100-80", *overrides))
+        text = plan_text(planned("reason-1b", 1, "a100-80", *overrides))
         told = f"cdrmix-reason-1b on 1 x 8 a100-80 (79.1 GiB): Stage A fits, Stage B {verdict}\n"
         assert text.startswith(told)
         assert "  Stage A     572,205 steps, 28.7 days\n" in text
         assert "  Stage B     9,000 steps, which are not timed\n" in text
-    alone = as_text(planned("reason-1b", 1, "a100-80", "training.stage=a"))
+    alone = plan_text(planned("reason-1b", 1, "a100-80", "training.stage=a"))
     assert alone.startswith("cdrmix-reason-1b on 1 x 8 a100-80 (79.1 GiB): fits\n")
 
 

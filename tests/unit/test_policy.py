@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from cdrmix.errors import DataError
-from cdrmix.reasoning.branches import roll_out_branches, step_by_branches, try_branches
-from cdrmix.reasoning.environment import Outcome
-from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
-from cdrmix.reasoning.policy import Action, MemoryPolicy
+from cdrmix.reasoning.episodes import (
+    Rollouts,
+    policy_loss,
+    roll_out,
+    roll_out_branches,
+    step_by_branches,
+    try_branches,
+)
+from cdrmix.reasoning.policy import Action, EpisodeOutcome, MemoryPolicy
 from cdrmix.reasoning.speculation import branch, map_tensors, select
 from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, StreamState
 from tools.benchmark.learn_policy import (
@@ -173,10 +178,10 @@ def test_rolling_out_twice_with_one_seed_gives_equal_bits() -> None:
 
 
 class Broken(SegmentStream):
-    def settle(self, state: StreamState) -> Outcome[StreamState]:
+    def settle(self, state: StreamState) -> EpisodeOutcome[StreamState]:
         reward = super().settle(state).reward
         reward[3] = torch.nan
-        return Outcome(state, reward)
+        return EpisodeOutcome(state, reward)
 
 
 def test_a_reward_that_is_not_finite_is_reported() -> None:
@@ -279,7 +284,7 @@ def test_branches_that_are_all_rejected_pass_to_the_end() -> None:
 class Unasked(SegmentStream):
     """Whose checker must not be asked."""
 
-    def settle(self, state: StreamState) -> Outcome[StreamState]:
+    def settle(self, state: StreamState) -> EpisodeOutcome[StreamState]:
         raise AssertionError("nobody knows what an answer earns before it is given")
 
 

@@ -25,12 +25,7 @@ from cdrmix.planning.deepspeed_json import (
     read_profile,
 )
 from cdrmix.planning.plan import Plan
-from cdrmix.planning.profile import (
-    check_legal,
-    choose,
-    smaller_micro_batch,
-    with_micro_batch,
-)
+from cdrmix.planning.profile import check_legal, choose, smaller_micro_batch, with_micro_batch
 
 SHIPPED = sorted(shipped("model_configs").glob("*.yaml"))
 PROFILES = sorted(shipped("ds_configs").glob("*.json"))

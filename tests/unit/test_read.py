@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
+from cdrmix.corpus.source import SourceConfig, find_files
+from cdrmix.corpus.steps.read import paced, read_file, taken_up_again
+from cdrmix.corpus.steps.read_bytes import Unreadable
+from cdrmix.corpus.steps.read_text import extract_text
 from cdrmix.data.document import Document
-from cdrmix.data.source import SourceConfig, find_files
-from cdrmix.data.steps.read import read_file
-from cdrmix.data.steps.read_bytes import Unreadable
-from cdrmix.data.steps.read_html import extract_text
-from cdrmix.data.steps.read_huggingface import paced, taken_up_again
 from cdrmix.errors import DataError
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdrmix.checkpoint.fragments import Block, Fragment, Span
-from cdrmix.checkpoint.reader import CheckpointReader
-from cdrmix.checkpoint.store import Saved, save
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.fragments import Box, Fragment, Span
+from cdrmix.checkpoint.store import Saved, save_checkpoint
 from cdrmix.errors import StateError
 from tests.checkpoints import on_ranks, whole
 
@@ -28,7 +28,7 @@ def cut(
     ]
     for corner in itertools.product(*(list(itertools.pairwise(edge)) for edge in edges)):
         offset = tuple(low for low, _ in corner)
-        block = Block(offset, tuple(high - low for low, high in corner))
+        block = Box(offset, tuple(high - low for low, high in corner))
         flat = tensor[tuple(slice(low, high) for low, high in corner)].reshape(-1)
         middle = generator.randrange(block.numel)
         for start, end in ((0, middle), (middle, block.numel)):
@@ -57,7 +57,7 @@ def test_any_block_and_range_is_read_from_fragments_of_any_layout(
     # One file per key, so that a block's two spans do not collide in one.
     outcomes = on_ranks(
         len(pieces),
-        lambda ranks: save(
+        lambda ranks: save_checkpoint(
             tmp_path,
             1,
             [pieces[ranks.rank()]],
@@ -75,7 +75,7 @@ def test_any_block_and_range_is_read_from_fragments_of_any_layout(
             high = [generator.randrange(a, size) + 1 for a, size in zip(low, shape, strict=True)]
             box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
             expected = logical[box].reshape(-1)
-            block = Block(tuple(low), tuple(logical[box].shape))
+            block = Box(tuple(low), tuple(logical[box].shape))
             start = generator.randrange(block.numel)
             numel = generator.randrange(block.numel - start) + 1
             assert torch.equal(reader.read("w", block=block), expected)
@@ -84,9 +84,9 @@ def test_any_block_and_range_is_read_from_fragments_of_any_layout(
 
 
 def test_reading_outside_the_tensor_is_an_error(tmp_path: Path) -> None:
-    save(tmp_path, 1, [whole("w", torch.ones(64))], state={}, rank_state={}, keep=1)
+    save_checkpoint(tmp_path, 1, [whole("w", torch.ones(64))], state={}, rank_state={}, keep=1)
     with CheckpointReader(tmp_path / "1") as reader:
         with pytest.raises(StateError, match=r"6 of the 10 elements asked for lie outside"):
-            reader.read("w", block=Block((60,), (10,)))
+            reader.read("w", block=Box((60,), (10,)))
         with pytest.raises(StateError, match="holds no exp_avg of 'w'"):
             reader.read("w", "exp_avg")

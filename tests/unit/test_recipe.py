@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from cdrmix.config.load import config_hash, load_config
-from cdrmix.data.recipe import (
+from cdrmix.corpus.inspection import lineage
+from cdrmix.corpus.recipe import (
     DEFAULT_STEPS,
     STEPS,
     built_mixture,
@@ -16,7 +17,6 @@ from cdrmix.data.recipe import (
     recipe_yaml,
     step_class,
 )
-from cdrmix.data.report import lineage
 from cdrmix.data.shards import TokenizerInfo, new_manifest
 from cdrmix.errors import ConfigError
 from tests.harness import ROOT

@@ -7,28 +7,26 @@ import pytest
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
-from cdrmix.engines.rehearsal_runs import Check
-from cdrmix.engines.rehearse import Rehearsed, RehearsedStage
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.comparison import compare
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Combination, Degrees
-from cdrmix.planning.rehearsal import (
+from cdrmix.planning.shrink import (
     MOST_RANKS,
+    PHASE_STEPS,
     STEPS,
     Aspect,
     Rehearsal,
     aspects,
+    planned_stage_b,
     rehearsals,
     small_degrees,
-)
-from cdrmix.planning.rehearsal_stage_b import (
-    PHASE_STEPS,
-    planned_stage_b,
     stage_b_aspects,
     stage_b_rehearsal,
 )
+from cdrmix.sessions.rehearsal_runs import Check
+from cdrmix.sessions.rehearse import Rehearsed, RehearsedStage
 
 AXES = ("pipeline", "tensor", "sequence", "sample_ranks", "expert")
 CLUSTERS = {"1b": (1, 8), "4b": (4, 8), "40b": (16, 8), "200b": (32, 8)}

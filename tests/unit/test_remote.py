@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cdrmix.config.data import DataConfig
+from cdrmix.config.schema import DataConfig
+from cdrmix.corpus.encode import write_roles
 from cdrmix.data import remote
-from cdrmix.data.encode import write_roles
 from cdrmix.data.loader import Loader
 from cdrmix.data.remote import RemoteFile, RemoteFiles, copy
 from cdrmix.data.remote_folder import local_folder
@@ -285,7 +285,7 @@ def test_processes_share_the_copies_and_what_a_killed_one_left_is_removed(
     os.utime(partial, (0, 0))
     code = (
         "import sys, numpy; from pathlib import Path; "
-        "from cdrmix.config.data import DataConfig; "
+        "from cdrmix.config.schema import DataConfig; "
         "from cdrmix.data.remote_folder import local_folder; "
         "from cdrmix.data.token_dataset import TokenDataset; "
         "data = DataConfig.model_validate_json(sys.argv[1]); "

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.data.build import build_dataset
-from cdrmix.data.remote_jobs import (
+from cdrmix.corpus.build import build_dataset
+from cdrmix.corpus.remote_jobs import (
     error_as_json,
     error_from_json,
     errors_in,
-    pack,
+    pack_object,
     run_call,
     run_in_rounds,
-    unpack,
+    unpack_object,
     write_calls,
 )
 from cdrmix.errors import DataError, StateError
@@ -76,9 +76,9 @@ def test_a_job_runs_where_the_build_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    packed = pack(make_file, Toy(Path("relative")))
+    packed = pack_object(make_file, Toy(Path("relative")))
     monkeypatch.chdir("/")
-    assert unpack(packed).run() is None
+    assert unpack_object(packed).run() is None
     assert (tmp_path / "relative").exists()
     assert Path.cwd() == Path("/")
 
@@ -143,7 +143,7 @@ def test_a_job_that_ends_twice_without_a_result_is_told_and_goes_on(tmp_path: Pa
 def test_an_engine_that_is_not_installed_names_its_extra(
     engine: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("cdrmix.data.slurm", "cdrmix.data.ray_data"):
+    for module in ("cdrmix.corpus.slurm_jobs", "cdrmix.corpus.ray_jobs"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == package] or [package]:
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not there

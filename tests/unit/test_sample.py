@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cdrmix.data.sample import Document, build_sample, ensure_sample, read_standard_library
+from cdrmix.data.sample import SampleDocument, build_sample, ensure_sample, read_standard_library
 from cdrmix.data.shards import check_vocab, read_manifest, verify_shards
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import load_tokenizer
@@ -38,7 +38,7 @@ if True:
 def held_out_name() -> str:
     """Some file name that the hash puts into the validation split."""
     names = (f"held_out_{number}.py" for number in range(1000))
-    return next(name for name in names if Document(name, "code", "").split == "validation")
+    return next(name for name in names if SampleDocument(name, "code", "").split == "validation")
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,8 @@ def test_a_python_without_topics_gives_a_log_line_and_goes_on(
 
 def test_a_twentieth_of_the_files_is_held_out_code_and_docstrings_together() -> None:
     paths = [f"package/module_{number}.py" for number in range(4000)]
-    splits = [Document(path, "code", "").split for path in paths]
-    assert splits == [Document(path, "prose", "x").split for path in paths]
+    splits = [SampleDocument(path, "code", "").split for path in paths]
+    assert splits == [SampleDocument(path, "prose", "x").split for path in paths]
     # 200 expected, standard deviation 14.
     assert 140 < splits.count("validation") < 260
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from cdrmix.data.steps.scrub import KINDS, Scrub, find, placeholder, scrub
+from cdrmix.corpus.steps.scrub import KINDS, Scrub, find_private, placeholder, scrub
 from cdrmix.errors import ConfigError
 from tests.unit.document_steps import document, run
 from tests.unit.planted_pii import CONTEXTUAL, LOOKALIKES, PERSONAL, TOKENS, planted
@@ -17,7 +17,7 @@ def test_planted_values_are_found_and_lookalikes_are_not() -> None:
     found, missed, wrong = Counter[str](), Counter[str](), Counter[str]()
     for seed in SEEDS:
         example = planted(seed)
-        expected, spans = set(example.spans), set(find(example.text))
+        expected, spans = set(example.spans), set(find_private(example.text))
         found.update(kind for *_, kind in spans & expected)
         missed.update(kind for *_, kind in expected - spans)
         wrong.update(kind for *_, kind in spans - expected)
@@ -31,7 +31,7 @@ def test_planted_values_are_found_and_lookalikes_are_not() -> None:
 
 def test_what_begins_like_an_iban_and_goes_on_with_punctuation_is_none() -> None:
     for text in ("GB82 WEST 1234's account", "DE89370400440532-13000 0", "BE71096123456769."):
-        assert [kind for *_, kind in find(text)] == ["iban"] * text.startswith("BE")
+        assert [kind for *_, kind in find_private(text)] == ["iban"] * text.startswith("BE")
 
 
 def test_every_kind_is_planted() -> None:
@@ -83,7 +83,7 @@ def test_lookalike_stays(text: str) -> None:
 
 def test_plain_text_stays() -> None:
     text = "Nothing here, nothing there. " * 100
-    assert find(text) == []
+    assert find_private(text) == []
     assert scrub(text)[0] == text
 
 
@@ -99,7 +99,7 @@ def test_scrubbed_text_has_nothing_left_to_find() -> None:
     for seed in range(50):
         text, counts = scrub(planted(seed).text)
         assert counts.total() >= 4
-        assert find(text) == []
+        assert find_private(text) == []
 
 
 HOSTILE = ("eyJ", "eyJaaaaaaaaaa.", "-----BEGIN PRIVATE KEY-----", "4111 1111 1111 1111 ", "1 ",
@@ -111,7 +111,7 @@ HOSTILE = ("eyJ", "eyJaaaaaaaaaa.", "-----BEGIN PRIVATE KEY-----", "4111 1111 11
 def test_time_grows_with_the_text_and_no_faster(piece: str) -> None:
     text = (piece * 150_000)[:150_000]
     began = time.process_time()
-    find(text)
+    find_private(text)
     assert time.process_time() - began < 1.5  # takes 0.2 or less; squares took longer
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cdrmix.config.load import load_config, shipped
-from cdrmix.planning.sequence import recurrence_bytes, sequence_form, state_bytes
+from cdrmix.planning.layout import recurrence_bytes, sequence_form, state_bytes
 
 MODEL = load_config(shipped("model_configs") / "cdrmix-core-1b.yaml", ()).model
 

@@ -8,28 +8,28 @@ import pytest
 import torch
 from torch import nn
 
-from cdrmix.checkpoint.store import save
+from cdrmix.checkpoint.fragments import PARTS, reader_logical_name
+from cdrmix.checkpoint.store import save_checkpoint
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
-from cdrmix.engines.backbone_source import check_given
-from cdrmix.engines.stage_b import LessonResult, StageB
-from cdrmix.engines.stage_b_lessons import Lessons
-from cdrmix.engines.stage_b_optim import (
-    Clip,
-    Place,
-    Trained,
-    learning_rates,
-    make_clip,
-    part_groups,
-    place_of,
-)
 from cdrmix.errors import ConfigError, PlanError, StateError
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import stage_b_plan
 from cdrmix.planning.stage_b_memory import stage_b_layout, stage_b_reason
-from cdrmix.reasoning.parts import PARTS, logical_name
+from cdrmix.stage_b.backbone_source import check_given
+from cdrmix.stage_b.course import LessonLoader
+from cdrmix.stage_b.engine import LessonResult, StageB
+from cdrmix.stage_b.optimizer import (
+    Clip,
+    ParameterPlace,
+    TrainedParameters,
+    learning_rates,
+    make_clip,
+    part_groups,
+    place_of,
+)
 
 TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 
@@ -54,15 +54,15 @@ def test_the_phase_of_a_step_follows_from_its_number() -> None:
 
 
 def test_parts_that_do_not_learn_have_no_rate() -> None:
-    rates = learning_rates(Place("memory", 0, 3), {"memory"}, config("warmup_steps=2"))
+    rates = learning_rates(ParameterPlace("memory", 0, 3), {"memory"}, config("warmup_steps=2"))
     assert rates["memory"] == 0.5 * section(config()).training.memory_learning_rate
     assert [rates[part] for part in PARTS if part != "memory"] == [0.0, 0.0, 0.0]
 
 
 def test_a_rate_falls_to_its_share_at_the_end_of_each_phase() -> None:
     given = config("warmup_steps=1", "min_learning_rate_ratio=0.2", "backbone_lr_scale=0.1")
-    peak = learning_rates(Place("joint", 0, 5), PARTS, given)
-    lowest = learning_rates(Place("joint", 4, 5), PARTS, given)
+    peak = learning_rates(ParameterPlace("joint", 0, 5), PARTS, given)
+    lowest = learning_rates(ParameterPlace("joint", 4, 5), PARTS, given)
     assert peak["backbone"] == pytest.approx(0.1 * given.training.learning_rate)
     for part in PARTS:
         assert lowest[part] == pytest.approx(0.2 * peak[part])
@@ -74,7 +74,9 @@ def reader() -> nn.Module:
 
 
 def test_every_part_has_a_group_and_a_frozen_backbone_has_none() -> None:
-    groups = {group["part"]: len(group["params"]) for group in part_groups(Trained(reader()))}
+    groups = {
+        group["part"]: len(group["params"]) for group in part_groups(TrainedParameters(reader()))
+    }
     assert groups == {"memory": 3, "adapters": 1, "policy": 1}
     whole = [group["part"] for group in part_groups(reader())]
     assert whole == ["memory", "adapters", "policy", "backbone", "backbone"]
@@ -82,16 +84,21 @@ def test_every_part_has_a_group_and_a_frozen_backbone_has_none() -> None:
 
 def test_parameters_that_deepspeed_sees_are_those_of_the_reader() -> None:
     model = reader()
-    seen = {logical_name(name): p for name, p in Trained(model).named_parameters()}
+    seen = {reader_logical_name(name): p for name, p in TrainedParameters(model).named_parameters()}
     for name, parameter in model.named_parameters():
         if not name.startswith("backbone"):
-            assert seen.pop(logical_name(name)) is parameter
+            assert seen.pop(reader_logical_name(name)) is parameter
     assert not seen
 
 
 def test_a_backbone_keeps_the_names_of_stage_a() -> None:
-    assert logical_name("plastic.backbone.blocks.0.mixer.key.weight") == "blocks.0.mixer.key.weight"
-    assert logical_name("plastic/adapters/blocks/0/key/up").startswith("stage_b.plastic.adapters")
+    assert (
+        reader_logical_name("plastic.backbone.blocks.0.mixer.key.weight")
+        == "blocks.0.mixer.key.weight"
+    )
+    assert reader_logical_name("plastic/adapters/blocks/0/key/up").startswith(
+        "stage_b.plastic.adapters"
+    )
 
 
 @pytest.fixture
@@ -166,7 +173,7 @@ def test_a_metric_is_the_mean_over_the_lessons_that_have_it(
     lessons = [losses[0], losses[1], {**losses[2], "recall": torch.tensor(0.5)}]
     clip = make_clip(config())
     stage: Any = StageB(None, config(), clip, first_step=0, origin="")  # type: ignore[arg-type]
-    result = LessonResult(Place("memory", 0, 3), lessons, {"memory": 1.0}, 1, 0.0)
+    result = LessonResult(ParameterPlace("memory", 0, 3), lessons, {"memory": 1.0}, 1, 0.0)
     assert stage.measure(None, result).means == {"loss": 3.0, "recall": 0.5}
 
 
@@ -183,10 +190,10 @@ def test_a_run_in_stage_b_goes_on_without_the_run_that_its_backbone_is_from(
 ) -> None:
     given = load_config(TINY, ["training.stage=b", f"stage_b.run={tmp_path / 'gone'}"])
     state: dict[str, Any] = {"rank_state": {}, "keep": 2}
-    save(tmp_path / "run" / "checkpoints", 1, [], state={"stage": "a"}, **state)
+    save_checkpoint(tmp_path / "run" / "checkpoints", 1, [], state={"stage": "a"}, **state)
     with pytest.raises(StateError, match="gone: holds no checkpoint to take the backbone from"):
         check_given(given, run_dir=tmp_path / "run", resume="auto")
-    save(tmp_path / "run" / "checkpoints", 2, [], state={"stage": "b"}, **state)
+    save_checkpoint(tmp_path / "run" / "checkpoints", 2, [], state={"stage": "b"}, **state)
     check_given(given, run_dir=tmp_path / "run", resume="auto")
     check_given(given, run_dir=None, resume=str(tmp_path / "run"))
     with pytest.raises(StateError):
@@ -206,13 +213,13 @@ class Numbers:
 def test_ranks_share_out_every_lesson_once_and_a_position_is_one_number() -> None:
     stage_b, course = section(config("lessons_per_step=3")), Numbers()
     ranks: list[Any] = [
-        Lessons(course, stage_b, rank=rank, world_size=2, manifest_digest="1", seed=0)  # type: ignore[arg-type]
+        LessonLoader(course, stage_b, rank=rank, world_size=2, manifest_digest="1", seed=0)  # type: ignore[arg-type]
         for rank in range(2)
     ]
     for step in range(5):
         taken = sorted(lesson for lessons in ranks for lesson in lessons.next(step).lessons)
         assert taken == [3 * step, 3 * step + 1, 3 * step + 2]
-    alone: Any = Lessons(course, stage_b, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
+    alone: Any = LessonLoader(course, stage_b, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
     alone.load_state_dict(ranks[1].state_dict())
     assert alone.next(5).lessons == [-15, -16, -17], "those of the policy's phase are played"
     with pytest.raises(StateError, match=r"data.path \(manifest_digest\): 2 there, 1 here"):
@@ -236,7 +243,9 @@ def test_stage_b_goes_on_with_the_lessons_that_it_began_with(
         stage_b = section(config("memory_steps=5", "joint_steps=2"))
         training = stage_b.training.model_copy(update=changed)
         stage_b = stage_b.model_copy(update={"training": training})
-        return Lessons(Numbers(), stage_b, rank=0, world_size=1, manifest_digest="1", seed=seed)  # type: ignore[arg-type]
+        return LessonLoader(
+            Numbers(), stage_b, rank=0, world_size=1, manifest_digest="1", seed=seed
+        )  # type: ignore[arg-type]
 
     begun = lessons()
     for step in range(5):
@@ -345,7 +354,7 @@ def test_the_zero_stage_of_stage_a_is_kept(profile: str, kept: str) -> None:
 def test_where_a_phase_begins_the_steps_before_are_no_measure() -> None:
     stage_b, course = section(config("lessons_per_step=3")), Numbers()
     forgotten: list[int] = []
-    lessons: Any = Lessons(course, stage_b, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
+    lessons: Any = LessonLoader(course, stage_b, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
     run: Any = SimpleNamespace(loader=lessons, step=10)
     run.heartbeat = SimpleNamespace(forget_step=lambda are_uneven: forgotten.append(run.step))
     stage = StageB(None, config(), make_clip(config()), first_step=10, origin="")  # type: ignore[arg-type]

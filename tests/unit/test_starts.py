@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.cluster.start_up import StartUp
-from cdrmix.cluster.starts import STARTS, StartRecord, append_start, read_starts
+from cdrmix.cluster.starts import STARTS, StartRecord, StartUp, append_start, read_starts
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 TELL = """

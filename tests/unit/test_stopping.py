@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cdrmix.engines.stopping import Requests
+from cdrmix.engines.supervision import Requests
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
 
 PR_SET_PDEATHSIG = 1

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from cdrmix.checkpoint import folder, saver
-from cdrmix.checkpoint.fragments import Block, Fragment, Span
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.checkpoint.host_memory import HostMemory
-from cdrmix.checkpoint.reader import CheckpointReader
 from cdrmix.checkpoint.saver import Saved, Saver
-from cdrmix.checkpoint.store import Found, find, save
+from cdrmix.checkpoint.store import FoundCheckpoint, find_newest, save_checkpoint
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
 from tests.checkpoints import ThreadRanks, on_ranks, whole
 
@@ -28,15 +28,15 @@ from tests.checkpoints import ThreadRanks, on_ranks, whole
 def save_steps(root: Path, *steps: int, keep: int = 10) -> None:
     for step in steps:
         weights = torch.full((64,), float(step))
-        save(root, step, [whole("w", weights)], state={}, rank_state={}, keep=keep)
+        save_checkpoint(root, step, [whole("w", weights)], state={}, rank_state={}, keep=keep)
 
 
 def names_in(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def found_in(path: Path) -> Found:
-    found = find(path)
+def found_in(path: Path) -> FoundCheckpoint:
+    found = find_newest(path)
     assert found is not None
     return found
 
@@ -56,7 +56,7 @@ def test_saved_tensors_and_states_come_back(tmp_path: Path) -> None:
     }
     state = {"loader": {"samples_consumed": 12}, "config": {"name": "tiny"}}
     held = [whole(name, tensor) for name, tensor in tensors.items()]
-    saved = save(tmp_path, 3, held, state=state, rank_state={"seed": 0.1}, keep=2)
+    saved = save_checkpoint(tmp_path, 3, held, state=state, rank_state={"seed": 0.1}, keep=2)
     assert saved.path == tmp_path / "3"
     assert saved.bytes == sum(path.stat().st_size for path in saved.path.glob("rank-*"))
     with CheckpointReader(found_in(tmp_path).path) as reader:
@@ -71,7 +71,7 @@ def test_saved_tensors_and_states_come_back(tmp_path: Path) -> None:
 
 def test_tensor_files_are_plain_safetensors(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(9), "b": torch.zeros(0), "c": torch.arange(3, dtype=torch.int8)}
-    save(
+    save_checkpoint(
         tmp_path,
         1,
         [whole(name, tensor) for name, tensor in tensors.items()],
@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path: Path, what: s
     save_steps(tmp_path, 10, 20)
     harm, reason = DAMAGE[what]
     harm(tmp_path / "20")
-    for found in on_ranks(3, lambda ranks: find(tmp_path, ranks=ranks)):
+    for found in on_ranks(3, lambda ranks: find_newest(tmp_path, ranks=ranks)):
         assert (found.path, found.step) == (tmp_path / "10", 10)
         ((name, why),) = found.skipped
         assert name == "20"
@@ -151,15 +151,15 @@ def test_all_checkpoints_damaged_is_no_usable_state(tmp_path: Path) -> None:
     for step in "12":
         (tmp_path / step / "state.json").unlink()
     with pytest.raises(NoUsableStateError, match=r"2: state.json: No such.*\n.*1: state") as caught:
-        find(tmp_path)
+        find_newest(tmp_path)
     assert caught.value.exit_code == 3
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert find(tmp_path / "nowhere") is None
-    assert find(tmp_path) is None
+    assert find_newest(tmp_path / "nowhere") is None
+    assert find_newest(tmp_path) is None
     (tmp_path / "7.tmp-1234abcd").mkdir()
-    assert find(tmp_path) is None
+    assert find_newest(tmp_path) is None
 
 
 def test_a_run_its_checkpoints_folder_or_one_checkpoint_can_be_named(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_run_its_checkpoints_folder_or_one_checkpoint_can_be_named(tmp_path: P
     assert found_in(tmp_path / "kept").step == 10
     (root / "10" / "manifest.json").unlink()
     with pytest.raises(NoUsableStateError):
-        find(root / "10")
+        find_newest(root / "10")
 
 
 def test_the_newest_keep_stay(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_going_back_drops_the_newer_ones_once_the_new_one_is_whole(
 def test_the_same_step_again_replaces_the_checkpoint(tmp_path: Path) -> None:
     save_steps(tmp_path, 5)
     (tmp_path / "5" / "stray").write_text("old")
-    save(tmp_path, 5, [whole("w", torch.ones(3))], state={}, rank_state={}, keep=1)
+    save_checkpoint(tmp_path, 5, [whole("w", torch.ones(3))], state={}, rank_state={}, keep=1)
     assert names_in(tmp_path) == ["5", "latest"]
     assert not (tmp_path / "5" / "stray").exists()
     with CheckpointReader(tmp_path / "5") as reader:
@@ -234,7 +234,7 @@ def test_the_newest_good_one_of_a_folder_and_its_copy_is_found(tmp_path: Path) -
     save_steps(copy, 10, 20, 30)
 
     def found() -> Path:
-        (first, second) = on_ranks(2, lambda ranks: find(run.parent, copy, ranks=ranks))
+        (first, second) = on_ranks(2, lambda ranks: find_newest(run.parent, copy, ranks=ranks))
         assert first == second
         return first.path
 
@@ -243,7 +243,7 @@ def test_the_newest_good_one_of_a_folder_and_its_copy_is_found(tmp_path: Path) -
     assert found() == copy / "30"
     (copy / "30" / "index.json").unlink()
     assert found() == run / "20"
-    skipped = find(run.parent, copy)
+    skipped = find_newest(run.parent, copy)
     assert skipped is not None
     assert [name for name, _ in skipped.skipped] == ["30", str(copy / "30")]
     shutil.rmtree(run)
@@ -340,7 +340,7 @@ def test_a_copy_that_fails_is_told_once_the_save_is_over(
     with pytest.raises(MemoryError, match="no room for the copy"):
         writing.wait()
     writing.close()
-    assert find(tmp_path) is None
+    assert find_newest(tmp_path) is None
 
 
 def test_a_rank_that_fails_does_not_wait_for_what_it_writes(
@@ -357,13 +357,13 @@ def test_a_rank_that_fails_does_not_wait_for_what_it_writes(
 
 
 def save_halves(root: Path, ranks: ThreadRanks) -> Saved:
-    half = Span(Block.whole((8,)), 4 * ranks.rank(), 4)
+    half = Span(Box.whole((8,)), 4 * ranks.rank(), 4)
     held = [Fragment("w", "param", (8,), half, torch.ones(4))]
-    return save(root, 1, held, state={}, rank_state={}, keep=2, ranks=ranks)
+    return save_checkpoint(root, 1, held, state={}, rank_state={}, keep=2, ranks=ranks)
 
 
 def failing_after_one(rank: int, error: Exception) -> Iterator[Fragment]:
-    half = Span(Block.whole((8,)), 4 * rank, 4)
+    half = Span(Box.whole((8,)), 4 * rank, 4)
     yield Fragment("w", "param", (8,), half, torch.ones(4))
     if rank == 1:
         raise error
@@ -376,7 +376,7 @@ def test_one_failing_rank_makes_all_raise_the_same_and_leaves_the_old_state(
     error = OSError(errno.EIO, "Input/output error", "/data/x")
     outcomes = on_ranks(
         2,
-        lambda ranks: save(
+        lambda ranks: save_checkpoint(
             tmp_path,
             2,
             failing_after_one(ranks.rank(), error),
@@ -398,7 +398,7 @@ def test_a_fault_of_ours_keeps_its_type_where_it_happened_and_stops_the_others(
 ) -> None:
     outcomes = on_ranks(
         2,
-        lambda ranks: save(
+        lambda ranks: save_checkpoint(
             tmp_path,
             2,
             failing_after_one(ranks.rank(), ZeroDivisionError("ours")),
@@ -425,10 +425,10 @@ def test_only_checkpoints_before_a_step_are_gone_back_to(tmp_path: Path) -> None
     save_steps(copy, 20)
 
     def newest_before(step: int) -> int | None:
-        found = find(run.parent, copy, before=step)
+        found = find_newest(run.parent, copy, before=step)
         return None if found is None else found.step
 
     assert [newest_before(step) for step in (31, 30, 21, 20, 11, 10)] == [30, 20, 20, 10, 10, None]
     flip_byte(run / "20" / "rank-00000.safetensors", -3)
-    found = find(run.parent, copy, before=30)
+    found = find_newest(run.parent, copy, before=30)
     assert found is not None and found.path == copy / "20"

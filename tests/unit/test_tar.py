@@ -11,14 +11,8 @@ import numpy as np
 import pytest
 
 from cdrmix import cli
-from cdrmix.data.export_tar import export_tars
-from cdrmix.data.shards import (
-    TokenizerInfo,
-    new_manifest,
-    write_file,
-    write_manifest,
-    write_shards,
-)
+from cdrmix.corpus.encode import export_tars
+from cdrmix.data.shards import TokenizerInfo, new_manifest, write_file, write_manifest, write_shards
 from cdrmix.data.tokenizer import load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
 from tests.unit.test_read import read, texts

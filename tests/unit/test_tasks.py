@@ -11,8 +11,18 @@ import pytest
 
 from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.errors import DataError
-from cdrmix.reasoning.task_kinds import KINDS, arithmetic, logic, look_up, variable_tracking
-from cdrmix.reasoning.tasks import Example, generate, read_examples, score, write_examples
+from cdrmix.reasoning.tasks import (
+    KINDS,
+    Example,
+    arithmetic,
+    generate_examples,
+    logic,
+    look_up,
+    read_examples,
+    score,
+    variable_tracking,
+    write_examples,
+)
 
 WINDOW = 200
 
@@ -22,7 +32,7 @@ def count_words(text: str) -> int:
 
 
 def make(task: str, number: int = 0, *, seed: int = 0, ratio: int = 4) -> Example:
-    return generate(
+    return generate_examples(
         task,
         number=number,
         seed=seed,
@@ -134,7 +144,7 @@ def test_an_unknown_task_and_a_text_too_short_are_refused() -> None:
     with pytest.raises(
         DataError, match=r"take \d+ tokens, but a text of 1 x 10 tokens has room for fewer"
     ):
-        generate(
+        generate_examples(
             "look_up",
             number=0,
             seed=0,

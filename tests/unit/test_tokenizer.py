@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from cdrmix.data.tokenizer import (
-    SPECIAL_TOKENS,
-    Tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from cdrmix.data.tokenizer import SPECIAL_TOKENS, Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
 
 SOURCES = [Path(json.__file__).with_name(name) for name in ("decoder.py", "encoder.py")]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cdrmix.data.steps.url import Url, canonical_url, host_of, url_key
+from cdrmix.corpus.steps.url import Url, canonical_url, host_of, url_key
 from tests.unit.document_steps import document, run
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.data.corpus import UrlDedup
+from cdrmix.corpus.corpus_steps import UrlDedup
+from cdrmix.corpus.steps.url import canonical_url, host_of, url_key
 from cdrmix.data.document import Document
-from cdrmix.data.steps.url import canonical_url, host_of, url_key
 from cdrmix.errors import DataError
 
 pytest.importorskip("w3lib", reason="the [data] extra is not installed")

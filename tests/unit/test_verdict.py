@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.cluster.outcome import Outcome, read_outcome, write_outcome
+from cdrmix.cluster.messages import (
+    MESSAGE_BYTES,
+    Channel,
+    Clock,
+    Inbox,
+    Outcome,
+    encode,
+    read_outcome,
+    write_outcome,
+)
 from cdrmix.cluster.verdict import Peer, accuse, is_suspicious, threads
-from cdrmix.cluster.wire import MESSAGE_BYTES, Channel, Clock, Inbox, encode
 
 DEADLINE_SECONDS = 20.0
 WAITS = """Thread 0x1 (most recent call first):

@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from cdrmix.corpus.steps.clusters import DROPS
+from cdrmix.corpus.steps.dedup import Deduplicate, MinHash, Sign, drops_path, find_duplicates
 from cdrmix.data.document import Document
-from cdrmix.data.steps.clusters import DROPS
-from cdrmix.data.steps.dedup import Deduplicate, MinHash, Sign, drops_path, find_duplicates
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 
 NUM_PIECES, PIECE_CHARACTERS, COPIES_PER_SHARE = 6000, 3000, 200
@@ -172,7 +172,7 @@ def precision(documents: list[Document]) -> float:
 
 def _similarities(documents: list[Document], task: dict[str, str], listed: Any) -> list[float]:
     """Similarity of each listed document of a task to the first one of its cluster."""
-    from cdrmix.data.steps.signatures import hash_id, split_places
+    from cdrmix.corpus.steps.signatures import hash_id, split_places
 
     text_of = {hash_id(document_id): text for document_id, text in task.items()}
     files, rows = split_places(listed["cluster"])

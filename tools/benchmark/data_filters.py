@@ -19,13 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from cdrmix.corpus.steps.filter import Filter
+from cdrmix.corpus.steps.language import Language, identify
+from cdrmix.corpus.steps.normalise import Boilerplate, Normalise
+from cdrmix.corpus.steps.scrub import Scrub, find_private
 from cdrmix.data.document import Document, Step
 from cdrmix.data.sample import read_standard_library
-from cdrmix.data.steps.boilerplate import Boilerplate
-from cdrmix.data.steps.filter import Filter
-from cdrmix.data.steps.language import Language, identify
-from cdrmix.data.steps.normalise import Normalise
-from cdrmix.data.steps.scrub import Scrub, find
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds
 
 OURS, PEER, PEER_VERSION = "cdrmix", "datatrove", "0.10.1"
@@ -183,7 +182,7 @@ def measure_personal_data() -> dict[str, float]:
     found = expected = right = 0
     for seed in PLANTED_SEEDS:
         example = planted(seed)
-        spans, wanted = set(find(example.text)), set(example.spans)
+        spans, wanted = set(find_private(example.text)), set(example.spans)
         found, expected = found + len(spans), expected + len(wanted)
         right += len(spans & wanted)
     return {"planted": expected, "recall": right / expected, "precision": right / found}

@@ -24,8 +24,8 @@ from typing import Any
 
 from lxml import html as lxml_html
 
-from cdrmix.data.steps import read_html
-from cdrmix.data.steps.read_html import extract_text
+from cdrmix.corpus.steps import read_text
+from cdrmix.corpus.steps.read_text import extract_text
 
 WORD = re.compile(r"[^\W_]+")
 MIN_PAGES = 200
@@ -109,7 +109,7 @@ def quality(texts: list[str], pages: list[tuple[str, str]]) -> dict[str, float]:
 
 def cpu_seconds() -> float:
     """CPU time of this process and of the child that parses for it."""
-    child = read_html._parser.process
+    child = read_text._parser.process
     assert child is not None
     user, system = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
     return time.process_time() + (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

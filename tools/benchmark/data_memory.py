@@ -66,7 +66,7 @@ def write_corpus(folder: Path, num_bytes: int) -> None:
 
 def build(recipe: Path, out: Path, workers: int) -> None:
     """Build, and print the largest resident size of this process and of a worker (bytes)."""
-    from cdrmix.data.build import build_dataset
+    from cdrmix.corpus.build import build_dataset
 
     began = time.monotonic()
     manifest = build_dataset(recipe, out, workers=workers)

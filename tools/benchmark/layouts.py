@@ -19,11 +19,11 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config
-from cdrmix.engines.local_ranks import run_ranks
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.cost import CostModel
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.profile import choose
+from cdrmix.sessions.rehearsal_runs import run_ranks
 from tools.benchmark.timing import report
 
 RANKS, STEPS, BATCH, LENGTH = 2, 3, 8, 256
@@ -69,7 +69,7 @@ def make_config(degrees: dict[str, int]) -> Config:
 def time_steps(name: str, out: Path) -> int:
     """What one rank does: a step to warm up, then STEPS; rank 0 writes the seconds of all."""
     from cdrmix.engines.loop import start_engine
-    from cdrmix.engines.step import train_step
+    from cdrmix.engines.stage_a import train_step
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology, own_tokens
 

@@ -18,10 +18,8 @@ from torch.nn import functional as F
 
 from cdrmix.objectives.grpo import group_advantages
 from cdrmix.planning.autosize import variant
-from cdrmix.reasoning.branches import roll_out_branches
-from cdrmix.reasoning.environment import Outcome
-from cdrmix.reasoning.episodes import Rollouts, learn_from, roll_out
-from cdrmix.reasoning.policy import Action, MemoryPolicy
+from cdrmix.reasoning.episodes import Rollouts, learn_from, roll_out, roll_out_branches
+from cdrmix.reasoning.policy import Action, EpisodeOutcome, MemoryPolicy
 from cdrmix.reasoning.speculation import branch
 from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, Streams, StreamState
 from tools.benchmark.timing import report
@@ -36,10 +34,10 @@ LENIENT = -0.05  # threshold of a branch that allows for the error of the value 
 class CostsForFailuresToo(SegmentStream):
     """The reward as it was first written down: bonus and costs count without success."""
 
-    def settle(self, state: StreamState) -> Outcome[StreamState]:
+    def settle(self, state: StreamState) -> EpisodeOutcome[StreamState]:
         stability = 1 - state.harm / self.num_steps(state.streams)
         worth = state.solved + self.config.stability_bonus * stability
-        return Outcome(state, worth - self.config.latency_penalty * state.operations)
+        return EpisodeOutcome(state, worth - self.config.latency_penalty * state.operations)
 
 
 def make_streams(count: int, generator: torch.Generator) -> Streams:

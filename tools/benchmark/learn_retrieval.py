@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.errors import ConfigError
-from cdrmix.objectives.contrastive import info_nce
-from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex
-from cdrmix.reasoning.faiss_cache import FaissCache
-from cdrmix.reasoning.retrieval import RetrievalEncoder
+from cdrmix.objectives.representation import info_nce
+from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex, FaissCache
+from cdrmix.reasoning.working_memory import RetrievalEncoder
 from tools.benchmark.timing import paired_cpu_seconds, report
 
 HIDDEN, KEY_SIZE, LOUD_DIMENSIONS, LOUDNESS = 128, 64, 24, 6.0

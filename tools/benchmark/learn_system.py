@@ -19,22 +19,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
-from cdrmix.evaluation.long_context import score_tasks
-from cdrmix.evaluation.readers import load_reader
 from cdrmix.models.backbone import Backbone
 from cdrmix.network import free_port
-from cdrmix.reasoning import phases
 from cdrmix.reasoning.episodes import learn_from, roll_out
 from cdrmix.reasoning.lessons import Lesson, Lessons
-from cdrmix.reasoning.parts import part_of
+from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import Action
-from cdrmix.reasoning.reader import MemoryReader
-from cdrmix.reasoning.reading import ReadingEpisodes, ReadingState
-from cdrmix.reasoning.tasks import generate
+from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
+from cdrmix.reasoning.tasks import generate_examples
+from cdrmix.stage_b import phases
+from cdrmix.stage_b.long_context import load_reader, score_tasks
 from tools.benchmark.timing import report
 
 TASKS: tuple[ReasoningTask, ...] = ("needle_keys", "variable_tracking")
@@ -115,10 +114,10 @@ def small_reader(seed: int) -> tuple[MemoryReader, Lessons, Config]:
         shipped("model_configs") / "cdrmix-reason-tiny.yaml",
         [f"{path}={value}" for path, value in overrides.items()],
     )
-    training = phases.section(config).training.model_copy(
+    training = phases.metrics_section(config).training.model_copy(
         update={"tasks": TASKS[:1], "length_ratios": (1, 2), "backbone_lr_scale": 1.0}
     )
-    stage_b = phases.section(config).model_copy(update={"training": training})
+    stage_b = phases.metrics_section(config).model_copy(update={"training": training})
     config = config.model_copy(update={"stage_b": stage_b})
     lessons = Lessons(training, seed, SMALL_WINDOW, small_tokenizer(), drills=False)
     backbone = Backbone(config.model)
@@ -131,7 +130,9 @@ def small_reader(seed: int) -> tuple[MemoryReader, Lessons, Config]:
 def small_tokenizer() -> Tokenizer:
     """Byte pairs of task texts."""
     texts = [
-        generate(task, number=n, seed=0, length_ratio=4, window_tokens=400, count_tokens=len).text
+        generate_examples(
+            task, number=n, seed=0, length_ratio=4, window_tokens=400, count_tokens=len
+        ).text
         for task in TASKS
         for n in range(20)
     ]
@@ -181,7 +182,7 @@ def train_policy(
     reader: MemoryReader, lessons: Lessons, config: Config, *, iterations: int
 ) -> None:
     """The policy's phase on episodes of fetching, on one process."""
-    stage_b = phases.section(config)
+    stage_b = phases.metrics_section(config)
     optimizer = torch.optim.AdamW(reader.policy.parameters(), lr=POLICY_RATE, weight_decay=0)
     for number in range(iterations):
         lesson = lessons.lesson("policy", number)

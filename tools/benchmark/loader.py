@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from cdrmix import runtime
-from cdrmix.config.data import MixtureConfig
+from cdrmix.config.schema import MixtureConfig
 from cdrmix.data.loader import Loader
 from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.shards import TokenizerInfo, new_manifest, write_manifest, write_shards

@@ -163,9 +163,9 @@ def make_config(case: Case) -> Config:
 
 def wkv_form() -> WKVForm:
     """Form of the WKV-7 op that CPU ranks of this machine take."""
-    from cdrmix.models.wkv7_cpu import load
+    from cdrmix.models.wkv7_cpu import load_kernel
 
-    return "chunked" if isinstance(load(), str) else "cpp"
+    return "chunked" if isinstance(load_kernel(), str) else "cpp"
 
 
 def predicted(case: Case) -> dict[str, int]:

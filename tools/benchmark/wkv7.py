@@ -62,7 +62,7 @@ def forward_and_backward(backend: str, head_dim: int) -> Callable[[], None]:
 def measure(head_dim: int, rounds: int) -> dict[str, Any]:
     """Median CPU milliseconds of each form, and how many times faster than the loop it is."""
     forms = ["reference", UNBOUND, "chunked"]
-    if not isinstance(wkv7_cpu.load(), str):
+    if not isinstance(wkv7_cpu.load_kernel(), str):
         forms.append("cpp")
     steps = {form: forward_and_backward(form, head_dim) for form in forms}
     seconds = paired_cpu_seconds(steps, rounds=rounds)
@@ -84,7 +84,7 @@ def quality(head_dim: int) -> dict[str, Any]:
     from tests.parity import test_wkv7 as parity
 
     forms = [form for form in parity.BACKENDS if form in ("chunked", "cpp")]
-    if isinstance(wkv7_cpu.load(), str):
+    if isinstance(wkv7_cpu.load_kernel(), str):
         forms.remove("cpp")
     worst = dict.fromkeys(forms, 0.0)
     for time, fastest in [*((time, False) for time in parity.LENGTHS), (200, True)]:

@@ -1,0 +1,213 @@
+"""Reading a checkpoint into any layout: by logical name, any block, any range, those bytes only."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Container
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from cdrmix.checkpoint.files import check_plain, read_json, retried
+from cdrmix.checkpoint.fragments import Box, Span, shared_runs, span_of
+from cdrmix.errors import StateError
+
+# All that an index may name: it may come from anywhere.
+_TENSOR_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
+_DTYPES_BY_NAME = {name: getattr(torch, name) for name in (*_DTYPES, "bool")}
+
+
+class CheckpointReader:
+    """One checkpoint folder that `cdrmix.checkpoint.store.find_newest` has verified.
+
+    Attributes:
+        path: the folder.
+        state: content of state.json: `step`, `world_size` and what the saver added.
+    Raises:
+        StateError: if the folder cannot be read, or is no checkpoint of this package.
+        InfrastructureError: if the file system fails for now.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state: dict[str, Any] = self._json("state.json")
+        self._tensors: dict[str, dict[str, Any]] = self._json("index.json").get("tensors", {})
+        try:
+            for name, kinds in self._tensors.items():
+                for kind, entry in kinds.items():
+                    _check_entry(f"{kind} of {name!r}", entry)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise StateError(
+                f"{path / 'index.json'}: not the index of a checkpoint ({error}). Give a "
+                "checkpoint that this package has saved"
+            ) from error
+        self._files = contextlib.ExitStack()
+        self._opened: dict[str, Any] = {}
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the tensor files; tensors already read stay valid."""
+        self._opened.clear()
+        self._files.close()
+
+    def names(self) -> list[str]:
+        """Logical names of parameters and buffers."""
+        return list(self._tensors)
+
+    def kinds(self, name: str) -> list[str]:
+        """What is there of `name`: `param`, `exp_avg`, `step`, ...; empty for an unknown name."""
+        return list(self._tensors.get(name, {}))
+
+    def content_kind(self, name: str) -> str:
+        """`buffer` for a buffer, `param` for a parameter."""
+        return "buffer" if "buffer" in self.kinds(name) else "param"
+
+    def shape(self, name: str, kind: str = "param") -> tuple[int, ...]:
+        """Logical, unsharded shape."""
+        return tuple(self._entry(name, kind)["shape"])
+
+    def rank_state(self, rank: int) -> dict[str, Any] | None:
+        """What that rank alone had saved; None if the saving run had no such rank."""
+        return self._json(f"rank-{rank:05d}.json") if rank < self.state["world_size"] else None
+
+    def full(self, name: str, kind: str = "param") -> torch.Tensor:
+        """The whole logical tensor, in its logical shape, on the CPU."""
+        return self.read(name, kind).reshape(self.shape(name, kind))
+
+    def read(
+        self,
+        name: str,
+        kind: str = "param",
+        *,
+        block: Box | None = None,
+        start: int = 0,
+        numel: int | None = None,
+    ) -> torch.Tensor:
+        """Elements [start, start + numel) of a block of a logical tensor, assembled from fragments.
+
+        Args:
+            name: logical name.
+            kind: one of `kinds(name)`.
+            block: part of the logical tensor; None is all of it.
+            start: first element, in the block's row-major order.
+            numel: number of elements; None is up to the block's end.
+        Returns:
+            A new tensor on the CPU, [numel], in the saved dtype.
+        Raises:
+            StateError: if there is no such tensor, or its file cannot be read.
+        """
+        entry = self._entry(name, kind)
+        block = block or Box.whole(entry["shape"])
+        target = Span(block, start, block.numel - start if numel is None else numel)
+        out = torch.empty(target.numel, dtype=_DTYPES_BY_NAME[entry["dtype"]])
+        filled = sum(self._copy_shared(fragment, target, out) for fragment in entry["fragments"])
+        if filled != target.numel:
+            raise StateError(
+                f"{self.path}: {kind} of {name} has shape {tuple(entry['shape'])}, and "
+                f"{target.numel - filled} of the {target.numel} elements asked for lie outside it"
+            )
+        return out
+
+    def _copy_shared(self, fragment: dict[str, Any], target: Span, out: torch.Tensor) -> int:
+        source_starts, target_starts, lengths = shared_runs(span_of(fragment), target)
+        if not len(lengths):
+            return 0
+        first, end = int(source_starts[0]), int(source_starts[-1] + lengths[-1])
+        # A view of the mapped file: only the pages of the runs are read.
+        values = self._slice(fragment, first, end)
+        runs = zip(
+            (source_starts - first).tolist(), target_starts.tolist(), lengths.tolist(), strict=True
+        )
+        for source, destination, length in runs:
+            out[destination : destination + length] = values[source : source + length]
+        return int(lengths.sum())
+
+    def _slice(self, fragment: dict[str, Any], first: int, end: int) -> torch.Tensor:
+        path = self.path / fragment["file"]
+
+        def opened() -> torch.Tensor:
+            if fragment["file"] not in self._opened:
+                check_plain(path)
+                file = self._files.enter_context(safe_open(path, framework="pt"))
+                self._opened[fragment["file"]] = file
+            return self._opened[fragment["file"]].get_slice(fragment["key"])[first:end]
+
+        try:
+            return retried(opened, path)
+        except (OSError, SafetensorError) as error:
+            raise StateError(f"{path}: cannot be read: {error}") from error
+
+    def _entry(self, name: str, kind: str) -> dict[str, Any]:
+        try:
+            return self._tensors[name][kind]
+        except KeyError:
+            raise StateError(f"{self.path}: holds no {kind} of {name!r}") from None
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            content = read_json(self.path / name)
+        except (OSError, ValueError) as error:
+            raise StateError(f"{self.path / name}: cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise StateError(f"{self.path / name}: holds no JSON object")
+        return content
+
+
+def _check_entry(label: str, entry: dict[str, Any]) -> None:
+    """Raises ValueError unless an entry of the index is one that a save can have written."""
+    if entry["dtype"] not in _DTYPES_BY_NAME:
+        raise ValueError(f"{label}: dtype {entry['dtype']!r}")
+    for fragment in entry["fragments"]:
+        if not _TENSOR_FILE.fullmatch(fragment["file"]):
+            raise ValueError(f"{label}: file {fragment['file']!r}")
+        numbers = (
+            *entry["shape"],
+            *fragment["block_offset"],
+            *fragment["block_shape"],
+            *(fragment["start"], fragment["numel"]),
+        )
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ValueError(f"{label}: its numbers are not sizes")
+
+
+def check_names(
+    reader: CheckpointReader, shapes: dict[str, tuple[int, ...]], *, others: Container[str] = ()
+) -> None:
+    """Raise StateError unless checkpoint and model have the same names with the same shapes.
+
+    Args:
+        reader: an open checkpoint.
+        shapes: logical name -> logical shape of every parameter and persistent buffer.
+        others: names in the checkpoint that need not be in the model.
+    """
+    saved = {name: reader.shape(name, reader.content_kind(name)) for name in reader.names()}
+    problems = [f"{name}: not in the checkpoint" for name in shapes if name not in saved]
+    problems += [
+        f"{name}: not in the model" for name in saved if name not in shapes and name not in others
+    ]
+    problems += [
+        f"{name}: {saved[name]} in the checkpoint, {shape} in the model"
+        for name, shape in shapes.items()
+        if name in saved and saved[name] != tuple(shape)
+    ]
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:10])
+        raise StateError(
+            f"{reader.path}: holds another model ({len(problems)} differences):\n{shown}\nGive the "
+            "model config that it was trained with, or start in a new run directory"
+        )

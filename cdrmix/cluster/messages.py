@@ -1,0 +1,333 @@
+"""Outcome of one start of a run, in a file that `cdrmix launch` reads, and its wish to stop.
+
+DeepSpeed's launcher makes its own exit code of those of the ranks, and none of their signals.
+
+Reader and writer may be on different hosts. An NFS client remembers for up to a minute that a name
+did not exist, so nothing here asks for a file by its name before the folder's listing has it. The
+listing too is cached (acdirmin, acdirmax: 30 to 60 s), but what this client changes in the folder
+makes it ask the server anew: `await_outcome`, whose answer is final, does so.
+
+Messages between a rank, its watchdog and the head: JSON objects, one to a line.
+
+Pipes between a rank and its programs carry them as they are. On the network each line is
+authenticated, in both directions:
+
+    head -> caller   NONCE
+    caller -> head   NONCE MAC {"rank": 3, "host": "node2"}
+    head -> caller   MAC {"alive": true}
+    both             MAC {...}
+
+A MAC is an HMAC-SHA256 under a key made of the run's token and both nonces, over the direction, the
+number of the message and its text. The token itself is never sent, and a line recorded from another
+connection, from the other direction or from earlier is refused. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Beside the files of a run, while `cdrmix launch` watches it.
+LAUNCH_FOLDER = "launch"
+# Held by `cdrmix launch` while its start lasts.
+LAUNCHER_LOCK = "launcher.lock"
+_OUTCOME = "outcome.json"
+_STOP = "stop"
+_MET = "met"
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start ended.
+
+    Attributes:
+        exit_code: as in cdrmix.errors; 1 is a fault.
+        reason: why, for people; empty where the ranks said it themselves.
+        step: the last optimizer step that any rank reached.
+    """
+
+    exit_code: int
+    reason: str
+    step: int
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write the file in one step, so that no reader sees half of it.
+
+    A folder that is gone has no reader.
+    """
+    temporary = folder / f"{_OUTCOME}.{os.getpid()}"
+    try:
+        temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+        os.replace(temporary, folder / _OUTCOME)
+    except OSError:  # whoever reads it finds none, and takes that for a fault
+        return
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """The outcome in `folder`, or None."""
+    if not _is_listed(folder, _OUTCOME):
+        return None
+    try:
+        return Outcome(**json.loads((folder / _OUTCOME).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def await_outcome(folder: Path, seconds: float) -> Outcome | None:
+    """The outcome, waited for no longer than so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (outcome := read_outcome(folder)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        _forget_listing(folder)
+    return outcome
+
+
+def ask_to_stop(folder: Path) -> None:
+    """Ask the ranks of this start to save and stop."""
+    (folder / _STOP).touch()
+
+
+def stop_is_asked(folder: Path) -> bool:
+    """Whether they were asked."""
+    return _is_listed(folder, _STOP)
+
+
+def note_meeting(folder: Path) -> bool:
+    """Note that all ranks have met; False where the folder cannot be written now."""
+    try:
+        (folder / _MET).touch()
+    except OSError:
+        return False
+    return True
+
+
+def ranks_have_met(folder: Path) -> bool:
+    """Whether they have."""
+    return _is_listed(folder, _MET)
+
+
+def _is_listed(folder: Path, name: str) -> bool:
+    try:
+        return name in os.listdir(folder)
+    except OSError:
+        return False
+
+
+def _forget_listing(folder: Path) -> None:
+    """Make an NFS client drop what it remembers of the folder, by a change of its own there."""
+    probe = folder / f"look.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        probe.touch()
+        probe.unlink()
+
+
+# Longest line of a caller that has not shown yet that it knows the token, and of one that has.
+GREETING_BYTES = 4 * 2**10
+MESSAGE_BYTES = 2**20
+_NONCE = re.compile(rb"[0-9a-f]{32}")
+# stderr may be a file on a server that stands still, or a pipe that nobody empties.
+_SECONDS_TO_SAY = 2.0
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """Encodes a message for a local pipe."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """Decodes one line.
+
+    Raises:
+        ValueError: if it is no JSON object.
+    """
+    try:
+        message = json.loads(line)
+    except RecursionError:  # deep nesting; as little a message as any other rubbish
+        message = None
+    if not isinstance(message, dict):
+        raise ValueError("a line that is no JSON object")
+    return message
+
+
+def say(text: str) -> None:
+    """Write to stderr, waiting at most two seconds: what follows must be done all the same."""
+
+    def write() -> None:
+        rest = f"{text}\n".encode(errors="replace")
+        try:
+            while rest:
+                # not print: a thread stuck in it would hold a lock that the interpreter's end needs
+                rest = rest[os.write(2, rest) :]
+        except OSError:  # whoever read it is gone
+            return
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(_SECONDS_TO_SAY)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters and invisible ones replaced, line ends kept."""
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
+
+
+def read_line(read: Callable[[int], bytes], most_bytes: int = MESSAGE_BYTES) -> bytes:
+    """Read one line and no byte beyond it; shorter and without its end where the stream ends.
+
+    Raises:
+        ValueError: if the line is longer than `most_bytes`.
+    """
+    line = b""
+    while not line.endswith(b"\n") and (byte := read(1)):
+        line += byte
+        if len(line) > most_bytes:
+            raise ValueError(f"a line of more than {most_bytes} bytes")
+    return line
+
+
+class Inbox:
+    """Cuts what arrives on one stream into lines of at most `most_bytes`."""
+
+    def __init__(self, most_bytes: int = MESSAGE_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._rest = b""
+
+    def lines(self, data: bytes) -> list[bytes]:
+        """Lines that `data` completes, without their ends.
+
+        Raises:
+            ValueError: if a line is too long, complete or not.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if max(map(len, (*lines, self._rest))) > self._most_bytes:
+            raise ValueError(f"a line of more than {self._most_bytes} bytes")
+        return lines
+
+    def take(self, data: bytes) -> list[dict[str, Any]]:
+        """Messages of a local pipe that `data` completes.
+
+        Raises:
+            ValueError: if a line is no JSON object.
+        """
+        return [decode(line) for line in self.lines(data)]
+
+
+class Channel:
+    """Authenticated messages over one connection, in both directions.
+
+    The number of a message is not sent: TCP keeps the order, so both sides count.
+    """
+
+    def __init__(self, token: str, *, head_nonce: bytes, caller_nonce: bytes, is_head: bool):
+        self._key = hmac.digest(token.encode(), head_nonce + caller_nonce, "sha256")
+        self._sending, self._receiving = (b"head", b"call") if is_head else (b"call", b"head")
+        self._num_sent = 0
+        self._num_received = 0
+        self._inbox = Inbox()
+
+    def encode(self, message: dict[str, Any]) -> bytes:
+        """Encodes the next message to the other side."""
+        text = json.dumps(message).encode()
+        mac = self._mac(self._sending, self._num_sent, text)
+        self._num_sent += 1
+        return mac + b" " + text + b"\n"
+
+    def take(self, data: bytes) -> list[dict[str, Any]]:
+        """Messages that `data` completes.
+
+        Raises:
+            ValueError: if a line was not written by the other side as its next one.
+        """
+        return [self.open(line) for line in self._inbox.lines(data)]
+
+    def open(self, line: bytes) -> dict[str, Any]:
+        """The message of the next line; nothing of it is parsed before its MAC is checked.
+
+        Raises:
+            ValueError: if the other side did not write it as its next one.
+        """
+        mac, _, text = line.partition(b" ")
+        if not hmac.compare_digest(mac, self._mac(self._receiving, self._num_received, text)):
+            raise ValueError("a line that is not the next one of the other side")
+        self._num_received += 1
+        return decode(text)
+
+    def _mac(self, direction: bytes, number: int, text: bytes) -> bytes:
+        signed = direction + number.to_bytes(8, "big") + text
+        return hmac.digest(self._key, signed, "sha256").hex().encode()
+
+
+def new_nonce() -> bytes:
+    """A number for one connection, in hexadecimal digits."""
+    return secrets.token_hex(16).encode()
+
+
+def answer(token: str, nonce: bytes, line: bytes) -> tuple[Channel, dict[str, Any]]:
+    """Opens the head's side of a channel.
+
+    Args:
+        token: of the run.
+        nonce: that this caller was sent.
+        line: the caller's first one.
+    Returns:
+        The channel, and the greeting.
+    Raises:
+        ValueError: if the caller does not know the token.
+    """
+    caller_nonce, _, signed = line.partition(b" ")
+    if not _NONCE.fullmatch(caller_nonce):
+        raise ValueError("a greeting without a nonce")
+    channel = Channel(token, head_nonce=nonce, caller_nonce=caller_nonce, is_head=True)
+    return channel, channel.open(signed)
+
+
+def call(connection: socket.socket, token: str, greeting: dict[str, Any]) -> Channel:
+    """Opens a caller's side of a channel, and waits until the head has welcomed it.
+
+    Raises:
+        OSError: if the other end does not answer, or hangs up.
+        ValueError: if it is not the head of this run.
+    """
+    nonce = read_line(connection.recv, GREETING_BYTES).rstrip(b"\n")
+    if not nonce:
+        raise ConnectionResetError("hung up without a word")
+    if not _NONCE.fullmatch(nonce):
+        raise ValueError("no head of a run answers there")
+    ours = new_nonce()
+    channel = Channel(token, head_nonce=nonce, caller_nonce=ours, is_head=False)
+    connection.sendall(ours + b" " + channel.encode(greeting))
+    welcome = read_line(connection.recv, GREETING_BYTES)
+    if not welcome:
+        raise ConnectionResetError("hung up after the greeting")
+    channel.open(welcome.rstrip(b"\n"))
+    return channel
+
+
+class Clock:
+    """Seconds between two looks, without those in which this process itself did not run.
+
+    A process that was suspended, or starved on a crowded host, could hear nobody: it must not take
+    the silence for theirs.
+    """
+
+    def __init__(self, interval_seconds: float, now: float) -> None:
+        self._most = 2 * interval_seconds
+        self._last = now
+
+    def advance(self, now: float) -> float:
+        """Seconds since the last call, at most two intervals."""
+        elapsed, self._last = now - self._last, now
+        return min(elapsed, self._most)

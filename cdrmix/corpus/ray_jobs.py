@@ -1,0 +1,83 @@
+"""The jobs of a build as rows of a Ray data set."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import ray
+import ray.data
+
+from cdrmix.corpus.remote_jobs import (
+    J,
+    error_as_json,
+    error_from_json,
+    pack_object,
+    run_in_rounds,
+    unpack_object,
+)
+
+# Rows are a job's description and its error; the least that Ray allows is 75 MB.
+_OBJECT_STORE_BYTES = 2**27
+
+
+class RayEngine:
+    """Runs jobs on a Ray cluster that this machine belongs to, else on this machine.
+
+    Args:
+        max_tasks: most jobs at a time.
+    """
+
+    def __init__(self, *, max_tasks: int) -> None:
+        self._max_tasks = max_tasks
+
+    def __enter__(self) -> Self:
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError:  # no cluster is running
+            ray.init(
+                num_cpus=self._max_tasks,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                **quiet,
+            )
+        ray.data.DataContext.get_current().enable_progress_bars = False  # we have our own
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        ray.shutdown()
+
+    def run_all(
+        self,
+        function: Callable[[J], None],
+        jobs: Sequence[J],
+        *,
+        what: str,
+        blame: Callable[[J], bool] | None = None,
+    ) -> None:
+        """Run every job that is not done; a job whose worker dies is started again by Ray.
+
+        Raises:
+            DataError: if jobs end without a result; and what a job raises.
+        """
+
+        def run_round(remaining: Sequence[J], show: Callable[[], None]) -> None:
+            rows = [{"call": pack_object(function, job)} for job in remaining]
+            tasks_at_a_time = ray.data.TaskPoolStrategy(size=min(self._max_tasks, len(rows)))
+            results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+                _run_row, compute=tasks_at_a_time
+            )
+            for row in results.iter_rows():
+                if row["error"]:
+                    raise error_from_json(row["error"])
+                show()
+
+        run_in_rounds(run_round, jobs, what=what, logs="the logs of Ray", blame=blame)
+
+
+def _run_row(row: dict[str, bytes]) -> dict[str, bytes]:
+    error = unpack_object(row["call"]).run()
+    return {"error": b"" if error is None else error_as_json(error)}

@@ -1,0 +1,222 @@
+"""The jobs of a build as a datatrove pipeline, one rank each, under its SLURM executor.
+
+The build itself waits on a login node (datatrove refuses to submit from within a job), submits an
+array of tasks for each of its phases, and goes on when the queue has none of them left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from datatrove.executor import SlurmPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+
+from cdrmix import log
+from cdrmix.corpus.remote_jobs import (
+    J,
+    errors_in,
+    make_private,
+    run_call,
+    run_in_rounds,
+    write_calls,
+)
+from cdrmix.errors import DataError
+
+# SLURM's own limit on the tasks of an array is 1,001; where there are more jobs, a task takes some.
+_MAX_ARRAY_TASKS = 1_000
+_POLL_SECONDS = 2.0
+_SQUEUE_TIMEOUT_SECONDS = 60
+_logger = log.get_logger(__name__)
+# Makes the executor of a step's ranks: (step, number of ranks, folder of its logs).
+NewExecutor = Callable[[PipelineStep, int, Path], PipelineExecutor]
+
+
+class RunJobs(PipelineStep):
+    """A datatrove step whose rank r does job r of a folder.
+
+    datatrove knows a step by `type` and `name`, and counts what `stat_update` is told.
+    """
+
+    type, name = "CDRmix", "build jobs"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        """Do one job; passes on what it was given, so that it can stand in a longer pipeline."""
+        with self.track_time():
+            run_call(self._folder, rank)
+        self.stat_update("jobs", unit="job")
+        return data
+
+
+class DatatroveEngine:
+    """Runs jobs by executors of datatrove.
+
+    Args:
+        folder: for jobs, logs and datatrove's completion marks; a number per round in it.
+        new_executor: makes the executor of a round; its `run` submits the ranks or runs them.
+        wait: called after that until they are over, with what shows the progress.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        new_executor: NewExecutor,
+        wait: Callable[[PipelineExecutor, Callable[[], None]], None],
+    ) -> None:
+        self._folder, self._new_executor, self._wait = folder.resolve(), new_executor, wait
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> Self:
+        shutil.rmtree(self._folder, ignore_errors=True)  # of a build that was interrupted
+        make_private(self._folder)  # datatrove's own description of the tasks is code, too
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def run_all(
+        self,
+        function: Callable[[J], None],
+        jobs: Sequence[J],
+        *,
+        what: str,
+        blame: Callable[[J], bool] | None = None,
+    ) -> None:
+        """Run every job that is not done.
+
+        Raises:
+            DataError: if jobs end without a result; and what a job raises.
+        """
+
+        def run_round(remaining: Sequence[J], show: Callable[[], None]) -> None:
+            folder = self._folder / str(next(self._numbers))
+            write_calls(folder / "jobs", function, remaining)
+            executor = self._new_executor(RunJobs(folder / "jobs"), len(remaining), folder)
+            try:
+                executor.run()
+                self._wait(executor, show)
+            except Exception as error:  # a local executor raises what its ranks raise
+                raise next(errors_in(folder / "jobs"), error) from None
+            for told in errors_in(folder / "jobs"):
+                raise told
+
+        run_in_rounds(run_round, jobs, what=what, logs=str(self._folder), blame=blame)
+
+
+class _ArrayExecutor(SlurmPipelineExecutor):
+    """datatrove's executor without its second job, which adds up statistics that we do not read
+    and would wait in the queue for ever where a task has failed."""
+
+    def launch_job(self) -> None:
+        try:
+            super().launch_job()
+        except subprocess.CalledProcessError as error:
+            raise DataError(
+                "--engine slurm: sbatch refused the tasks, as it says above. See --sbatch, and "
+                f"{self.logging_dir.resolve_paths('launch_script.slurm')}"
+            ) from error
+
+    def launch_merge_stats(self) -> None:
+        pass
+
+    def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
+        """The directives; those that datatrove writes without a value, SLURM has defaults for."""
+        given = super().get_sbatch_args(max_array)
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class SlurmEngine(DatatroveEngine):
+    """Runs jobs as task arrays of SLURM.
+
+    Args:
+        folder: of the build's work, on a file system that all nodes share.
+        max_tasks: most tasks at a time.
+        sbatch: further options of sbatch, such as partition, time and mem-per-cpu.
+    Raises:
+        DataError: if this machine has no SLURM.
+    """
+
+    def __init__(self, folder: Path, *, max_tasks: int, sbatch: Mapping[str, str]) -> None:
+        missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
+        if missing:
+            raise DataError(
+                f"--engine slurm: {', '.join(missing)}: not found on this machine. Start the build "
+                "on a node from which jobs are submitted, or take --engine local."
+            )
+        self._max_tasks, self._sbatch = max_tasks, dict(sbatch)
+        # By this name a build finds what an earlier one, killed, has left in the queue.
+        place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+        self._job_name = f"cdrmix-data-{place[:12]}"
+        super().__init__(folder, self._array, lambda executor, show: self._wait_for_queue(show))
+
+    def __enter__(self) -> Self:
+        asked = self._ask_queue()
+        if asked.returncode != 0:
+            raise DataError(f"--engine slurm: squeue: {asked.stderr.strip()}")
+        self._cancel()
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._cancel()
+
+    def _array(self, step: PipelineStep, num_tasks: int, folder: Path) -> PipelineExecutor:
+        return _ArrayExecutor(
+            pipeline=[step],
+            tasks=num_tasks,
+            time=None,
+            partition=None,
+            tasks_per_job=-(-num_tasks // _MAX_ARRAY_TASKS),
+            workers=self._max_tasks,
+            job_name=self._job_name,
+            qos=None,
+            # The interpreter of the build, whose folder has datatrove's launcher in it.
+            env_command=f"export PATH='{Path(sys.executable).parent}':$PATH",
+            sbatch_args={"mem-per-cpu": None} | self._sbatch,
+            logging_dir=str(folder),
+            with_srun=False,
+        )
+
+    def _wait_for_queue(self, show: Callable[[], None]) -> None:
+        """Wait until none of the tasks is in the queue."""
+        while self._in_queue():
+            time.sleep(_POLL_SECONDS)
+            show()
+
+    def _cancel(self) -> None:
+        """End what is in the queue, and wait for its end."""
+        if self._in_queue():
+            subprocess.run(["scancel", "--me", "--name", self._job_name], check=False)
+            self._wait_for_queue(lambda: None)
+
+    def _in_queue(self) -> bool:
+        """Whether any task is pending, running or ending; True where the controller is away."""
+        asked = self._ask_queue()
+        if asked.returncode != 0:
+            _logger.warning("squeue: %s; asking again", asked.stderr.strip())
+            time.sleep(_POLL_SECONDS)
+        return asked.returncode != 0 or bool(asked.stdout.strip())
+
+    def _ask_queue(self) -> subprocess.CompletedProcess[str]:
+        command = ["squeue", "--noheader", "--me", "--name", self._job_name, "--format", "%i"]
+        try:
+            return subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_SQUEUE_TIMEOUT_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            return subprocess.CompletedProcess(command, 1, "", str(error))

@@ -1,0 +1,259 @@
+"""Text as it should have arrived: valid Unicode in one form, one kind of line end, no controls.
+
+Takes out lines that belong to the page and not to its text: menus, notices, counters.
+
+Line-level rules of C4 (Raffel et al. 2020, section 2.2) and RefinedWeb (Penedo et al. 2023,
+arXiv 2306.01116, G.2). Every rule sees one line, so that a document is cleaned alike wherever it
+stands.
+
+Keeps documents of some lengths, such as the long ones of a source for long contexts.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+from cdrmix.data.document import Document, Drop
+from cdrmix.errors import ConfigError
+
+# VT, FF and the separators of ASCII and Unicode end a line (as in str.splitlines); NEL is also
+# byte 0x85 of Windows-1252, an ellipsis, and is told apart by _repaired.
+_LINE_ENDS = re.compile("\r\n?|[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
+# C0 and C1 controls and DEL, which text holds none of.
+_CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f\x80-\x84\x86-\x9f]")
+# Shown by no renderer: soft hyphen, zero width space, word joiner, byte order mark, non-characters,
+# and the direction overrides that hide code from its reviewer (CVE-2021-42574). The zero width
+# joiners stay: emoji, Persian and Indic scripts need them.
+_INVISIBLE = re.compile("[\xad\u200b\u2060\u202a-\u202e\u2066-\u2069\ufeff\ufffe\uffff]")
+# Few enough to be an accident, in however short a text.
+_FORGIVEN = 2
+_SURROGATES = re.compile("[\ud800-\udfff]+")
+_C1 = re.compile("[\x80-\x9f]")
+# One character per byte as Windows-1252 reads it; its five holes read as Latin-1.
+_CP1252 = [bytes([i]).decode("cp1252", "replace").replace("\ufffd", chr(i)) for i in range(256)]
+_BYTE_OF = {ord(c): i for i, c in enumerate(_CP1252)} | {i: i for i in range(256)}
+_TAIL = f"[\x80-\xbf{re.escape(''.join(_CP1252[0x80:0xA0]))}]"
+_CHARACTER = f"(?:[\xc2-\xdf]{_TAIL}|[\xe0-\xef]{_TAIL}{{2}}|[\xf0-\xf4]{_TAIL}{{3}})"
+# UTF-8 that was read as Windows-1252 or Latin-1. One character alone counts only where right text
+# holds no such sequence (it begins with Ã, Â, â€, â‚, ï¿½, ðŸ and the like); of the others, such as
+# é…” at the end of a French quotation, it takes two in a row.
+_MOJIBAKE = re.compile(
+    f"{_CHARACTER}{{2,}}|[\xc2\xc3]{_TAIL}|\xe2[€‚„†ˆ‰\x80\x82\x84\x86\x88\x89]{_TAIL}"
+    f"|\xef[»\xbf¿]{_TAIL}|\xf0[Ÿ\x9f]{_TAIL}{{2}}"
+)
+
+
+def _utf8(match: re.Match[str]) -> str:
+    """The characters whose UTF-8 bytes were read one by one, or the match where they are none."""
+    try:
+        return bytes(_BYTE_OF[ord(c)] for c in match[0]).decode("utf-8")
+    except UnicodeDecodeError:
+        return match[0]
+
+
+def _without_surrogates(match: re.Match[str]) -> str:
+    """Surrogate pairs as the characters they stand for, lone surrogates as U+FFFD."""
+    return match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _repaired(text: str) -> str:
+    """UTF-8 read as Windows-1252 undone, and C1 controls read as Windows-1252 meant them."""
+    text = _MOJIBAKE.sub(_utf8, text)
+    return _C1.sub(lambda match: _CP1252[ord(match[0])], text)
+
+
+class Normalise:
+    """Makes text valid, and drops what is not text.
+
+    Args:
+        form: Unicode normal form; NFKC also folds ligatures and full width letters, and by that
+            loses superscripts (x² becomes x2). None leaves the text as it is.
+        repair_encoding: undo UTF-8 that was read as Windows-1252 or Latin-1 (cafÃ© -> café).
+        max_control_fraction: control characters, of all characters, above which a text is binary;
+            two are always forgiven.
+        max_invalid_fraction: the same for U+FFFD and lone surrogates: what was not decodable.
+    """
+
+    name = "normalise"
+
+    def __init__(
+        self,
+        *,
+        form: Literal["NFC", "NFKC"] | None = "NFC",
+        repair_encoding: bool = True,
+        max_control_fraction: float = 0.02,
+        max_invalid_fraction: float = 0.02,
+    ) -> None:
+        if form not in ("NFC", "NFKC", None):
+            raise ConfigError(f"normalise: form = {form!r} is not one of NFC, NFKC, null")
+        self.form = form
+        self.repair_encoding = repair_encoding
+        self.max_control_fraction = max_control_fraction
+        self.max_invalid_fraction = max_invalid_fraction
+
+    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
+        """Texts that are valid; reasons: empty, binary, undecodable."""
+        for document in documents:
+            text, num_controls, num_invalid = self._normalised(document.text)
+            length = len(document.text)
+            if num_controls > self.max_control_fraction * length + _FORGIVEN:
+                drop(document, "binary")
+            elif num_invalid > self.max_invalid_fraction * length + _FORGIVEN:
+                drop(document, "undecodable")
+            elif not text or text.isspace():
+                drop(document, "empty")
+            else:
+                document.text = text
+                yield document
+
+    def _normalised(self, text: str) -> tuple[str, int, int]:
+        """(text, number of control characters taken out, number of undecodable characters)."""
+        num_invalid = 0
+        if not text.isascii():
+            # Only what is not ASCII can be cut in half, misread or in another normal form.
+            text = _SURROGATES.sub(_without_surrogates, text)
+            num_invalid = text.count("\ufffd")
+            if self.repair_encoding:
+                text = _repaired(text)
+            text = _INVISIBLE.sub("", text)
+        text = _LINE_ENDS.sub("\n", text)
+        length = len(text)
+        text = _CONTROLS.sub("", text)
+        num_controls = length - len(text)
+        # Last, for what was taken out may have kept a letter and its accent apart.
+        if self.form and not unicodedata.is_normalized(self.form, text):
+            text = unicodedata.normalize(self.form, text)
+        return text, num_controls, num_invalid
+
+
+# Notices, found anywhere in a short line: C4's, and their usual relatives.
+_NOTICE = re.compile(
+    r"javascript|terms of (?:use|service)|privacy policy|cookie policy|(?:uses?|use of) cookies"
+    r"|accept (?:all )?cookies|all rights reserved|skip to (?:main )?content"
+)
+_NOTICE_CHARACTERS = 200  # a longer line is a paragraph, which may well be about cookies
+# What a button or a menu says, as the whole line.
+_CONTROL = re.compile(
+    r"(?:sign|log) ?(?:in|up|out|on)|register|subscribe(?: now)?|tweet|pin it|like|reply"
+    r"|share(?: (?:this|on|via) .{1,20})?|follow us(?: on .{1,20})?|click here(?: to .{1,40})?"
+    r"|(?:read|show|load|learn|see|view) (?:more|all|less)|home|menu|search|close|back to top"
+    r"|(?:next|prev(?:ious)?)(?: (?:page|post|article))?|print(?: this page)?|advertisements?"
+    r"|sponsored|related (?:posts|articles|stories)|(?:leave|add|post) a (?:comment|reply)"
+    r"|contact(?: us)?|about(?: us)?|site ?map|faqs?|newsletter|download|buy now"
+    r"|add to (?:cart|basket)"
+)
+# 3 likes, 12 Comments, 1.2k views: RefinedWeb's counters.
+_COUNTER = re.compile(
+    r"[\d.,]+ ?[km]?\+? (?:likes?|shares?|comments?|views?|repl(?:y|ies)|followers?|retweets?"
+    r"|votes?|points?|reactions?|downloads?|results?)"
+)
+_CONTROL_CHARACTERS = 60
+_EDGES = " \t*•·-–—|<>»«›‹→←+#:.…!"
+_MENU_SEPARATOR = re.compile(r"\s[|•·»›>/]\s")
+_MENU_ITEMS = 4
+_WORDS_PER_MENU_ITEM = 4
+_SENTENCE_ENDS = (".", "!", "?", '"', "'", "”", "’", "。", "！", "？")
+_EMPTY_LINES = re.compile(r"\n{3,}")
+
+
+def is_boilerplate(line: str) -> bool:
+    """Whether a line is a notice, a button, a counter or a menu."""
+    if len(line) > _NOTICE_CHARACTERS:
+        return False
+    lowered = line.lower()
+    if _NOTICE.search(lowered):
+        return True
+    if len(line) <= _CONTROL_CHARACTERS:
+        bare = lowered.strip(_EDGES)
+        if _CONTROL.fullmatch(bare) or _COUNTER.fullmatch(bare):
+            return True
+    items = _MENU_SEPARATOR.split(line)
+    return len(items) >= _MENU_ITEMS and len(line.split()) <= _WORDS_PER_MENU_ITEM * len(items)
+
+
+class Boilerplate:
+    """Takes boilerplate lines out of documents; indentation and order of the rest stay.
+
+    Args:
+        domains: whose documents are cleaned; the others pass as they are. A manual of JavaScript
+            names it in every other line.
+        require_sentence_end: keep only lines that end as a sentence does, as C4 does. It removes
+            headings, lists and verses too; FineWeb found more text to be worth more.
+        min_line_words: keep only lines of so many words: 5 in C4, 1 keeps all.
+        min_kept_fraction: characters that must be left, of all; fewer say that it was all menus.
+    """
+
+    name = "boilerplate"
+
+    def __init__(
+        self,
+        *,
+        domains: Sequence[str] = ("web",),
+        require_sentence_end: bool = False,
+        min_line_words: int = 1,
+        min_kept_fraction: float = 0.1,
+    ) -> None:
+        self.domains = frozenset(domains)
+        self.require_sentence_end = require_sentence_end
+        self.min_line_words = min_line_words
+        self.min_kept_fraction = min_kept_fraction
+
+    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
+        """Documents without those lines; reason: only boilerplate."""
+        for document in documents:
+            if document.domain not in self.domains:
+                yield document
+                continue
+            text = self._cleaned(document.text)
+            if not text or len(text) < self.min_kept_fraction * len(document.text):
+                drop(document, "only boilerplate")
+            else:
+                document.text = text
+                yield document
+
+    def _cleaned(self, text: str) -> str:
+        lines = [line for line in text.split("\n") if self._stays(line.strip())]
+        return _EMPTY_LINES.sub("\n\n", "\n".join(lines)).strip("\n")
+
+    def _stays(self, line: str) -> bool:
+        if not line:
+            return True
+        if self.require_sentence_end and (
+            not line.endswith(_SENTENCE_ENDS) or line.endswith("...")
+        ):
+            return False
+        if self.min_line_words > 1 and len(line.split()) < self.min_line_words:
+            return False
+        return not is_boilerplate(line)
+
+
+class Length:
+    """Keeps documents whose number of characters lies between two limits, both included.
+
+    Args:
+        min_characters: shortest text that is kept.
+        max_characters: longest text that is kept; None: any.
+    """
+
+    name = "length"
+
+    def __init__(self, *, min_characters: int = 1, max_characters: int | None = None) -> None:
+        if min_characters < 0 or (max_characters is not None and max_characters < min_characters):
+            raise ConfigError(
+                f"length: min_characters = {min_characters} and max_characters = {max_characters} "
+                "leave nothing; give 0 <= min_characters <= max_characters"
+            )
+        self.min_characters, self.max_characters = min_characters, max_characters
+
+    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
+        """Documents of these lengths; reasons: too short, too long."""
+        for document in documents:
+            if len(document.text) < self.min_characters:
+                drop(document, "too short")
+            elif self.max_characters is not None and len(document.text) > self.max_characters:
+                drop(document, "too long")
+            else:
+                yield document

@@ -1,0 +1,279 @@
+"""The readable text of an HTML page, by resiliparse, in a child process with limits.
+
+The text is what a page shows: no scripts, styles, forms or navigation, blocks on lines of their
+own, preformatted text as it stands. No guess is made at which part of a page is its article;
+line-level boilerplate is a matter for a later step.
+
+The child process is there because the tree that the HTML standard asks for may be quadratic in the
+page: 50 kB of unclosed <font> make 1 GB of it, and nothing in Python stops a parser written in C++.
+The child answers page after page; one that exceeds the limits ends it, and the next page starts
+another.
+
+Files that are one text each: plain text, source code, HTML and Word documents.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import importlib.util
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+from xml.etree import ElementTree
+
+from cdrmix.corpus.source import SourceConfig, SourceFile
+from cdrmix.corpus.steps.read_bytes import Unreadable, missing_extra, read_bounded
+
+# Ordinary pages take 0.025 CPU seconds and 10 MB of memory per MB.
+_CPU_SECONDS, _CPU_SECONDS_PER_BYTE = 0.5, 1e-6
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 2**29, 64  # the interpreter with its libraries, and the tree
+# Elements that are no text of the page, and what ARIA's landmarks of the same meaning mark so.
+# A headerlink is the pilcrow that documentation generators put behind each heading.
+_HIDDEN = (
+    *("script", "style", "template", "noscript", "svg", "math", "iframe", "object", "canvas"),
+    *("nav", "header", "footer", "aside", "form", "button", "select"),
+    *(f"[role={role}]" for role in ("navigation", "banner", "contentinfo", "complementary")),
+    *("[role=search]", "a.headerlink"),
+)
+_SPACES = re.compile(r"[ \t\r\n\f]+")
+_EMPTY_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
+_LONGEST_TEXT = 4  # times the page: more is the indentation of hundreds of lists in lists
+_SIZE_BYTES = 8  # a message is its size and then UTF-8
+
+
+def extract_text(html: str) -> tuple[str, str]:
+    """Extract the text that a page shows, and its title ('' where it has none).
+
+    Raises:
+        Unreadable: if the page takes more time or memory than any page of its size should.
+        DataError: if resiliparse is not installed.
+    """
+    return _parser.extract(html)
+
+
+class _Parser:
+    """The child process, started by the first page and again after one that ended it.
+
+    Attributes:
+        process: the child, or None before it is started.
+    """
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        # Its pipes serve one process at a time: a fork starts a child of its own.
+        os.register_at_fork(after_in_child=self._forget)
+
+    def extract(self, html: str) -> tuple[str, str]:
+        """Ask the child for the text and title of a page."""
+        if self.process is None:
+            if importlib.util.find_spec("resiliparse") is None:
+                raise missing_extra("HTML", "resiliparse")
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cdrmix.corpus.steps.read_text"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        process = self.process
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(_message(html))
+            process.stdin.flush()
+            return _read_message(process.stdout), _read_message(process.stdout)
+        except BaseException as error:
+            # After an interrupt too: the next page would get the answer to this one.
+            self.process = None
+            process.kill()
+            process.stdout.close()
+            with contextlib.suppress(OSError):  # what it could not flush
+                process.stdin.close()
+            status = process.wait()
+            if not isinstance(error, BrokenPipeError | EOFError):
+                raise
+            raise Unreadable(
+                "HTML beyond the limits of the parser",
+                f"{len(html)} characters may take {_cpu_seconds(html):.1f} CPU seconds, "
+                f"{_memory_bytes(html) >> 20} MiB and give {_LONGEST_TEXT * len(html)} characters "
+                f"of text; the parser ended with status {status}",
+            ) from None
+
+    def _forget(self) -> None:
+        self.process = None
+
+
+_parser = _Parser()
+
+
+def _message(text: str) -> bytes:
+    content = text.encode(errors="surrogatepass")
+    return len(content).to_bytes(_SIZE_BYTES) + content
+
+
+def _read_message(stream: IO[bytes]) -> str:
+    header = stream.read(_SIZE_BYTES)
+    content = stream.read(int.from_bytes(header))
+    if len(header) < _SIZE_BYTES or len(content) < int.from_bytes(header):
+        raise EOFError
+    return content.decode(errors="surrogatepass")
+
+
+def _cpu_seconds(html: str) -> float:
+    return _CPU_SECONDS + _CPU_SECONDS_PER_BYTE * len(html)
+
+
+def _memory_bytes(html: str) -> int:
+    return _MEMORY_BYTES + _MEMORY_PER_BYTE * len(html)
+
+
+def _answer_pages() -> None:
+    """Read pages from standard input until it ends, and write text and title of each."""
+    from resiliparse.extract.html2text import extract_plain_text
+    from resiliparse.parse.html import HTMLTree
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; its end ends this
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while True:
+        try:
+            html = _read_message(sys.stdin.buffer)
+        except EOFError:
+            return
+        # The default action of SIGPROF ends a process even inside C++; CPU time, because a result
+        # must not depend on how busy the machine is.
+        signal.setitimer(signal.ITIMER_PROF, _cpu_seconds(html))
+        resource.setrlimit(resource.RLIMIT_AS, (_memory_bytes(html), resource.RLIM_INFINITY))
+        # Alternative texts, because figures are left out as a whole without them. A summary is not
+        # among the library's blocks: its text would be one word with what follows.
+        tree = HTMLTree.parse(html.replace("</summary>", "</summary><br>"))
+        text = extract_plain_text(
+            tree, preserve_formatting=True, alt_texts=True, skip_elements=_HIDDEN
+        )
+        title = _SPACES.sub(" ", tree.title or "").strip()
+        text = "\n".join(line.rstrip() for line in text.split("\n"))
+        text = _EMPTY_LINES.sub("\n\n", text).strip("\n")
+        if len(text) > _LONGEST_TEXT * len(html):
+            raise MemoryError("lists in lists, whose indentation is quadratic in the page")
+        sys.stdout.buffer.write(_message(text) + _message(title))
+        sys.stdout.buffer.flush()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+if __name__ == "__main__":
+    _answer_pages()
+_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_DECLARED_CHARSET = re.compile(rb"<meta[^>]{0,200}charset\s*=\s*[\"']?([a-zA-Z0-9_:.-]+)", re.I)
+_CHARSET_WITHIN_BYTES = 1024  # where the HTML standard has readers look for it
+
+
+def read_text(file: SourceFile, source: SourceConfig) -> tuple[str, dict[str, Any]]:
+    """The text of a file and what it says about itself.
+
+    Raises:
+        Unreadable: if it is too large, binary or damaged.
+        OSError: if it cannot be opened.
+    """
+    if file.kind == "docx":
+        return _docx_text(file.path, source.max_document_bytes), {}
+    content = read_bounded(file.path, source.max_document_bytes)
+    encoding = (_declared_charset(content) if file.kind == "html" else None) or source.encoding
+    text = decoded(content, encoding, source.encoding_errors)
+    if "\0" in text:
+        raise Unreadable("NUL characters", "a binary file, or text in another encoding")
+    if file.kind != "html":
+        return text, {}
+    text, title = extract_text(text)
+    return text, {"title": title} if title else {}
+
+
+def decoded(content: bytes, encoding: str, errors: str) -> str:
+    """Text of bytes, without a byte order mark.
+
+    Args:
+        errors: `set_aside` or `replace`, as a source has it.
+    Raises:
+        Unreadable: if they are not valid in `encoding` and are to be set aside.
+    """
+    how = "strict" if errors == "set_aside" else errors
+    try:
+        return content.decode(encoding, errors=how).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise Unreadable(
+            f"invalid {encoding}", f"{error.reason} at byte {error.start}; see encoding_errors"
+        ) from None
+
+
+def _declared_charset(content: bytes) -> str | None:
+    """The encoding that an HTML page names, if Python knows it."""
+    declared = _DECLARED_CHARSET.search(content, 0, _CHARSET_WITHIN_BYTES)
+    if declared is None or content.startswith(codecs.BOM_UTF8):
+        return None
+    try:
+        return codecs.lookup(declared[1].decode()).name
+    except LookupError:
+        return None
+
+
+def _docx_text(path: Path, limit: int) -> str:
+    """Paragraphs of a Word document, one to a line; the cells of a table's row by tabs."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # What the directory says about the size, zipfile holds the content to.
+            size = archive.getinfo("word/document.xml").file_size
+            if size > limit:
+                raise Unreadable("larger than max_document_bytes", f"{size} bytes of XML")
+            with archive.open("word/document.xml") as file:
+                return "\n".join(_paragraphs(file))
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise Unreadable("damaged docx", str(error)) from None
+    except KeyError:
+        raise Unreadable("damaged docx", "no word/document.xml in it") from None
+    except ElementTree.ParseError as error:
+        raise Unreadable("damaged docx", f"its XML: {error}") from None
+    except (NotImplementedError, RuntimeError) as error:  # a compression or encryption of its own
+        raise Unreadable("unknown kind of docx", str(error)) from None
+
+
+def _paragraphs(file: IO[bytes]) -> Iterator[str]:
+    """Text of each paragraph, and of each row of a table, in order."""
+    cells: list[str] = []
+    cell: list[str] = []
+    depth = 0  # of tables in tables: the rows of an inner one are text of the outer one's cell
+    for event, element in ElementTree.iterparse(file, events=("start", "end")):
+        match event, element.tag.removeprefix(_WORD):
+            case "start", "tbl":
+                depth += 1
+            case "end", "tbl":
+                depth -= 1
+            case "end", "p":
+                text = "".join(_runs(element))
+                if depth:
+                    cell.append(text)
+                else:
+                    yield text
+                element.clear()
+            case "end", "tc" if depth == 1:
+                cells.append(" ".join(cell))
+                cell = []
+            case "end", "tr" if depth == 1:
+                yield "\t".join(cells)
+                cells = []
+                element.clear()
+
+
+def _runs(paragraph: ElementTree.Element) -> Iterator[str]:
+    for element in paragraph.iter():
+        match element.tag.removeprefix(_WORD):
+            case "t":
+                yield element.text or ""
+            case "tab":
+                yield "\t"
+            case "br" | "cr":
+                yield "\n"

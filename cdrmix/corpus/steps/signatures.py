@@ -1,0 +1,210 @@
+"""First phase of deduplication: a file of fixed-width signatures per task.
+
+A record holds what later phases need of a document, and no text: 248 bytes with the default
+MinHash. A document is named by its place, the number of its task's file and of its row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdrmix.corpus.steps.minhash import MAX_CHARACTERS, Method
+from cdrmix.data.document import Document, Drop
+from cdrmix.errors import DataError
+
+_FORMAT = 1
+_HEADER_BYTES = 256
+_MAX_BATCH = 512  # documents
+_ROW_BITS = 40  # places: 2^24 files of 2^40 documents
+
+
+class Sign:
+    """Passes all documents on and writes their signatures into a file on the way.
+
+    The file appears when the last document has passed, whole or not at all. Held back are as many
+    documents as are signed together: at most 512, and 131,072 characters or one longer document.
+
+    Args:
+        path: the task's file.
+        method: which signatures.
+    """
+
+    name = "sign"
+
+    def __init__(self, path: Path, method: Method) -> None:
+        self.path, self.method = Path(path), method
+
+    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
+        """Give the documents unchanged and in order.
+
+        Raises:
+            DataError: if the file cannot be written.
+        """
+        partial = self.path.with_name(f"{self.path.name}.partial")  # a killed run's is overwritten
+        try:
+            with self._named_errors():
+                file = partial.open("wb")
+            with file:
+                self._write(file, _header(self.method))
+                for batch in _batches(documents):
+                    self._write(file, self._records(batch).tobytes())
+                    yield from batch
+                with self._named_errors():
+                    file.flush()
+                    os.fsync(file.fileno())
+                    partial.replace(self.path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _records(self, batch: list[Document]) -> NDArray[Any]:
+        records = np.zeros(len(batch), dtype=record_type(self.method))
+        records["id"] = [hash_id(document.id) for document in batch]
+        digests = b"".join(_text_digest(document.text) for document in batch)
+        records["text"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+        records["keys"], records["sketch"] = self.method.sign([d.text for d in batch])
+        return records
+
+    def _write(self, file: IO[bytes], content: bytes) -> None:
+        with self._named_errors():
+            file.write(content)
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Only the file's own errors: those of the documents' source are not ours to name."""
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{self.path}: signatures cannot be written: {error.strerror}. Make room, and "
+                "start the build again: finished tasks are kept."
+            ) from error
+
+
+class SignatureFiles:
+    """Signature files in the order of the corpus, read as one list of records.
+
+    Args:
+        paths: one file per task: sources as the recipe lists them, and within a source the tasks
+            in the order of what they read. The first document of a cluster in it survives.
+        method: the method that the files must have been written with.
+    Raises:
+        DataError: if a file is missing, truncated, or of another method.
+    """
+
+    def __init__(self, paths: Sequence[Path], method: Method) -> None:
+        self.paths = [Path(path) for path in paths]
+        self._type = record_type(method)
+        header = _header(method)
+        self.num_records = [self._check(path, header) for path in self.paths]
+
+    def chunks(self, memory_bytes: int) -> Iterator[tuple[NDArray[np.uint64], NDArray[Any]]]:
+        """All records in order: places [n] and records [n], in chunks of bounded size."""
+        rows = max(1, memory_bytes // (2 * self._type.itemsize))
+        for number, count in enumerate(self.num_records):
+            for start in range(0, count, rows):
+                stop = min(start + rows, count)
+                places = np.arange(start, stop, dtype=np.uint64) + place(number, 0)
+                yield places, np.array(self._map(number)[start:stop])
+
+    def ids(self, file: int, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Hashed ids of some documents of one file."""
+        return np.array(self._map(file)["id"][rows]) if len(rows) else np.empty(0, np.uint64)
+
+    def _map(self, number: int) -> NDArray[Any]:
+        return np.memmap(
+            self.paths[number],
+            dtype=self._type,
+            mode="r",
+            offset=_HEADER_BYTES,
+            shape=(self.num_records[number],),
+        )
+
+    def _check(self, path: Path, header: bytes) -> int:
+        """Records in a file."""
+        try:
+            with path.open("rb") as file:
+                found = file.read(_HEADER_BYTES)
+                size = os.fstat(file.fileno()).st_size - _HEADER_BYTES
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+        if found != header:
+            raise DataError(
+                f"{path}: has signatures of {_readable(found)}, wanted are {_readable(header)}. "
+                "Delete the signatures and start the build again."
+            )
+        if size % self._type.itemsize:
+            raise DataError(f"{path}: truncated. Delete it and start the build again.")
+        return size // self._type.itemsize
+
+
+def place(file: int, row: int) -> np.uint64:
+    """The number that names row `row` of signature file `file`; ordered as the corpus is."""
+    return np.uint64((file << _ROW_BITS) | row)
+
+
+def split_places(places: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """File and row of each place."""
+    files = (places >> np.uint64(_ROW_BITS)).astype(np.int64)
+    return files, (places & np.uint64((1 << _ROW_BITS) - 1)).astype(np.int64)
+
+
+def hash_id(document_id: str) -> int:
+    """64 bits that stand for a document's id within its task."""
+    digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def record_type(method: Method) -> np.dtype[Any]:
+    """Fields of a record: hash of the id, hash of the text, keys and sketch."""
+    return np.dtype(
+        [
+            ("id", "<u8"),
+            ("text", "<u8", (2,)),
+            ("keys", "<u8", (method.num_keys,)),
+            ("sketch", "u1", (method.sketch_bytes,)),
+        ]
+    )
+
+
+def _text_digest(text: str) -> bytes:
+    """128 bits, equal for texts that differ in nothing but letter case and white space."""
+    digest = hashlib.blake2b(digest_size=16)
+    for start in range(0, len(text), MAX_CHARACTERS):
+        piece = text[start : start + MAX_CHARACTERS].lower()
+        digest.update("".join(piece.split()).encode("utf-8", "surrogatepass"))
+    return digest.digest()
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        if batch and characters + len(document.text) > MAX_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+        batch.append(document)
+        characters += len(document.text)
+        if len(batch) == _MAX_BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _header(method: Method) -> bytes:
+    content = json.dumps({"signatures": _FORMAT} | method.describe(), sort_keys=True).encode()
+    assert len(content) < _HEADER_BYTES, "the description of a method is short"
+    return content.ljust(_HEADER_BYTES)
+
+
+def _readable(header: bytes) -> str:
+    return header.decode("utf-8", "replace").strip() or "nothing"

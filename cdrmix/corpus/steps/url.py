@@ -1,0 +1,221 @@
+"""One spelling per address, and keys by which documents of one page or host are found.
+
+The keys are figures of one document: no step holds a set of what it has seen, so that any number
+of processes agree, and a sort or the exact deduplication finds equal keys afterwards.
+
+Drops documents from listed addresses and hosts, or with listed words.
+
+A list is a text file with one entry per line; what follows a # and a space, or stands behind a # at
+the start of a line, is a comment. Nothing is shipped: whose texts are unwanted, the user decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from cdrmix.data.document import Document, Drop
+from cdrmix.errors import ConfigError, DataError
+
+# Parameters that say who sent the reader or which visit it was, not which page it is. Sources: what
+# Google, Meta, Microsoft, Matomo, HubSpot, Mailchimp, Marketo, Adobe, LinkedIn, X, TikTok and
+# Yandex document for campaigns, and the session parameters of PHP, Java, ASP and ColdFusion.
+_TRACKING = re.compile(
+    r"(?i)(?:utm|mtm|matomo|piwik|hsa|vero)_[a-z_]+|pk_(?:campaign|kwd|keyword|source|medium|content)"
+    r"|[gdw]clid|gclsrc|gbraid|wbraid|_g[al]|gad_source|fbclid|fb_(?:action|source|ref)[a-z_]*"
+    r"|msclkid|yclid|ysclid|_openstat|twclid|ttclid|li_fat_id|igshid|igsh|epik|_hsenc|_hsmi|__hs[a-z]+"
+    r"|mc_[ce]id|mkt_tok|s_kwcid|ef_id|irclickid|_branch_match_id|ref_src|ref_url"
+    r"|phpsessid|jsessionid|aspsessionid[a-z]*|sessionid|cfid|cftoken"
+)
+_SESSION_IN_PATH = re.compile(r"(?i);(?:jsessionid|phpsessid|sid)=[^/?;]*")
+_DEFAULT_PAGE = re.compile(r"(?i)/(?:index|default)\.(?:html?|php|aspx?|jsp)$")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"(?:[\w-]{1,63}\.)*[\w-]{1,63}|\[[0-9a-f:.]+\]")
+_KEY_BYTES = 8
+
+
+def _canonicalize(url: str) -> str:
+    try:
+        from w3lib.url import canonicalize_url
+    except ImportError as error:
+        raise ConfigError("url: needs w3lib: pip install 'cdrmix[data]'") from error
+    return canonicalize_url(url)
+
+
+def canonical_url(url: str) -> str | None:
+    """One spelling of a web address, or None where it is not one.
+
+    Sorted parameters, right escapes and no fragment (w3lib), a host in lower case without the
+    scheme's own port, user or final dot, no tracking or session parameters.
+    """
+    try:
+        parts = urlsplit(_canonicalize(url.strip()))
+        host, port = parts.hostname, parts.port
+    except ValueError:  # a port that is no number, or half an IPv6 address
+        return None
+    if parts.scheme not in _DEFAULT_PORTS or not host:
+        return None
+    host = f"[{host}]" if ":" in host else host.rstrip(".")
+    if not _HOST.fullmatch(host):
+        return None
+    netloc = host if port in (None, _DEFAULT_PORTS[parts.scheme]) else f"{host}:{port}"
+    query = "&".join(
+        pair for pair in parts.query.split("&") if not _TRACKING.fullmatch(pair.partition("=")[0])
+    )
+    path = _SESSION_IN_PATH.sub("", parts.path) or "/"
+    return urlunsplit((parts.scheme, netloc, path, query, ""))
+
+
+def host_of(url: str) -> str:
+    """Host of a canonical address, without port and www."""
+    return (urlsplit(url).hostname or "").removeprefix("www.")
+
+
+def url_key(url: str) -> str:
+    """16 hexadecimal digits that addresses of one page share.
+
+    Beyond the canonical spelling: http and https, www and none, a slash at the end and none,
+    index.html and none are the same page.
+    """
+    parts = urlsplit(url)
+    path = _DEFAULT_PAGE.sub("/", parts.path).rstrip("/")
+    page = f"{parts.netloc.removeprefix('www.')}{path}?{parts.query}"
+    return hashlib.blake2b(page.encode(), digest_size=_KEY_BYTES).hexdigest()
+
+
+class Url:
+    """Writes metadata `url` in one spelling, `url_key` and `host`, where a document has a url.
+
+    Args:
+        drop_invalid: drop a document whose url is no web address, rather than leave it as it is.
+    """
+
+    name = "url"
+
+    def __init__(self, *, drop_invalid: bool = False) -> None:
+        self.drop_invalid = drop_invalid
+
+    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
+        """All documents; reason, when asked for: invalid url."""
+        for document in documents:
+            url = document.metadata.get("url")
+            canonical = canonical_url(url) if isinstance(url, str) else None
+            if canonical is not None:
+                document.metadata["url"] = canonical
+                document.metadata["url_key"] = url_key(canonical)
+                document.metadata["host"] = host_of(canonical)
+            elif url is not None and self.drop_invalid:
+                drop(document, "invalid url")
+                continue
+            yield document
+
+
+_COMMENT = re.compile(r"^#.*|\s#\s.*")
+_WORD = re.compile(r"\w+(?:['’-]\w+)*")
+
+
+def read_list(path: str | Path) -> list[str]:
+    """The entries of a list file.
+
+    Raises:
+        DataError: if it cannot be read, is not UTF-8, or holds no entry.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as a list: {error}") from error
+    entries = [entry for line in lines if (entry := _COMMENT.sub("", line).strip())]
+    if not entries:
+        raise DataError(f"{path}: holds no entry. Write one per line, or leave the list out")
+    return entries
+
+
+class Blocklist:
+    """Drops what is listed; the lists are read once, when the step is made.
+
+    Args:
+        hosts: file of host names; example.org blocks its subdomains too.
+        urls: file of addresses; spelling, scheme and tracking parameters do not matter.
+        words: file of words and phrases, found as whole words in any case.
+        min_distinct_words: how many different listed words a document must hold to be dropped;
+            1 as in C4, more for lists with words that also have a harmless meaning.
+    """
+
+    name = "blocklist"
+
+    def __init__(
+        self,
+        *,
+        hosts: str | Path | None = None,
+        urls: str | Path | None = None,
+        words: str | Path | None = None,
+        min_distinct_words: int = 1,
+    ) -> None:
+        if hosts is None and urls is None and words is None:
+            raise ConfigError("blocklist: no list given. Set one of hosts, urls, words")
+        if min_distinct_words < 1:
+            raise ConfigError(f"blocklist: min_distinct_words = {min_distinct_words} is below 1")
+        self._hosts = frozenset(
+            host.lower().removeprefix("www.").strip(".") for host in _entries(hosts)
+        )
+        self._url_keys = frozenset(_key_of_entry(entry, urls) for entry in _entries(urls))
+        split = [tuple(_WORD.findall(entry.lower())) for entry in _entries(words)]
+        self._words = frozenset(words[0] for words in split if len(words) == 1)
+        self._phrases = frozenset(words for words in split if len(words) > 1)
+        self.min_distinct_words = min_distinct_words
+
+    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
+        """Documents that nothing lists; reasons: blocked host, blocked url, blocked words."""
+        for document in documents:
+            reason = self.reason_to_drop(document)
+            if reason is None:
+                yield document
+            else:
+                drop(document, reason)
+
+    def reason_to_drop(self, document: Document) -> str | None:
+        """Which list a document is on, or None."""
+        url = document.metadata.get("url")
+        if (self._hosts or self._url_keys) and isinstance(url, str):
+            canonical = canonical_url(url)
+            if canonical and self._is_blocked_host(host_of(canonical)):
+                return "blocked host"
+            if canonical and url_key(canonical) in self._url_keys:
+                return "blocked url"
+        if not (self._words or self._phrases):
+            return None
+        num_found = self._num_distinct_words(document.text)
+        return "blocked words" if num_found >= self.min_distinct_words else None
+
+    def _is_blocked_host(self, host: str) -> bool:
+        labels = host.split(".")
+        return any(".".join(labels[i:]) in self._hosts for i in range(len(labels)))
+
+    def _num_distinct_words(self, text: str) -> int:
+        words = _WORD.findall(text.lower())
+        distinct = frozenset(words)
+        num_found = len(distinct & self._words)
+        # A phrase is looked for in sequence only where its first word occurs.
+        for phrase in self._phrases:
+            if phrase[0] in distinct:
+                size = len(phrase)
+                num_found += any(
+                    tuple(words[i : i + size]) == phrase
+                    for i, word in enumerate(words)
+                    if word == phrase[0]
+                )
+        return num_found
+
+
+def _entries(path: str | Path | None) -> list[str]:
+    return [] if path is None else read_list(path)
+
+
+def _key_of_entry(entry: str, path: str | Path | None) -> str:
+    canonical = canonical_url(entry if "://" in entry else f"http://{entry}")
+    if canonical is None:
+        raise DataError(f"{path}: {entry!r} is not a web address such as https://example.org/page")
+    return url_key(canonical)

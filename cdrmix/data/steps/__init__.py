@@ -1,1 +1,0 @@
-"""What happens to documents before they become tokens: one file per kind of step."""

@@ -1,0 +1,158 @@
+"""Stage A, pretraining: batches in, loss and statistics out.
+
+A accumulation steps, B micro batch, T time, L MoE layers, E experts, W data ranks.
+"""
+
+from __future__ import annotations
+
+import socket
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from cdrmix import runtime
+from cdrmix.config.schema import Config
+from cdrmix.corpus.recipe import built_mixture
+from cdrmix.data.loader import Loader
+from cdrmix.data.mixed import MixedDataset
+from cdrmix.data.remote_folder import local_folder
+from cdrmix.data.sample import ensure_sample
+from cdrmix.data.shards import Manifest, check_vocab, manifest_digest, read_manifest, verify_shards
+from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
+from cdrmix.errors import DataError
+from cdrmix.log import get_logger
+from cdrmix.parallel.topology import Topology
+from cdrmix.planning.plan import Plan
+
+logger = get_logger(__name__)
+
+
+class Corpus(NamedTuple):
+    """The token shards of a run, opened and verified.
+
+    Attributes:
+        manifest: of the data set.
+        train: samples to train on.
+        validation: samples held out.
+        tokenizer: of the data set.
+        folder: its place on this host.
+    """
+
+    manifest: Manifest
+    train: TokenDataset | MixedDataset
+    validation: TokenDataset
+    tokenizer: Tokenizer
+    folder: Path
+
+
+def open_corpus(config: Config) -> Corpus:
+    """Open the data of a run, building the sample corpus first where it is asked for; collective.
+
+    Raises:
+        DataError: on every rank, if a shard is missing, truncated or altered, the tokenizer does
+            not fit the model, or ranks have different data sets.
+    """
+    model, sequence_length = config.model, config.training.sequence_length
+    sample: Path | None = None
+    if config.data.path == "sample":
+        sample = Path(runtime.first_rank_does(lambda: str(ensure_sample(model.vocab_size))))
+
+    def open_folder() -> Corpus:
+        path = sample or local_folder(config.data, sequence_length)
+        manifest = read_manifest(path)
+        check_vocab(manifest, model.vocab_size)
+        if runtime.rank() == 0:
+            _warn_of_recipe(config.data.recipe, manifest.source.get("recipe"), str(path))
+        verify_shards(
+            path,
+            manifest,
+            part=runtime.rank(),
+            parts=runtime.world_size(),
+            mode=config.data.verify,
+        )
+        return Corpus(
+            manifest,
+            _training_set(config, path),
+            TokenDataset(path, "validation", sequence_length),
+            load_tokenizer(path),
+            path,
+        )
+
+    corpus = runtime.together(open_folder)
+    check_same("data sets", "manifest", manifest_digest(corpus.manifest))
+    check_same("tokenizers", "tokenizer", corpus.manifest.tokenizer.sha256)
+    return corpus
+
+
+def check_same(things: str, name: str, digest: str) -> None:
+    """Refuse to train where ranks have different inputs; collective.
+
+    Args:
+        things: kind of input, for people.
+        name: of its digest.
+        digest: of this rank's.
+    Raises:
+        DataError: on every rank, with the hosts of each.
+    """
+    hosts: dict[str, list[str]] = {}
+    for rank, (host, theirs) in enumerate(
+        runtime.all_gather_object((socket.gethostname(), digest))
+    ):
+        hosts.setdefault(theirs, []).append(f"rank {rank} on {host}")
+    if len(hosts) == 1:
+        return
+    listed = "\n".join(
+        f"  {name} {theirs[:12]}: {', '.join(ranks[:8])}"
+        + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        for theirs, ranks in hosts.items()
+    )
+    raise DataError(
+        f"ranks have different {things}:\n{listed}\nEvery host must have the same. Try a folder "
+        "that all hosts share, or copy it again to the hosts where it differs"
+    )
+
+
+@cache  # Stage B opens the corpus again
+def _warn_of_recipe(recipe: str | None, built_by: str | None, folder: str) -> None:
+    """Warn where a data set was built by another recipe than the model's.
+
+    Args:
+        built_by: None for folders that do not say, such as the sample corpus.
+    """
+    if recipe is not None and built_by is not None and built_by != recipe:
+        logger.warning(
+            "warning: %s was built by the recipe '%s', and data.recipe = '%s' is made for this "
+            "model. Build that one with `cdrmix data build`, or set data.recipe=null.",
+            folder,
+            built_by,
+            recipe,
+        )
+
+
+def _training_set(config: Config, path: Path) -> TokenDataset | MixedDataset:
+    """The shards in the order of the run's mixture, else of the one that they were built with."""
+    mixture = config.data.mixture or built_mixture(read_manifest(path))
+    sequence_length = config.training.sequence_length
+    if mixture is None:
+        return TokenDataset(path, "train", sequence_length)
+    return MixedDataset(path, "train", sequence_length, mixture)
+
+
+def make_loader(
+    config: Config, choice: Plan, topology: Topology, train: TokenDataset | MixedDataset
+) -> Loader:
+    """This rank's samples in the run's global order, whole also where it trains on some tokens."""
+    return Loader(
+        train,
+        global_batch_size=config.training.global_batch_size,
+        micro_batch_size=choice.micro_batch_size,
+        data_rank=topology.sample_rank,
+        data_size=choice.degrees.sample_ranks,
+        seed=config.training.seed,
+        shuffle=config.data.order != "sequential",
+        window_samples=config.data.window_samples if config.data.order == "windowed" else None,
+        segment_documents=config.data.segment_documents,
+        token_weights=config.data.token_weights,
+        prefetch=config.data.prefetch_batches,
+    )

@@ -1,0 +1,305 @@
+"""A pipelined backbone for evaluation and decoding, called as `Backbone` is.
+
+B batch, T time, D hidden, V vocabulary.
+
+Pipeline stages: the backbone's blocks over ranks, in DeepSpeed's PipelineModule.
+
+B batch, T time of this sequence rank, D hidden, L layers up to a border, S router statistics.
+
+To DeepSpeed a stage is one layer. Residual stream, v_first and the router statistics of all layers
+so far cross a border together (`border`), and the segment ids beside them where documents are
+apart; the loss is computed on the last stage, from the statistics of all layers. v_first crosses
+once the first RWKV layer has made it.
+
+The tied embedding is on the first stage and on the last, which is its head. DeepSpeed sums both
+gradients before the data ranks are averaged, in an order that may differ between the stages, so
+the copies would part in the last bits: the first stage's counts, is saved, and replaces the other
+after each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.distributed
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from cdrmix import runtime
+from cdrmix.config.model import ModelConfig
+from cdrmix.models.backbone import Output, TokenEmbedding
+from cdrmix.models.block import Block, BlockState, RMSNorm
+from cdrmix.models.moe import num_statistics
+from cdrmix.models.recompute import run_blocks
+from cdrmix.parallel import exchange
+from cdrmix.parallel.exchange import Part
+from cdrmix.parallel.tensor import mark_copy
+from cdrmix.parallel.topology import Topology
+
+
+class StagedBackbone:
+    """All stages in turn, without gradients; the ranks of a pipeline call each method together.
+
+    Results are complete on the last stage only: losses are counted there. Logits are the
+    same on every rank, so that all go on with the same token.
+
+    Args:
+        stage: of this rank.
+    """
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self._stage, self._topology = stage, stage.topology
+        self._weight = next(stage.parameters())
+
+    @property
+    def config(self) -> ModelConfig:
+        """Dimensions of the whole model."""
+        return self._stage.config
+
+    @property
+    def device(self) -> torch.device:
+        """Device that inputs must be on."""
+        return self._weight.device
+
+    @property
+    def embedding(self) -> TokenEmbedding:
+        """The tied head; there on the first and the last stage."""
+        return self._stage.embedding
+
+    @property
+    def training(self) -> bool:
+        """True in training mode."""
+        return self._stage.training
+
+    def train(self, mode: bool = True) -> None:
+        """Set training mode."""
+        self._stage.train(mode)
+
+    def eval(self) -> None:
+        """Set evaluation mode."""
+        self._stage.eval()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        input_ids: Tensor,
+        *,
+        segment_ids: Tensor | None = None,
+        state: list[BlockState] | None = None,
+        return_state: bool = False,
+    ) -> Output:
+        """As `Backbone.forward`, with what it gives whole on the last stage.
+
+        Before it `hidden` is what the stage handed on, and statistics and state are those up to
+        here and of the stage's own blocks.
+        """
+        tokens = (input_ids.shape[0], input_ids.shape[1])
+        arrived = input_ids
+        if not self._topology.is_first_stage:
+            parts = self._stage.arriving(tokens, self._weight.dtype)
+            arrived = self._weight.new_empty(exchange.num_elements(parts, self._weight.dtype))
+            torch.distributed.recv(arrived, self._topology.rank_at(self._topology.stage - 1))
+        output, leaving = self._stage.advance(
+            arrived,
+            tokens,
+            segment_ids=segment_ids,
+            state=state,
+            return_state=return_state,
+        )
+        if leaving is not None:
+            following = self._topology.rank_at(self._topology.stage + 1)
+            torch.distributed.send(leaving, following)
+        return output
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, [..., D] -> [..., V], from the last stage to every rank."""
+        last = self._topology.degrees.pipeline - 1
+        if self._topology.is_last_stage:
+            logits = self.embedding.logits(hidden)
+        else:
+            logits = hidden.new_empty(*hidden.shape[:-1], self.config.vocab_size)
+        torch.distributed.broadcast(
+            logits, src=self._topology.rank_at(last), group=self._topology.pipeline_group
+        )
+        return logits
+
+
+runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
+
+
+class PipelineStage(nn.Module):
+    """The part of the backbone on one pipeline stage; parameters are named as in `Backbone`.
+
+    Args:
+        config: dimensions of the whole model.
+        topology: of this rank.
+        layers: the blocks of this stage.
+        micro_batch: (B, T) of training.
+        block: makes the block of a layer.
+        activation_checkpointing: recompute each block in the backward pass.
+        sequence_checkpoint_tokens: tokens that are recomputed together; None: all.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        topology: Topology,
+        layers: range,
+        *,
+        micro_batch: tuple[int, int],
+        block: Callable[[ModelConfig, int], Block],
+        activation_checkpointing: bool,
+        sequence_checkpoint_tokens: int | None,
+    ) -> None:
+        super().__init__()
+        self.config, self.topology, self.layers = config, topology, layers
+        self.micro_batch = micro_batch
+        self.activation_checkpointing = activation_checkpointing
+        self.sequence_checkpoint_tokens = sequence_checkpoint_tokens
+        # Loss of the next micro-batch on the last stage; set for each step. It belongs to the
+        # forward pass: DeepSpeed's bf16 optimizer clears gradients where the backward pass reaches
+        # what forward gave (0.19.8, runtime/bf16_optimizer.py), and the head's would be among them.
+        self.objective: Callable[[Output], Tensor] | None = None
+        if topology.is_first_stage or topology.is_last_stage:
+            self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size)
+        if topology.is_first_stage:
+            self.embedding_norm = RMSNorm(config.hidden_size)
+        self.blocks = nn.ModuleDict({str(layer): block(config, layer) for layer in layers})
+        if topology.is_last_stage:
+            self.final_norm = RMSNorm(config.hidden_size)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
+        """A micro-batch of training through this stage.
+
+        Args:
+            inputs: input ids [B, T] on the first stage, elsewhere what crossed the border; then
+                segment ids [B, T] if documents are apart.
+        Returns:
+            what crosses the next border, with the same segment ids; on the last stage the loss.
+        """
+        arrived, *segment_ids = inputs
+        output, leaving = self.advance(
+            arrived, self.micro_batch, segment_ids=segment_ids[0] if segment_ids else None
+        )
+        if leaving is not None:
+            return leaving, *segment_ids
+        assert self.objective is not None, "the step sets it"
+        return self.objective(output)
+
+    def advance(
+        self,
+        arrived: Tensor,
+        tokens: tuple[int, int],
+        *,
+        segment_ids: Tensor | None = None,
+        state: list[BlockState] | None = None,
+        return_state: bool = False,
+    ) -> tuple[Output, Tensor | None]:
+        """This stage's blocks.
+
+        Args:
+            arrived: input ids [B, T] on the first stage, elsewhere what crossed the border.
+            tokens: (B, T).
+            segment_ids: document of each token, [B, T].
+            state: of this stage's blocks, where an earlier call stopped.
+            return_state: also give the state after token T.
+        Returns:
+            Output, of which statistics and state are this stage's on all but the last and hidden
+            is not normalised there; and what crosses the next border, None on the last stage.
+        """
+        if self.topology.is_first_stage:
+            x = self.embedding_norm(self.embedding(arrived))
+            v_first = earlier = None
+        else:
+            x, v_first, earlier = self._unpack(arrived, tokens)
+        x, v_first, statistics, after = run_blocks(
+            self.blocks.values(),
+            x,
+            v_first,
+            state=state,
+            segment_ids=segment_ids,
+            return_state=return_state,
+            recompute=self.activation_checkpointing,
+            sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
+        )
+        if statistics is not None and earlier is not None:
+            statistics = torch.cat([earlier, statistics])
+        if self.topology.is_last_stage:
+            return Output(self.final_norm(x), statistics, after), None
+        leaving = exchange.pack([part for part in (x, v_first, statistics) if part is not None])
+        return Output(x, statistics, after), leaving
+
+    def arriving(self, tokens: tuple[int, int], dtype: torch.dtype) -> list[Part]:
+        """Shapes and types that cross the boundary before this stage, for (B, T) tokens.
+
+        Residual stream [B, T, D], v_first [B, T, D / tensor], statistics [L, S].
+        """
+        config, tensor = self.config, self.topology.degrees.tensor
+        parts: list[Part] = [((*tokens, config.hidden_size), dtype)]
+        if self._v_first_arrives:
+            parts.append(((*tokens, config.hidden_size // tensor), dtype))
+        if config.moe is not None:
+            statistics = (self.layers.start, num_statistics(config.moe))
+            parts.append((statistics, torch.float32))
+        return parts
+
+    @property
+    def _v_first_arrives(self) -> bool:
+        return "rwkv" in self.config.layer_kinds()[: self.layers.start]
+
+    def _unpack(
+        self, arrived: Tensor, tokens: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Splits what crossed the boundary: residual stream, v_first, statistics of layers before.
+
+        v_first is None until an RWKV layer has made it, statistics are None for a dense model.
+        """
+        parts = iter(exchange.unpack(arrived, self.arriving(tokens, arrived.dtype)))
+        x = next(parts)
+        v_first = next(parts) if self._v_first_arrives else None
+        return x, v_first, next(parts, None)
+
+
+class Pipeline(PipelineModule):
+    """This rank's stage as DeepSpeed's pipeline engine takes it."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        degrees = stage.topology.degrees
+        grid = PipeModelDataParallelTopology(
+            num_pp=degrees.pipeline, num_mp=degrees.tensor, num_dp=degrees.data
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # it describes itself at length
+            # of these it takes its own stage's
+            layers = [stage] * degrees.pipeline
+            super().__init__(layers, topology=grid, partition_method="uniform")
+        for parameter in stage.embedding.parameters() if stage.topology.is_last_stage else ():
+            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts once in the gradient norm
+            mark_copy(parameter)
+
+    @property
+    def stage(self) -> PipelineStage:
+        """This rank's stage."""
+        (stage,) = self.forward_funcs
+        return cast(PipelineStage, stage)
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, torch.distributed.ProcessGroup]]:
+        """Weights that two stages hold, with the group over which DeepSpeed sums gradients."""
+        group = self.stage.topology.embedding_group
+        return [] if group is None else [(self.stage.embedding.weight, group)]
+
+    @torch.no_grad()
+    def align_embeddings(self) -> None:
+        """Give the last stage the first one's embedding; after each step."""
+        topology = self.stage.topology
+        if topology.embedding_group is not None:
+            torch.distributed.broadcast(
+                self.stage.embedding.weight,
+                src=topology.rank_at(0),
+                group=topology.embedding_group,
+            )

@@ -1,0 +1,106 @@
+"""ZeRO-3: parameters that are partitioned over the data ranks as soon as they have values.
+
+DeepSpeed gathers a module's parameters around its calls. What reads a parameter of another module
+must be told to it beforehand: it would notice only in an engine's forward pass, and an evaluation
+may come before that (0.19.8, runtime/zero/parameter_offload.py).
+
+The loss of the next token under a head that is whole, cut or partitioned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cdrmix import runtime
+from cdrmix.models.backbone import TokenEmbedding
+from cdrmix.models.rwkv7 import TimeMix
+from cdrmix.objectives.language_model import linear_cross_entropy
+from cdrmix.parallel.tensor import VocabularyEmbedding
+
+# (hidden states, weight of the head) -> logits or loss
+Score = Callable[[Tensor, Tensor], Tensor]
+
+
+class _Head(nn.Module):
+    """The embedding's use as the head, as a module of its own, so that it is gathered for it."""
+
+    def forward(self, hidden: Tensor, embedding: nn.Embedding, score: Score) -> Tensor:
+        return score(hidden, embedding.weight)
+
+
+class PartitionedEmbedding(TokenEmbedding):
+    """Token embedding whose rows are partitioned over the data ranks.
+
+    Args:
+        embedding: whose weight it takes over, partitioned already.
+    """
+
+    def __init__(self, embedding: TokenEmbedding) -> None:
+        weight = embedding.weight
+        assert isinstance(weight, nn.Parameter), "an embedding's weight is one"
+        rows, width = weight.ds_shape  # type: ignore[attr-defined]
+        super().__init__(rows, width, device="meta")
+        self.weight = weight
+        self.head = _Head()
+        _will_read(self.head, weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, [..., D] -> [..., V]."""
+        return self.head(hidden, self, F.linear)
+
+    def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
+        """As `head.next_token_nats`."""
+        score = partial(linear_cross_entropy, labels=labels, label_weights=label_weights)
+        return self.head(hidden, self, score)
+
+
+def partition(module: nn.Module, settings: dict[str, Any]) -> None:
+    """Leave each data rank its share of a module's parameters, in the type of the run; collective.
+
+    Values are cast as DeepSpeed casts a whole model under the other stages.
+
+    Args:
+        module: its parameters have their values; those partitioned before stay as they are.
+        settings: of DeepSpeed, complete.
+    """
+    if settings.get("bf16", {}).get("enabled"):
+        module.to(torch.bfloat16)
+    elif settings.get("fp16", {}).get("enabled"):
+        module.to(torch.float16)
+    runtime.import_deepspeed().zero.Init(module=module, config_dict_or_path=settings)
+    for part in module.modules():
+        if isinstance(part, TimeMix):
+            for parameter in part.group_norm.parameters():
+                _will_read(part, parameter)
+
+
+def _will_read(reader: nn.Module, parameter: nn.Parameter) -> None:
+    """Have a parameter gathered whenever `reader` is called, whose own it is not."""
+    runtime.import_deepspeed().zero.register_external_parameter(reader, parameter)
+
+
+def next_token_nats(
+    embedding: TokenEmbedding,
+    hidden: Tensor,
+    labels: Tensor,
+    label_weights: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of the next token, summed over the valid positions.
+
+    Args:
+        embedding: of this rank; tied with the head.
+        hidden: normalised output of the last block, [..., D].
+        labels: next token of each position, [...], int64; -100 is ignored.
+        label_weights: factor on the nats of each, [...], float32; None: 1.
+    Returns:
+        Nats over the valid positions, scalar, float32; the same on every tensor rank.
+    """
+    if isinstance(embedding, VocabularyEmbedding | PartitionedEmbedding):
+        return embedding.cross_entropy(hidden, labels, label_weights)
+    return linear_cross_entropy(hidden, embedding.weight, labels, label_weights=label_weights)

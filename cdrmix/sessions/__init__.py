@@ -1,0 +1,1 @@
+"""Whole runs: Stage A then Stage B; rehearsals of a plan."""

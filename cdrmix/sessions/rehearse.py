@@ -1,0 +1,210 @@
+"""A plan's layout, shrunk, with real steps and real collectives on processes of this machine.
+
+Each small layout trains, saves and ends; goes on from its first checkpoint; and goes on from it in
+one process. One process trains the same micro-steps from the start. What should be equal to the bit
+is compared so, the rest to a relative 1e-5. A small Stage B starts from the backbone that the first
+layout has trained.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cdrmix.config.schema import Config
+from cdrmix.data.sample import build_sample
+from cdrmix.errors import PlanError
+from cdrmix.log import get_logger
+from cdrmix.planning.cluster import Cluster
+from cdrmix.planning.comparison import Comparison, compare, unavailable
+from cdrmix.planning.plan import Plan
+from cdrmix.planning.shrink import (
+    Aspect,
+    Rehearsal,
+    aspects,
+    planned_stage_b,
+    rehearsal_text,
+    rehearsals,
+    stage_b_aspects,
+    stage_b_rehearsal,
+)
+from cdrmix.sessions.rehearsal_runs import Check, SmallRuns
+
+logger = get_logger(__name__)
+# Packages of the standard library whose text is enough to train a tokenizer of 512 slots on.
+_TEXT = ("asyncio", "email", "json", "logging", "unittest")
+
+
+@dataclass(frozen=True)
+class RehearsedStage:
+    """A stage of a run, and what its rehearsal showed.
+
+    Attributes:
+        title: the stage and how it is planned.
+        planned: its layout, as plain values.
+        small: the layouts that were run.
+        checks: comparisons by layout.
+        aspects: what was exercised, and what not.
+    """
+
+    title: str
+    planned: dict[str, Any]
+    small: list[Rehearsal]
+    checks: list[list[Check]]
+    aspects: list[Aspect]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison of every layout passed."""
+        return all(check.passed for checks in self.checks for check in checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        layouts = [
+            {
+                "profile": each.profile,
+                "degrees": asdict(each.degrees),
+                "checks": [asdict(check) | {"passed": check.passed} for check in checks],
+            }
+            for each, checks in zip(self.small, self.checks, strict=True)
+        ]
+        return {
+            "planned": self.planned,
+            "layouts": layouts,
+            "aspects": [asdict(aspect) for aspect in self.aspects],
+        }
+
+    def lines(self, *, first: int) -> list[str]:
+        """The tables that a person reads, with layouts numbered from `first`."""
+        lines, heads = [self.title], [f"rehearsed {first + n}" for n in range(len(self.small))]
+        for head, each, checks in zip(heads, self.small, self.checks, strict=True):
+            lines += ["", f"{head}: {each.describe()}, {each.degrees.world_size} processes"]
+            lines += [f"  {check}" for check in checks]
+        return [*lines, "", *_aspect_lines(self.aspects, heads), ""]
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A plan, and what its rehearsal showed.
+
+    Attributes:
+        compared: the plan that was rehearsed, and its cluster.
+        stage_a: pretraining.
+        stage_b: reasoning enablement; None where the run has none.
+        seconds: wall time.
+    """
+
+    compared: Comparison
+    stage_a: RehearsedStage
+    stage_b: RehearsedStage | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison passed."""
+        return self.stage_a.passed and (self.stage_b is None or self.stage_b.passed)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        stage_b = {} if self.stage_b is None else {"stage_b": self.stage_b.to_json()}
+        return {
+            "name": self.compared.config.name,
+            "passed": self.passed,
+            **self.stage_a.to_json(),
+            **stage_b,
+            "seconds": self.seconds,
+        }
+
+    def as_text(self) -> str:
+        """The tables that a person reads."""
+        lines = self.stage_a.lines(first=1)
+        if self.stage_b is not None:
+            lines += self.stage_b.lines(first=1 + len(self.stage_a.small))
+        verdict = "passed" if self.passed else "FAILED"
+        return "\n".join([*lines, f"rehearsal {verdict} in {self.seconds:.0f} s"])
+
+
+def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
+    """Plan a run on a cluster and run the plan's layout, shrunk, on this machine's processors.
+
+    Raises:
+        PlanError: if there is no plan that this version can run.
+    """
+    began, compared = time.monotonic(), compare(config, cluster)
+    plan = compared.plan
+    if plan.missing:
+        raise PlanError("\n".join(unavailable(plan, config, cluster)))
+    small = rehearsals(config, plan)
+    planned = planned_stage_b(config, plan, cluster)
+    stage_b = [] if planned is None else [stage_b_rehearsal(config, planned, small[0])]
+    with tempfile.TemporaryDirectory(prefix="cdrmix-rehearsal-") as folder:
+        checks = _run(Path(folder), small, stage_b)
+    found = RehearsedStage(
+        title=f"{config.name} on {cluster}: {plan.describe()}",
+        planned=plan.estimates_to_json(),
+        small=small,
+        checks=checks[: len(small)],
+        aspects=aspects(config, plan, small),
+    )
+    after = None
+    if planned is not None:
+        after = RehearsedStage(
+            title=_stage_b_title(compared, planned),
+            planned=planned.to_json(),
+            small=stage_b,
+            checks=checks[len(small) :],
+            aspects=stage_b_aspects(config, planned, stage_b[0]),
+        )
+    return Rehearsed(compared, found, after, time.monotonic() - began)
+
+
+def _stage_b_title(compared: Comparison, planned: Plan) -> str:
+    title = f"Stage B: {rehearsal_text(planned.name, planned.degrees)}"
+    if not compared.stage_b_fits:
+        title += "; does NOT fit that cluster's memory, see cdrmix plan"
+    return title
+
+
+def _run(root: Path, small: list[Rehearsal], stage_b: list[Rehearsal]) -> list[list[Check]]:
+    """Comparisons of every layout, those of Stage B last: they start where the first one ends."""
+    logger.info("building a corpus of a few files")
+    corpus = _build_corpus(root, small[0].config.model.vocab_size)
+    layouts, checks = [*small, *stage_b], list[list[Check]]()
+    backbone: Path | None = None
+    for number, each in enumerate(layouts, 1):
+        is_stage_b = number > len(small)
+        told = f"Stage B, {each.describe()}" if is_stage_b else each.describe()
+        logger.info("running %d of %d: %s", number, len(layouts), told)
+        source = backbone if is_stage_b else None
+        runs = SmallRuns(root / str(number), corpus, each, backbone=source)
+        checks.append(list(runs.checks()))
+        backbone = backbone or runs.first
+    return checks
+
+
+def _build_corpus(root: Path, vocab_size: int) -> Path:
+    stdlib, sources = Path(sysconfig.get_path("stdlib")), root / "sources"
+    for package in _TEXT:
+        shutil.copytree(stdlib / package, sources / package)
+    (sources / "pydoc_data").mkdir()
+    shutil.copy(stdlib / "pydoc_data" / "topics.py", sources / "pydoc_data")
+    build_sample(root / "corpus", vocab_size, stdlib=sources)
+    return root / "corpus"
+
+
+def _aspect_lines(found: list[Aspect], layouts: list[str]) -> list[str]:
+    heads = ["", "planned", *layouts, "exercised"]
+    rows = [heads]
+    for aspect in found:
+        verdict = {True: "yes", False: "no", None: ""}[aspect.is_exercised]
+        rows.append([aspect.name, aspect.planned, *aspect.rehearsed, verdict])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

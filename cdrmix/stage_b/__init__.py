@@ -1,0 +1,1 @@
+"""Stage B: its engine, answering, evaluation of reasoning."""

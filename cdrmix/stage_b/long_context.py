@@ -1,0 +1,355 @@
+"""A trained Stage B as one plain reader: for evaluation and for reading what is given to it.
+
+Reasoning tasks by the length of their texts: the reader, and its backbone alone beside it.
+
+The backbone alone sees what its window holds at the end of the text; state and cache begin there.
+"""
+
+# N texts
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.fragments import is_stage_b, reader_logical_name
+from cdrmix.config.reasoning import StageBConfig
+from cdrmix.errors import DataError, StateError
+from cdrmix.evaluation.trained import TrainedModel, load_trained
+from cdrmix.log import get_logger
+from cdrmix.monitoring.sinks import write_text_atomic
+from cdrmix.reasoning.episodes import roll_out, roll_out_branches
+from cdrmix.reasoning.lessons import Lessons
+from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
+from cdrmix.reasoning.reading_environment import ReadingEpisodes
+from cdrmix.reasoning.tasks import Example, check_task, read_examples, write_examples
+from cdrmix.stage_b.phases import grade_by
+
+
+@dataclass(frozen=True)
+class TrainedReader:
+    """A reader of one checkpoint.
+
+    Attributes:
+        trained: its backbone, configuration and tokenizer.
+        reader: evaluation mode.
+        lessons: tasks and texts in its tokens.
+    """
+
+    trained: TrainedModel
+    reader: MemoryReader
+    lessons: Lessons
+
+
+def load_reader(source: Path, *, accept_threshold: float | None = None) -> TrainedReader:
+    """Load the newest checkpoint under `source` that verifies.
+
+    Args:
+        source: a run directory or a checkpoint.
+        accept_threshold: advantage from which a branch is accepted; None: the run's.
+    Raises:
+        StateError: if there is none, or it has not come to Stage B.
+        DataError: if its tokenizer cannot be read.
+    """
+    trained = load_trained(source)
+    stage_b = trained.config.stage_b
+    with CheckpointReader(trained.checkpoint) as checkpoint:
+        if stage_b is None or not any(map(is_stage_b, checkpoint.names())):
+            raise StateError(
+                f"{source}: step {trained.step} has no memory to read with. Memory is trained in "
+                "Stage B: train a reasoning variant (cdrmix-reason-*) with training.stage all or b"
+            )
+        if accept_threshold is not None:
+            policy = stage_b.policy.model_copy(update={"accept_threshold": accept_threshold})
+            stage_b = stage_b.model_copy(update={"policy": policy})
+        lessons = make_lessons(trained, stage_b)
+        reader = MemoryReader(
+            trained.model, stage_b, window_tokens=lessons.window_tokens, marks=lessons.marks
+        )
+        reader.to(trained.model.device)
+        engine_state.load_module(reader, checkpoint, reader_logical_name)
+    return TrainedReader(trained, reader.eval(), lessons)
+
+
+def make_lessons(trained: TrainedModel, stage_b: StageBConfig) -> Lessons:
+    """Tasks in the tokens of a trained model, without plain text."""
+    training = stage_b.training
+    return Lessons(
+        training,
+        trained.config.training.seed,
+        training.window_tokens or trained.config.training.sequence_length,
+        trained.tokenizer,
+    )
+
+
+LENGTH_RATIOS = (1, 2, 4, 8, 16)
+REASONING_FILE = "reasoning.json"
+_EXAMPLES_PER_BATCH = 16
+_TRIES_PER_EXAMPLE = 4
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of the table.
+
+    Attributes:
+        task: its name.
+        length_ratio: length of the texts (windows).
+        score: of the reader, mean of 0 to 1.
+        backbone_score: of the backbone alone, on the same texts.
+        n: texts.
+    """
+
+    task: str
+    length_ratio: int
+    score: float
+    backbone_score: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What reading came to.
+
+    Attributes:
+        rows: of the table.
+        accepted: share of the agent's decisions in which a branch was accepted; None where it took
+            its likeliest action.
+        checkpoint: of the reader, where one was loaded.
+    """
+
+    rows: list[Row]
+    accepted: float | None = None
+    checkpoint: Path | None = None
+
+    def as_json(self) -> str:
+        """One JSON object; the share is there where there is one."""
+        share = {} if self.accepted is None else {"accepted_branches": self.accepted}
+        return json.dumps({"rows": [asdict(row) for row in self.rows], **share})
+
+    def table(self) -> str:
+        """For a person."""
+        if self.accepted is None:
+            return score_table(self.rows)
+        return f"{score_table(self.rows)}; {self.accepted:.1%} of the decisions accepted a branch"
+
+
+def evaluate_reasoning(
+    source: Path,
+    *,
+    num_examples: int,
+    file: Path | None = None,
+    written: Path | None = None,
+    branches: bool = False,
+    accept_threshold: float | None = None,
+) -> Evaluated:
+    """Evaluate a trained reader; see `store_rows`.
+
+    Args:
+        source: a run directory or a checkpoint of one.
+        num_examples: texts for each of the tasks that it was trained on, and each length.
+        file: tasks to read instead.
+        written: file to write the tasks to.
+        branches: act by branches, instead of taking the likeliest action.
+        accept_threshold: of these; None: the run's.
+    Raises:
+        StateError: if there is no checkpoint, it has not come to Stage B, or the tasks cannot be
+            written.
+        DataError: if a row of the file cannot be used.
+    """
+    loaded = load_reader(source, accept_threshold=accept_threshold)
+    logger.info("%s: step %d", source, loaded.trained.step)
+    lessons = loaded.lessons
+    if file is not None:
+        examples = read_examples(file, check=partial(_check_room, lessons))
+    else:
+        tasks = lessons.training.tasks
+        examples = suite(lessons, tasks, length_ratios=LENGTH_RATIOS, num_examples=num_examples)
+    if written is not None:
+        write_examples(written, examples)
+    evaluated = score_examples(loaded.reader, lessons, examples, branches=branches)
+    return replace(evaluated, checkpoint=loaded.trained.checkpoint)
+
+
+def _check_room(lessons: Lessons, example: Example) -> None:
+    """Raises ValueError where a window has no room for the question."""
+    count = len(lessons.tokenizer.encode(example.question))
+    if (room := segment_room(lessons.window_tokens, count)) < 0:
+        raise ValueError(
+            f"question takes {count} tokens, {-room} more than a window of "
+            f"{lessons.window_tokens} tokens has room for"
+        )
+
+
+def store_rows(checkpoint: Path, rows: Sequence[Row]) -> None:
+    """Write the rows into the run directory of a checkpoint, if it lies in one.
+
+    Args:
+        checkpoint: its folder.
+        rows: of the suite.
+    Raises:
+        StateError: if they cannot be written.
+    """
+    run_dir = _run_directory(checkpoint)
+    if run_dir is not None:
+        write_text_atomic(run_dir / REASONING_FILE, scores_json(rows) + "\n")
+
+
+def score_tasks(
+    reader: MemoryReader,
+    lessons: Lessons,
+    tasks: Sequence[str],
+    *,
+    length_ratios: Sequence[int],
+    num_examples: int,
+) -> list[Row]:
+    """Mean scores on a `suite`.
+
+    Args:
+        reader: in evaluation mode.
+        lessons: tasks in its tokens.
+        tasks: names.
+        length_ratios: lengths (windows).
+        num_examples: texts for each cell.
+    Raises:
+        DataError: if a task is unknown, or the agent's numbers are not finite.
+    """
+    examples = suite(lessons, tasks, length_ratios=length_ratios, num_examples=num_examples)
+    return score_examples(reader, lessons, examples).rows
+
+
+def suite(
+    lessons: Lessons, tasks: Sequence[str], *, length_ratios: Sequence[int], num_examples: int
+) -> list[Example]:
+    """Examples of every task and length, on texts that training did not see.
+
+    One whose statements a length has no room for gives way to the next; a task of which none fits
+    has none there.
+
+    Raises:
+        DataError: if a task is unknown.
+    """
+    return [
+        example
+        for task in tasks
+        for ratio in length_ratios
+        for example in _examples(lessons, task, ratio, num_examples)
+    ]
+
+
+def score_examples(
+    reader: MemoryReader, lessons: Lessons, examples: Sequence[Example], *, branches: bool = False
+) -> Evaluated:
+    """Mean scores of episodes, and of the backbone alone, by task and length.
+
+    Args:
+        reader: in evaluation mode.
+        lessons: give its tokens.
+        examples: whose questions a window has room for.
+        branches: act by branches, instead of taking the likeliest action.
+    Raises:
+        DataError: if the agent's numbers are not finite.
+    """
+    cells: dict[tuple[str, int], list[Example]] = {}
+    for example in examples:
+        cells.setdefault((example.task, example.length_ratio), []).append(example)
+    rows, num_accepted, num_decisions = [], 0, 0
+    for (task, ratio), cell in cells.items():
+        played = _play(reader, lessons, cell, branches=branches)
+        mean, alone = played.scores.mean(0).tolist()
+        rows.append(Row(task, ratio, mean, alone, len(cell)))
+        num_accepted += played.num_accepted
+        num_decisions += played.num_decisions
+    return Evaluated(rows, num_accepted / num_decisions if num_decisions else None)
+
+
+def _examples(lessons: Lessons, task: str, ratio: int, count: int) -> list[Example]:
+    """The first `count` examples that fit into a length, among four times as many."""
+    check_task(task)
+    examples: list[Example] = []
+    why = None
+    for number in range(_TRIES_PER_EXAMPLE * count):
+        try:
+            examples.append(lessons.example(task, f"{lessons.seed}/evaluation", number, ratio))
+        except DataError as error:
+            why = error
+        if len(examples) == count:
+            break
+    if why is not None and len(examples) < count:
+        logger.info("%d of %d texts found: %s", len(examples), count, why)
+    return examples
+
+
+class _Played(NamedTuple):
+    """Score with memory and alone of each example, [N, 2], and what became of branches."""
+
+    scores: Tensor
+    num_accepted: int
+    num_decisions: int
+
+
+@torch.no_grad()
+def _play(
+    reader: MemoryReader, lessons: Lessons, cell: Sequence[Example], *, branches: bool
+) -> _Played:
+    parts, num_accepted, num_decisions = [], 0, 0
+    for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
+        examples = cell[first : first + _EXAMPLES_PER_BATCH]
+        texts = lessons.texts([lessons.segments(each.text) for each in examples], examples)
+        texts = texts.to(reader.backbone.device)
+        grade = grade_by(examples, lessons.tokenizer)
+        episodes = ReadingEpisodes(reader, reader.read(texts), grade)
+        start = episodes.start()
+        if branches:
+            branched = roll_out_branches(episodes, reader.policy, start)
+            final = branched.final
+            num_accepted += branched.num_accepted
+            num_decisions += branched.num_decisions
+        else:
+            final = roll_out(episodes, reader.policy, start, generator=None).final
+        alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
+        parts.append(torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1))
+    return _Played(torch.cat(parts), num_accepted, num_decisions)
+
+
+def scores_json(rows: Sequence[Row]) -> str:
+    """The rows as one JSON object."""
+    return Evaluated(list(rows)).as_json()
+
+
+def score_table(rows: Sequence[Row]) -> str:
+    """The rows for a person: a line per task, a column per length."""
+    ratios = sorted({row.length_ratio for row in rows})
+    by_cell = {(row.task, row.length_ratio): row for row in rows}
+    heads = "".join(f"{f'{ratio}x':>14}" for ratio in ratios)
+    lines = [f"{'score, backbone alone':<24}{heads}"]
+    for task in dict.fromkeys(row.task for row in rows):
+        cells = []
+        for ratio in ratios:
+            row = by_cell.get((task, ratio))
+            cells.append(f"{row.score:.2f}, {row.backbone_score:.2f}" if row else "-")
+        lines.append(f"{task:<24}" + "".join(f"{cell:>14}" for cell in cells))
+    lines.append(_note([row.n for row in rows]) if rows else "no task fits")
+    return "\n".join(lines)
+
+
+def _note(counts: Sequence[int]) -> str:
+    fewest, most = min(counts), max(counts)
+    texts = f"{most}" if fewest == most else f"{fewest} to {most}"
+    return f"{texts} texts each; lengths in windows"
+
+
+def _run_directory(checkpoint: Path) -> Path | None:
+    """Run directory of one of its checkpoints; None for one outside of any."""
+    folder = checkpoint.parent
+    return folder.parent if folder.name == "checkpoints" else None

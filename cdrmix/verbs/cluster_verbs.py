@@ -1,0 +1,193 @@
+"""`cdrmix launch`, `slurm` and `doctor`: runs on hosts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cdrmix.errors import EXIT_DONE, EXIT_USER_ERROR
+from cdrmix.verbs.flags import add_config_flags, at_least
+
+if TYPE_CHECKING:
+    from cdrmix.verbs.flags import Verbs
+
+
+def add_launch(verbs: Verbs) -> None:
+    """`cdrmix launch`: train, and start again what is lost."""
+    parser = verbs.add_parser(
+        "launch",
+        help="train under the deepspeed launcher, restarted where it is lost",
+        description="Starts the deepspeed launcher on this machine or on the hosts of a hostfile, "
+        "watches it, and starts a lost run again from its newest checkpoint. TERM, INT and USR1 "
+        "save and stop.",
+    )
+    add_config_flags(parser)
+    parser.add_argument(
+        "--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine"
+    )
+    parser.add_argument(
+        "--nproc", type=at_least(1), metavar="N", help="ranks on each host; default one per device"
+    )
+    _add_run_flags(parser, restarts="restarts; default 3")
+    parser.add_argument(
+        "--resume", default="never", metavar="auto|never|PATH", help="of the first start"
+    )
+    parser.add_argument("--max-steps", type=at_least(1), help="short for training.max_steps=N")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.cluster.launch import launch, make_job
+
+        overrides = list(arguments.overrides)
+        if arguments.max_steps is not None:
+            overrides.append(f"training.max_steps={arguments.max_steps}")
+        job = make_job(
+            config=Path(arguments.config),
+            overrides=overrides,
+            hostfile=arguments.hostfile,
+            ranks_per_host=arguments.nproc,
+            max_restarts=arguments.max_restarts,
+            profile=arguments.profile,
+            run_dir=arguments.run_dir,
+            resume=arguments.resume,
+        )
+        code = launch(job)
+        if code != EXIT_DONE:
+            raise SystemExit(code)
+
+    parser.set_defaults(run=run)
+
+
+def add_slurm(verbs: Verbs) -> None:
+    """`cdrmix slurm`: write a batch script for a run, and queue it."""
+    parser = verbs.add_parser(
+        "slurm",
+        help="write a batch script for a run, and queue it with --submit",
+        description="Writes RUN_DIR/job.sbatch: the run saves before its time limit, goes back to "
+        "the queue and goes on. Configuration and layout are checked before.",
+    )
+    add_config_flags(parser)
+    _add_batch_flags(parser)
+    _add_run_flags(parser, restarts="requeues of a lost run; default 3")
+    parser.add_argument("--submit", action="store_true", help="queue it, and print its number")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.cluster.slurm import make_batch, submit, write_script
+
+        batch = make_batch(
+            config=Path(arguments.config),
+            overrides=arguments.overrides,
+            profile=arguments.profile,
+            run_dir=arguments.run_dir,
+            nodes=arguments.nodes,
+            ranks_per_node=arguments.gpus_per_node,
+            on_cpu=arguments.cpu,
+            starter=arguments.starter,
+            time_limit=arguments.time,
+            max_restarts=arguments.max_restarts,
+            chain=arguments.chain,
+            options=arguments.options,
+        )
+        script = write_script(batch)
+        print(submit(script) if arguments.submit else script)
+
+    parser.set_defaults(run=run)
+
+
+def _add_run_flags(parser: argparse.ArgumentParser, *, restarts: str) -> None:
+    """What a run is started with, however; `restarts` is the help of its flag."""
+    parser.add_argument("--max-restarts", type=at_least(0), default=3, metavar="R", help=restarts)
+    parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
+    parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
+
+
+def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """What a batch script asks SLURM for."""
+    parser.add_argument("--nodes", type=at_least(1), metavar="N", required=True, help="nodes")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=at_least(1),
+        metavar="G",
+        default=8,
+        help="devices, and ranks, of each",
+    )
+    parser.add_argument("--cpu", action="store_true", help="ranks on CPUs: ask for no devices")
+    parser.add_argument(
+        "--starter",
+        choices=("srun", "deepspeed"),
+        default="srun",
+        help="srun: a task per rank; deepspeed: its launcher on each node; default srun",
+    )
+    parser.add_argument("--time", default="24:00:00", help="time limit; default 24:00:00")
+    parser.add_argument(
+        "--chain",
+        type=at_least(1),
+        default=1,
+        metavar="K",
+        help="an array of K jobs, one after the other, in place of requeueing at the time limit",
+    )
+    parser.add_argument(
+        "--option",
+        dest="options",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further option of sbatch, such as partition=gpu; may be repeated",
+    )
+
+
+def add_doctor(verbs: Verbs) -> None:
+    """`cdrmix doctor`: is this machine, or are the hosts of a hostfile, ready for a run?"""
+    parser = verbs.add_parser(
+        "doctor",
+        help="check this machine, or every host of a hostfile, before a run",
+        description="Versions, devices, clocks, network, shared folder, free space, leftovers of "
+        "earlier runs, and an all-reduce of 100 MB. Ends with 2 where something fails.",
+    )
+    parser.add_argument(
+        "--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("experiments"),
+        metavar="DIR",
+        help="where runs are written, which all hosts must see; default experiments",
+    )
+    parser.add_argument(
+        "--nproc", type=at_least(1), metavar="N", help="ranks of the all-reduce on each host"
+    )
+    parser.add_argument("--no-all-reduce", action="store_true", help="start no ranks")
+    parser.add_argument(
+        "--remove-leftovers",
+        action="store_true",
+        help="first end and delete what earlier runs of yours left",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from cdrmix.cluster.doctor import (
+            as_table,
+            examine,
+            is_ready,
+            remove_leftovers_on_hosts,
+            report_json,
+        )
+        from cdrmix.cluster.hosts import read_hostfile
+
+        hosts = read_hostfile(arguments.hostfile) if arguments.hostfile else []
+        if arguments.remove_leftovers:
+            for removed in remove_leftovers_on_hosts(hosts):
+                print(f"removed {removed}", file=sys.stderr)
+        findings = examine(
+            hosts,
+            folder=arguments.folder,
+            ranks_per_host=arguments.nproc,
+            with_all_reduce=not arguments.no_all_reduce,
+        )
+        print(report_json(findings) if arguments.json else as_table(findings))
+        if not is_ready(findings):
+            raise SystemExit(EXIT_USER_ERROR)
+
+    parser.set_defaults(run=run)
