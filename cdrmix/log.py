@@ -36,7 +36,8 @@ class _FileHandler(logging.FileHandler):
     """Tells once that its file cannot be written, in place of a traceback for each line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        reason, root = sys.exc_info()[1], logging.getLogger(_ROOT)
+        reason = sys.exc_info()[1]
+        root = logging.getLogger(_ROOT)
         root.removeHandler(self)
         with contextlib.suppress(OSError):  # what could not be written is tried once more
             self.close()

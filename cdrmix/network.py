@@ -10,7 +10,8 @@ import socket
 _OUTSIDE = "192.0.2.1"
 _DISCARD_PORT = 9
 # Of the ranks of SLURM jobs: below those that Linux hands out to whoever asks for any.
-_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
+_FIRST_PORT = 20_000
+_NUM_PORTS = 12_000
 
 
 def free_port() -> int:

@@ -387,7 +387,8 @@ def together(action: Callable[[], T]) -> T:
     Raises:
         TrainingError: the first failing rank's error, on every rank.
     """
-    result, failure = None, None
+    result = None
+    failure = None
     try:
         result = action()
     except TrainingError as error:
@@ -441,7 +442,10 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
-    m_trim_threshold, m_top_pad, m_mmap_threshold, m_arena_max = -1, -2, -3, -8
+    m_trim_threshold = -1
+    m_top_pad = -2
+    m_mmap_threshold = -3
+    m_arena_max = -8
     if not libc.mallopt(m_mmap_threshold, 2**30):
         libc.mallopt(m_mmap_threshold, 2**25)  # the most that older versions take
     libc.mallopt(m_trim_threshold, 2**31 - 1)

@@ -55,7 +55,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Parse, plan, run, tear down; returns the exit code of this rank."""
-    code, start_up = EXIT_FAULT, StartUp()
+    code = EXIT_FAULT
+    start_up = StartUp()
     try:
         runtime.map_environment()
         log.configure(rank=runtime.environment_rank())

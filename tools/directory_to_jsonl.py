@@ -82,7 +82,9 @@ class Shards:
     """Files `documents-00000.jsonl[.gz]` of at most `max_bytes`, a longer document apart."""
 
     def __init__(self, folder: Path, max_bytes: int, *, compress: bool) -> None:
-        self._folder, self._max_bytes, self._compress = folder, max_bytes, compress
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._compress = compress
         self._file: Any = None
         self._size = self._number = 0
         self.num_documents = 0
@@ -107,7 +109,8 @@ class Shards:
         path = self._folder / f"documents-{self._number:05d}.jsonl{'.gz' * self._compress}"
         # Without a time inside, equal directories give equal files.
         self._file = gzip.GzipFile(path, "wb", mtime=0) if self._compress else path.open("wb")
-        self._size, self._number = 0, self._number + 1
+        self._size = 0
+        self._number = self._number + 1
 
 
 def main(arguments: list[str]) -> int:

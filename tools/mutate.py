@@ -98,7 +98,8 @@ def locate(faults: Sequence[Fault], root: Path) -> list[Located]:
         path.relative_to(root): _TEST.findall(path.read_text(encoding="utf-8"))
         for path in sorted((root / "tests").rglob("test_*.py"))
     }
-    located, problems = [], []
+    located = []
+    problems = []
     for fault in faults:
         places = [path for path, source in sources.items() for _ in range(source.count(fault.text))]
         chosen = [_named(name, tests) for name in fault.tests]
@@ -201,7 +202,8 @@ def verdict(located: Located, root: Path, *, number: int, timeout_seconds: float
     Raises:
         TableError: if pytest could not run the tests, whatever they would have said.
     """
-    path, fault = root / located.path, located.fault
+    path = root / located.path
+    fault = located.fault
     source = path.read_text(encoding="utf-8")
     before = path.stat()
     path.write_text(source.replace(fault.text, fault.replacement), encoding="utf-8")
@@ -277,7 +279,8 @@ def _run(flags: argparse.Namespace) -> int:
                 f" ({one.path})",
                 flush=True,
             )
-    noticed, late = verdicts.count("noticed"), verdicts.count("TIMEOUT")
+    noticed = verdicts.count("noticed")
+    late = verdicts.count("TIMEOUT")
     print(f"{noticed} of {len(located)} faults were noticed, and {late} timed out")
     return 0 if noticed == len(located) else 1
 

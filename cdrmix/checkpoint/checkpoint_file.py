@@ -127,7 +127,8 @@ class CheckpointReader:
         source_starts, target_starts, lengths = shared_runs(span_of(fragment), target)
         if not len(lengths):
             return 0
-        first, end = int(source_starts[0]), int(source_starts[-1] + lengths[-1])
+        first = int(source_starts[0])
+        end = int(source_starts[-1] + lengths[-1])
         # A view of the mapped file: only the pages of the runs are read.
         values = self._slice(fragment, first, end)
         runs = zip(

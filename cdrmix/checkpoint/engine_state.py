@@ -250,8 +250,11 @@ def _piece(engine: Any, name: str, param: torch.nn.Parameter) -> _Piece | None:
     elif _mapping(param) is None:
         return None
     else:
-        local, flat = _mapping(param).lp_fragment_address, _mapping(param).hp_fragment_address
-        start, numel, offset = local.start, local.numel, flat.start
+        local = _mapping(param).lp_fragment_address
+        flat = _mapping(param).hp_fragment_address
+        start = local.start
+        numel = local.numel
+        offset = flat.start
     return _Piece(name, placement, Span(placement.block, start, numel), offset) if numel else None
 
 
@@ -259,7 +262,8 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
     """Expert parameters are a block of experts, in order of expert rank; others are whole, or the
     box that tensor parallelism left of them."""
     # what ZeRO-3 has partitioned shows nothing of its shape
-    shape, copied = tuple(getattr(tensor, "ds_shape", tensor.shape)), is_copy(tensor)
+    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+    copied = is_copy(tensor)
     if getattr(tensor, "allreduce", True):
         is_first = torch.distributed.get_rank(engine.optimizer.dp_process_group) == 0
         shard = shard_of(tensor)
@@ -267,7 +271,8 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
             return _Placement(shard.logical_shape, Box(shard.offset, shape), is_first, copied)
         return _Placement(shape, Box.whole(shape), is_first, copied)
     name: str = tensor.group_name  # type: ignore[attr-defined]
-    experts, replicas = engine.expert_parallel_group[name], engine.expert_data_parallel_group[name]
+    experts = engine.expert_parallel_group[name]
+    replicas = engine.expert_data_parallel_group[name]
     first = torch.distributed.get_rank(experts) * shape[0]
     total = torch.distributed.get_world_size(experts) * shape[0]
     is_first = torch.distributed.get_rank(replicas) == 0
@@ -283,7 +288,8 @@ def _frozen(engine: Any) -> list[tuple[str, torch.nn.Parameter]]:
 def _frozen_shares(engine: Any, logical_name: LogicalName) -> Iterator[tuple[_Piece, torch.Tensor]]:
     """This rank's shares of frozen parameters, which ZeRO-3 alone partitions too."""
     for name, param in _frozen(engine) if _is_zero3(engine) else ():
-        placement, (start, numel) = _placement(engine, param), partitioned.share(param)
+        placement = _placement(engine, param)
+        (start, numel) = partitioned.share(param)
         if numel:
             span = Span(placement.block, start, numel)
             yield _Piece(logical_name(name), placement, span, 0), partitioned.held(param)
@@ -361,10 +367,12 @@ def _materialise_optimizer_state(engine: Any) -> None:
 
     Learning rate and gradients are zero; the masters are read afterwards in any case.
     """
-    inner, masters = engine.optimizer.optimizer, [master for master, _ in _masters(engine)]
+    inner = engine.optimizer.optimizer
+    masters = [master for master, _ in _masters(engine)]
     if all(inner.state.get(p) for p in masters):
         return
-    rates, gradients = [group["lr"] for group in inner.param_groups], [p.grad for p in masters]
+    rates = [group["lr"] for group in inner.param_groups]
+    gradients = [p.grad for p in masters]
     for group in inner.param_groups:
         group["lr"] = 0.0
     for p in masters:

@@ -294,7 +294,8 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = 
     largest_first = sorted(files, key=lambda name: -files[name]["bytes"])
     reasons = []
     for name in largest_first[part::parts]:
-        path, record = folder / name, files[name]
+        path = folder / name
+        record = files[name]
         try:
             reason = retried(
                 lambda path=path, record=record: _file_damage(  # type: ignore[misc]

@@ -85,7 +85,8 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
 def write_share(temporary: Path, share: RankShare) -> None:
     """Write one rank's files, and what rank 0 is to know of them."""
     name = _name(share.rank)
-    tensor_file, json_file = f"{name}.safetensors", f"{name}.json"
+    tensor_file = f"{name}.safetensors"
+    json_file = f"{name}.json"
     ordered = _in_file_order(share.fragments)
     header = safetensors_header([(_key(fragment), fragment.values) for fragment in ordered])
     files = {
@@ -184,7 +185,8 @@ def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
     known = [(step_of(folder), number) for folder, number in numbers.items() if number is not None]
 
     def key(folder: Path) -> tuple[int, int]:
-        step, number = step_of(folder), numbers[folder]
+        step = step_of(folder)
+        number = numbers[folder]
         if number is None:
             number = max((saved for at, saved in known if at <= step), default=0)
         return -number, -step

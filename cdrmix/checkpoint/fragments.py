@@ -122,7 +122,8 @@ def shared_runs(source: Span, target: Span) -> tuple[np.ndarray, np.ndarray, np.
 
 def _contiguous_tail(extent: list[int], *shapes: tuple[int, ...]) -> tuple[int, int]:
     """Number of leading dimensions to step through, and elements per contiguous run below them."""
-    outer, run = len(extent), 1
+    outer = len(extent)
+    run = 1
     while outer > 0:
         outer -= 1
         run *= extent[outer]

@@ -74,8 +74,10 @@ def _runs(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     runs: list[tuple[torch.Tensor, int]] = []
     end: tuple[int, int] | None = None
     for tensor in tensors:
-        storage, start = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
-        num_bytes, is_dense = tensor.numel() * tensor.element_size(), tensor.is_contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        start = tensor.data_ptr()
+        num_bytes = tensor.numel() * tensor.element_size()
+        is_dense = tensor.is_contiguous()
         if is_dense and (storage, start) == end:
             runs[-1] = (runs[-1][0], runs[-1][1] + num_bytes)
         else:

@@ -24,7 +24,8 @@ class PartitionShare(NamedTuple):
 def share(parameter: torch.Tensor) -> PartitionShare:
     """This rank's share of a partitioned parameter; empty where there is only padding."""
     partitioned: Any = parameter
-    size, total = partitioned.ds_tensor.ds_numel, partitioned.ds_numel
+    size = partitioned.ds_tensor.ds_numel
+    total = partitioned.ds_numel
     start = min(partitioned.ds_zero_partition_rank * size, total)
     return PartitionShare(start, min(size, total - start))
 

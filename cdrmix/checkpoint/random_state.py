@@ -33,7 +33,8 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Put back what `random_state` gave; CUDA's only when it is there and CUDA is too."""
-    python, numpy = state["python"], state["numpy"]
+    python = state["python"]
+    numpy = state["numpy"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     words = np.array(numpy["words"], dtype=np.uint32)
     np.random.set_state(("MT19937", words, numpy["position"], numpy["has_gauss"], numpy["gauss"]))

@@ -63,11 +63,14 @@ def agree_on_failures(ranks: Ranks, action: Callable[[], T]) -> list[T]:
         StateError: naming each failing rank, its file and its reason.
         Exception: on a rank whose failure is a fault of ours, that failure itself.
     """
-    result, failure, problem = None, None, ""
+    result = None
+    failure = None
+    problem = ""
     try:
         result = action()
     except Exception as error:  # the others wait in the collective below and must be told
-        failure, problem = error, described(error)
+        failure = error
+        problem = described(error)
     lasts = failure is not None and not isinstance(failure, InfrastructureError)
     lasts = lasts and not is_passing(failure)
     outcomes = ranks.all_gather_object((result, problem, lasts))
@@ -193,7 +196,9 @@ class Saver:
         self._stalled, self._stalled_since = 0.0, time.monotonic()
         self._is_stalling = False
         self._last_number = 0
-        self._roots, self._keep, self._pinned = tuple(roots), keep, pinned
+        self._roots = tuple(roots)
+        self._keep = keep
+        self._pinned = pinned
         self._ranks = ranks
         self._token = ranks.all_gather_object(uuid4().hex[:8])[0]
         self._memory = HostMemory() if background else None
@@ -239,7 +244,9 @@ class Saver:
             self._wait()
             stalled = self.stall_seconds
             contents = {**state, "step": step, "world_size": self._ranks.world_size()}
-            began, text, problems = time.monotonic(), json_text(contents), self._no_problems()
+            began = time.monotonic()
+            text = json_text(contents)
+            problems = self._no_problems()
             taken = self._take(fragments, rank_state)
             job = self._do(lambda: [self._write(r, step, taken.result()) for r in self._roots])
             self._save = _Save(step, began, stalled, text, before, after, taken, job, problems)
@@ -275,7 +282,8 @@ class Saver:
                 this one is left there.
             Exception: on a rank whose failure is a fault of ours, that failure itself.
         """
-        save, (at_work, *failed) = self._save, votes
+        save = self._save
+        (at_work, *failed) = votes
         if save is None or at_work:
             return
         if any(failed):
@@ -318,7 +326,8 @@ class Saver:
         try:
             yield
         finally:
-            self._stalled, self._is_stalling = self.stall_seconds, False
+            self._stalled = self.stall_seconds
+            self._is_stalling = False
 
     def _take(self, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> Future[RankShare]:
         """This rank's share as it is now: a copy by the thread, or where it lies without one."""
@@ -344,7 +353,8 @@ class Saver:
 
     def _write(self, root: Path, step: int, share: RankShare) -> Problem:
         """This rank's part of the first phase, in one root."""
-        temporary, is_first = self._temporary(root, step), self._ranks.rank() == 0
+        temporary = self._temporary(root, step)
+        is_first = self._ranks.rank() == 0
 
         def write() -> None:
             folder.prepare(temporary, clears_leftovers=is_first)
@@ -364,7 +374,8 @@ class Saver:
         return new
 
     def _name_in(self, root: Path, save: _Save) -> None:
-        step, temporary = save.step, self._temporary(root, save.step)
+        step = save.step
+        temporary = self._temporary(root, save.step)
         _tried(step, save.before)
         if save.number == 0:  # once, so that copies have the same
             save.number = 1 + _tried(step, self._newest_number)

@@ -124,7 +124,8 @@ def find_newest(
         folders = [folder for folder in folders if step_of(folder) < before]
     skipped: list[tuple[str, str]] = []
     skipped_paths: list[Path] = []
-    part, parts = ranks.rank(), ranks.world_size()
+    part = ranks.rank()
+    parts = ranks.world_size()
     unreadable: tuple[str, InfrastructureError] | None = None
     for folder in folders:
         if unreadable is not None and folder.name != unreadable[0]:

@@ -27,7 +27,8 @@ _PROGRAM = (
     "from cdrmix.cluster.probe import main; main(sys.argv[1:])"
 )
 # Less is no room for a single checkpoint; less than the second is little for a run.
-_LEAST_DISK_BYTES, _GOOD_DISK_BYTES = 1 * GIB, 20 * GIB
+_LEAST_DISK_BYTES = 1 * GIB
+_GOOD_DISK_BYTES = 20 * GIB
 _GOOD_SHARED_MEMORY_BYTES = 1 * GIB
 _LARGEST_CLOCK_DIFFERENCE_SECONDS = 2.0
 _ALL_REDUCE_BYTES = 100_000_000
@@ -124,7 +125,8 @@ def _probe(*words: str) -> list[str]:
 
 
 def _ask(host: Host, *words: str) -> _Answer:
-    began, clock = time.time(), time.monotonic()
+    began = time.time()
+    clock = time.monotonic()
     done = run_on(host.name, _probe(*words))
     seconds = time.monotonic() - clock
     try:
@@ -188,12 +190,15 @@ def _devices(answers: Sequence[_Answer], *, wanted: bool) -> Finding:
 
 def _clocks(answers: Sequence[_Answer]) -> Finding:
     """Each host's clock against ours; an answer's own duration is the uncertainty."""
-    worst, name = 0.0, ""
+    worst = 0.0
+    name = ""
     for answer in answers:
-        early, late = answer.asked, answer.asked + answer.seconds
+        early = answer.asked
+        late = answer.asked + answer.seconds
         difference = max(early - answer.told["time"], answer.told["time"] - late, 0.0)
         if difference >= worst:
-            worst, name = difference, answer.host.name
+            worst = difference
+            name = answer.host.name
     bad = worst > _LARGEST_CLOCK_DIFFERENCE_SECONDS
     detail = f"within {worst:.1f} s of this machine's"
     if bad:
@@ -223,7 +228,8 @@ def _space(answers: Sequence[_Answer], key: str, check: str, least: int) -> Find
 
 def _shared_folder(hosts: Sequence[Host], folder: Path) -> Finding:
     """What one host writes, syncs and renames, all others must read."""
-    file, text = folder / f".doctor-{uuid4().hex[:8]}", uuid4().hex
+    file = folder / f".doctor-{uuid4().hex[:8]}"
+    text = uuid4().hex
     try:
         for attempt in (text, text[::-1]):  # a second time over the first, as `latest` is written
             written = _ask(hosts[0], "write", str(file), attempt).told
@@ -293,7 +299,8 @@ def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None)
             why = f"no result within {_ALL_REDUCE_SECONDS:.0f} s; see the messages above"
             return Finding("all-reduce", "FAIL", why)
     speed = result["bus_bytes_per_second"] / 1e9
-    size, seconds = result["bytes"] / 1e6, result["seconds"]
+    size = result["bytes"] / 1e6
+    seconds = result["seconds"]
     detail = (
         f"{size:.0f} MB over {result['ranks']} ranks in {seconds:.3f} s: {speed:.2f} GB/s a link"
     )

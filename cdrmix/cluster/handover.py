@@ -136,7 +136,8 @@ def users_files() -> list[Path]:
     DeepSpeed also takes one of the present folder. Such a file may have come with somebody's
     checkout, and would choose libraries and programs for every rank, so here it is left aside.
     """
-    home, here = Path.home() / ".deepspeed_env", Path.cwd() / ".deepspeed_env"
+    home = Path.home() / ".deepspeed_env"
+    here = Path.cwd() / ".deepspeed_env"
     if here != home and here.exists():
         logger.warning(
             "%s: not taken over, because it may have come with the checkout. Put its lines into "

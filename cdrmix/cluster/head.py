@@ -227,7 +227,8 @@ class Head:
         if not greetings:
             return
         channel, greeting = answer(self._settings.token, line.nonce, greetings[0])
-        rank, host = greeting.get("rank"), greeting.get("host")
+        rank = greeting.get("rank")
+        host = greeting.get("host")
         peer = self._peers.get(rank) if isinstance(rank, int) else None
         if peer is None or peer.host or not host or not isinstance(host, str):
             raise ValueError("a rank that is not awaited")

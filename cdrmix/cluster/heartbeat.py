@@ -170,7 +170,8 @@ class Heartbeat:
                 does not end the next one too, which resumes and meets it before its first save.
         """
         self._are_uneven = are_uneven
-        self._step_began, self._step_seconds = time.monotonic(), None
+        self._step_began = time.monotonic()
+        self._step_seconds = None
         self._enter("training", self._limits.phase_seconds)
 
     @contextlib.contextmanager

@@ -152,13 +152,15 @@ def launch(job: Job) -> int:
     signals = _Signals()
     signals.listen()
     _check_hosts(job.place)
-    place, resume = job.place, job.resume
+    place = job.place
+    resume = job.resume
     furthest = _resumed_at(job.run_dir, resume)
     starts = lost_in_a_row = 0
     has_been_good = False
     while True:
         starts += 1
-        began, resumed_at = datetime.now(UTC), _resumed_at(job.run_dir, resume)
+        began = datetime.now(UTC)
+        resumed_at = _resumed_at(job.run_dir, resume)
         was_finished = is_marked(job.run_dir)
         if starts == 1:
             began -= timedelta(seconds=seconds_since_this_process_began())
@@ -184,7 +186,8 @@ def launch(job: Job) -> int:
             return outcome.exit_code
         saved = _resumed_at(job.run_dir, "auto")
         if saved > furthest:  # a checkpoint more than any start before
-            furthest, lost_in_a_row = saved, 0
+            furthest = saved
+            lost_in_a_row = 0
         lost_in_a_row += 1
         if lost_in_a_row > job.max_restarts:
             break

@@ -329,5 +329,6 @@ class Clock:
 
     def advance(self, now: float) -> float:
         """Seconds since the last call, at most two intervals."""
-        elapsed, self._last = now - self._last, now
+        elapsed = now - self._last
+        self._last = now
         return min(elapsed, self._most)

@@ -38,7 +38,8 @@ def look(folder: str, towards: str) -> dict[str, Any]:
         folder: of the runs; its file system is asked for free space.
         towards: address of the first host, to which the ranks here talk.
     """
-    devices, usable = _devices(), _num_usable()
+    devices = _devices()
+    usable = _num_usable()
     return {
         "host": platform.node(),
         "python": f"{platform.python_version()} at {sys.executable}",

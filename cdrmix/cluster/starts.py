@@ -82,7 +82,9 @@ def _seconds_since_command() -> float | None:
 
 def _launcher() -> int:
     """The furthest ancestor that has this script among its arguments: deepspeed, torchrun, ..."""
-    script, found, process = sys.argv[0].encode(), os.getpid(), os.getpid()
+    script = sys.argv[0].encode()
+    found = os.getpid()
+    process = os.getpid()
     if not script.endswith(b".py"):
         return found
     while (process := _parent(process)) > 1:

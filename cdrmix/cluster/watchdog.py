@@ -64,7 +64,8 @@ class Watchdog:
         self._clock = Clock(settings.interval_seconds, time.monotonic())
         self._beat: dict[str, Any] = {}
         self._quiet_seconds = self._unheard_seconds = 0.0
-        self._stack, self._stack_due = b"", 0.0
+        self._stack = b""
+        self._stack_due = 0.0
         self._is_over = False
         self._due = 0.0
         self._beats = Inbox()
@@ -152,7 +153,8 @@ class Watchdog:
     def _send_stack(self) -> None:
         state = _process_state(self._settings.process)
         self._send({"stack": self._stack.decode(errors="replace"), "state": state})
-        self._stack, self._stack_due = b"", 0.0
+        self._stack = b""
+        self._stack_due = 0.0
 
     def _send(self, message: dict[str, Any]) -> None:
         try:

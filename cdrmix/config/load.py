@@ -97,7 +97,8 @@ def _overridden(values: Any, override: str, origins: dict[Keys, str]) -> Any:
         )
     place = f"--set {'.'.join(keys)}"
     values = dict(values) if isinstance(values, dict) else {}
-    section, made = values, None
+    section = values
+    made = None
     for depth, key in enumerate(keys[:-1], start=1):
         inner = section.get(key)
         if inner is not None and not isinstance(inner, dict):
@@ -122,7 +123,8 @@ def _override_value(keys: Keys, text: str) -> Any:
 
 def _placed(problem: Problem, file: Path, origins: dict[Keys, str]) -> str:
     """One line of a report: the file or override that a problem comes from, path, text."""
-    path, dotted = problem.path, ".".join(problem.path)
+    path = problem.path
+    dotted = ".".join(problem.path)
     above = [keys for keys in origins if path[: len(keys)] == keys]
     below = [
         origin

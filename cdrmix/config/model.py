@@ -90,7 +90,8 @@ def _active_expert_width(moe: Any) -> int | None:
     if isinstance(moe, MoEConfig):
         return moe.top_k * moe.expert_hidden_size
     experts = moe if isinstance(moe, dict) else {}
-    width, top_k = experts.get("expert_hidden_size"), experts.get("top_k", 2)
+    width = experts.get("expert_hidden_size")
+    top_k = experts.get("top_k", 2)
     return width * top_k if _is_count(width) and _is_count(top_k) else None
 
 
@@ -155,7 +156,8 @@ class ModelConfig(Section):
     @field_validator("head_dim", mode="before")
     @classmethod
     def _head_dim_is_known(cls, value: Any, info: ValidationInfo) -> Any:
-        hidden, heads = info.data.get("hidden_size"), info.data.get("num_heads")
+        hidden = info.data.get("hidden_size")
+        heads = info.data.get("num_heads")
         if value in HEAD_DIMS or not hidden or not heads or value != hidden / heads:
             return value
         fitting = " or ".join(str(hidden // dim) for dim in HEAD_DIMS if hidden % dim == 0)

@@ -205,7 +205,8 @@ def _stages(recipe: Recipe) -> Iterator[_Stage]:
     for numbered in enumerate(recipe.steps):
         if is_corpus_step(numbered[1]):
             yield _Stage(decided_by, tuple(steps), numbered)
-            decided_by, steps = numbered, []
+            decided_by = numbered
+            steps = []
         else:
             steps.append(numbered)
     yield _Stage(decided_by, tuple(steps), None)
@@ -217,7 +218,9 @@ class _Build:
     def __init__(
         self, recipe: Recipe, name: str, out: Path, pool: Engine, task_bytes: int | None
     ) -> None:
-        self._recipe, self._out, self._pool = recipe, out, pool
+        self._recipe = recipe
+        self._out = out
+        self._pool = pool
         self._name = name
         self._work = out / "work"
         self._tasks, self._found = make_tasks(recipe, out=out, task_bytes=task_bytes)

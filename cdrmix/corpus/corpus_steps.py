@@ -134,7 +134,8 @@ class UrlDedup:
     def __init__(self, *, max_per_host: int | None = None, memory_bytes: int = 2**28) -> None:
         if max_per_host is not None and max_per_host < 1:
             raise ValueError(f"max_per_host = {max_per_host} keeps no page; give 1 or more")
-        self.max_per_host, self._memory_bytes = max_per_host, memory_bytes
+        self.max_per_host = max_per_host
+        self._memory_bytes = memory_bytes
 
     def before(self, notes: Path) -> Step:
         """Note each document's address."""

@@ -287,11 +287,13 @@ def write_roles(
     rest: NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
     written = []
     for shard in shards:
-        own, missing = [], shard.tokens
+        own = []
+        missing = shard.tokens
         while missing:
             rest = rest if len(rest) else next(pieces)
             own.append(rest[:missing])
-            rest, missing = rest[missing:], missing - len(own[-1])
+            rest = rest[missing:]
+            missing = missing - len(own[-1])
         file = write_pieces(folder / f"{shard.stem}.roles", own)
         written.append(shard.model_copy(update={"roles": file}))
     assert not len(rest) and next(pieces, None) is None, "as many roles as tokens"
@@ -315,7 +317,8 @@ def _shared_out(
 ) -> Iterator[dict[str, int]]:
     """How many of each shard's documents are from which source."""
     queue = iter(pieces)
-    source, left = "", 0
+    source = ""
+    left = 0
     for shard in shards:
         counts: dict[str, int] = {}
         missing = shard.documents
@@ -324,7 +327,8 @@ def _shared_out(
                 source, left = next(queue)
             taken = min(left, missing)
             counts[source] = counts.get(source, 0) + taken
-            left, missing = left - taken, missing - taken
+            left = left - taken
+            missing = missing - taken
         yield counts
 
 

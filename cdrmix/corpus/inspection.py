@@ -29,7 +29,9 @@ from cdrmix.data.shards import (
 )
 from cdrmix.errors import DataError
 
-REPORT_FILE, RECIPE_FILE, SET_ASIDE_FILE = "report.json", "recipe.yaml", "set_aside.jsonl"
+REPORT_FILE = "report.json"
+RECIPE_FILE = "recipe.yaml"
+SET_ASIDE_FILE = "set_aside.jsonl"
 _SAMPLES_PER_REASON = 3
 _MAX_REPORT_BYTES = 2**28
 # A task and its results, stage by stage.

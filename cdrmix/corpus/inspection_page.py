@@ -283,7 +283,8 @@ def _summed(by_domain: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 def _most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
     ordered = sorted(counts.items(), key=lambda item: -item[1])
-    shown, rest = dict(ordered[:_MAX_LANGUAGES]), ordered[_MAX_LANGUAGES:]
+    shown = dict(ordered[:_MAX_LANGUAGES])
+    rest = ordered[_MAX_LANGUAGES:]
     return shown | ({f"{len(rest)} others": sum(count for _, count in rest)} if rest else {})
 
 

@@ -221,7 +221,8 @@ def _placed(problem: Problem, file: Path) -> str:
 def _step(entry: Any, path: tuple[str, ...], problems: list[Problem]) -> dict[str, Any] | None:
     """An entry of `steps`, either `name` or `{name: parameters}`, as a StepConfig's values."""
     if isinstance(entry, str):
-        name, given = entry, None
+        name = entry
+        given = None
     elif isinstance(entry, dict) and len(entry) == 1:
         name, given = next(iter(entry.items()))
     else:

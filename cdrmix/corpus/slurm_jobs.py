@@ -46,7 +46,8 @@ class RunJobs(PipelineStep):
     datatrove knows a step by `type` and `name`, and counts what `stat_update` is told.
     """
 
-    type, name = "CDRmix", "build jobs"
+    type = "CDRmix"
+    name = "build jobs"
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -75,7 +76,9 @@ class DatatroveEngine:
         new_executor: NewExecutor,
         wait: Callable[[PipelineExecutor, Callable[[], None]], None],
     ) -> None:
-        self._folder, self._new_executor, self._wait = folder.resolve(), new_executor, wait
+        self._folder = folder.resolve()
+        self._new_executor = new_executor
+        self._wait = wait
         self._numbers = itertools.count()
 
     def __enter__(self) -> Self:

@@ -23,7 +23,9 @@ from cdrmix.data.document import Document, Step, parted
 from cdrmix.data.folders import new_folder, open_new
 from cdrmix.data.shards import write_file
 
-DOCUMENTS_FILE, DROPPED_FILE, RECORD_FILE = "documents.jsonl", "dropped.jsonl", "record.json"
+DOCUMENTS_FILE = "documents.jsonl"
+DROPPED_FILE = "dropped.jsonl"
+RECORD_FILE = "record.json"
 _SAMPLES_PER_REASON = 3
 _SAMPLE_CHARACTERS = 500
 _logger = log.get_logger(__name__)
@@ -100,7 +102,8 @@ class _Dropped:
     """Writes down what was dropped: everything, or an excerpt of the first of each reason."""
 
     def __init__(self, file: TextIO, *, keep_all: bool) -> None:
-        self._file, self._keep_all = file, keep_all
+        self._file = file
+        self._keep_all = keep_all
         self._num_kept: Counter[tuple[int, str]] = Counter()
 
     def add(self, counts: StepCounts, document: Document, reason: str) -> None:
@@ -315,7 +318,8 @@ def _write_documents(path: Path, documents: Iterable[Document]) -> dict[str, Any
             file.write(line)
             digest.update(line)
             size = len(document.text.encode())
-            num_documents, text_bytes = num_documents + 1, text_bytes + size
+            num_documents = num_documents + 1
+            text_bytes = text_bytes + size
             lengths[size.bit_length()] += 1
             languages[str(document.metadata.get("language", "unknown"))] += 1
         _sync_file(file)

@@ -74,7 +74,8 @@ class Deadline:
 
 
 _WANTED_TASKS = 512
-_MIN_TASK_BYTES, _MAX_TASK_BYTES = 2**22, 2**28
+_MIN_TASK_BYTES = 2**22
+_MAX_TASK_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,8 @@ def _grouped(files: Iterable[SourceFile], task_bytes: int) -> Iterator[list[Sour
     for file in files:
         if group and size + file.state[0] > task_bytes:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
         group.append(file)
         size += file.state[0]
     if group:

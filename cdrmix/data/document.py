@@ -129,8 +129,10 @@ def restored(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     pre, suf, mid = map(tokenizer.special_id, (FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE))
     if not ids or ids[0] != pre:
         return list(ids)
-    suffix_at, middle_at = ids.index(suf), ids.index(mid)
-    prefix, suffix = ids[1:suffix_at], ids[suffix_at + 1 : middle_at]
+    suffix_at = ids.index(suf)
+    middle_at = ids.index(mid)
+    prefix = ids[1:suffix_at]
+    suffix = ids[suffix_at + 1 : middle_at]
     # In SPM nothing is before the suffix, and prefix and middle follow each other at the end.
     return [*prefix, *ids[middle_at + 1 :], *suffix]
 
@@ -175,6 +177,7 @@ def fields_of(ids: Sequence[int], tokenizer: Tokenizer) -> dict[str, str] | None
     thought, answer = map(tokenizer.special_id, (THOUGHT, ANSWER))
     if thought not in ids or answer not in ids:
         return None
-    begin, end = ids.index(thought), ids.index(answer)
+    begin = ids.index(thought)
+    end = ids.index(answer)
     parts = (ids[:begin], ids[begin + 1 : end], ids[end + 1 :])
     return dict(zip(ROLES[1:], map(tokenizer.decode, parts), strict=True))

@@ -78,11 +78,14 @@ class Loader:
             )
         assert 0 <= data_rank < data_size, f"data rank {data_rank} of {data_size}"
         self.samples_consumed = 0
-        self._dataset, self._global_batch_size = dataset, global_batch_size
-        self._micro_batch_size, self._prefetch = micro_batch_size, prefetch
+        self._dataset = dataset
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._prefetch = prefetch
         self._seed = seed if shuffle else None
         self._window = window_samples if shuffle else None
-        self._segment_documents, self._num_targets = segment_documents, num_targets
+        self._segment_documents = segment_documents
+        self._num_targets = num_targets
         self._weight_of_role = None
         if token_weights is not None:
             weights = [getattr(token_weights, role) for role in ROLES]
@@ -172,7 +175,8 @@ class Loader:
         blocks = self._blocks(start)
         coming = next(blocks)
         while True:
-            block, coming = coming, next(blocks)
+            block = coming
+            coming = next(blocks)
             self._dataset.expect(np.concatenate([block, coming]))
             for indices in block:
                 yield self._batch(indices)

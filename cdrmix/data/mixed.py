@@ -43,7 +43,9 @@ class MixedDataset:
         sequence_length: int,
         mixture: MixtureConfig,
     ) -> None:
-        self.folder, self.split, self.sequence_length = Path(folder), split, sequence_length
+        self.folder = Path(folder)
+        self.split = split
+        self.sequence_length = sequence_length
         self.manifest = read_manifest(self.folder)
         self.manifest_digest = manifest_digest(self.manifest)
         totals = self.manifest.splits.get(split)

@@ -108,10 +108,12 @@ class Mixture:
             Place in `domains` and number within the source, which counts on over its epochs; both
             of the shape of `numbers`.
         """
-        sources, cursors = np.empty_like(numbers), np.empty_like(numbers)
+        sources = np.empty_like(numbers)
+        cursors = np.empty_like(numbers)
         places = np.searchsorted(self._starts, numbers, side="right") - 1
         for place in np.unique(places).tolist():
-            stage, chosen = self._stages[place], places == place
+            stage = self._stages[place]
+            chosen = places == place
             table = _fill_block(stage.slots)
             blocks, slots = np.divmod(numbers[chosen] - stage.start, len(table.sources))
             found = table.sources[slots]
@@ -171,7 +173,8 @@ class Mixture:
 
     def _shares_within(self, place: int, done: float) -> NDArray[np.float64]:
         """Shares in a phase of which the part `done` is over, 0 to 1."""
-        phase, target = self.phases[place], np.array(self._shares[place])
+        phase = self.phases[place]
+        target = np.array(self._shares[place])
         if phase.change == "step":
             return target
         reached = done if phase.change == "linear" else (1 - math.cos(math.pi * done)) / 2
@@ -179,7 +182,8 @@ class Mixture:
 
     def _lay_out(self) -> list[_Stage]:
         stages: list[_Stage] = []
-        start, base = 0, (0,) * len(self.domains)
+        start = 0
+        base = (0,) * len(self.domains)
         for place, phase in enumerate(self.phases):
             for slots, length in self._parts(place, phase.num_samples):
                 stages.append(_Stage(start, base, slots))
@@ -230,7 +234,8 @@ def _fill_block(slots: tuple[int, ...]) -> _Table:
     theorem on proportionate schedules of one processor.
     """
     size = sum(slots)
-    sources, ranks = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+    sources = np.empty(size, dtype=np.int64)
+    ranks = np.empty(size, dtype=np.int64)
     waiting = [(0, source) for source, share in enumerate(slots) if share]
     ready: list[tuple[int, int]] = []
     given = [0] * len(slots)
@@ -240,7 +245,8 @@ def _fill_block(slots: tuple[int, ...]) -> _Table:
             heapq.heappush(ready, (-(-(given[source] + 1) * size // slots[source]), source))
         due, source = heapq.heappop(ready)
         assert due > slot, f"slot {slot} of {slots} is late"
-        sources[slot], ranks[slot] = source, given[source]
+        sources[slot] = source
+        ranks[slot] = given[source]
         given[source] += 1
         if given[source] < slots[source]:
             heapq.heappush(waiting, (given[source] * size // slots[source], source))
@@ -274,7 +280,8 @@ def _check(domains: Sequence[str], phases: Sequence[Phase]) -> None:
     """Refuse what cannot be laid out, all of it in one message."""
     problems = [] if phases else ["phases: give at least one."]
     for number, phase in enumerate(phases):
-        where, last = f"phases[{number}]", number == len(phases) - 1
+        where = f"phases[{number}]"
+        last = number == len(phases) - 1
         unknown = sorted(set(phase.weights) - set(domains))
         if unknown:
             problems.append(

@@ -57,7 +57,9 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str, cache: Path, max_bytes: int) -> None:
-        self._url, self._cache, self.max_bytes = url, cache, max_bytes
+        self._url = url
+        self._cache = cache
+        self.max_bytes = max_bytes
         self._verified: set[str] = set()  # by this process: a copy may be of an earlier run
         self._coming: list[RemoteFile] = []
         self._guard = threading.Lock()

@@ -34,7 +34,8 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
     """
     if "://" not in data.path:
         return Path(data.path)
-    url, cache = data.path.rstrip("/"), Path(data.cache_folder)
+    url = data.path.rstrip("/")
+    cache = Path(data.cache_folder)
     try:
         with locked(cache / ".lock", blocking=True):
             new = cache / f".new-{os.uname().nodename}-{os.getpid()}"
@@ -70,7 +71,8 @@ def _check_room(manifest: Manifest, data: DataConfig, sequence_length: int) -> N
     """Refuse a cache whose shards would be thrown out before they are read."""
     train = [shard for shard in manifest.shards if shard.split == "train"]
     sizes = [shard.bin.bytes + (shard.roles.bytes if shard.roles else 0) for shard in train]
-    total, shard_bytes = sum(sizes), max(sizes, default=0)
+    total = sum(sizes)
+    shard_bytes = max(sizes, default=0)
     token_bytes = np.dtype(manifest.dtype).itemsize + any(shard.roles for shard in train)
     window_bytes = data.window_samples * sequence_length * token_bytes
     # Of each domain, what is read now and what comes next; both may begin and end within a shard.

@@ -178,7 +178,8 @@ def _group(
             piece = ids[start : start + max_tokens]
             if tokens + len(piece) > max_tokens:
                 yield group
-                group, tokens = [], 0
+                group = []
+                tokens = 0
             group.append((piece, text_bytes if start == 0 else 0))
             tokens += len(piece)
     if group:

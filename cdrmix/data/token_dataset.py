@@ -77,7 +77,8 @@ class Permutation:
 
     def _feistel(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """One pass over the power-of-two domain; the halves take turns in hiding each other."""
-        low, high = values & self._low_mask, values >> self._low_bits
+        low = values & self._low_mask
+        high = values >> self._low_bits
         for number, key in enumerate(self._round_keys):
             if number % 2:
                 low ^= _mix(high, key) & self._low_mask
@@ -161,7 +162,9 @@ class TokenStream:
         *,
         suffix: Literal["bin", "roles"] = "bin",
     ) -> None:
-        self._folder, self._shards, self._suffix = folder, shards, suffix
+        self._folder = folder
+        self._shards = shards
+        self._suffix = suffix
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._ends = list(accumulate(shard.tokens for shard in shards))
         self._begins = [0, *self._ends]
@@ -180,7 +183,9 @@ class TokenStream:
         for position in positions:
             if not begin <= position < end:  # rows of one shard in a row look it up once
                 shard = bisect_right(self._ends, position)
-                begin, end, tokens = self._begins[shard], self._ends[shard], self._tokens(shard)
+                begin = self._begins[shard]
+                end = self._ends[shard]
+                tokens = self._tokens(shard)
             row = tokens[position - begin : position - begin + length]
             pieces.append(row if position + length <= end else self._go_on(row, shard, length))
         if pieces:
@@ -191,7 +196,8 @@ class TokenStream:
 
     def _go_on(self, row: NDArray[Any], shard: int, length: int) -> NDArray[Any]:
         """`row`, which ends with `shard`, with what is missing from the shards after it."""
-        pieces, missing = [row], length - len(row)
+        pieces = [row]
+        missing = length - len(row)
         while missing:
             shard += 1
             pieces.append(self._tokens(shard)[:missing])
@@ -259,7 +265,9 @@ class TokenDataset:
     mixture: str | None = None
 
     def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
-        self.folder, self.split, self.sequence_length = Path(folder), split, sequence_length
+        self.folder = Path(folder)
+        self.split = split
+        self.sequence_length = sequence_length
         self.manifest = read_manifest(self.folder)
         self.manifest_digest = manifest_digest(self.manifest)
         totals = self.manifest.splits.get(split)

@@ -21,9 +21,14 @@ TOKENIZER_FILE = "tokenizer.json"
 # A vocabulary of 50,272 tokens takes 3 MB, one of 2**20 some 80 MB.
 MAX_TOKENIZER_BYTES = 2**27
 
-EOS, BOS, PAD = "<|eos|>", "<|bos|>", "<|pad|>"
-FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
-THOUGHT, ANSWER = "<|thought|>", "<|answer|>"
+EOS = "<|eos|>"
+BOS = "<|bos|>"
+PAD = "<|pad|>"
+FIM_PREFIX = "<|fim_prefix|>"
+FIM_SUFFIX = "<|fim_suffix|>"
+FIM_MIDDLE = "<|fim_middle|>"
+THOUGHT = "<|thought|>"
+ANSWER = "<|answer|>"
 # In this order they take the lowest ids. They are never produced from text.
 SPECIAL_TOKENS = (
     EOS,

@@ -46,7 +46,8 @@ def evaluate_now(run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, fl
 
 def _sample(run: Run) -> dict[str, Any]:
     """A text that the model goes on with; every rank decodes the same one, in step."""
-    settings, tokenizer = run.config.evaluation, run.corpus.tokenizer
+    settings = run.config.evaluation
+    tokenizer = run.corpus.tokenizer
     prompt = [tokenizer.eos_id, *tokenizer.encode(settings.sample_prompt)]
     # Without a stop token: the experts of one rank may serve the text of another, and ranks whose
     # rounding differs in the last bit could come to an end of the text at different tokens.

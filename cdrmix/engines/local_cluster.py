@@ -29,7 +29,8 @@ def seen_cluster() -> Cluster:
     """The devices of all ranks, the smallest standing for each; the same on every rank."""
     own = (runtime.local_world_size(), runtime.device_memory_gib(), runtime.host_memory_gib())
     ranks, device_gib, host_gib = zip(*runtime.all_gather_object(own), strict=True)
-    world, on_a_node = len(ranks), math.gcd(*ranks)
+    world = len(ranks)
+    on_a_node = math.gcd(*ranks)
     if world % on_a_node:
         on_a_node = 1
     cluster = make_cluster(

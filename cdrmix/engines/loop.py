@@ -59,7 +59,8 @@ def start_engine(
     optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] = adamw,
 ) -> Any:
     """DeepSpeed's engine around the model, with our optimizer and the planned JSON."""
-    deepspeed, degrees = runtime.import_deepspeed(), topology.degrees
+    deepspeed = runtime.import_deepspeed()
+    degrees = topology.degrees
     # DeepSpeed's pipeline brings a grid of its own; a frozen backbone's stages are none of its
     needs_telling = degrees.model_ranks > 1 and not isinstance(model, Pipeline)
     with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer tells of memory at length
@@ -101,14 +102,16 @@ def train(run: Run) -> bool:
 
 def _train(run: Run) -> bool:
     while run.step < run.stage.num_steps:
-        position, began = run.loader.state_dict(), time.perf_counter()
+        position = run.loader.state_dict()
+        began = time.perf_counter()
         batch, failure = _next_batch(run)
         waited_for_data = time.perf_counter() - began
         # On GPUs this is also where the optimizer step before is waited for.
         agreed = agree(run, batch, save_is_due=_minutes_are_over(run))
         waited = time.perf_counter() - began
         if agreed.loss is not None:
-            verdict, run.unjudged = run.health.loss_known(run.step, agreed.loss), None
+            verdict = run.health.loss_known(run.step, agreed.loss)
+            run.unjudged = None
             # before a save: what a checkpoint holds is then as good as the losses tell
             if react(run, [verdict], position):
                 continue
@@ -119,7 +122,8 @@ def _train(run: Run) -> bool:
         if agreed.stop:
             return True
         assert batch is not None, "agreed.unread otherwise"
-        skipped, may_lower_scale = run.engine.skipped_steps, _may_lower_scale(run.engine)
+        skipped = run.engine.skipped_steps
+        may_lower_scale = _may_lower_scale(run.engine)
         stalled = run.saver.stall_seconds
         result = run.stage.train_step(run, batch, weight=agreed.tokens)
         run.step += 1
@@ -158,7 +162,8 @@ def _give_up(failure: DataError | None) -> None:
 
 def _observe(run: Run, result: Any, verdict: Verdict | None) -> None:
     """What is due after a step: verdicts, evaluation, log line, checkpoint."""
-    config, last = run.config, run.step == run.stage.num_steps
+    config = run.config
+    last = run.step == run.stage.num_steps
     position = run.loader.state_dict()
     evaluated: dict[str, float] = {}
     run.observer.step_done(run.step, result.seconds, waited=result.waited)

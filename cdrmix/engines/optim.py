@@ -65,11 +65,9 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
         step: steps completed before this one, from 0.
         training: peak, minimum, warm-up and length.
     """
-    peak, lowest, warmup = (
-        training.learning_rate,
-        training.min_learning_rate,
-        training.warmup_steps,
-    )
+    peak = training.learning_rate
+    lowest = training.min_learning_rate
+    warmup = training.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, training.num_steps - 1 - warmup)

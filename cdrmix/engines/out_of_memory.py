@@ -108,7 +108,8 @@ def _told(run: Run, micro: int) -> str:
 
 def _advice(run: Run) -> str:
     """A layout that takes less on these devices, where there is one; of the fastest."""
-    local, memory = runtime.local_world_size(), run.choice.memory
+    local = runtime.local_world_size()
+    memory = run.choice.memory
     cluster = make_cluster(
         nodes=max(1, runtime.world_size() // local),
         gpus_per_node=min(local, runtime.world_size()),

@@ -236,7 +236,8 @@ def write_record(run: Run) -> None:
 
 def _roll_back(run: Run, verdict: Verdict, position: dict[str, Any]) -> None:
     settle(run)  # a checkpoint on its way to the disk is one to go back to
-    bad_step, resumes_at = run.step, position["samples_consumed"]
+    bad_step = run.step
+    resumes_at = position["samples_consumed"]
     found = _newest_good(run, bad_step)
     if found is None:
         why = f"{verdict.why}, and there is no checkpoint to go back to"

@@ -44,7 +44,9 @@ class Observer:
     def __init__(self) -> None:
         self._metrics: MetricsFile | None = None
         self._progress: Progress | None = None
-        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        self._steps = 0
+        self._seconds = 0.0
+        self._waited = 0.0
 
     def open(self, folder: Path, *, step: int, num_steps: int) -> None:
         """Start at `step` of `num_steps`; metrics beyond it are cut off.
@@ -70,7 +72,9 @@ class Observer:
         """Steps, their seconds, and those waited for data, since this was last asked; at least one
         step is done."""
         window = self._steps, self._seconds, self._waited
-        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        self._steps = 0
+        self._seconds = 0.0
+        self._waited = 0.0
         return window
 
     def go_back(self, step: int) -> None:
@@ -79,7 +83,9 @@ class Observer:
         Raises:
             StateError: if the metrics file cannot be written.
         """
-        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        self._steps = 0
+        self._seconds = 0.0
+        self._waited = 0.0
         if self._metrics is not None and self._progress is not None:
             self._metrics.truncate_after(step)
             self._progress.update(step)
@@ -269,7 +275,8 @@ def account(run: Run) -> None:
     Stage B goes on with that of Stage A."""
     if runtime.rank() != 0 or run.wall_time.is_open:
         return
-    folder, starts = run.directory.path, read_starts(run.directory.path)
+    folder = run.directory.path
+    starts = read_starts(run.directory.path)
     run.wall_time.open(
         folder,
         step=run.step,

@@ -123,7 +123,8 @@ def loss(
     """
     nats = next_token_nats(embedding, output.hidden, labels, weights)
     loss = nats * nats_scale
-    moe, statistics = config.model.moe, output.router_statistics
+    moe = config.model.moe
+    statistics = output.router_statistics
     if moe is None or statistics is None:
         return MicroStep(_all_or_nothing(loss), nats.detach(), None)
     per_token = mean_over_ranks(statistics, topology) / labels.numel()
@@ -227,7 +228,8 @@ def _pass_through_stages(
     coming = iter(micro_batches)
 
     def objective(output: Output) -> Tensor:  # of each micro-batch in turn
-        inputs, embedding = next(coming), pipeline.stage.embedding
+        inputs = next(coming)
+        embedding = pipeline.stage.embedding
         part = loss(
             *(output, embedding, inputs["labels"], config, topology),
             nats_scale=nats_scale,
@@ -296,7 +298,8 @@ def log_step(
         StateError: on every rank, if the metrics could not be written.
     """
     steps, seconds, waited = run.observer.take_window()
-    peak, total = take_memory_peak_bytes(), runtime.device_memory_gib() * 2**30
+    peak = take_memory_peak_bytes()
+    total = runtime.device_memory_gib() * 2**30
     own = (peak, peak / total, waited, waited / seconds)
     peak, peak_share, waited, waited_share = map(
         max, zip(*runtime.all_gather_object(own), strict=True)
@@ -329,7 +332,8 @@ def log_step(
 def _over_all_ranks(run: Run, result: StepResult) -> tuple[float, dict[str, float]]:
     """Nats of the global batch and the router's metrics, which only the last pipeline stage knows,
     on every rank; one collective."""
-    moe, topology = run.config.model.moe, run.topology
+    moe = run.config.model.moe
+    topology = run.topology
     own = torch.zeros(1 if moe is None else 1 + len(_ROUTER_METRICS), dtype=torch.float64)
     own[0] = result.nats
     speaks = topology.counts_tokens and topology.data_rank == 0  # for its stage, all alike

@@ -63,7 +63,8 @@ class Requests:
         """(stop, save) as this rank sees it now; a save request is taken, a stop request stays."""
         if self.stop is None and self._launcher and _parent(os.getppid()) != self._launcher:
             self.stop = "end of the deepspeed launcher"
-        save, self.save = self.save, False
+        save = self.save
+        self.save = False
         return self.stop is not None, save
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:

@@ -53,7 +53,8 @@ def open_corpus(config: Config) -> Corpus:
         DataError: on every rank, if a shard is missing, truncated or altered, the tokenizer does
             not fit the model, or ranks have different data sets.
     """
-    model, sequence_length = config.model, config.training.sequence_length
+    model = config.model
+    sequence_length = config.training.sequence_length
     sample: Path | None = None
     if config.data.path == "sample":
         sample = Path(runtime.first_rank_does(lambda: str(ensure_sample(model.vocab_size))))

@@ -46,7 +46,9 @@ def unigram_and_bigram(
         DataError: if a token id is outside the vocabulary, or either side holds no pair.
     """
     counts = count_bigrams(train_rows, vocab_size)
-    sum_unigram, sum_bigram, evaluated = 0.0, 0.0, 0
+    sum_unigram = 0.0
+    sum_bigram = 0.0
+    evaluated = 0
     for previous, following in _pairs(eval_rows, vocab_size):
         sum_unigram -= float(np.log(counts.unigram(following)).sum())
         sum_bigram -= float(np.log(counts.bigram(previous, following)).sum())
@@ -142,7 +144,8 @@ def count_bigrams(rows: Iterable[np.ndarray], vocab_size: int) -> BigramCounts:
     Raises:
         DataError: if a token id is outside the vocabulary or there is no pair at all.
     """
-    keys, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    keys = np.empty(0, np.int64)
+    counts = np.empty(0, np.int64)
     pending: list[np.ndarray] = []
     num_pending = 0
     for previous, following in _pairs(rows, vocab_size):
@@ -150,7 +153,8 @@ def count_bigrams(rows: Iterable[np.ndarray], vocab_size: int) -> BigramCounts:
         num_pending += len(following)
         if num_pending >= _PAIRS_PER_MERGE:
             keys, counts = _merge(keys, counts, pending)
-            pending, num_pending = [], 0
+            pending = []
+            num_pending = 0
     keys, counts = _merge(keys, counts, pending)
     if len(keys) == 0:
         raise DataError("baselines: the training rows hold no predicted token")
@@ -184,7 +188,8 @@ def _pairs(rows: Iterable[np.ndarray], vocab_size: int) -> Iterator[tuple[np.nda
 
 def _discount(counts: np.ndarray) -> float:
     """Absolute discount from how many counts are one and two: n1 / (n1 + 2 n2), in (0, 1)."""
-    ones, twos = int((counts == 1).sum()), int((counts == 2).sum())
+    ones = int((counts == 1).sum())
+    twos = int((counts == 2).sum())
     if ones == 0 or twos == 0:
         return 0.5  # The estimate needs both. Zero would give what was not seen no probability.
     return ones / (ones + 2 * twos)

@@ -120,7 +120,8 @@ def evaluate(
     batches = np.array_split(
         rows := held_out_rows(dataset, max_tokens), -(-len(rows) // batch_size)
     )
-    world, rank = topology.degrees.data, topology.data_rank
+    world = topology.degrees.data
+    rank = topology.data_rank
     border_id = dataset.manifest.eos_id if segment_documents else None
     totals = torch.zeros(_NUM_TOKEN_SUMS, dtype=torch.float64, device=model.device)
     if (moe := model.config.moe) is not None:
@@ -149,7 +150,8 @@ def _pass(
     Args:
         border_id: the token that ends a document, to keep documents apart; None: they are not.
     """
-    targets, segment_ids = rows[:, 1:], None
+    targets = rows[:, 1:]
+    segment_ids = None
     if border_id is not None:
         targets, documents = split_documents(rows, border_id)
         segment_ids = torch.from_numpy(documents).to(model.device)

@@ -95,7 +95,8 @@ def _config_of(reader: CheckpointReader) -> Config:
             "environment.json of its run directory names"
         ) from error
     sizes = (torch.Size(reader.shape(name, reader.content_kind(name))) for name in reader.names())
-    held, needed = sum(map(torch.Size.numel, sizes)), count(config.model, 1).total_params
+    held = sum(map(torch.Size.numel, sizes))
+    needed = count(config.model, 1).total_params
     if needed > held:
         raise StateError(
             f"{path}: its configuration has {needed:,} parameters, and the checkpoint holds "

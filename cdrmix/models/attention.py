@@ -106,8 +106,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.rope_theta = config.rope_theta
         self.attend: Attend = attend  # replaced where a sequence is spread over ranks
         self.carries_state = False  # of a fixed size: it looks at all tokens
         kv_size = self.num_kv_heads * self.head_dim

@@ -139,7 +139,8 @@ class Block(nn.Module):
         Returns:
             residual stream, router statistics [S] or None, last normalised token of an RWKV block.
         """
-        normed, channel_last = self.ffn_norm(x), None
+        normed = self.ffn_norm(x)
+        channel_last = None
         if self.ffn_shift is not None:
             channel_last = normed[:, -1]
             normed = self.ffn_shift(normed, last, segment_ids)

@@ -41,7 +41,8 @@ def generate(
     source = torch.Generator(input_ids.device).manual_seed(seed)
     new: list[Tensor] = []
     finished = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    tokens, state = input_ids, None
+    tokens = input_ids
+    state = None
     for _ in range(max_new_tokens):
         output = model(tokens, state=state, return_state=True)
         state = output.state

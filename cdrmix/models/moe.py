@@ -143,7 +143,8 @@ class _AllToAllRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, send_splits, receive_splits, group):
-        ctx.splits, ctx.group = (send_splits, receive_splits), group
+        ctx.splits = (send_splits, receive_splits)
+        ctx.group = group
         return _exchange_rows(x, send_splits, receive_splits, group)
 
     @staticmethod
@@ -171,7 +172,8 @@ class GroupedExperts(nn.Module):
     def __init__(self, config: ModelConfig, *, num_local_experts: int, group_name: str) -> None:
         super().__init__()
         assert config.moe is not None, "a dense model has no experts"
-        inner, hidden = config.moe.expert_hidden_size, config.hidden_size
+        inner = config.moe.expert_hidden_size
+        hidden = config.hidden_size
         self.up = nn.Parameter(torch.empty(num_local_experts, inner, hidden))
         self.down = nn.Parameter(torch.empty(num_local_experts, hidden, inner))
         for parameter in self.parameters():
@@ -227,7 +229,8 @@ class ExpertLayer(MOELayer):
         """[B, T, D] -> [B, T, D] and statistics [2E + 3]."""
         all_tokens = x.reshape(-1, x.shape[-1])
         tokens = self.shares.take(all_tokens)  # [N, D]
-        num_tokens, num_experts = tokens.shape[0], self.moe.num_experts
+        num_tokens = tokens.shape[0]
+        num_experts = self.moe.num_experts
         experts, weights, probability_sum, z_sum = self.gate(tokens)
         counts = _count(experts, num_experts)  # [E], before anything is dropped
         capacity = expert_capacity(

@@ -85,7 +85,8 @@ def run_blocks(
     Returns:
         residual stream, v_first, router statistics [L, S] or None, states or None.
     """
-    statistics, states = [], []
+    statistics = []
+    states = []
     for i, block in enumerate(blocks):
         assert isinstance(block, Block), "the list holds blocks only"
         x, v_first, layer_statistics, after = run_block(
@@ -131,7 +132,9 @@ def _in_spans(
     spans: list[slice],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """An RWKV block span after span: residual stream, v_first, statistics."""
-    outs, values, statistics = [], [], []
+    outs = []
+    values = []
+    statistics = []
     state: tuple[Tensor, ...] = ()
     for span in spans:
         state, ids = _entering(state, segment_ids, span)
@@ -184,7 +187,8 @@ def _mix_then_feed_in_spans(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Residual stream, v_first, statistics; recomputed, what the spans are recomputed from."""
     x, v_first, _ = block.mix(x, v_first, None, segment_ids)
-    outs, statistics = [], []
+    outs = []
+    statistics = []
     run = _nothing if again.is_on else _feed_span
     for inputs in _feed_inputs(block, x, segment_ids, spans):
         out, part = _recomputed(run, block, *inputs)

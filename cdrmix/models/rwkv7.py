@@ -155,8 +155,10 @@ class TimeMix(nn.Module):
 
     def __init__(self, config: ModelConfig, *, layer: int, creates_v_first: bool) -> None:
         super().__init__()
-        hidden, ranks = config.hidden_size, config.low_rank_sizes()
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        hidden = config.hidden_size
+        ranks = config.low_rank_sizes()
+        self.num_heads = config.num_heads
+        self.head_dim = config.head_dim
         self.depth = layer / max(1, config.num_layers - 1)  # 0 at the input, 1 at the top
         self.share_above = 1 - layer / config.num_layers  # of the blocks, this one included
         self.creates_v_first = creates_v_first
@@ -211,7 +213,9 @@ class TimeMix(nn.Module):
         mu = torch.stack([getattr(self, f"mu_{mix}") for mix in _MIXES])
         x_r, x_w, x_k, x_v, x_a, x_g = token_shift_mix(x, previous, mu).unbind(0)
 
-        r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)  # [B, T, D]
+        r = self.receptance(x_r)
+        k = self.key(x_k)
+        v = self.value(x_v)  # [B, T, D]
         lw = self._log_decay(x_w)
         iclr = torch.sigmoid(self.iclr_bias + x_a @ self.iclr_down @ self.iclr_up)
         gate = torch.sigmoid(x_g @ self.gate_down) @ self.gate_up

@@ -117,7 +117,8 @@ def _obstacle(name: str, inputs: tuple[Tensor, ...], segment_ids: Tensor | None)
 def _check_shapes(
     inputs: tuple[Tensor, ...], s0: Tensor | None, segment_ids: Tensor | None
 ) -> None:
-    r, v = inputs[0], inputs[3]
+    r = inputs[0]
+    v = inputs[3]
     if r.ndim != 4 or v.ndim != 4 or 0 in r.shape:
         raise ValueError(
             f"r and v must be [B, T, H, K] and [B, T, H, V], T at least 1; "

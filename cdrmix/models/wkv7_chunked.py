@@ -105,9 +105,11 @@ class _WKV7Chunked(torch.autograd.Function):
         with torch.autocast(v.device.type, enabled=False):
             for rows in layout.rows:
                 part = [x[rows] for x in inputs]
-                start, ids = _rows_of(s0, rows), _rows_of(segment_ids, rows)
+                start = _rows_of(s0, rows)
+                ids = _rows_of(segment_ids, rows)
                 states.append(_forward(part, start, ids, y[rows], s[rows], layout, saves))
-        ctx.layout, ctx.has_start = layout, s0 is not None
+        ctx.layout = layout
+        ctx.has_start = s0 is not None
         if saves:
             ctx.save_for_backward(*inputs, segment_ids, *states)
         return y, s
@@ -116,7 +118,8 @@ class _WKV7Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
-        (*inputs, segment_ids), states = saved[:7], saved[7:]
+        (*inputs, segment_ids) = saved[:7]
+        states = saved[7:]
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
         ds0 = torch.empty_like(ds, memory_format=torch.contiguous_format)
         with torch.autocast(dy.device.type, enabled=False):
@@ -209,7 +212,8 @@ class _Block:
     def __init__(self, like: Tensor, size: tuple[int, ...], *, backward: bool) -> None:
         self.size = size
         n, rows, heads, c, key, value = size
-        self.c, self.batch = c, n * rows * heads
+        self.c = c
+        self.batch = n * rows * heads
 
         def buffer(height: int, width: int) -> Tensor:
             return like.new_empty(self.batch, height, width)
@@ -242,11 +246,14 @@ class _Block:
     def fill(self, inputs: Sequence[Tensor], masks: _Masks | None) -> None:
         """Compute what needs no state; `inputs` are r, lw, k, v, a, b as [n,B,H,C,*]."""
         r, lw, k, v, a, b = inputs
-        c, heads = self.c, self.heads
+        c = self.c
+        heads = self.heads
         heads(self.lw).copy_(lw)
         torch.bmm(self.sums, self.lw, out=self.e).exp_()
-        before, after = heads(self.e)[..., :c, :], heads(self.e)[..., 1:, :]
-        x, q = heads(self.x), heads(self.q)
+        before = heads(self.e)[..., :c, :]
+        after = heads(self.e)[..., 1:, :]
+        x = heads(self.x)
+        q = heads(self.q)
         torch.mul(a, before, out=x[..., :c, :])
         torch.mul(r, after, out=x[..., c:, :])
         torch.div(b, after, out=q[..., :c, :])
@@ -266,7 +273,8 @@ class _Block:
 
 def _inverse(a: Tensor, eye: Tensor) -> Tensor:
     """(I - a)^-1 of strictly lower triangular [N,C,C]: (I + a)(I + a^2)(I + a^4)..."""
-    result, power = a + eye, a
+    result = a + eye
+    power = a
     reached = 2
     while reached < a.shape[-1]:
         power = torch.bmm(power, power)
@@ -322,7 +330,8 @@ def _scan(block: _Block, z: Tensor, ro: Tensor, x: Tensor, leaving: Tensor | Non
     Puts U into block.uv and the states around chunks into block.states. `leaving` is the last of
     these if it is known.
     """
-    c, states = block.c, block.states.unbind(0)
+    c = block.c
+    states = block.states.unbind(0)
     states[0].copy_(z)
     parts = (ro, x, block.inverse, block.u, block.uv, block.carry.mT, block.y)
     for i, (ro_i, x_i, inverse, u, uv, carry, y) in enumerate(
@@ -376,13 +385,15 @@ def _scan_back(block: _Block, dz: Tensor) -> Tensor:
     c = block.c
     torch.bmm(block.a[:, c:].mT, block.dro[:, c:], out=block.duv)
     dr = block.chunks(block.u)[0]
-    states, around = block.states.unbind(0), block.dz.unbind(0)
+    states = block.states.unbind(0)
+    around = block.dz.unbind(0)
     around[-1].copy_(dz)
     parts = (block.duv, block.dro, block.inverse, block.y, block.x_state, block.carry.mT, block.dg)
     chunks = list(zip(*map(block.chunks, parts), strict=True))
     for i in reversed(range(len(chunks))):
         duv, dro, inverse, y, x, carry, dg = chunks[i]
-        dz, dz_before = around[i + 1], around[i]
+        dz = around[i + 1]
+        dz_before = around[i]
         duv.baddbmm_(y, dz)
         dro[:, :c] = torch.bmm(inverse.mT, duv[:, :c], out=dr)
         torch.sum(torch.mul(dz, states[i + 1], out=dz_before), -1, out=dg[:, c])
@@ -393,8 +404,13 @@ def _scan_back(block: _Block, dz: Tensor) -> Tensor:
 def _block_gradients(block: _Block, masks: _Masks | None, out: Sequence[Tensor]) -> None:
     """Fill the gradients of a block's inputs, in the order r, lw, k, v, a, b, [n,B,H,C,*]."""
     dr, dlw, dk, dv, da, db = out
-    c, heads = block.c, block.heads
-    x, q, dx, dq, dg = block.x, block.q, block.dx, block.dq, block.dg
+    c = block.c
+    heads = block.heads
+    x = block.x
+    q = block.q
+    dx = block.dx
+    dq = block.dq
+    dg = block.dg
     block.u.copy_(block.duv[:, c:]).baddbmm_(block.a[:, :c, c:].mT, block.dro[:, :c])
     dv.copy_(heads(block.u))
 
@@ -408,7 +424,8 @@ def _block_gradients(block: _Block, masks: _Masks | None, out: Sequence[Tensor])
     dx.baddbmm_(block.da, q)
     dq.baddbmm_(block.da.mT, x)
 
-    before, after = heads(block.e)[..., :c, :], heads(block.e)[..., 1:, :]
+    before = heads(block.e)[..., :c, :]
+    after = heads(block.e)[..., 1:, :]
     torch.mul(heads(dx)[..., :c, :], before, out=da)
     torch.mul(heads(dx)[..., c:, :], after, out=dr)
     torch.div(heads(dq)[..., :c, :], after, out=db)

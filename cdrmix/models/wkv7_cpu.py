@@ -98,9 +98,11 @@ class _Recurrence(torch.autograd.Function):
         saves: bool,
     ) -> tuple[Tensor, Tensor]:
         kernel = _kernel()
-        (batch, time, heads, key), value = r.shape, v.shape[3]
+        (batch, time, heads, key) = r.shape
+        value = v.shape[3]
         inputs = (r, lw, k, v, a, b)
-        y, s = torch.empty_like(v), v.new_empty(batch, heads, value, key)
+        y = torch.empty_like(v)
+        s = v.new_empty(batch, heads, value, key)
         sa = states = None
         if saves:
             sa = torch.empty_like(v)  # S_{t-1} a_t
@@ -120,7 +122,8 @@ class _Recurrence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, starts, sa, states = ctx.saved_tensors
-        dy, ds = dy.contiguous(), ds.contiguous()
+        dy = dy.contiguous()
+        ds = ds.contiguous()
         gradients = [torch.empty_like(x) for x in inputs]
         ds0 = torch.empty_like(ds) if ctx.has_start else None
         batch, time, heads, key = inputs[0].shape
@@ -161,7 +164,8 @@ def load_kernel() -> ctypes.CDLL | str:
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("The WKV-7 kernel cannot be built or loaded: %s. %s", error, _COST)
         return str(error)
-    addresses, threads = ctypes.c_void_p, ctypes.c_int
+    addresses = ctypes.c_void_p
+    threads = ctypes.c_int
     kernel.wkv7_forward.argtypes = [addresses] * 7 + [threads]
     kernel.wkv7_backward.argtypes = [addresses] * 7 + [threads]
     kernel.wkv7_forward.restype = kernel.wkv7_backward.restype = None

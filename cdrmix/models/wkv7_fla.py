@@ -212,7 +212,9 @@ def _problem(case: _Case, chunk_tokens: int) -> str | None:
 
 def _small_input(case: _Case) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
     """r, lw, k, v, a, b, s0 on the CPU over two chunks and a part; segments; weights of y and s."""
-    batch, time, heads = 2, 150, 2
+    batch = 2
+    time = 150
+    heads = 2
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

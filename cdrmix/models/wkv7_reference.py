@@ -32,7 +32,8 @@ def wkv7_reference(
 
     Arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked.
     """
-    dtype, y_dtype = compute_dtype((r, lw, k, v, a, b)), v.dtype
+    dtype = compute_dtype((r, lw, k, v, a, b))
+    y_dtype = v.dtype
     r, lw, k, v, a, b = [x.to(dtype) for x in (r, lw, k, v, a, b)]
     w = lw.exp()
     s = v.new_zeros(v.shape[0], *v.shape[2:], r.shape[3]) if s0 is None else s0.to(dtype)

@@ -34,8 +34,10 @@ class WallTime:
     def __init__(self) -> None:
         self._path: Path | None = None
         self._parts = dict.fromkeys(PARTS, 0.0)
-        self._starts, self._step = 1, 0
-        self._productive_steps, self._redone_steps = 0, 0
+        self._starts = 1
+        self._step = 0
+        self._productive_steps = 0
+        self._redone_steps = 0
         self._earlier_seconds, self._since = 0.0, time.monotonic()
 
     @property
@@ -78,7 +80,8 @@ class WallTime:
         self, earlier: dict[str, Any], step: int, commanded: float, *, reached: int, alive: float
     ) -> None:
         """Add an earlier start: what it wrote, and what it did from then on to its last sign."""
-        self._parts, self._starts = dict(earlier["parts"]), earlier["starts"] + 1
+        self._parts = dict(earlier["parts"])
+        self._starts = earlier["starts"] + 1
         self._productive_steps = earlier["productive_steps"]
         self._redone_steps = earlier["redone_steps"]
         self._step = earlier["step"]
@@ -160,7 +163,8 @@ class WallTime:
             the redone ones; productive_steps, redone_steps, starts: counts; seconds from the first
             command to now, and of each of PARTS and of other, which sum to them.
         """
-        total, steps = self._seconds, self._productive_steps + self._redone_steps
+        total = self._seconds
+        steps = self._productive_steps + self._redone_steps
         parts = self._parts | {"other": total - sum(self._parts.values())}
         return {
             "share": self._parts["productive"] / total if total else 0.0,

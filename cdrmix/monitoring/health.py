@@ -86,7 +86,9 @@ class Health:
         self._config = config
         self._most_bits = math.log2(num_experts) if num_experts else 0.0
         self._losses: deque[float] = deque(maxlen=config.loss_spike.window_steps)
-        self._consecutive, self._last_not_finite, self._uneven = 0, 0, 0
+        self._consecutive = 0
+        self._last_not_finite = 0
+        self._uneven = 0
         self._ongoing: set[Watched] = set()
         self.skipped_steps = 0
         self.rollbacks = 0
@@ -175,7 +177,8 @@ class Health:
 
     def _unhealthy(self, watched: Watched, action: Action, step: int, why: str) -> Verdict:
         if action == "rollback" and self.rollbacks >= self._config.max_rollbacks:
-            action, why = "stop", f"{why}; health.max_rollbacks = {self.rollbacks} were done"
+            action = "stop"
+            why = f"{why}; health.max_rollbacks = {self.rollbacks} were done"
         self.warnings += action == "warn"
         last = next((event for event in reversed(self.events) if event.watched == watched), None)
         lasts = watched in self._ongoing and action in ("warn", "skip")
@@ -184,7 +187,8 @@ class Health:
             self.events.append(Event(watched, action, step, step, 1, why))
             del self.events[:-_EVENTS_KEPT]
         else:
-            last.last_step, last.times = step, last.times + 1
+            last.last_step = step
+            last.times = last.times + 1
         self._ongoing.add(watched)
         return Verdict(watched, action, why, is_new)
 
@@ -259,8 +263,10 @@ class Health:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state."""
         record = dict(state["record"])
-        self.skipped_steps, self.rollbacks = record["skipped_steps"], record["rollbacks"]
-        self.rolled_back_to, self.warnings = record["rolled_back_to"], record["warnings"]
+        self.skipped_steps = record["skipped_steps"]
+        self.rollbacks = record["rollbacks"]
+        self.rolled_back_to = record["rolled_back_to"]
+        self.warnings = record["warnings"]
         self.passed_over = [(first, end) for first, end in record["passed_over"]]
         self.events = [Event(**event) for event in record["events"]]
         self._load_timeline(state["timeline"])
@@ -268,7 +274,8 @@ class Health:
     def _load_timeline(self, timeline: dict[str, Any]) -> None:
         self._losses.clear()
         self._losses.extend(timeline["losses"])
-        self._consecutive, self._uneven = timeline["consecutive"], timeline["uneven"]
+        self._consecutive = timeline["consecutive"]
+        self._uneven = timeline["uneven"]
         self._ongoing = set(timeline["ongoing"])
 
 

@@ -121,7 +121,10 @@ def finite(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 def _box(size: tuple[int, int], label_length: int) -> tuple[float, float, float, float]:
     """Where the axes stand, in fractions of the figure: left, bottom, width, height."""
-    left, bottom, top, right = 56.0, 24.0, 10.0, 12.0 + _LABEL_CHARACTER * label_length
+    left = 56.0
+    bottom = 24.0
+    top = 10.0
+    right = 12.0 + _LABEL_CHARACTER * label_length
     width, height = size
     inner = (width - left - right) / width, (height - bottom - top) / height
     return left / width, bottom / height, *inner
@@ -153,7 +156,8 @@ def _moving_average(values: np.ndarray) -> np.ndarray:
     half = max(len(values) // 80, 1)
     total = np.concatenate([[0.0], np.cumsum(values)])
     center = np.arange(len(values))
-    begin, end = np.maximum(center - half, 0), np.minimum(center + half + 1, len(values))
+    begin = np.maximum(center - half, 0)
+    end = np.minimum(center + half + 1, len(values))
     return (total[end] - total[begin]) / (end - begin)
 
 
@@ -176,7 +180,8 @@ def _scale(
 
 
 def _dress(axes: Axes, text: Callable[[float], str]) -> None:
-    muted, grid = _PLACEHOLDERS["muted"], _PLACEHOLDERS["grid"]
+    muted = _PLACEHOLDERS["muted"]
+    grid = _PLACEHOLDERS["grid"]
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(grid)

@@ -36,11 +36,13 @@ _MEANINGS = {
 
 def time_section(run: RecordedRun) -> str:
     """Goodput and start-up as metrics.json has them."""
-    goodput, start_up = run.summary.get("goodput"), run.summary.get("start_up")
+    goodput = run.summary.get("goodput")
+    start_up = run.summary.get("start_up")
     if not goodput or not start_up:
         why = run.problems.get("metrics.json", "metrics.json holds no goodput.")
         return page.section("Wall time", page.missing(why))
-    new, redone = goodput["productive_steps"], goodput["redone_steps"]
+    new = goodput["productive_steps"]
+    redone = goodput["redone_steps"]
     said = (
         f"{goodput['share']:.1%} of the time went into steps that count, and {new:,} of "
         f"{new + redone:,} steps were new ({goodput['share_of_steps']:.1%}). "
@@ -119,12 +121,15 @@ def _header(name: str, run: RecordedRun) -> str:
     of = f" of {run.num_steps:,}" if run.num_steps else ""
     where = f"step {run.last_step:,}{of}"
     if not run.summary:
-        badge, tone = "no final summary", "warn"
+        badge = "no final summary"
+        tone = "warn"
         where += " · still running, or ended before its end: see train.log"
     elif run.num_steps and run.last_step < run.num_steps:
-        badge, tone = "unfinished", "warn"
+        badge = "unfinished"
+        tone = "warn"
     else:
-        badge, tone = "finished", "good"
+        badge = "finished"
+        tone = "good"
     bad = sum(not math.isfinite(line.get("loss", 0.0)) for line in run.records)
     alarm = page.note(f"Logged steps with a loss that is not finite: {bad}.", "bad") if bad else ""
     return (
@@ -148,7 +153,8 @@ def _tiles(run: RecordedRun) -> str:
     if speed is None and len(speeds):
         speed = median(speeds)
     tokens = _number(run.summary.get("tokens_seen", run.latest("tokens_seen")))
-    total, active = _number(run.plan.get("total_params")), _number(run.plan.get("active_params"))
+    total = _number(run.plan.get("total_params"))
+    active = _number(run.plan.get("active_params"))
     when = "at the end" if evaluation else "so far"
     items = [
         ("Validation loss", _shown(judged("loss"), "{:.4f}"), f"nats per token, {when}"),
@@ -229,9 +235,11 @@ def _health(run: RecordedRun) -> str:
 
 
 def _event_row(event: Mapping[str, Any]) -> str:
-    first, last = event["first_step"], event["last_step"]
+    first = event["first_step"]
+    last = event["last_step"]
     steps = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-    what, times = event["watched"].replace("_", " "), f"{event['times']:,}"
+    what = event["watched"].replace("_", " ")
+    times = f"{event['times']:,}"
     cells = (steps, what, times, event["why"], event["action"], event["outcome"])
     return page.row(*map(page.text, cells))
 
@@ -291,7 +299,8 @@ def _routing(run: RecordedRun) -> str:
         return page.section(
             "Routing", page.missing("Nothing has been logged; a dense model has no routing.")
         )
-    num_experts, limits = _num_experts(run), _routing_limits(run)
+    num_experts = _num_experts(run)
+    limits = _routing_limits(run)
     marks = _entropy_marks(limits, num_experts) if num_experts else ()
     most = limits.max_overflow_fraction
     limit = Mark(f"limit {most:.0%}", 100 * most)
@@ -394,7 +403,8 @@ def _samples(run: RecordedRun) -> str:
 
 
 def _sample(sample: Mapping[str, Any]) -> str:
-    prompt, text = page.text(sample.get("prompt", "")), page.text(sample.get("text", ""))
+    prompt = page.text(sample.get("prompt", ""))
+    text = page.text(sample.get("text", ""))
     step = _shown(_number(sample.get("step")), "{:,.0f}")
     return f"{page.note(f'after step {step}')}\n<pre><b>{prompt}</b>{text}</pre>"
 

@@ -179,7 +179,8 @@ class Progress:
 
     def _seconds_left(self) -> float:
         """Remaining steps at the recent pace, evaluations and saves included."""
-        (first, began), (last, now) = self._seen[0], self._seen[-1]
+        (first, began) = self._seen[0]
+        (last, now) = self._seen[-1]
         return (self._total_steps - last) * (now - began) / max(last - first, 1)
 
     def _say(self, line: str) -> None:

@@ -132,7 +132,8 @@ def _reasoning(run: RecordedRun) -> str:
         page.row(page.text(task), *(_cell(cells.get((task, ratio))) for ratio in ratios))
         for task in dict.fromkeys(row["task"] for row in rows)
     ]
-    fewest, most = min(row["n"] for row in rows), max(row["n"] for row in rows)
+    fewest = min(row["n"] for row in rows)
+    most = max(row["n"] for row in rows)
     texts = f"{most}" if fewest == most else f"{fewest} to {most}"
     told = (
         f"Score with memory, and of the backbone's last window alone, over {texts} texts "

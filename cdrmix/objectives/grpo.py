@@ -150,5 +150,6 @@ def explained_variance(values: Tensor, targets: Tensor, taken: Tensor) -> Tensor
 
     Not a number where the targets do not vary.
     """
-    chosen, guessed = targets[taken], values[taken]
+    chosen = targets[taken]
+    guessed = values[taken]
     return 1 - (chosen - guessed).var(correction=0) / chosen.var(correction=0)

@@ -56,7 +56,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nats = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], _CHUNK_POSITIONS):
             stop = start + _CHUNK_POSITIONS
-            rows, targets = hidden[start:stop], labels[start:stop]
+            rows = hidden[start:stop]
+            targets = labels[start:stop]
             logits = F.linear(rows, weight).float()  # [n, V]
             valid = targets != IGNORED_LABEL
             local = targets.clamp(min=0).unsqueeze(1) - part.first_id  # [n, 1]
@@ -115,7 +116,8 @@ def linear_cross_entropy(
         over the parts.
     """
     if not torch.is_grad_enabled():  # which a Function's needs_input_grad does not look at
-        hidden, weight = hidden.detach(), weight.detach()
+        hidden = hidden.detach()
+        weight = weight.detach()
     flat = hidden.reshape(-1, hidden.shape[-1])
     if label_weights is not None:
         label_weights = label_weights.reshape(-1)

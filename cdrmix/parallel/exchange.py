@@ -113,7 +113,8 @@ class TensorShares(TokenShares):
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens: Tensor, topology: Topology) -> Tensor:
-        ctx.num_tokens, ctx.topology = len(tokens), topology
+        ctx.num_tokens = len(tokens)
+        ctx.topology = topology
         return _share(tokens, topology)
 
     @staticmethod

@@ -54,7 +54,8 @@ class FrozenStages(Backbone):
             return make_block(model, layer) if layer in layers else cast(Block, nn.Identity())
 
         super().__init__(config, block=block)
-        self.topology, self.layers = topology, layers
+        self.topology = topology
+        self.layers = layers
         self._ticket: Tensor | None = None
         self._learns_inside = False
 
@@ -159,7 +160,8 @@ class _Arrive(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, ticket: Tensor, topology: Topology, num_elements: int
     ) -> Tensor:
-        ctx.topology, ctx.shape = topology, x.shape
+        ctx.topology = topology
+        ctx.shape = x.shape
         if topology.is_first_stage:
             return x.view_as(x)
         arrived = x.new_empty(num_elements)
@@ -168,7 +170,8 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        topology, entered = ctx.topology, grad.contiguous()
+        topology = ctx.topology
+        entered = grad.contiguous()
         if not topology.is_first_stage:
             torch.distributed.send(entered, topology.rank_at(topology.stage - 1))
             entered = grad.new_empty(ctx.shape)
@@ -186,7 +189,8 @@ class _Leave(torch.autograd.Function):
     def forward(
         ctx: Any, leaving: Tensor, topology: Topology, shape: torch.Size
     ) -> tuple[Tensor, Tensor]:
-        ctx.topology, ctx.shape = topology, leaving.shape
+        ctx.topology = topology
+        ctx.shape = leaving.shape
         if topology.is_last_stage:
             hidden = leaving.view_as(leaving)
         else:

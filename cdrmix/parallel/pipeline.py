@@ -53,7 +53,8 @@ class StagedBackbone:
     """
 
     def __init__(self, stage: PipelineStage) -> None:
-        self._stage, self._topology = stage, stage.topology
+        self._stage = stage
+        self._topology = stage.topology
         self._weight = next(stage.parameters())
 
     @property
@@ -158,7 +159,9 @@ class PipelineStage(nn.Module):
         sequence_checkpoint_tokens: int | None,
     ) -> None:
         super().__init__()
-        self.config, self.topology, self.layers = config, topology, layers
+        self.config = config
+        self.topology = topology
+        self.layers = layers
         self.micro_batch = micro_batch
         self.activation_checkpointing = activation_checkpointing
         self.sequence_checkpoint_tokens = sequence_checkpoint_tokens
@@ -240,7 +243,8 @@ class PipelineStage(nn.Module):
 
         Residual stream [B, T, D], v_first [B, T, D / tensor], statistics [L, S].
         """
-        config, tensor = self.config, self.topology.degrees.tensor
+        config = self.config
+        tensor = self.topology.degrees.tensor
         parts: list[Part] = [((*tokens, config.hidden_size), dtype)]
         if self._v_first_arrives:
             parts.append(((*tokens, config.hidden_size // tensor), dtype))

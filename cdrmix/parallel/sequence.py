@@ -208,7 +208,8 @@ class Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, part: SequencePart, to_heads: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.part, ctx.to_heads = part, to_heads
+        ctx.part = part
+        ctx.to_heads = to_heads
         return _exchanged(part, tensors, to_heads=to_heads)
 
     @staticmethod

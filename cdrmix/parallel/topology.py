@@ -121,7 +121,8 @@ def own_tokens(batch: dict[str, Tensor], topology: Topology) -> dict[str, Tensor
         `input_ids`, `labels` and the like, T / sequence long. `segment_ids` stay whole: what mixes
         tokens looks beyond a rank's own.
     """
-    parts, part = topology.degrees.sequence, topology.sequence_rank
+    parts = topology.degrees.sequence
+    part = topology.sequence_rank
     time = batch["input_ids"].dim() - 1  # `targets` have another dimension after it
     return {
         name: values if name == "segment_ids" else values.chunk(parts, dim=time)[part]
@@ -131,8 +132,11 @@ def own_tokens(batch: dict[str, Tensor], topology: Topology) -> dict[str, Tensor
 
 def _axes(degrees: Degrees) -> dict[str, Iterator[range]]:
     """The ranks of every group of each kind."""
-    data, tensor, sequence = degrees.data, degrees.tensor, degrees.sequence
-    world, stage = degrees.world_size, data * tensor
+    data = degrees.data
+    tensor = degrees.tensor
+    sequence = degrees.sequence
+    world = degrees.world_size
+    stage = data * tensor
     blocks = range(0, world, tensor * sequence)
     return {
         "tensor_group": (range(i, i + tensor) for i in range(0, world, tensor)),
@@ -176,7 +180,8 @@ class ModelParallelUnit:
         assert (degrees.tensor > 1) != (degrees.pipeline > 1), "told of one of the two"
         group = topology.tensor_group or topology.pipeline_group
         assert group is not None, "an axis of several ranks has a group"
-        self.topology, self.model_group = topology, group
+        self.topology = topology
+        self.model_group = group
         self.data_group = topology.data_group or runtime.new_group(
             [topology.rank], is_made_alone=True
         )

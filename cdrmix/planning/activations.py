@@ -154,7 +154,9 @@ def block_input_bytes(model: ModelConfig, numerics: Numerics) -> int:
 def _time_mix(
     model: ModelConfig, creates_v_first: bool, numerics: Numerics, form: SequenceForm
 ) -> PerToken:
-    size, width, heads = numerics.element_bytes, model.hidden_size, model.num_heads
+    size = numerics.element_bytes
+    width = model.hidden_size
+    heads = model.num_heads
     ranks = model.low_rank_sizes()
     hidden_ranks = ranks.decay + ranks.iclr + ranks.gate + (0 if creates_v_first else ranks.value)
     # x, its shift, and the six mixes that the projections read
@@ -170,7 +172,8 @@ def _time_mix(
 
 def _wkv(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> float:
     """The WKV-7 op's inputs, and what its form keeps besides."""
-    size, width = numerics.element_bytes, model.hidden_size
+    size = numerics.element_bytes
+    width = model.hidden_size
     values = 2 if form == "state" else 1  # V + K of them in place of V
     # of r, k and v, which the bonus keeps as they are: those that the op reads as another tensor
     apart = {"whole": 0, "heads": 3, "state": 1}[form]
@@ -187,7 +190,8 @@ def _wkv(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> float:
 
 def _attention(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> PerToken:
     """Flash attention keeps query, key, value, output and one float32 a head."""
-    size, width = numerics.element_bytes, model.hidden_size
+    size = numerics.element_bytes
+    width = model.hidden_size
     kv_width = model.num_kv_heads * model.head_dim
     outputs = 1 if form == "whole" else 2  # before it goes back to its tokens, and after
     per_head = size * ((1 + outputs) * width + 2 * kv_width) + 4 * model.num_heads
@@ -195,7 +199,9 @@ def _attention(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> Pe
 
 
 def _feed_forward(model: ModelConfig, kind: LayerKind, numerics: Numerics) -> PerToken:
-    size, width, moe = numerics.element_bytes, model.hidden_size, model.moe
+    size = numerics.element_bytes
+    width = model.hidden_size
+    moe = model.moe
     shift = PerToken(size * 2 * width if kind == "rwkv" else 0)  # x and its shift
     if moe is None:
         return shift + PerToken(size * width, size * 2 * model.ffn_hidden_size)
@@ -230,7 +236,9 @@ class KeptActivations:
     def __init__(
         self, config: Config, numerics: Numerics, stages: Callable[[int], list[range]]
     ) -> None:
-        self.model, self.training, self.numerics = config.model, config.training, numerics
+        self.model = config.model
+        self.training = config.training
+        self.numerics = numerics
         self._segments_documents = config.data.segment_documents
         kinds = self.model.layer_kinds()
         first_rwkv = kinds.index("rwkv") if "rwkv" in kinds else None
@@ -269,7 +277,8 @@ class KeptActivations:
 
     def on_stage(self, layout: Layout, stage: int) -> int:
         """Bytes of the micro-batches that are in flight at a stage."""
-        degrees, tokens = layout.degrees, self.tokens(layout)
+        degrees = layout.degrees
+        tokens = self.tokens(layout)
         in_flight = self.in_flight(layout, stage)
         border = block_input_bytes(self.model, self.numerics)
         v_first = border // degrees.tensor * tokens if self._has_rwkv else 0
@@ -295,7 +304,8 @@ class KeptActivations:
 
     def of_blocks(self, layout: Layout, stage: int) -> float:
         """Bytes that the blocks of a stage keep of a micro-batch, none of them recomputed."""
-        degrees, tokens = layout.degrees, self.tokens(layout)
+        degrees = layout.degrees
+        tokens = self.tokens(layout)
         total = 0.0
         for kind, number in self.kinds_on(degrees.pipeline, stage).items():
             halves = self._block(kind, degrees)
@@ -317,8 +327,10 @@ class KeptActivations:
     def _recomputed(self, layout: Layout, stage: int) -> tuple[float, float]:
         """Bytes that recomputed blocks of a stage keep of a micro-batch, and those of the largest
         unit while it is recomputed: a block, a span of it, or its mixer with a span of the rest."""
-        degrees, tokens = layout.degrees, self.tokens(layout)
-        spans, span = self.spans(layout), self.span_tokens(layout)
+        degrees = layout.degrees
+        tokens = self.tokens(layout)
+        spans = self.spans(layout)
+        span = self.span_tokens(layout)
         border = block_input_bytes(self.model, self.numerics)
         # what is recomputed reads its border, unless its norm copies it
         twice = 0 if self.numerics.norm_copies_input else border

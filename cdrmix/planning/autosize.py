@@ -29,7 +29,8 @@ HEAD_DIM = 128
 LAYER_MULTIPLE = 4  # so that a quarter of the blocks is a whole number
 EXPERT_WIDTH_MULTIPLE = 256
 TOLERANCE = 0.03
-SMALLEST_ACTIVE, LARGEST_ACTIVE = 20e6, 1e15
+SMALLEST_ACTIVE = 20e6
+LARGEST_ACTIVE = 1e15
 # Widths and depths searched, as a share of the interpolated one to either side.
 SEARCHED = 0.35
 _SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)([kmbt]?)$", re.IGNORECASE)
@@ -109,8 +110,10 @@ def _expert_ratio(model: ModelConfig) -> float:
 def _interpolated(x: float, xs: list[float], ys: list[float] | list[int]) -> float:
     """Value at x of the line through the two nearest points in (x, log y), prolonged beyond."""
     right = next((i for i in range(1, len(xs) - 1) if x < xs[i]), len(xs) - 1)
-    x0, x1 = xs[right - 1], xs[right]
-    y0, y1 = math.log(ys[right - 1]), math.log(ys[right])
+    x0 = xs[right - 1]
+    x1 = xs[right]
+    y0 = math.log(ys[right - 1])
+    y1 = math.log(ys[right])
     return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
 
 
@@ -227,7 +230,8 @@ def autosizer(family: Family, argv: Sequence[str] | None = None) -> None:
 
 def sizes_json(size: Size) -> dict[str, Any]:
     """A size as plain values; total_params is the backbone, `stage_b` what is trained beside it."""
-    model, counts = size.model, size.counts
+    model = size.model
+    counts = size.counts
     row: dict[str, Any] = {
         "name": size.name,
         "total_params": counts.total_params,
@@ -267,7 +271,8 @@ def sizes_text(sizes: Sequence[Size]) -> str:
 
 
 def _cells(size: Size) -> list[str]:
-    model, counts = size.model, size.counts
+    model = size.model
+    counts = size.counts
     cells = [
         size.name,
         str(model.hidden_size),

@@ -57,7 +57,8 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `cdrmix plan --json` prints them."""
-        cluster, stage_b = self.cluster, {}
+        cluster = self.cluster
+        stage_b = {}
         if self.plan.stage_b is not None:
             stage_b["stage_b"] = {
                 "degrees": asdict(self.plan.stage_b.degrees),
@@ -89,7 +90,8 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
             everything that is wrong with the nearest legal plan.
     """
     plans = all_plans(config, cluster)
-    best, others = plans[0], plans[1:]
+    best = plans[0]
+    others = plans[1:]
     available = [plan for plan in others if not plan.missing]
     later = [plan for plan in others if plan.missing]
     later.sort(key=lambda plan: not plan.fits)  # stable: the best that fit come first
@@ -130,12 +132,15 @@ def _unlike(plans: list[Plan]) -> tuple[Plan, ...]:
 
 def _changes(compared: Comparison) -> Iterator[str]:
     """Changes that would let this version run it, and what will fit later."""
-    plan, training, cluster = compared.plan, compared.config.training, compared.cluster
+    plan = compared.plan
+    training = compared.config.training
+    cluster = compared.cluster
     if plan.fits:  # what this version lacks for it is among the reasons, with what to try
         return
     fitting = next((other for other in compared.later if other.fits), None)
     if fitting is not None:
-        needed, (memory, cost) = " and ".join(fitting.missing), fitting.estimates()
+        needed = " and ".join(fitting.missing)
+        (memory, cost) = fitting.estimates()
         yield (
             f"fits with {fitting.describe()}: {memory.total / GIB:.1f} GiB a device, "
             f"{cost.tokens_per_second:,.0f} tokens per second; {needed}: {UNAVAILABLE}"
@@ -226,7 +231,8 @@ _ASSUMPTIONS = (
 
 
 def _memory_lines(compared: Comparison, *, explain: bool) -> list[str]:
-    (memory, _), there = compared.plan.estimates(), compared.cluster.memory_bytes
+    (memory, _) = compared.plan.estimates()
+    there = compared.cluster.memory_bytes
     parts = dict(memory.described()) if explain else memory.to_json()
     parts["total"] = memory.total
     title = "per rank" if compared.plan.stage_b is None else "per rank in Stage A"
@@ -241,7 +247,8 @@ def _memory_lines(compared: Comparison, *, explain: bool) -> list[str]:
 
 
 def _time_lines(compared: Comparison, *, explain: bool) -> list[str]:
-    (_, cost), training = compared.plan.estimates(), compared.config.training
+    (_, cost) = compared.plan.estimates()
+    training = compared.config.training
     lines = [
         f"  a step      {cost.step_seconds:.3g} s, {cost.flops:.3g} FLOPs, "
         f"{training.tokens_per_step:,} tokens",

@@ -91,8 +91,10 @@ class CostModel:
 
     def __init__(self, memory: MemoryModel, cluster: Cluster) -> None:
         config = memory.config
-        self.memory, self.cluster = memory, cluster
-        self.model, self.training = config.model, config.training
+        self.memory = memory
+        self.cluster = cluster
+        self.model = config.model
+        self.training = config.training
         self.size = ELEMENT_BYTES[self.training.precision]
         length = self.training.sequence_length
         self.layer_flops = forward_flops_by_layer(self.model, length)
@@ -106,7 +108,8 @@ class CostModel:
 
     def estimate(self, layout: Layout) -> Cost:
         """Time of one step."""
-        steps, pipeline = layout.gradient_accumulation_steps, layout.degrees.pipeline
+        steps = layout.gradient_accumulation_steps
+        pipeline = layout.degrees.pipeline
         compute = self._compute_seconds(layout)
         traffic = self._per_micro_step(layout)
         passing = sum(t.seconds for t in traffic.values()) / steps
@@ -153,7 +156,8 @@ class CostModel:
 
     def _per_micro_step(self, layout: Layout) -> dict[str, Traffic]:
         """Exchanges of blocks and stages, over all micro-steps of a step."""
-        degrees, steps = layout.degrees, layout.gradient_accumulation_steps
+        degrees = layout.degrees
+        steps = layout.gradient_accumulation_steps
         layers = max(map(len, self.memory.stages(degrees.pipeline)))
         again = 1 if layout.activation_checkpointing else 0
         tokens = self.memory.kept.tokens(layout)
@@ -164,7 +168,9 @@ class CostModel:
             total = payload * steps
             traffic[kind] = Traffic(int(total), total * moved / self._bandwidth(span))
 
-        tensor, expert, sequence = degrees.tensor, degrees.expert, degrees.sequence
+        tensor = degrees.tensor
+        expert = degrees.expert
+        sequence = degrees.sequence
         if expert > 1:  # there and back, forward and backward
             assert self.model.moe is not None, "rules refuse expert parallelism of a dense model"
             rows = stream * self.model.moe.top_k / tensor
@@ -175,7 +181,8 @@ class CostModel:
             add("tensor_all_reduce", reduced, moved=2 * (1 - 1 / tensor), span=tensor)
             add("tensor_all_gather", gathered, moved=1 - 1 / tensor, span=tensor)
         if sequence > 1:
-            moved, span = 1 - 1 / sequence, tensor * sequence
+            moved = 1 - 1 / sequence
+            span = tensor * sequence
             tokens_for_heads, halos, states = self._between_sequence_ranks(layout)
             payload = (2 + again) * tokens_for_heads + halos
             add("sequence_all_to_all", payload, moved=moved, span=span)
@@ -219,9 +226,12 @@ class CostModel:
     def _between_sequence_ranks(self, layout: Layout) -> tuple[float, float, float]:
         """Bytes of the busiest stage in a micro-step: exchanges of tokens for heads in a forward
         pass; tokens that shifts take from the rank before, in all passes; states gathered."""
-        degrees, kept = layout.degrees, self.memory.kept
-        tokens, samples = kept.tokens(layout), layout.micro_batch_size
-        form, most = kept.sequence_form(degrees), (0.0, 0.0, 0.0)
+        degrees = layout.degrees
+        kept = self.memory.kept
+        tokens = kept.tokens(layout)
+        samples = layout.micro_batch_size
+        form = kept.sequence_form(degrees)
+        most = (0.0, 0.0, 0.0)
         passes = 6 if layout.activation_checkpointing else 4
         for stage, layers in enumerate(self.memory.stages(degrees.pipeline)):
             rwkv = self._rwkv_layers(degrees, stage)
@@ -281,7 +291,8 @@ class CostModel:
     def _of_zero3(self, layout: Layout) -> dict[str, Traffic]:
         """Each micro-step gathers the weights and scatters the gradients, which a rank averages
         only its share of; what is kept whole is gathered once a step."""
-        data, steps = layout.degrees.data, layout.gradient_accumulation_steps
+        data = layout.degrees.data
+        steps = layout.gradient_accumulation_steps
         if data == 1:
             return {}
         cut = self.memory.cut_by_zero3()

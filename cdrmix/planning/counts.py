@@ -69,7 +69,8 @@ def count(model: ModelConfig, sequence_length: int) -> Counts:
     parts = params_by_part(model)
     idle_experts = 0
     if model.moe is not None:
-        num_experts, top_k = model.moe.num_experts, model.moe.top_k
+        num_experts = model.moe.num_experts
+        top_k = model.moe.top_k
         idle_experts = parts["experts"] * (num_experts - top_k) // num_experts
     total = sum(parts.values())
     return Counts(
@@ -136,7 +137,8 @@ def _block(model: ModelConfig, kind: LayerKind, *, makes_v_first: bool) -> list[
 
 
 def _time_mix(model: ModelConfig, makes_v_first: bool) -> list[_Row]:
-    width, ranks = model.hidden_size, model.low_rank_sizes()
+    width = model.hidden_size
+    ranks = model.low_rank_sizes()
     mixes = ("mu_r", "mu_w", "mu_k", "mu_v", "mu_a", "mu_g")
     rows: list[_Row] = [(name, (width,), "time_mix") for name in mixes]
     for name, rank in (("decay", ranks.decay), ("iclr", ranks.iclr), ("value", ranks.value)):
@@ -159,20 +161,23 @@ def _low_rank_pair(name: str, width: int, rank: int) -> list[_Row]:
 
 
 def _attention(model: ModelConfig) -> list[_Row]:
-    width, kv_width = model.hidden_size, model.num_kv_heads * model.head_dim
+    width = model.hidden_size
+    kv_width = model.num_kv_heads * model.head_dim
     rows = {"query": width, "key": kv_width, "value": kv_width, "output": width}
     return [(f"{name}.weight", (size, width), "attention") for name, size in rows.items()]
 
 
 def _feed_forward(model: ModelConfig) -> list[_Row]:
-    width, moe = model.hidden_size, model.moe
+    width = model.hidden_size
+    moe = model.moe
     if moe is None:
         inner = model.ffn_hidden_size
         return [
             ("up.weight", (inner, width), "feed_forward"),
             ("down.weight", (width, inner), "feed_forward"),
         ]
-    experts, inner = moe.num_experts, moe.expert_hidden_size
+    experts = moe.num_experts
+    inner = moe.expert_hidden_size
     return [
         ("router.weight", (experts, width), "router"),
         ("experts.up", (experts, inner, width), "experts"),
@@ -238,7 +243,9 @@ class StageBCounts:
 
 # As cdrmix/reasoning builds them; tests/unit/test_model_size.py holds both to each other.
 _SUMMARY_SLOTS = 8
-_POLICY_ACTIONS, _POLICY_FEATURES, _VALUE_WIDTH = 4, 9, 64
+_POLICY_ACTIONS = 4
+_POLICY_FEATURES = 9
+_VALUE_WIDTH = 64
 _SCALARS_PER_ADAPTER = 3
 
 
@@ -252,7 +259,8 @@ def stage_b_params(
         stage_b: dimensions of the parts.
         layers: blocks whose adapters count; None: all.
     """
-    width, rank = model.hidden_size, stage_b.adapters.rank
+    width = model.hidden_size
+    rank = stage_b.adapters.rank
     adapted = _adapted_matrices(model, layers or range(model.num_layers))
     summary = stage_b.memory.summary_dim
     slot = summary // _SUMMARY_SLOTS
@@ -275,7 +283,8 @@ def _adapted_matrices(model: ModelConfig, layers: range) -> list[tuple[int, int]
     value of RWKV blocks, query, key, value and output of Transformer blocks, dense feed-forwards;
     experts have none.
     """
-    width, inner = model.hidden_size, model.ffn_hidden_size
+    width = model.hidden_size
+    inner = model.ffn_hidden_size
     kv_width = model.num_kv_heads * model.head_dim
     time_mix = [(width, width)] * 3
     attention = [(width, width), (width, kv_width), (width, kv_width), (width, width)]

@@ -183,7 +183,8 @@ def border_values(model: ModelConfig, stages: list[range], degrees: Degrees) -> 
         stages: blocks of each stage.
         degrees: whose tensor ranks share out the heads of v_first.
     """
-    kinds, width = model.layer_kinds(), model.hidden_size
+    kinds = model.layer_kinds()
+    width = model.hidden_size
     made = ["rwkv" in kinds[: stage.start] for stage in stages[1:]]
     return [0, *(width + there * width // degrees.tensor for there in made), 0]
 

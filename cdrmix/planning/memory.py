@@ -98,7 +98,8 @@ class MemoryModel:
         self, config: Config, device: Literal["cuda", "cpu"], *, wkv: WKVForm | None = None
     ) -> None:
         model = config.model
-        self.config, self.model = config, model
+        self.config = config
+        self.model = model
         self.precision = config.training.precision
         self.numerics = Numerics.of(self.precision, device, wkv)
         self._layers: list[_Groups] = [_no_elements() for _ in range(model.num_layers)]
@@ -184,7 +185,8 @@ class MemoryModel:
         """Bytes of weights, gradients and optimizer."""
         if layout.zero_stage == 3:
             return self._zero3_states(layout)
-        degrees, size = layout.degrees, self.numerics.element_bytes
+        degrees = layout.degrees
+        size = self.numerics.element_bytes
         held = self.held(degrees, stage)
         padded = {g: _padded(n, sharing(degrees, g)) for g, n in held.items()}
         parts = {g: n // sharing(degrees, g) for g, n in padded.items()}
@@ -216,7 +218,8 @@ class MemoryModel:
         )
 
     def _zero3_states(self, layout: Layout) -> zero.States:
-        data, size = layout.degrees.data, self.numerics.element_bytes
+        data = layout.degrees.data
+        size = self.numerics.element_bytes
         groups = [
             [elements.on(1) for group, elements in self._listed if group == wanted]
             for wanted in GROUPS
@@ -279,14 +282,17 @@ class MemoryModel:
 
     def borders(self, layout: Layout) -> list[int]:
         """Bytes of a micro-batch that cross the border before each stage, and after the last."""
-        degrees, size = layout.degrees, self.numerics.element_bytes
-        stages, tokens = self.stages(degrees.pipeline), self.kept.tokens(layout)
+        degrees = layout.degrees
+        size = self.numerics.element_bytes
+        stages = self.stages(degrees.pipeline)
+        tokens = self.kept.tokens(layout)
         values = border_values(self.model, stages, degrees)
         return [size * tokens * each for each in values]
 
     def _buffers(self, layout: Layout, stage: int, kept: int) -> dict[str, int]:
         """Bytes that come and go within a step, by kind."""
-        degrees, size = layout.degrees, self.numerics.element_bytes
+        degrees = layout.degrees
+        size = self.numerics.element_bytes
         tokens = self.kept.tokens(layout)
         buffers = {
             "gradient_buckets": self._buckets(layout, stage, kept),
@@ -318,7 +324,8 @@ class MemoryModel:
 
     def _buckets(self, layout: Layout, stage: int, kept: int) -> int:
         """DeepSpeed's reduction of gradients, beyond the activations that are free by then."""
-        size, bucket = self.numerics.element_bytes, layout.bucket_elements
+        size = self.numerics.element_bytes
+        bucket = layout.bucket_elements
         held = self.held(layout.degrees, stage)
         shared = {g: sharing(layout.degrees, g) for g in held}
         if layout.zero_stage == 1 and self.precision == "bf16":
@@ -337,8 +344,10 @@ class MemoryModel:
 
     def _workspace(self, layout: Layout, stage: int) -> int:
         """Gradients of one block's activations and of its largest parameters, on their way."""
-        degrees, size = layout.degrees, self.numerics.element_bytes
-        tokens, span = self.kept.tokens(layout), self.kept.span_tokens(layout)
+        degrees = layout.degrees
+        size = self.numerics.element_bytes
+        tokens = self.kept.tokens(layout)
+        span = self.kept.span_tokens(layout)
         model = self.model
         inner = model.ffn_hidden_size
         if model.moe is not None:
@@ -354,7 +363,8 @@ class MemoryModel:
 
     def block_gradients(self, layout: Layout, stage: int) -> int:
         """Bytes of the gradients of a block's largest parameters; no part of a frozen one's."""
-        degrees, model = layout.degrees, self.model
+        degrees = layout.degrees
+        model = self.model
         layer = self._layers[self.stages(degrees.pipeline)[stage][0]]
         dense = 2 * model.hidden_size * model.ffn_hidden_size
         return self.numerics.element_bytes * (layer["experts"].on(degrees.expert) or dense)
@@ -372,7 +382,8 @@ class MemoryModel:
 
     def _sequence_exchange(self, layout: Layout) -> int:
         """The larger message of both mixers, sent and received."""
-        degrees, tokens = layout.degrees, self.kept.tokens(layout)
+        degrees = layout.degrees
+        tokens = self.kept.tokens(layout)
         size = self.numerics.element_bytes
         largest = attention_bytes(self.model, tokens, size)
         if self.kept.sequence_form(degrees) == "heads":
@@ -384,7 +395,8 @@ class MemoryModel:
 
     def _all_to_all(self, degrees: Degrees, tokens: int) -> int:
         """Rows leaving and arriving, and a layer's surplus if a rank's experts are in demand."""
-        moe, size = self.model.moe, self.numerics.element_bytes
+        moe = self.model.moe
+        size = self.numerics.element_bytes
         assert moe is not None, "rules refuse expert parallelism of a dense model"
         rows = moe.top_k * tokens / degrees.tensor
         surplus = (moe.capacity_factor - 1) * activations.routed_row(self.model, self.numerics)
@@ -439,5 +451,6 @@ def _overlapped(ends: list[int], start: int, stop: int) -> int:
     total = ends[-1]
     if start >= total:
         return 0
-    first, last = bisect_right(ends, start), bisect_left(ends, min(stop, total))
+    first = bisect_right(ends, start)
+    last = bisect_left(ends, min(stop, total))
     return ends[last] - (ends[first - 1] if first else 0)

@@ -88,7 +88,8 @@ def all_plans(config: Config, cluster: Cluster, profile: str | None = None) -> l
 
 
 def _check_some_are_legal(legal: Sequence[object], plainest: Combination) -> None:
-    config, world_size = plainest.config, plainest.world_size
+    config = plainest.config
+    world_size = plainest.world_size
     # data ranks that do not divide the batch are no reason to cut a model that needs no cutting
     is_free = not config.parallel.model_fields_set
     if not legal or (is_free and world_size <= config.training.global_batch_size):
@@ -142,7 +143,8 @@ def _combination(
 
 def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) -> list[str]:
     """Why each part of a layout is what it is."""
-    layout, degrees = plan.layout, plan.degrees
+    layout = plan.layout
+    degrees = plan.degrees
     batch = config.training.global_batch_size
     shared = f" / sequence {degrees.sequence}" if degrees.sequence > 1 else ""
     reasons = [
@@ -168,7 +170,8 @@ def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) 
 def _profile_reason(plan: Plan, config: Config, profile: str | None) -> str:
     if profile is not None:
         return "--profile as given"
-    layout, degrees = plan.layout, plan.degrees
+    layout = plan.layout
+    degrees = plan.degrees
     total = count(config.model, config.training.sequence_length).total_params
     stage, reason = zero.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
     usual = layout.zero_stage == stage and not layout.offloads_optimizer
@@ -188,8 +191,10 @@ def _micro_batch_reason(plan: Plan, config: Config) -> str:
 
 def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     """Tells how much of a device, and of a host where something is offloaded, a plan fills."""
-    memory, there = plan.estimates()[0], cluster.memory_bytes
-    used, share = memory.total, config.training.memory_share
+    memory = plan.estimates()[0]
+    there = cluster.memory_bytes
+    used = memory.total
+    share = config.training.memory_share
     verdict = "within" if used <= share * there else "NOT within"
     told = (
         f"memory: {used / GIB:.1f} GiB of {there / GIB:.1f} GiB a device, {verdict} the "
@@ -205,13 +210,17 @@ def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
 
 def _saving_reason(layout: Layout, config: Config, cluster: Cluster) -> str:
     """Why training waits for the disk in each save."""
-    model, share = MemoryModel(config, cluster.device), 100 * config.training.memory_share
+    model = MemoryModel(config, cluster.device)
+    share = 100 * config.training.memory_share
     copied = model.estimate(layout, has_copy=True)
     if cluster.device == "cpu":
-        used, there_gib, where = copied.total, cluster.memory_gib, "a rank"
+        used = copied.total
+        there_gib = cluster.memory_gib
+        where = "a rank"
     else:
         used = copied.on_host * cluster.gpus_per_node
-        there_gib, where = cluster.host_memory_gib, "a host"
+        there_gib = cluster.host_memory_gib
+        where = "a host"
     return (
         "training waits for each save: with a copy to write in the background "
         f"{used / GIB:.1f} GiB of {there_gib:g} GiB {where} would be filled, NOT within "
@@ -227,7 +236,9 @@ def _checkpointing_reason(config: Config) -> str:
 
 def _sequence_reasons(config: Config, layout: Layout) -> list[str]:
     """Reasons for the way that a recurrence is recomputed and meets the tokens of other ranks."""
-    reasons, degrees, training = [], layout.degrees, config.training
+    reasons = []
+    degrees = layout.degrees
+    training = config.training
     if layout.sequence_checkpoint_tokens is not None:
         span, why = zero.sequence_checkpoint_tokens(
             config,
@@ -238,7 +249,8 @@ def _sequence_reasons(config: Config, layout: Layout) -> list[str]:
         reasons.append(f"sequence checkpointing by {span:,} tokens: {why}")
     if degrees.sequence == 1:
         return reasons
-    model, length = config.model, training.sequence_length
+    model = config.model
+    length = training.sequence_length
     size = ELEMENT_BYTES[training.precision]
     form = sequence_form(
         model, sequence_length=length, sequence=degrees.sequence, element_bytes=size

@@ -158,7 +158,8 @@ def _world_differs(combination: Combination) -> bool:
 
 
 def _world_message(combination: Combination) -> str:
-    degrees, world = combination.degrees, combination.world_size
+    degrees = combination.degrees
+    world = combination.world_size
     inner = degrees.tensor * degrees.pipeline
     needs = (
         f"parallel.data * tensor * pipeline = {degrees.data} * {degrees.tensor} * "
@@ -166,7 +167,8 @@ def _world_message(combination: Combination) -> str:
     )
     if world % inner:
         return f"{needs}. Try {_nearest_multiples(inner, world)} ranks"
-    outer, is_open = world // inner, not {"tensor", "pipeline"} <= _given(combination)
+    outer = world // inner
+    is_open = not {"tensor", "pipeline"} <= _given(combination)
     legal = str(outer)
     if is_open and outer % degrees.data:  # what it leaves over, the other axes may take
         legal = nearest_divisors(outer, degrees.data)
@@ -182,7 +184,8 @@ def _batch_step(combination: Combination) -> int:
 
 
 def _batch_message(combination: Combination) -> str:
-    batch, ranks = combination.training.global_batch_size, combination.degrees.sample_ranks
+    batch = combination.training.global_batch_size
+    ranks = combination.degrees.sample_ranks
     micro = combination.training.micro_batch_size or 1
     given = (
         f"training.global_batch_size = {batch} is no multiple of {micro} * {ranks} (micro batch * "

@@ -123,7 +123,8 @@ def _preference(layout: Layout, memory: Memory, cost: Cost) -> tuple[int, int, i
 
 
 def _is_usual(config: Config, layout: Layout, total_params: int) -> bool:
-    degrees, dense = layout.degrees, config.model.moe is None
+    degrees = layout.degrees
+    dense = config.model.moe is None
     stage, _ = zero.zero_stage(total_params, data=degrees.data, pipeline=degrees.pipeline)
     # what ZeRO-2 cannot hold of a dense model, ZeRO-3 does before its matrices are cut
     stages = {stage, 3} if dense and degrees.data > 1 else {stage}
@@ -170,7 +171,8 @@ def _profiles(config: Config, degrees: Degrees) -> list[str]:
 
 def _layouts(combination: Combination, total_params: int) -> Iterator[Layout]:
     """A combination with every micro batch, kept and recomputed."""
-    config, degrees = combination.config, combination.degrees
+    config = combination.config
+    degrees = combination.degrees
     zero = combination.deepspeed.get("zero_optimization", {})
     for micro, steps in _batches(config, degrees):
         for recompute in _checkpointing(config):
@@ -195,7 +197,8 @@ def _layouts(combination: Combination, total_params: int) -> Iterator[Layout]:
 
 def _of_the_run(combination: Combination, layout: Layout) -> dict[str, Any]:
     """DeepSpeed settings that belong to the run and follow from the configuration."""
-    training, micro = combination.training, layout.micro_batch_size
+    training = combination.training
+    micro = layout.micro_batch_size
     steps = layout.gradient_accumulation_steps
     settings: dict[str, Any] = {
         # Sequence ranks are data ranks to DeepSpeed, so its batch counts a shared sample by rank.
@@ -217,7 +220,8 @@ def _of_the_run(combination: Combination, layout: Layout) -> dict[str, Any]:
 
 
 def _degrees(config: Config, world: int, gpus_per_node: int) -> Iterator[Degrees]:
-    given, model = config.parallel, config.model
+    given = config.parallel
+    model = config.model
     is_set = given.model_fields_set
     heads = math.gcd(model.num_heads, model.num_kv_heads)
     within = math.gcd(heads, model.vocab_size, gpus_per_node)

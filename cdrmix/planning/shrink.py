@@ -25,9 +25,13 @@ from cdrmix.planning.stage_b import stage_b_plan
 # Processes that a laptop runs at once.
 MOST_RANKS = 8
 # Of the small model: what all degrees of two divide, and a kernel still likes.
-HEAD_DIM, SEQUENCE_LENGTH, VOCAB_SIZE, EXPERT_WIDTH = 32, 64, 512, 64
+HEAD_DIM = 32
+SEQUENCE_LENGTH = 64
+VOCAB_SIZE = 512
+EXPERT_WIDTH = 64
 SMALL_SPAN_TOKENS = 12  # of a sample that is recomputed together, where a plan does so
-STEPS, SAVED_STEP = 6, 3
+STEPS = 6
+SAVED_STEP = 3
 # Of AdamW: with its usual 1e-8, weights whose gradients almost cancel out move by rounding alone,
 # and the nearest choices of experts with them.
 EPSILON = 1e-6
@@ -259,8 +263,10 @@ def _on(value: bool) -> str:
 PHASE_STEPS = 2  # so that one of them starts from what the phase has changed
 WINDOW_TOKENS = 128  # whose segments hold a sentence of any task in the corpus's short tokens
 LENGTH_RATIOS = (1, 2)
-TEXTS, GROUP_SIZE = 2, 2
-SUMMARY_DIM, MEMORY_TOKENS = 64, 512
+TEXTS = 2
+GROUP_SIZE = 2
+SUMMARY_DIM = 64
+MEMORY_TOKENS = 512
 
 
 def planned_stage_b(config: Config, plan: Plan, cluster: Cluster) -> Plan | None:
@@ -369,8 +375,10 @@ def _unshrunk_in_stage_b(
     config: Config, planned: Plan, small: Rehearsal
 ) -> Iterator[tuple[str, str, tuple[str]]]:
     """Properties that the small layout shares with the plan, if with smaller numbers."""
-    there, here = _section(config), _section(small.config)
-    slots, shown_slots = planned.gradient_accumulation_steps, _slots(here.training, small.degrees)
+    there = _section(config)
+    here = _section(small.config)
+    slots = planned.gradient_accumulation_steps
+    shown_slots = _slots(here.training, small.degrees)
     yield "DeepSpeed profile", planned.name, (small.profile,)
     yield "accumulation", str(slots), (str(shown_slots),)
     empty = _empty(there.training, planned.degrees, slots)
@@ -388,7 +396,8 @@ def _unshrunk_in_stage_b(
 
 def _shrunk(config: Config, small: Rehearsal, world_size: int) -> Iterator[tuple[str, str, str]]:
     """Properties that only the cluster itself, or a whole run, can show."""
-    there, here = _section(config), _section(small.config)
+    there = _section(config)
+    here = _section(small.config)
     window = there.training.window_tokens or config.training.sequence_length
     yield "precision", config.training.precision, small.config.training.precision
     yield "tokens a window", f"{window:,}", str(here.training.window_tokens)

@@ -70,7 +70,8 @@ def lesson_tokens(training: StageBTraining, *, window_tokens: int, sequence_leng
         window_tokens: tokens read at a time.
         sequence_length: tokens of a row of the corpus.
     """
-    segment, texts = segment_tokens(window_tokens), training.texts_per_lesson
+    segment = segment_tokens(window_tokens)
+    texts = training.texts_per_lesson
     window = min(window_tokens, TRAINED_SEGMENTS * (segment + 1) + _QUESTION_TOKENS)
     tokens = texts * (TRAINED_SEGMENTS * segment + 2 * window)
     plain = rows_of_text(texts) * row_tokens(window_tokens, sequence_length)
@@ -116,7 +117,8 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
     if stage_b is None or config.training.stage == "a":
         return None
     check_stage_b(config, cluster.world_size)
-    world, given = cluster.world_size, stage_b.pipeline
+    world = cluster.world_size
+    given = stage_b.pipeline
     share = config.training.memory_share
     is_frozen = stage_b.training.backbone_lr_scale == 0
     most = config.model.num_layers if is_frozen else 1
@@ -151,7 +153,8 @@ def check_stage_b(config: Config, world_size: int) -> None:
     """
     if config.stage_b is None or config.stage_b.pipeline is None or config.training.stage == "a":
         return
-    pipeline, layers = config.stage_b.pipeline, config.model.num_layers
+    pipeline = config.stage_b.pipeline
+    layers = config.model.num_layers
     if pipeline > layers:
         raise PlanError(
             f"{config.name}: stage_b.pipeline = {pipeline} is more than model.num_layers = "
@@ -169,7 +172,9 @@ class _Model:
 
     def __init__(self, config: Config, cluster: Cluster, zero_stage: int) -> None:
         assert config.stage_b is not None, "asked of a run with Stage B"
-        self._config, self._stage_b, self._cluster = config, config.stage_b, cluster
+        self._config = config
+        self._stage_b = config.stage_b
+        self._cluster = cluster
         self._zero_stage, self._window = zero_stage, stage_b_window(config)
         self._is_frozen = config.stage_b.training.backbone_lr_scale == 0
         one_window = config.training.model_copy(update={"sequence_length": self._window})
@@ -193,8 +198,10 @@ class _Model:
         return max((self._on_stage(pipeline, stage) for stage in stages), key=lambda m: m.total)
 
     def _on_stage(self, pipeline: int, stage: int) -> Memory:
-        lesson, size = self._stage_b.training, self._memory.numerics.element_bytes
-        layers, data = self._memory.stages(pipeline)[stage], self._cluster.world_size // pipeline
+        lesson = self._stage_b.training
+        size = self._memory.numerics.element_bytes
+        layers = self._memory.stages(pipeline)[stage]
+        data = self._cluster.world_size // pipeline
         backbone = self._params[None] + sum(self._params[layer] for layer in layers)
         sizes = stage_b_params(self._config.model, self._stage_b, layers)
         trained = sizes.total_params + (backbone if lesson.backbone_lr_scale > 0 else 0)
@@ -216,7 +223,8 @@ class _Model:
 
     def _activations(self, pipeline: int, stage: int) -> int:
         """Bytes of a window: of the blocks here, of what enters them, and of all around them."""
-        kept, stages = self._memory.kept, self._memory.stages(pipeline)
+        kept = self._memory.kept
+        stages = self._memory.stages(pipeline)
         around = self._whole.activations - kept.of_blocks(_layout(1), 0)
         if self._is_frozen:  # so is the head, whose gradient would be formed with the loss
             around -= 4 * self._config.model.vocab_size * self._config.model.hidden_size
@@ -226,7 +234,8 @@ class _Model:
 
     def _buffers(self, pipeline: int, stage: int, *, moving: int) -> dict[str, int]:
         """Bytes that come and go beside `moving`; logits are on every stage."""
-        model, cut = self._memory, _layout(pipeline)
+        model = self._memory
+        cut = _layout(pipeline)
         buffers = {
             "workspace": model.on_stage(cut, stage).buffers["workspace"],
             "logits": self._whole.buffers["logits"],
@@ -246,7 +255,8 @@ def _layout(pipeline: int) -> Layout:
 
 def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> str:
     """Tells how much of a device Stage B fills, and what would take less if that is too much."""
-    there, memory = cluster.memory_bytes, layout.memory
+    there = cluster.memory_bytes
+    memory = layout.memory
     share = config.training.memory_share
     held = "as every rank holds the whole backbone"
     if layout.degrees.pipeline > 1:

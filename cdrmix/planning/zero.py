@@ -72,11 +72,13 @@ def persistent(groups: Iterable[Sequence[int]]) -> int:
 
 def _sub_groups(shares: Sequence[int]) -> int:
     """Parts in which an optimizer group is stepped: closed as soon as they are large enough."""
-    count, filled = 0, 0
+    count = 0
+    filled = 0
     for share in shares:
         filled += share
         if filled >= SUB_GROUP_ELEMENTS:
-            count, filled = count + 1, 0
+            count = count + 1
+            filled = 0
     return count + (filled > 0)
 
 
@@ -218,7 +220,8 @@ def sequence_checkpoint_tokens(
 
 def expert_degree(config: Config, degrees: Degrees) -> tuple[int, str]:
     """Expert degree for the other degrees of a layout, and why."""
-    model, given = config.model, config.parallel.expert
+    model = config.model
+    given = config.parallel.expert
     if given is not None:
         return given, "parallel.expert as given"
     if model.moe is None:
@@ -241,7 +244,8 @@ def expert_degree(config: Config, degrees: Degrees) -> tuple[int, str]:
 
 def has_axes_of_its_size(config: Config, degrees: Degrees, total_params: int) -> bool:
     """True if a layout is cut along the axes that its size asks for, where they are left open."""
-    is_staged, is_sequenced = total_params >= STAGED_PARAMS, total_params >= SEQUENCED_PARAMS
+    is_staged = total_params >= STAGED_PARAMS
+    is_sequenced = total_params >= SEQUENCED_PARAMS
     wanted = {"tensor": is_staged, "pipeline": is_staged, "sequence": is_sequenced}
     if is_sequenced:
         wanted["expert"] = config.model.moe is not None

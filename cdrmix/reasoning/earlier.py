@@ -174,7 +174,8 @@ def opened(
     encoder = weights_digest(
         (name, tensor) for name, tensor in reader.named_parameters() if name.startswith(_KEY_PARTS)
     )
-    size, eviction = reader.config.memory.summary_dim, reader.config.memory.eviction
+    size = reader.config.memory.summary_dim
+    eviction = reader.config.memory.eviction
     if not make and not has_index(folder):
         raise StateError(
             f"{folder}: no episodic memory was saved here. Read a text into it first: give "

@@ -114,7 +114,8 @@ def roll_out(
         chosen = decision.logprobs.gather(1, actions.unsqueeze(1)).squeeze(1)
         value = torch.where(running, decision.value, 0.0)
         steps.append([*seen, actions, chosen, value, running])
-        state, running = merge(running, after.state, state), running & ~after.done
+        state = merge(running, after.state, state)
+        running = running & ~after.done
     hidden, features, legal, acted, logprobs, values, taken = (
         torch.stack(column, dim=1) for column in zip(*steps, strict=True)
     )
@@ -197,7 +198,8 @@ def policy_loss(
     """
     seen = (rollouts.hidden, rollouts.features, rollouts.legal)
     decision = policy(*(part.flatten(0, 1) for part in seen))
-    shape, index = rollouts.actions.shape, rollouts.actions.flatten().unsqueeze(1)
+    shape = rollouts.actions.shape
+    index = rollouts.actions.flatten().unsqueeze(1)
     reference_logprobs = None
     if reference is not None:
         with torch.no_grad():
@@ -302,7 +304,8 @@ def try_branches(
     Raises:
         DataError: if a decision is not finite.
     """
-    config, seen = environment.config, environment.observe(state)
+    config = environment.config
+    seen = environment.observe(state)
     decision = policy(*seen)
     check_decision(decision, seen.legal)
     count = min(config.max_branches, len(Action))
@@ -386,7 +389,8 @@ def roll_out_branches(
         after = step_by_branches(environment, policy, state)
         num_accepted += int((after.accepted & running).sum())
         num_decisions += int(running.sum())
-        state, running = merge(running, after.state, state), running & ~after.done
+        state = merge(running, after.state, state)
+        running = running & ~after.done
     outcome = environment.settle(state)
     check_rewards(outcome.reward)
     return Branched(outcome.state, num_accepted, num_decisions)

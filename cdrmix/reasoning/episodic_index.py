@@ -98,7 +98,9 @@ class EpisodicIndex:
         tokenizer: str,
         eviction: EvictionConfig | None = None,
     ) -> None:
-        self.max_tokens, self.encoder, self.tokenizer = max_tokens, encoder, tokenizer
+        self.max_tokens = max_tokens
+        self.encoder = encoder
+        self.tokenizer = tokenizer
         self._eviction = eviction or EvictionConfig()
         self.entries: list[Entry] = []
         self._rows = torch.zeros(0, key_size)  # room for keys, doubled when it is used up
@@ -315,7 +317,8 @@ def _scaled(values: Tensor) -> Tensor:
 
 # From here on the exact search of one query takes more than about 10 ms on one core.
 _CLUSTERED_FROM = 8192
-_NUM_CLUSTERS, _NUM_PROBES = 128, 8
+_NUM_CLUSTERS = 128
+_NUM_PROBES = 8
 
 
 class FaissCache:

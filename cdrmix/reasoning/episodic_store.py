@@ -27,7 +27,9 @@ from cdrmix.errors import StateError
 from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex
 
 FORMAT = 2
-_KEYS, _VALUES, _ENTRIES = "keys.safetensors", "values.safetensors", "entries.jsonl"
+_KEYS = "keys.safetensors"
+_VALUES = "values.safetensors"
+_ENTRIES = "entries.jsonl"
 _MANIFEST = "manifest.json"
 _TOLD = {"tokenizer", "key_size", "encoder", "count", "next_id"}
 
@@ -96,7 +98,8 @@ def load_index(
             "that it was written with, or another folder"
         )
     try:
-        keys, entries = load_file(newest / _KEYS)["keys"], _read_entries(newest)
+        keys = load_file(newest / _KEYS)["keys"]
+        entries = _read_entries(newest)
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise StateError(f"{newest}: not what this version writes ({error})") from None
     if not len(keys) == len(entries) == manifest["count"]:

@@ -127,7 +127,8 @@ def scan_tokens(
     read = []
     for t in range(lookups.shape[1]):
         read.append(lookups[:, t] @ weights.transpose(1, 2))  # [B, J, r]
-        q, e = writes.post[:, t].unsqueeze(2), writes.trace[:, t].unsqueeze(2)  # [B, r, 1]
+        q = writes.post[:, t].unsqueeze(2)
+        e = writes.trace[:, t].unsqueeze(2)  # [B, r, 1]
         if rule == "delta":
             q = q - weights @ e
         elif rule == "oja":
@@ -150,7 +151,8 @@ def scan_chunks(
     border: Border,
 ) -> tuple[Tensor, Tensor]:
     """`scan_tokens` in chunks that end at the borders: the same values within rounding."""
-    length, whole = lookups.shape[1], CLAMP_EVERY_TOKENS
+    length = lookups.shape[1]
+    whole = CLAMP_EVERY_TOKENS
     first = min(length, -start % whole)
     middle = (length - first) // whole * whole
     read = []
@@ -184,19 +186,24 @@ def _scan_equal_chunks(
     within, to_end = _decays(decay, size, lookups.device)
     if rule == "hebb":
         starts, weights = _carry_hebb(weights, writes, to_end, decay**size, border)
-        left, right = writes.post, writes.trace
+        left = writes.post
+        right = writes.trace
     else:
-        value, key = writes.post, writes.trace
+        value = writes.post
+        key = writes.trace
         if rule == "oja":  # delta of the transposed weights, with what is stored as the key
             value, key, weights = key, value, weights.transpose(1, 2)
             border = _transposed(border)
         starts, weights, errors = _carry_delta(
             weights, value, key, writes.strength, decay, within, to_end, border
         )
-        left, right = errors, key
+        left = errors
+        right = key
         if rule == "oja":
-            starts, weights = starts.transpose(2, 3), weights.transpose(1, 2)
-            left, right = key, errors
+            starts = starts.transpose(2, 3)
+            weights = weights.transpose(1, 2)
+            left = key
+            right = errors
     stored = left * writes.strength.unsqueeze(-1)  # m a, [B, n, c, r]
     powers = decay ** torch.arange(size, device=lookups.device, dtype=torch.float32)
     carried = lookups * powers[:, None, None]
@@ -240,7 +247,8 @@ def _carry_delta(
         overlap + torch.eye(size, device=key.device), right, upper=False, unitriangular=True
     )
     stored = key * (strength * to_end).unsqueeze(-1)
-    starts, errors = [], []
+    starts = []
+    errors = []
     for chunk, added in zip(solved.unbind(1), stored.unbind(1), strict=True):
         starts.append(weights)
         error = chunk[..., :rank] - chunk[..., rank:] @ weights.transpose(1, 2)

@@ -95,7 +95,8 @@ class PlasticAdapter(nn.Module):
         self, in_features: int, out_features: int, config: AdapterConfig, rule: Rule
     ) -> None:
         super().__init__()
-        self.config, self.rule = config, rule
+        self.config = config
+        self.rule = rule
         self.down = nn.Parameter(torch.empty(config.rank, in_features))  # A
         self.up = nn.Parameter(torch.empty(out_features, config.rank))  # B
         # single numbers are vectors of one: DeepSpeed broadcasts no other (0.19.8, engine.py)
@@ -365,8 +366,11 @@ class _Reading:
         with_correlation: bool,
         mask: Tensor | None,
     ) -> None:
-        self._model, self._before, self._mask = model, before, mask
-        self._writes, self._with_correlation = writes, with_correlation
+        self._model = model
+        self._before = before
+        self._mask = mask
+        self._writes = writes
+        self._with_correlation = with_correlation
         self.results: dict[str, Adapted] = {}
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:

@@ -182,7 +182,8 @@ class Lessons:
 
         A task that a length has no room for is given the next one that has.
         """
-        tasks, ratios = self.training.tasks, self.training.length_ratios
+        tasks = self.training.tasks
+        ratios = self.training.length_ratios
         task = tasks[number % len(tasks)]
         wanted = ratios[number // len(tasks) % len(ratios)] if use == "policy" else 1
         for ratio in range(wanted, wanted + _LONGER_BY):

@@ -106,7 +106,8 @@ class MemoryReader(nn.Module):
         self.memory = WorkingMemory(width, stage_b.memory)
         self.retrieval = RetrievalEncoder(width, stage_b.memory.summary_dim)
         self.policy = MemoryPolicy(width, NUM_FEATURES)
-        self.config, self.marks = stage_b, marks
+        self.config = stage_b
+        self.marks = marks
         self.window_tokens = window_tokens
         self.segment_tokens = segment_tokens(window_tokens)
 
@@ -143,10 +144,12 @@ class MemoryReader(nn.Module):
         """
         state = self.plastic.start(len(texts.tokens)) if plastic else None
         step = max(self.window_tokens, _LEAST_PASS_TOKENS) // self.segment_tokens
-        hidden, correlations = [], []
+        hidden = []
+        correlations = []
         for first in range(0, texts.tokens.shape[1], step):
             part = slice(first, first + step)
-            tokens, mask = texts.tokens[:, part].flatten(1), texts.mask[:, part].flatten(1)
+            tokens = texts.tokens[:, part].flatten(1)
+            mask = texts.mask[:, part].flatten(1)
             borders = torch.arange(tokens.shape[1], device=tokens.device) // self.segment_tokens
             borders = borders.expand_as(tokens)
             if state is None:
@@ -202,7 +205,8 @@ class MemoryReader(nn.Module):
             fetched: segments to put there, the most wanted first; from the first that finds no
                 room on they are left out.
         """
-        built, rooms = [], []
+        built = []
+        rooms = []
         for row, wanted in zip(rows, fetched, strict=True):
             chosen, room = self.choose(texts, row, wanted)
             rooms.append(room)
@@ -313,7 +317,8 @@ class MemoryReader(nn.Module):
     def _decode(self, tokens: Tensor, slots: Tensor | None, plastic: PlasticState | None) -> Tensor:
         """[n, T] -> [n, <= ANSWER_TOKENS]."""
         stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        chosen, state = [], None
+        chosen = []
+        state = None
         for _ in range(ANSWER_TOKENS):
             output, state = self.look(
                 tokens, slots=slots, plastic=plastic, blocks=state, return_blocks=True

@@ -105,15 +105,19 @@ class ReadingEpisodes:
         forbidden: frozenset[Action] = frozenset(),
         earlier: Earlier | None = None,
     ) -> None:
-        self.reader, self.reading, self.grade = reader, reading, grade
+        self.reader = reader
+        self.reading = reading
+        self.grade = grade
         self.config: PolicyConfig = reader.config.policy
         self.top_k = reader.config.memory.top_k
         # a text has no more segments to write
         self.num_entries = min(reader.capacity, reading.texts.tokens.shape[1])
-        self.forbidden, self._earlier = forbidden, earlier
+        self.forbidden = forbidden
+        self._earlier = earlier
         self.texts = reading.texts if earlier is None else earlier.before(reading.texts)
         self.num_earlier = len(earlier) if earlier else 0
-        self.retrieval_seconds, self.num_retrievals = 0.0, 0
+        self.retrieval_seconds = 0.0
+        self.num_retrievals = 0
         self._known: dict[_Key, tuple[Tensor, Tensor, Tensor]] = {}
         self._answered: dict[_Key, tuple[list[int], float]] = {}
 
@@ -183,10 +187,13 @@ class ReadingEpisodes:
     @torch.no_grad()
     def step(self, state: ReadingState, actions: Tensor) -> Transition[ReadingState]:
         """Take one action per episode, [N] int64, legal ones."""
-        asked, running = self._is_asked(state), ~state.solved
+        asked = self._is_asked(state)
+        running = ~state.solved
         memory, evicted = self._written(state, actions == Action.CACHE_WRITE)
-        retrieves, splices = actions == Action.RETRIEVE, actions == Action.SPLICE_WINDOW
-        buffer, score = state.buffer, state.score
+        retrieves = actions == Action.RETRIEVE
+        splices = actions == Action.SPLICE_WINDOW
+        buffer = state.buffer
+        score = state.score
         if bool(retrieves.any()):
             began = time.perf_counter()
             buffer, score = self._retrieved(state, retrieves, asked)
@@ -339,11 +346,13 @@ class ReadingEpisodes:
         # before the question is asked nobody knows it: a segment looks for what is like itself
         own = self.reading.keys[state.rows, self._place(state)]
         query = torch.where(asked.unsqueeze(1), state.query, own)
-        held, scores = state.memory, (keys @ query.unsqueeze(2)).squeeze(2)
+        held = state.memory
+        scores = (keys @ query.unsqueeze(2)).squeeze(2)
         if self._earlier:  # of which some may stand in the window
             count = self.top_k + MOST_FETCHED
             found, cosines = self._earlier.find(query, keys, held >= 0, count=count)
-            held, scores = torch.cat([found, held], dim=1), torch.cat([cosines, scores], dim=1)
+            held = torch.cat([found, held], dim=1)
+            scores = torch.cat([cosines, scores], dim=1)
         there = (held.unsqueeze(2) == state.fetched.unsqueeze(1)).any(2)
         usable = (held >= 0) & ~there
         best = scores.masked_fill(~usable, -torch.inf).sort(dim=1, descending=True, stable=True)

@@ -92,12 +92,16 @@ class SegmentStream:
         steps_after_question: int,
         forbidden: frozenset[Action] = frozenset(),
     ) -> None:
-        self.config, self.num_entries, self.top_k = policy, num_entries, top_k
-        self.steps_after_question, self.forbidden = steps_after_question, forbidden
+        self.config = policy
+        self.num_entries = num_entries
+        self.top_k = top_k
+        self.steps_after_question = steps_after_question
+        self.forbidden = forbidden
 
     def start(self, streams: Streams) -> StreamState:
         """Episodes before their first action."""
-        count, device = len(streams.asked), streams.asked.device
+        count = len(streams.asked)
+        device = streams.asked.device
         zero = torch.zeros(count, dtype=torch.int64, device=device)
         return StreamState(
             streams=streams,
@@ -117,7 +121,8 @@ class SegmentStream:
 
     def observe(self, state: StreamState) -> Observation:
         """What the agent sees in a state."""
-        streams, asked = state.streams, self._is_asked(state)
+        streams = state.streams
+        asked = self._is_asked(state)
         place = self._segment(state)
         seen = streams.hidden[torch.arange(len(place), device=place.device), place]
         hidden = torch.where(asked.unsqueeze(1), streams.question, seen)
@@ -196,7 +201,8 @@ class SegmentStream:
 
     def _retrieved(self, state: StreamState, retrieves: Tensor) -> tuple[Tensor, Tensor]:
         """Buffer and its best score after the retrievals."""
-        streams, filled = state.streams, state.memory >= 0
+        streams = state.streams
+        filled = state.memory >= 0
         width = streams.keys.shape[2]
         places = state.memory.clamp(min=0).unsqueeze(2).expand(-1, -1, width)
         keys = streams.keys.gather(1, places)  # [N, M, S]

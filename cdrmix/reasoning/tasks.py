@@ -25,7 +25,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from cdrmix.errors import DataError
 from cdrmix.monitoring.sinks import write_text_atomic
 
-_CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
+_CONSONANTS = "bdfgklmnprstvz"
+_VOWELS = "aeiou"
 
 
 class Puzzle(NamedTuple):
@@ -112,7 +113,8 @@ def look_up(rng: random.Random, *, num_people: int = 6) -> Puzzle:
     statements += [f"The friend of {p} is {f}." for p, f in zip(people, friends, strict=True)]
     rng.shuffle(statements)
     asked = rng.randrange(num_people)
-    friend, city = friends[asked], cities[(asked + 1) % num_people]
+    friend = friends[asked]
+    city = cities[(asked + 1) % num_people]
     question = f"Where does the friend of {people[asked]} live?"
     evidence = [f"The friend of {people[asked]} is {friend}.", f"{friend} lives in {city}."]
     return Puzzle(statements, question, [city], evidence, "any")
@@ -121,15 +123,19 @@ def look_up(rng: random.Random, *, num_people: int = 6) -> Puzzle:
 def arithmetic(rng: random.Random, *, steps: int) -> Puzzle:
     """A chain of at most nine sums and differences, each of the value before; none is negative."""
     fresh = words(rng)
-    name, value = next(fresh), rng.randrange(10 * steps, 100)
+    name = next(fresh)
+    value = rng.randrange(10 * steps, 100)
     statements = [f"{name} is {value}."]
     for _ in range(steps):
-        earlier, name = name, next(fresh)
+        earlier = name
+        name = next(fresh)
         amount = rng.randrange(1, 10)
         if rng.random() < 0.5:
-            value, what = value + amount, f"{earlier} plus {amount}"
+            value = value + amount
+            what = f"{earlier} plus {amount}"
         else:
-            value, what = value - amount, f"{earlier} minus {amount}"
+            value = value - amount
+            what = f"{earlier} minus {amount}"
         statements.append(f"{name} is {what}.")
     return Puzzle(statements, f"What is {name}?", [str(value)], statements[::-1], "any")
 
@@ -276,7 +282,9 @@ def _laid_out(
     room = most - sum(count_tokens(f"{line} ") for line in puzzle.statements)
     if room < kept_free:
         return None
-    fillers, spent, num_last = [], 0, 0
+    fillers = []
+    spent = 0
+    num_last = 0
     for filler in _fillers(rng, puzzle):
         cost = count_tokens(f"{filler} ")
         if spent + cost > room:
@@ -287,7 +295,8 @@ def _laid_out(
         spent += cost
     if spent < kept_free:
         return None
-    last, before = fillers[:num_last], fillers[num_last:]
+    last = fillers[:num_last]
+    before = fillers[num_last:]
     places = sorted(rng.randrange(len(before) + 1) for _ in puzzle.statements)
     for offset, (place, line) in enumerate(zip(places, puzzle.statements, strict=True)):
         before.insert(place + offset, line)

@@ -117,7 +117,8 @@ class WorkingMemory(nn.Module):
         Returns:
             Slots after, [B, N, S], float32.
         """
-        keys, values = self.key(hidden).float(), self.value(hidden).float()  # [B, T, S]
+        keys = self.key(hidden).float()
+        values = self.value(hidden).float()  # [B, T, S]
         fit = _SHARPNESS * keys @ self.slots.float().transpose(0, 1)  # [B, T, N]
         fit = fit / self.slots.shape[1] ** 0.5
         if mask is not None:

@@ -152,7 +152,8 @@ class SmallRuns:
         self, folder: Path, corpus: Path, small: Rehearsal, *, backbone: Path | None = None
     ) -> None:
         folder.mkdir()
-        self._folder, self._small = folder, small
+        self._folder = folder
+        self._small = small
         config = small.config
         update: dict[str, Any] = {"data": config.data.model_copy(update={"path": str(corpus)})}
         if backbone is not None:
@@ -168,7 +169,8 @@ class SmallRuns:
 
     def checks(self) -> Iterator[Check]:
         """Run and compare; ends at the first start that fails."""
-        whole, alone = self._config, self._alone()
+        whole = self._config
+        alone = self._alone()
         starts = [
             ("goes on from its checkpoint", whole, "resumed", "first", 0.0),
             ("equals one process", alone, "alone", None, TOLERANCE),
@@ -186,7 +188,8 @@ class SmallRuns:
 
     def _alone(self) -> Config:
         """The same micro-steps in one process."""
-        degrees, training = self._small.degrees, self._config.training
+        degrees = self._small.degrees
+        training = self._config.training
         assert training.micro_batch_size is not None, "rehearsals give it"
         micro = training.micro_batch_size * degrees.sample_ranks
         values = self._config.model_dump(mode="json", exclude_unset=True)
@@ -245,7 +248,8 @@ def _apart(found: Mapping[str, float], expected: Mapping[str, float]) -> float:
 
 def _apart_in_stage_b(found: Mapping[str, float], expected: Mapping[str, float]) -> float:
     """Relative difference of all that a step of Stage B measured but times and memory."""
-    ours, theirs = deterministic_part(found), deterministic_part(expected)
+    ours = deterministic_part(found)
+    theirs = deterministic_part(expected)
     if ours.keys() != theirs.keys():
         return float("inf")
     return max(

@@ -81,7 +81,8 @@ class RehearsedStage:
 
     def lines(self, *, first: int) -> list[str]:
         """The tables that a person reads, with layouts numbered from `first`."""
-        lines, heads = [self.title], [f"rehearsed {first + n}" for n in range(len(self.small))]
+        lines = [self.title]
+        heads = [f"rehearsed {first + n}" for n in range(len(self.small))]
         for head, each, checks in zip(heads, self.small, self.checks, strict=True):
             lines += ["", f"{head}: {each.describe()}, {each.degrees.world_size} processes"]
             lines += [f"  {check}" for check in checks]
@@ -135,7 +136,8 @@ def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
     Raises:
         PlanError: if there is no plan that this version can run.
     """
-    began, compared = time.monotonic(), compare(config, cluster)
+    began = time.monotonic()
+    compared = compare(config, cluster)
     plan = compared.plan
     if plan.missing:
         raise PlanError("\n".join(unavailable(plan, config, cluster)))
@@ -174,7 +176,8 @@ def _run(root: Path, small: list[Rehearsal], stage_b: list[Rehearsal]) -> list[l
     """Comparisons of every layout, those of Stage B last: they start where the first one ends."""
     logger.info("building a corpus of a few files")
     corpus = _build_corpus(root, small[0].config.model.vocab_size)
-    layouts, checks = [*small, *stage_b], list[list[Check]]()
+    layouts = [*small, *stage_b]
+    checks = list[list[Check]]()
     backbone: Path | None = None
     for number, each in enumerate(layouts, 1):
         is_stage_b = number > len(small)
@@ -188,7 +191,8 @@ def _run(root: Path, small: list[Rehearsal], stage_b: list[Rehearsal]) -> list[l
 
 
 def _build_corpus(root: Path, vocab_size: int) -> Path:
-    stdlib, sources = Path(sysconfig.get_path("stdlib")), root / "sources"
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    sources = root / "sources"
     for package in _TEXT:
         shutil.copytree(stdlib / package, sources / package)
     (sources / "pydoc_data").mkdir()

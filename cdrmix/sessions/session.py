@@ -99,7 +99,8 @@ def _train(
 def _run_stages(start: Start, found: store.FoundCheckpoint | None) -> bool:
     """The stages that are asked for and not over, from a checkpoint on; whether a signal stopped
     one of them."""
-    stage, is_in_stage_b = start.config.training.stage, found is not None and stage_of(found) == "b"
+    stage = start.config.training.stage
+    is_in_stage_b = found is not None and stage_of(found) == "b"
     if found is not None and is_in_stage_b and start.config.stage_b is None:
         raise StateError(
             f"{found.path}: was saved in Stage B; this config has no stage_b section. Use "
@@ -123,7 +124,8 @@ def _run_stages(start: Start, found: store.FoundCheckpoint | None) -> bool:
 
 def _pretrain(start: Start, found: store.FoundCheckpoint | None, *, goes_on: bool) -> bool:
     """Stage A; whether a signal stopped it. Where the run goes on, its engine is given up."""
-    config, directory = start.config, start.directory
+    config = start.config
+    directory = start.directory
     with _set_up(start) as run:
         if found is not None:
             resume_from(run, found)
@@ -159,13 +161,12 @@ def _pretrain(start: Start, found: store.FoundCheckpoint | None, *, goes_on: boo
 
 
 def _set_up(start: Start) -> Run:
-    config, choice, directory, start_up = (
-        start.config,
-        start.choice,
-        start.directory,
-        start.start_up,
-    )
-    corpus, topology = open_corpus(config), make_topology(choice.degrees)
+    config = start.config
+    choice = start.choice
+    directory = start.directory
+    start_up = start.start_up
+    corpus = open_corpus(config)
+    topology = make_topology(choice.degrees)
     loader = make_loader(config, choice, topology, corpus.train)
     start_up.done("data")
     model = build_model(config, choice, topology)

@@ -148,7 +148,8 @@ def answer_with(
 ) -> Answered:
     """As `answer_from`, of a reader that is loaded."""
     lessons = loaded.lessons
-    segments, asked = lessons.segments(text), lessons.tokenizer.encode(question)
+    segments = lessons.segments(text)
+    asked = lessons.tokenizer.encode(question)
     _check(lessons, has_text=bool(segments), asked=asked, has_index=lasting is not None)
     # without a text a segment without tokens is read, which stores nothing
     texts = lessons.as_texts([segments or [[]]], [asked]).to(loaded.reader.backbone.device)
@@ -206,9 +207,11 @@ def _play(
     loaded: TrainedReader, texts: Texts, earlier: Earlier | None, *, branches: bool
 ) -> _Played:
     """Read a text to its end, and to an answer where something is asked."""
-    reader, tokenizer = loaded.reader, loaded.lessons.tokenizer
+    reader = loaded.reader
+    tokenizer = loaded.lessons.tokenizer
     episodes = ReadingEpisodes(reader, reader.read(texts), lambda _, __: 0.0, earlier=earlier)
-    state, is_asked = episodes.start(), bool(texts.questions[0])
+    state = episodes.start()
+    is_asked = bool(texts.questions[0])
     played = _Played(episodes, state, [], {}, [])
     while not bool(state.solved.all()):
         place = episodes.segment_read(state)
@@ -238,7 +241,8 @@ class _Step(NamedTuple):
 
 
 def _step(episodes: ReadingEpisodes, state: ReadingState, *, branches: bool) -> _Step:
-    policy, seen = episodes.reader.policy, episodes.observe(state)
+    policy = episodes.reader.policy
+    seen = episodes.observe(state)
     decision = policy(*seen)
     check_decision(decision, seen.legal)
     sure = float(decision.logprobs[0, Action.CACHE_WRITE].exp())
@@ -273,8 +277,10 @@ def _told(loaded: TrainedReader, played: _Played) -> Answered:
 
 def _keep(index: EpisodicIndex, played: _Played, source: str) -> Kept:
     """Have an index accept what an episode wrote, and note what it read there."""
-    episodes, state = played.episodes, played.state
-    reading, first = episodes.reading, episodes.num_earlier
+    episodes = played.episodes
+    state = played.state
+    reading = episodes.reading
+    first = episodes.num_earlier
     lengths = reading.texts.lengths[0]
     offsets = (lengths.cumsum(0) - lengths).tolist()
     written = [

@@ -45,11 +45,14 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
     if goes_on is not None and _is_in_stage_b(goes_on):
         return
     if config.stage_b.run is not None:
-        place, told = Path(config.stage_b.run), f"stage_b.run = {config.stage_b.run}"
+        place = Path(config.stage_b.run)
+        told = f"stage_b.run = {config.stage_b.run}"
     elif resume not in ("never", "auto"):
-        place, told = Path(resume), f"--resume {resume}"
+        place = Path(resume)
+        told = f"--resume {resume}"
     elif resume == "auto" and run_dir is not None:
-        place, told = run_dir, f"--run-dir {run_dir} --resume auto"
+        place = run_dir
+        told = f"--run-dir {run_dir} --resume auto"
     else:
         raise ConfigError(
             "training.stage = b: Stage B starts from a finished Stage A. Try --set "
@@ -144,7 +147,8 @@ def _check_tokenizer(
 ) -> None:
     """Refuse token ids that mean other text; other data of the same tokenizer is what Stage B may
     have."""
-    ours, theirs = manifest.tokenizer.sha256, state.get("tokenizer")
+    ours = manifest.tokenizer.sha256
+    theirs = state.get("tokenizer")
     if theirs is None:  # of older versions, which tell of the data set alone
         if state["loader"].get("manifest_digest") != manifest_digest(manifest):
             logger.warning(

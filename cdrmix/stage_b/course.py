@@ -42,7 +42,8 @@ class ReaderCourse:
 
     def __init__(self, reader: MemoryReader, lessons: Lessons, config: Config) -> None:
         self.model = reader
-        self.lessons, self._config = lessons, config
+        self.lessons = lessons
+        self._config = config
 
     def learning(self, phase: Phase) -> frozenset[Part]:
         """Parts that learn in a phase."""
@@ -185,10 +186,14 @@ class LessonLoader:
         seed: int,
         is_shared: bool = False,
     ) -> None:
-        self._course, self._training = course, stage_b.training
-        self._rank, self._world_size = rank, world_size
-        self._manifest_digest, self._is_shared = manifest_digest, is_shared
-        self._seed, self._steps = seed, 0
+        self._course = course
+        self._training = stage_b.training
+        self._rank = rank
+        self._world_size = world_size
+        self._manifest_digest = manifest_digest
+        self._is_shared = is_shared
+        self._seed = seed
+        self._steps = 0
         self.samples_consumed = 0
 
     def next(self, step: int) -> LessonShare:
@@ -200,7 +205,8 @@ class LessonLoader:
             DataError: if a lesson cannot be made, or a reward is not finite.
         """
         place = place_of(step, self._training)
-        begin, end = self.samples_consumed, self.samples_consumed + self._training.lessons_per_step
+        begin = self.samples_consumed
+        end = self.samples_consumed + self._training.lessons_per_step
         mine = range(begin, end)[self._rank :: self._world_size]
 
         def made() -> list[Any]:
@@ -211,7 +217,8 @@ class LessonLoader:
         lessons = runtime.together(made) if plays and self._is_shared else made()
         if plays:
             lessons = [self._course.collect(lesson) for lesson in lessons]
-        self.samples_consumed, self._steps = end, step + 1
+        self.samples_consumed = end
+        self._steps = step + 1
         return LessonShare(place, lessons)
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,7 +275,8 @@ class LessonLoader:
 
 def _bounds(phases: list[list[Any]], steps_done: int) -> list[tuple[str, int]]:
     """Phase and end of each stretch of the steps so far; a phase under way may become longer."""
-    bounds, end = [], 0
+    bounds = []
+    end = 0
     for phase, length in phases:
         if end >= steps_done:
             break

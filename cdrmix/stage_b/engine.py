@@ -93,8 +93,11 @@ class StageB:
         self, course: Course, config: Config, clip: Clip, *, first_step: int, origin: str
     ) -> None:
         assert config.stage_b is not None, "Stage B has its section"
-        self._course, self._config, self._clip = course, config.stage_b, clip
-        self._first_step, self._origin = first_step, origin
+        self._course = course
+        self._config = config.stage_b
+        self._clip = clip
+        self._first_step = first_step
+        self._origin = origin
         self._is_backbone_trained = False
         self._has_begun = False
         self.num_steps = first_step + config.stage_b.training.num_steps
@@ -115,7 +118,8 @@ class StageB:
 
     def train_step(self, run: Run, batch: LessonShare, *, weight: float) -> LessonResult:
         """One step of a phase; `weight` is its number of lessons."""
-        began, place = time.perf_counter(), batch.place
+        began = time.perf_counter()
+        place = batch.place
         rates = learning_rates(place, self._course.learning(place.phase), run.config)
         set_learning(run.engine, rates)
         self._clip.norms.clear()
@@ -138,7 +142,8 @@ class StageB:
 
         Every rank takes as many micro-steps; those beyond its lessons teach nothing.
         """
-        measured, coming = [], iter(losses)
+        measured = []
+        coming = iter(losses)
         for slot in range(slots):
             own = next(coming, None)
             if own is not None:

@@ -263,7 +263,9 @@ def score_examples(
     cells: dict[tuple[str, int], list[Example]] = {}
     for example in examples:
         cells.setdefault((example.task, example.length_ratio), []).append(example)
-    rows, num_accepted, num_decisions = [], 0, 0
+    rows = []
+    num_accepted = 0
+    num_decisions = 0
     for (task, ratio), cell in cells.items():
         played = _play(reader, lessons, cell, branches=branches)
         mean, alone = played.scores.mean(0).tolist()
@@ -302,7 +304,9 @@ class _Played(NamedTuple):
 def _play(
     reader: MemoryReader, lessons: Lessons, cell: Sequence[Example], *, branches: bool
 ) -> _Played:
-    parts, num_accepted, num_decisions = [], 0, 0
+    parts = []
+    num_accepted = 0
+    num_decisions = 0
     for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
         examples = cell[first : first + _EXAMPLES_PER_BATCH]
         texts = lessons.texts([lessons.segments(each.text) for each in examples], examples)
@@ -344,7 +348,8 @@ def score_table(rows: Sequence[Row]) -> str:
 
 
 def _note(counts: Sequence[int]) -> str:
-    fewest, most = min(counts), max(counts)
+    fewest = min(counts)
+    most = max(counts)
     texts = f"{most}" if fewest == most else f"{fewest} to {most}"
     return f"{texts} texts each; lengths in windows"
 

@@ -129,7 +129,8 @@ class Clip:
     """
 
     def __init__(self, limits: dict[Part, float], topology: Topology = ALONE) -> None:
-        self._limits, self._topology = limits, topology
+        self._limits = limits
+        self._topology = topology
         self.norms: dict[Part, float] = {}
         self._coming: dict[Part, float] = {}
 
@@ -158,7 +159,8 @@ class Clip:
         self.norms = self._coming or self._measured(groups, gradients)
         for group, own in zip(groups, gradients, strict=True):
             self._align(group, own)
-            norm, limit = self.norms.get(group["part"], 0.0), self._limits[group["part"]]
+            norm = self.norms.get(group["part"], 0.0)
+            limit = self._limits[group["part"]]
             if limit and norm > limit:
                 for gradient in own:
                     gradient.mul_(limit / norm)
@@ -238,7 +240,8 @@ class _Given(torch.autograd.Function):
     def forward(
         ctx: Any, gradients: Sequence[Tensor], raised: float, *parameters: Tensor
     ) -> Tensor:
-        ctx.gradients, ctx.raised = gradients, raised
+        ctx.gradients = gradients
+        ctx.raised = raised
         return parameters[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod

@@ -77,7 +77,8 @@ def phase_loss(
         Scalar loss, and metrics, detached scalars: means over the lesson.
     """
     weights = metrics_section(config).losses
-    plastic, slots = phase != "memory", phase != "adapters"
+    plastic = phase != "memory"
+    slots = phase != "adapters"
     tasks, metrics = _task_losses(reader, lesson, plastic=plastic, slots=slots)
     losses: dict[str, Tensor] = {}
     if phase != "adapters":
@@ -178,14 +179,16 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
     """
     state = reader.plastic.start(len(plain)).plastic
     memory = reader.memory.start(len(plain))
-    nats, step = [], reader.window_tokens
+    nats = []
+    step = reader.window_tokens
     for start in range(0, plain.shape[1] - 1, step):
         inputs = plain[:, start : min(start + step, plain.shape[1] - 1)]
         labels = plain[:, start + 1 : start + 1 + inputs.shape[1]]
         with reader.remembering(memory if slots else None):
             if plastic:
                 found = reader.plastic(inputs, state=EpisodeState(None, state))
-                hidden, state = found.output.hidden, found.state.plastic
+                hidden = found.output.hidden
+                state = found.state.plastic
             else:
                 hidden = reader.backbone(inputs).hidden
         nats.append(linear_cross_entropy(hidden, reader.backbone.embedding.weight, labels))
@@ -198,11 +201,13 @@ def _backbone_losses(
     reader: MemoryReader, lesson: Lesson, model: ModelConfig
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Of the backbone alone, nats per label: drills, and plain text; and its router's losses."""
-    losses, router = {}, None
+    losses = {}
+    router = None
     weight = reader.backbone.embedding.weight
     if lesson.drills:
         tokens, labels = _rows_with_answers(*zip(*lesson.drills, strict=True))
-        tokens, labels = tokens.to(weight.device), labels.to(weight.device)
+        tokens = tokens.to(weight.device)
+        labels = labels.to(weight.device)
         losses["drill"] = _answer_loss(reader, reader.backbone(tokens).hidden, labels)
     if len(lesson.plain):
         output: Output = reader.backbone(lesson.plain[:, :-1])
@@ -343,7 +348,8 @@ def _explained(rollouts: Rollouts[ReadingState], policy: PolicyConfig) -> Tensor
 def _episode_metrics(
     rollouts: Rollouts[ReadingState], returns: Tensor, *, capacity: int
 ) -> Metrics:
-    final, taken = rollouts.final, rollouts.taken
+    final = rollouts.final
+    taken = rollouts.taken
     operations = {
         f"operations/{action.name.lower()}": ((rollouts.actions == action) & taken).sum(1)
         for action in Action

@@ -62,10 +62,13 @@ def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
 
     Each of these rounds is a phase of its own: the whole suite has no limit worth the name.
     """
-    count, tasks = run.config.evaluation.reasoning_examples, course.lessons.training.tasks
+    count = run.config.evaluation.reasoning_examples
+    tasks = course.lessons.training.tasks
     if count == 0:
         return []
-    reader, rows, topology = course.model.eval(), list[Row](), run.topology
+    reader = course.model.eval()
+    rows = list[Row]()
+    topology = run.topology
     # cells of one length take about as long
     cells = [(task, ratio) for ratio in LENGTH_RATIOS for task in tasks]
 
@@ -133,7 +136,8 @@ def train_stage_b(start: Start, found: store.FoundCheckpoint | None) -> bool:
     Raises:
         TrainingError: on every rank, whichever met it.
     """
-    config, directory = start.config, start.directory
+    config = start.config
+    directory = start.directory
     with start.heartbeat.phase("starting"):
         # as in a process of its own, whatever Stage A drew
         runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
@@ -164,17 +168,22 @@ def train_stage_b(start: Start, found: store.FoundCheckpoint | None) -> bool:
 
 
 def _set_up(start: Start, found: store.FoundCheckpoint | None) -> tuple[Run, ReaderCourse]:
-    config, choice, directory = start.config, start.choice, start.directory
+    config = start.config
+    choice = start.choice
+    directory = start.directory
     assert config.stage_b is not None, "Stage B has its section"
-    corpus, topology = open_corpus(config), make_topology(choice.degrees)
+    corpus = open_corpus(config)
+    topology = make_topology(choice.degrees)
     start.start_up.done("data")
     resumed = found if found is not None and stage_of(found) == "b" else None
     source = resumed or find_backbone(config, directory, corpus.manifest, found)
     with runtime.together(lambda: CheckpointReader(source.path)) as reader:
         backbone = runtime.together(lambda: load_backbone(config, reader, topology))
-        course, clip = make_course(config, backbone, corpus), make_clip(config, topology)
+        course = make_course(config, backbone, corpus)
+        clip = make_clip(config, topology)
         start.start_up.done("model")
-        first_step, origin = source.step, str(source.path)
+        first_step = source.step
+        origin = str(source.path)
         if reader.state.get("stage") == "b":
             first_step = reader.state["stage_b"]["first_step"]
         if resumed is not None:

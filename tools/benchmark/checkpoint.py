@@ -75,7 +75,9 @@ class Saves:
     def __init__(
         self, training: Training, config: Config, folder: Path, *, background: bool
     ) -> None:
-        self._engine, self._train, self._config = training.engine, training.step, config
+        self._engine = training.engine
+        self._train = training.step
+        self._config = config
         self._saver = Saver([folder], keep=1, background=background)
         self._step = 0
 
@@ -126,7 +128,8 @@ def measure_state(name: str, rounds: int) -> dict[str, Any]:
         in_front = Saves(training, config, Path(folder) / "in_front", background=False)
         first = behind.stall()
         in_front.whole()
-        waited, stalled = [], []
+        waited = []
+        stalled = []
         for _ in range(rounds):
             waited.append(in_front.whole())
             stalled.append(behind.stall())

@@ -24,7 +24,9 @@ from cdrmix.corpus.steps.dedup import Deduplicate, MinHash, Sign, drops_path, fi
 from cdrmix.data.document import Document
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 
-NUM_PIECES, PIECE_CHARACTERS, COPIES_PER_SHARE = 6000, 3000, 200
+NUM_PIECES = 6000
+PIECE_CHARACTERS = 3000
+COPIES_PER_SHARE = 200
 REPLACED_SHARES = (0.01, 0.02, 0.05, 0.10)
 SHINGLE_WORDS = 5
 OURS = "cdrmix"
@@ -39,7 +41,8 @@ def shingles(text: str) -> set[str]:
 
 def jaccard(a: str, b: str) -> float:
     """Shared share of the shingles of two texts."""
-    first, second = shingles(a), shingles(b)
+    first = shingles(a)
+    second = shingles(b)
     return len(first & second) / max(1, len(first | second))
 
 
@@ -71,7 +74,8 @@ def corpus() -> tuple[list[Document], dict[str, str]]:
 
 def run_ours(documents: list[Document], folder: Path) -> set[str]:
     """The three phases over two tasks; ids of the documents that were dropped."""
-    method, tasks = MinHash(shingle_words=SHINGLE_WORDS), [documents[::2], documents[1::2]]
+    method = MinHash(shingle_words=SHINGLE_WORDS)
+    tasks = [documents[::2], documents[1::2]]
     files = [folder / f"{number}.signatures" for number in range(len(tasks))]
     dropped: set[str] = set()
     for task, file in zip(tasks, files, strict=True):

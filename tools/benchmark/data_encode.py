@@ -19,8 +19,11 @@ from cdrmix.data.sample import read_standard_library
 from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 
-VOCAB_SIZE, NUM_DOCUMENTS, PIECE_CHARACTERS = 50_272, 10_000, 1_200
-OURS, PEER = "cdrmix", "Hugging Face encode_batch"
+VOCAB_SIZE = 50_272
+NUM_DOCUMENTS = 10_000
+PIECE_CHARACTERS = 1_200
+OURS = "cdrmix"
+PEER = "Hugging Face encode_batch"
 
 
 def pieces() -> list[str]:

@@ -27,8 +27,12 @@ from cdrmix.data.document import Document, Step
 from cdrmix.data.sample import read_standard_library
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds
 
-OURS, PEER, PEER_VERSION = "cdrmix", "datatrove", "0.10.1"
-MIN_CHARACTERS, MAX_CHARACTERS, LANGUAGE_CHARACTERS = 500, 50_000, 1000
+OURS = "cdrmix"
+PEER = "datatrove"
+PEER_VERSION = "0.10.1"
+MIN_CHARACTERS = 500
+MAX_CHARACTERS = 50_000
+LANGUAGE_CHARACTERS = 1000
 MAX_CORPUS_CHARACTERS = 2_000_000
 PLANTED_SEEDS = range(10_000, 11_000)  # the tests use others
 
@@ -41,7 +45,8 @@ def read_corpus(folder: Path | None) -> list[str]:
     else:
         paths = sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".rst", ".md"))
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
-    chosen, total = [], 0
+    chosen = []
+    total = 0
     for text in texts:
         if MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS and total < MAX_CORPUS_CHARACTERS:
             chosen.append(text)
@@ -182,8 +187,10 @@ def measure_personal_data() -> dict[str, float]:
     found = expected = right = 0
     for seed in PLANTED_SEEDS:
         example = planted(seed)
-        spans, wanted = set(find_private(example.text)), set(example.spans)
-        found, expected = found + len(spans), expected + len(wanted)
+        spans = set(find_private(example.text))
+        wanted = set(example.spans)
+        found = found + len(spans)
+        expected = expected + len(wanted)
         right += len(spans & wanted)
     return {"planted": expected, "recall": right / expected, "precision": right / found}
 

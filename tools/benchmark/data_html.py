@@ -30,7 +30,8 @@ from cdrmix.corpus.steps.read_text import extract_text
 WORD = re.compile(r"[^\W_]+")
 MIN_PAGES = 200
 MIN_WORDS = 100  # below it a page is an index of links
-OURS, PEER = "cdrmix", "trafilatura"
+OURS = "cdrmix"
+PEER = "trafilatura"
 
 # What of reStructuredText is no text: comments and index entries with what is indented below them,
 # the names of directives and roles, options, targets and substitutions.
@@ -87,7 +88,8 @@ def quality(texts: list[str], pages: list[tuple[str, str]]) -> dict[str, float]:
     """Shares over all pages of the words, lines of code and lines of navigation that came out."""
     total: Counter[str] = Counter()
     for text, (page, source) in zip(texts, pages, strict=True):
-        of_source, of_text = words(source), words(text)
+        of_source = words(source)
+        of_text = words(text)
         outside, code = outside_and_code(page)
         verbatim = {line.strip() for line in text.split("\n")}
         total.update(

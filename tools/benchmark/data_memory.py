@@ -53,7 +53,8 @@ def documents() -> Iterator[str]:
 
 def write_corpus(folder: Path, num_bytes: int) -> None:
     """Files of JSON lines of that many bytes of text in all."""
-    made, texts = 0, documents()
+    made = 0
+    texts = documents()
     while made < num_bytes:
         begun = made
         path = folder / f"{len(list(folder.iterdir())):05d}.jsonl"

@@ -21,7 +21,9 @@ from tests.small_run import overrides
 from tools.benchmark.timing import report
 
 CONFIG = Path("model_configs/cdrmix-core-tiny.yaml")
-STEPS, STEPS_PER_KILL, RANKS = 400, 200, 2
+STEPS = 400
+STEPS_PER_KILL = 200
+RANKS = 2
 SETTINGS = (
     "checkpoint.every_steps=10",
     "evaluation.every_steps=null",

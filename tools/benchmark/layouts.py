@@ -26,7 +26,10 @@ from cdrmix.planning.profile import choose
 from cdrmix.sessions.rehearsal_runs import run_ranks
 from tools.benchmark.timing import report
 
-RANKS, STEPS, BATCH, LENGTH = 2, 3, 8, 256
+RANKS = 2
+STEPS = 3
+BATCH = 8
+LENGTH = 256
 # axis -> degrees, profile
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "data": ({"data": 2}, "zero1"),
@@ -85,11 +88,13 @@ def time_steps(name: str, out: Path) -> int:
     shape = (choice.gradient_accumulation_steps, choice.micro_batch_size, LENGTH + 1)
     ids = torch.randint(0, 2048, shape, generator=source)
     whole = {"input_ids": ids[..., :-1], "labels": ids[..., 1:].contiguous()}
-    batch, tokens = own_tokens(whole, topology), BATCH * LENGTH
+    batch = own_tokens(whole, topology)
+    tokens = BATCH * LENGTH
 
     def run(first: int, count: int) -> tuple[float, float]:
         runtime.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         for step in range(first, first + count):
             train_step(engine, config, topology, batch, step=step, tokens=tokens)
         runtime.barrier()
@@ -118,7 +123,8 @@ def measure(rounds: int) -> dict[str, Any]:
     """Seconds of a step by layout, and their ratios to data ranks of the same round."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in LAYOUTS}
     with tempfile.TemporaryDirectory() as folder:
-        out, log = Path(folder) / "seconds.json", Path(folder) / "ranks.log"
+        out = Path(folder) / "seconds.json"
+        log = Path(folder) / "ranks.log"
         for _ in range(rounds):
             for name, seconds in found.items():
                 run_ranks(time_steps, RANKS, name, out, log=log, timeout=300)
@@ -142,7 +148,8 @@ def measure(rounds: int) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """Print a line per layout."""
     for row in result["rows"]:
-        wall, cpu = row["of_data"]["wall"], row["of_data"]["cpu"]
+        wall = row["of_data"]["wall"]
+        cpu = row["of_data"]["cpu"]
         size = sum(row["bytes"].values()) / 1e6
         print(f"{row['layout']:22} wall {wall:.2f}  cpu {cpu:.2f}  {size:.1f} MB a step")
 

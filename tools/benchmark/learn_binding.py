@@ -23,10 +23,15 @@ from cdrmix.reasoning.fast_weights import CLAMP_EVERY_TOKENS, Rule
 from cdrmix.reasoning.hebbian import PlasticBackbone
 from tools.benchmark.timing import report
 
-NUM_KEYS, NUM_VALUES, NUM_NOISE = 32, 16, 16
+NUM_KEYS = 32
+NUM_VALUES = 16
+NUM_NOISE = 16
 QUERY = NUM_KEYS + NUM_VALUES + NUM_NOISE
-WINDOW_TOKENS, GAP_TOKENS = 2, 16
-BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS = 32, 2e-2, 20
+WINDOW_TOKENS = 2
+GAP_TOKENS = 16
+BATCH_SIZE = 32
+LEARNING_RATE = 2e-2
+WARMUP_STEPS = 20
 NUM_EVALUATED = 512
 
 

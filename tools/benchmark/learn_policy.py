@@ -24,9 +24,17 @@ from cdrmix.reasoning.speculation import branch
 from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, Streams, StreamState
 from tools.benchmark.timing import report
 
-NUM_SEGMENTS, NUM_LIVE, NUM_ENTRIES, TOP_K = 24, 4, 6, 4
-HIDDEN, KEY_SIZE, NOISE, MARK = 16, 16, 0.5, 2.5
-PROMPTS, GROUP_SIZE, LEARNING_RATE = 32, 16, 1e-2
+NUM_SEGMENTS = 24
+NUM_LIVE = 4
+NUM_ENTRIES = 6
+TOP_K = 4
+HIDDEN = 16
+KEY_SIZE = 16
+NOISE = 0.5
+MARK = 2.5
+PROMPTS = 32
+GROUP_SIZE = 16
+LEARNING_RATE = 1e-2
 NUM_EVALUATED = 512
 LENIENT = -0.05  # threshold of a branch that allows for the error of the value head
 
@@ -93,7 +101,8 @@ def train(
         seed: of prompts and sampling.
         divided: divide returns by their standard deviation in the group, as GRPO was published.
     """
-    policy, curve = fresh_policy(), Curve([], [])
+    policy = fresh_policy()
+    curve = Curve([], [])
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(iterations):

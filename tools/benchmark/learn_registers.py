@@ -21,12 +21,17 @@ from cdrmix.planning.autosize import variant
 from cdrmix.reasoning.working_memory import WorkingMemory
 from tools.benchmark.timing import report
 
-NUM_REGISTERS, NUM_VALUES, NUM_NOISE = 4, 8, 16
+NUM_REGISTERS = 4
+NUM_VALUES = 8
+NUM_NOISE = 16
 QUERY = NUM_REGISTERS + NUM_VALUES
-WINDOW_TOKENS, NUM_WINDOWS = 8, 8
+WINDOW_TOKENS = 8
+NUM_WINDOWS = 8
 TRAINED_WINDOWS = (2, 4, 8)  # in turn: short texts teach what to look for in a third of the time
 SUMMARY_DIM = 256
-BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS = 32, 3e-3, 20
+BATCH_SIZE = 32
+LEARNING_RATE = 3e-3
+WARMUP_STEPS = 20
 NUM_EVALUATED = 512
 
 

@@ -24,9 +24,15 @@ from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex, FaissCache
 from cdrmix.reasoning.working_memory import RetrievalEncoder
 from tools.benchmark.timing import paired_cpu_seconds, report
 
-HIDDEN, KEY_SIZE, LOUD_DIMENSIONS, LOUDNESS = 128, 64, 24, 6.0
-NUM_ENTRIES, NUM_DISTRACTORS, TOP_K = 1024, 9216, 4
-BATCH_SIZE, LEARNING_RATE = 256, 3e-3
+HIDDEN = 128
+KEY_SIZE = 64
+LOUD_DIMENSIONS = 24
+LOUDNESS = 6.0
+NUM_ENTRIES = 1024
+NUM_DISTRACTORS = 9216
+TOP_K = 4
+BATCH_SIZE = 256
+LEARNING_RATE = 3e-3
 # rows of the latency table: entries, key size
 SIZES = ((1024, 512), (4096, 512), (16_384, 512), (32_768, 640), (131_072, 768))
 
@@ -78,7 +84,8 @@ def learn(seed: int, *, steps: int, num_distractors: int = NUM_DISTRACTORS) -> d
     for_keys, for_queries = segments(
         NUM_ENTRIES + num_distractors, torch.Generator().manual_seed(10_000 + seed)
     )
-    near, asked = for_keys[:NUM_ENTRIES], for_queries[:NUM_ENTRIES]
+    near = for_keys[:NUM_ENTRIES]
+    asked = for_queries[:NUM_ENTRIES]
     with torch.no_grad():
         return {
             "trained": recall(trained.key(near.unsqueeze(1)), trained.query(asked)),

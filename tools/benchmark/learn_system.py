@@ -37,9 +37,11 @@ from cdrmix.stage_b.long_context import load_reader, score_tasks
 from tools.benchmark.timing import report
 
 TASKS: tuple[ReasoningTask, ...] = ("needle_keys", "variable_tracking")
-LENGTH_RATIO, NUM_EVALUATED = 8, 128
+LENGTH_RATIO = 8
+NUM_EVALUATED = 128
 
-SMALL_WINDOW, SMALL_VOCABULARY = 64, 512
+SMALL_WINDOW = 64
+SMALL_VOCABULARY = 512
 RATES = {"memory": 3e-3, "adapters": 1e-2, "backbone": 3e-3}
 POLICY_RATE = 1e-2
 

@@ -33,7 +33,10 @@ from cdrmix.data.shards import TokenizerInfo, new_manifest, write_manifest, writ
 from cdrmix.data.token_dataset import TokenDataset
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 
-NUM_SAMPLES, SEQUENCE_LENGTH, BATCH_SIZE, VOCAB_SIZE = 40_000, 2048, 8, 50_272
+NUM_SAMPLES = 40_000
+SEQUENCE_LENGTH = 2048
+BATCH_SIZE = 8
+VOCAB_SIZE = 50_272
 OURS = "loader"
 MIXTURE = {"random0": 0.4, "random1": 0.3, "random2": 0.2, "random3": 0.1}
 

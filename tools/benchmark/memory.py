@@ -342,7 +342,9 @@ def masters(engine: Any) -> list[Tensor]:
 
 def host_storages(engine: Any) -> Storages:
     """What offloading moves to the host, whatever this machine's device is."""
-    settings, optimizer, tensors = engine._config.zero_config, engine.optimizer, []
+    settings = engine._config.zero_config
+    optimizer = engine.optimizer
+    tensors = []
     if settings.offload_optimizer is not None:
         tensors += [master.grad for master in masters(engine)]
         tensors += getattr(optimizer, "param_buffer_of_bit16_for_cpu_offload_groups", [])
@@ -451,7 +453,8 @@ def main() -> None:
     for row in result["rows"]:
         print(row["case"]["name"])
         for part in PARTS:
-            guess, found = row["predicted"][part], row["measured"][part]
+            guess = row["predicted"][part]
+            found = row["measured"][part]
             if found:
                 print(f"  {part:12} {guess:12,} {found:12,} {guess / found - 1:+8.2%}")
     print("\n".join(peak_lines(result["cuda"])))

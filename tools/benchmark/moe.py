@@ -18,7 +18,9 @@ from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 
-TOKENS, HIDDEN, INNER = 2048, 384, 1024
+TOKENS = 2048
+HIDDEN = 384
+INNER = 1024
 
 
 def forward_and_backward(layer: nn.Module) -> Callable[[], None]:

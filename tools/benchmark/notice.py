@@ -50,11 +50,13 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def cost_of(run: SupervisedLaunch, run_dir: Path, number: int) -> dict[str, float]:
     """Seconds from a signal to rank 1 until the log says so, and until a step is done again."""
-    metrics, log = run_dir / "metrics.jsonl", run_dir / "train.log"
+    metrics = run_dir / "metrics.jsonl"
+    log = run_dir / "train.log"
     run.wait_until(metrics.exists)
     begin = metrics.stat().st_mtime
     run.wait_until(lambda: metrics.stat().st_mtime > begin + 1)
-    known, began = len(errors(log)), time.time()
+    known = len(errors(log))
+    began = time.time()
     run.rank_process(1).send_signal(number)
     run.wait_until(lambda: len(errors(log)) > known)
     noticed = errors(log)[known]

@@ -65,7 +65,8 @@ def built(scale: str) -> Backbone:
 @torch.no_grad()
 def operations(rounds: int) -> dict[str, float]:
     """Milliseconds of what is done per segment, and of one adapter's token, at the 1B's size."""
-    stage_b, width = stage_b_of(shape("1b")), shape("1b").model.hidden_size
+    stage_b = stage_b_of(shape("1b"))
+    width = shape("1b").model.hidden_size
     slots = WorkingMemory(width, stage_b.memory)
     slots.initialize(seed=0)
     encoder = RetrievalEncoder(width, stage_b.memory.summary_dim)
@@ -87,8 +88,10 @@ def operations(rounds: int) -> dict[str, float]:
         [Entry((0,) * SEGMENT_TOKENS, 0, "", 0.0, id=place) for place in range(entries)],
         next_id=entries,
     )
-    segment, before = torch.randn(1, SEGMENT_TOKENS, width), slots.start(1)
-    token, fast = torch.randn(1, 1, width), blank(1, stage_b.adapters.rank)
+    segment = torch.randn(1, SEGMENT_TOKENS, width)
+    before = slots.start(1)
+    token = torch.randn(1, 1, width)
+    fast = blank(1, stage_b.adapters.rank)
     features = torch.rand(1, NUM_FEATURES)
     legal = torch.ones(1, 4, dtype=torch.bool)
     fresh = torch.nn.functional.normalize(torch.randn(1, stage_b.memory.summary_dim), dim=-1)
@@ -123,7 +126,8 @@ def overhead(scale: str, rounds: int) -> dict[str, float]:
     start = plastic.start(len(ids))
     state = backbone(ids[:1, :64], return_state=True).state
     carried = plastic(ids[:1, :64], state=plastic.start(1), return_blocks=True).state
-    token, memory = ids[:1, :1], slots.start(1)
+    token = ids[:1, :1]
+    memory = slots.start(1)
 
     def remember() -> None:
         with slots.reading(backbone, memory):
@@ -156,7 +160,8 @@ def extra_memory(scale: str) -> dict[str, float]:
     config = shape(scale)
     stage_b = stage_b_of(config)
     weight_bytes = 4 if config.training.precision == "fp32" else 2
-    counts, more = count(config.model, 256), stage_b_params(config.model, stage_b)
+    counts = count(config.model, 256)
+    more = stage_b_params(config.model, stage_b)
     weights = weight_bytes * counts.total_params
     state = _state_bytes(scale, weight_bytes)
     entries = stage_b.memory.max_tokens // SEGMENT_TOKENS
@@ -173,7 +178,8 @@ def extra_memory(scale: str) -> dict[str, float]:
 def _state_bytes(scale: str, weight_bytes: int) -> int:
     """State and cache of a window, from one block of each kind at a single token."""
     model = shape(scale).model
-    backbone, kinds = built(scale), model.layer_kinds()
+    backbone = built(scale)
+    kinds = model.layer_kinds()
     state = backbone(torch.zeros(1, 1, dtype=torch.int64), return_state=True).state
     by_kind = {}
     for kind, block in zip(backbone.config.layer_kinds(), state, strict=True):

@@ -136,7 +136,8 @@ def dedup_rows(result: dict[str, Any]) -> list[str]:
 
 def filters_rows(result: dict[str, Any]) -> list[str]:
     """Per-document steps beside datatrove's."""
-    chain, personal = result["chain"], result["personal_data"]
+    chain = result["chain"]
+    personal = result["personal_data"]
     peer = result["peer"]
     rows = [
         f"{result['num_documents']} texts, {result['million_characters']:.2f} million characters: "
@@ -227,7 +228,8 @@ def checkpoint_rows(result: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for state in result["states"]:
-        seconds, ratio = state["seconds"], state["background_over_synchronous"]
+        seconds = state["seconds"]
+        ratio = state["background_over_synchronous"]
         rows.append(
             f"| {state['name']} | {state['bytes'] / 1e6:.0f} | {1e3 * seconds['synchronous']:.0f} "
             f"| {1e3 * seconds['background']:.1f} | {ratio:.1%} | at most 10 % "
@@ -269,7 +271,8 @@ def memory_rows(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         cells = []
         for part in parts:
-            found, guess = row["measured"][part], row["predicted"][part]
+            found = row["measured"][part]
+            guess = row["predicted"][part]
             off = "0" if guess == found else f"{guess / found - 1:+.2%}"
             cells.append(f"{found / 1e6:.2f}, {off}")
         rows.append(f"| {row['case']['name']} | {' | '.join(cells)} |")
@@ -398,7 +401,8 @@ def section(name: str, python: str, flags: list[str]) -> str:
 
 def place(page: str, name: str, text: str) -> str:
     """The page with the named section replaced, or added before the end."""
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    begin = f"<!-- begin {name} -->"
+    end = f"<!-- end {name} -->"
     block = f"{begin}\n{text}{end}"
     if begin not in page:
         return f"{page.rstrip()}\n\n{block}\n"

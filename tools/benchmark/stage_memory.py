@@ -49,7 +49,8 @@ class LiveBytes:
     """
 
     def __init__(self, known: Storages) -> None:
-        self.known, self.most = known, 0
+        self.known = known
+        self.most = 0
         self._now, self._users = 0, Counter[int]()
 
     def pack(self, tensor: Tensor) -> _Kept:
@@ -71,7 +72,8 @@ class LiveBytes:
 
 class _Kept:
     def __init__(self, tensor: Tensor, live: LiveBytes) -> None:
-        self.tensor, self._live = tensor, live
+        self.tensor = tensor
+        self._live = live
 
     def __del__(self) -> None:
         self._live.release(self.tensor)
@@ -92,7 +94,8 @@ def measured(fields: dict[str, Any]) -> tuple[int, dict[str, int]]:
     model = build_model(config, choice, topology)
     engine = start_engine(model, config, with_small_buckets(choice), topology)
     weights = storages(engine.module.parameters())
-    live, found = LiveBytes(weights), {"weights": total(weights)}
+    live = LiveBytes(weights)
+    found = {"weights": total(weights)}
     tied = engine.module.get_tied_weights_and_groups
 
     def after_the_last_backward_pass() -> Any:

@@ -23,7 +23,11 @@ from cdrmix.models import wkv7 as wkv7_module
 from cdrmix.planning.counts import count
 from tools.benchmark.timing import matmul_peak_flops, median_ratio, paired_cpu_seconds
 
-HIDDEN, LAYERS, VOCABULARY, BATCH, LENGTH = 256, 8, 8192, 2, 512
+HIDDEN = 256
+LAYERS = 8
+VOCABULARY = 8192
+BATCH = 2
+LENGTH = 512
 TOKENS = BATCH * LENGTH
 
 

@@ -44,7 +44,8 @@ def matmul_peak_flops(*, size: int = 1024, rounds: int = 9) -> float:
     """Best float32 matmul rate of this thread, FLOP per CPU second."""
     import torch  # the other benchmarks of data preparation do without it
 
-    a, b = torch.randn(size, size), torch.randn(size, size)
+    a = torch.randn(size, size)
+    b = torch.randn(size, size)
     seconds = paired_cpu_seconds({"matmul": lambda: a @ b}, rounds=rounds, warmup=3)
     return 2 * size**3 / min(seconds["matmul"])
 

@@ -20,7 +20,9 @@ from cdrmix.models.wkv7 import wkv7
 from cdrmix.models.wkv7_reference import DECAY_BOUND
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds
 
-BATCH, TIME, WIDTH = 4, 512, 256
+BATCH = 4
+TIME = 512
+WIDTH = 256
 HEAD_DIMS = (64, 128)
 UNBOUND = "loop over unbound inputs"
 
@@ -43,7 +45,8 @@ def forward_and_backward(backend: str, head_dim: int) -> Callable[[], None]:
     shape = (5, BATCH, TIME, WIDTH // head_dim, head_dim)
     r, k, v, raw, kk = torch.randn(shape, generator=generator)
     kk = torch.nn.functional.normalize(kk, dim=-1)
-    lw, iclr = -DECAY_BOUND * raw.sigmoid(), raw.sigmoid()
+    lw = -DECAY_BOUND * raw.sigmoid()
+    iclr = raw.sigmoid()
     inputs = [x.requires_grad_() for x in (r, lw, k, v, -kk, kk * iclr)]
     weights = torch.randn_like(r)
 
@@ -115,7 +118,8 @@ def main() -> None:
         return
     print("head size  form                      ms CPU  tokens/s  times the reference")
     for case in cases:
-        milliseconds, speed = case["milliseconds"], case["times_the_reference"]
+        milliseconds = case["milliseconds"]
+        speed = case["times_the_reference"]
         for form, time in milliseconds.items():
             rate = BATCH * TIME / time * 1e3
             print(f"{case['head_dim']:9}  {form:24} {time:7.1f} {rate:9.0f} {speed[form]:20.1f}")

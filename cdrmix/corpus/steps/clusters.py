@@ -32,7 +32,10 @@ from cdrmix.corpus.steps.components import (
 from cdrmix.corpus.steps.minhash import NO_KEY, Method
 from cdrmix.corpus.steps.signatures import SignatureFiles, place, split_places
 
-EXACT, NEAR, URL, HOST = 1, 2, 3, 4  # why a document is dropped
+EXACT = 1
+NEAR = 2
+URL = 3
+HOST = 4  # why a document is dropped
 DROPS = np.dtype([("id", "<u8"), ("cluster", "<u8"), ("kind", "u1")])
 _NUM_LARGEST = 10
 # At one time there are two sorts, a chunk of signatures, one of links, and copies of these.
@@ -136,7 +139,9 @@ class _Search:
     def __init__(
         self, files: SignatureFiles, method: Method, folder: Path, memory_bytes: int
     ) -> None:
-        self._files, self._method, self._folder = files, method, folder
+        self._files = files
+        self._method = method
+        self._folder = folder
         self._memory_bytes = memory_bytes
         self._sort = partial(ExternalSort, folder=folder, memory_bytes=memory_bytes)
         self.num_candidates = self.num_verified = 0
@@ -220,7 +225,8 @@ class _Search:
     def _with_sketches(self, chunks: Chunks) -> Iterator[tuple[Records, NDArray[np.uint8]]]:
         """Records sorted by their first column, a place, with the sketches of these places."""
         blocks = self._files.chunks(self._memory_bytes)
-        places, sketches = np.empty(0, np.uint64), np.empty((0, 0), np.uint8)
+        places = np.empty(0, np.uint64)
+        sketches = np.empty((0, 0), np.uint8)
         for chunk in chunks:
             rest = chunk
             while len(rest):
@@ -270,7 +276,8 @@ def _pairs(values: Records, others: Records) -> Records:
 
 def _cluster_sizes(chunks: Chunks) -> Iterator[tuple[Records, Records]]:
     """Leaders and sizes of clusters, from (leader, member) sorted; a leader is no member."""
-    open_leader, open_size = None, 0
+    open_leader = None
+    open_size = 0
     for chunk in chunks:
         leaders, counts = np.unique(chunk[:, 0], return_counts=True)
         sizes = counts.astype(np.uint64) + np.uint64(1)
@@ -279,7 +286,8 @@ def _cluster_sizes(chunks: Chunks) -> Iterator[tuple[Records, Records]]:
         elif open_leader is not None:
             yield np.array([open_leader]), np.array([open_size], dtype=np.uint64)
         yield leaders[:-1], sizes[:-1]
-        open_leader, open_size = leaders[-1], int(sizes[-1])
+        open_leader = leaders[-1]
+        open_size = int(sizes[-1])
     if open_leader is not None:
         yield np.array([open_leader]), np.array([open_size], dtype=np.uint64)
 
@@ -303,6 +311,7 @@ def _write_drops(out: Path, files: SignatureFiles, exact: RecordFile, near: Reco
             links = cursor.up_to(place(number, max(count - 1, 0)))
             drops = np.empty(len(links), dtype=DROPS)
             drops["id"] = files.ids(number, split_places(links[:, 0])[1])
-            drops["cluster"], drops["kind"] = links[:, 1], kind
+            drops["cluster"] = links[:, 1]
+            drops["kind"] = kind
             found.append(drops)
         np.save(drops_path(out, path), np.sort(np.concatenate(found), order="id"))

@@ -42,7 +42,8 @@ class ExternalSort:
     def __init__(
         self, num_columns: int, *, folder: Path, memory_bytes: int, num_keys: int | None = None
     ) -> None:
-        self._num_columns, self._num_keys = num_columns, num_keys or num_columns
+        self._num_columns = num_columns
+        self._num_keys = num_keys or num_columns
         self._capacity = max(4 * _SMALLEST_BLOCK, memory_bytes // (8 * num_columns * _COPIES))
         self._temporary = tempfile.TemporaryDirectory(prefix="sort-", dir=folder)
         self._runs: list[Path] = []
@@ -70,7 +71,8 @@ class ExternalSort:
                 self._runs.append(self._write(iter([self._take()])))
             fan_in = self._capacity // _SMALLEST_BLOCK
             while len(self._runs) > fan_in:
-                merged, self._runs = self._runs[:fan_in], self._runs[fan_in:]
+                merged = self._runs[:fan_in]
+                self._runs = self._runs[fan_in:]
                 self._runs.append(self._write(self._merge(merged)))
                 for path in merged:
                     path.unlink()
@@ -79,7 +81,8 @@ class ExternalSort:
     def _take(self) -> NDArray[np.uint64]:
         """What is pending, sorted; nothing is pending after it."""
         records = np.concatenate(self._pending)
-        self._pending, self._num_pending = [], 0
+        self._pending = []
+        self._num_pending = 0
         return self._sorted(records)
 
     def _sorted(self, records: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -123,9 +126,11 @@ class ExternalSort:
 
 def _count_up_to(records: NDArray[np.uint64], last: tuple[int, ...]) -> int:
     """How many of the sorted records are not greater than `last`."""
-    low, high = 0, len(records)
+    low = 0
+    high = len(records)
     for column, value in enumerate(last):
-        values, wanted = records[low:high, column], np.uint64(value)
+        values = records[low:high, column]
+        wanted = np.uint64(value)
         low, high = (
             low + int(np.searchsorted(values, wanted, side="left")),
             low + int(np.searchsorted(values, wanted, side="right")),
@@ -154,9 +159,12 @@ class Grouped(NamedTuple):
 
 def grouped(chunks: Chunks) -> Iterator[Grouped]:
     """Groups of sorted records, of any length: what a chunk ends with is carried to the next."""
-    key, leader, before = None, np.uint64(0), np.uint64(0)
+    key = None
+    leader = np.uint64(0)
+    before = np.uint64(0)
     for chunk in chunks:
-        keys, values = chunk[:, :-1], chunk[:, -1]
+        keys = chunk[:, :-1]
+        values = chunk[:, -1]
         starts = np.ones(len(chunk), dtype=bool)
         starts[1:] = (keys[1:] != keys[:-1]).any(axis=1)
         starts[0] = key is None or bool((keys[0] != key).any())
@@ -164,7 +172,9 @@ def grouped(chunks: Chunks) -> Iterator[Grouped]:
         leaders = np.where(first >= 0, values[first], leader)
         previous = np.concatenate([[before], values[:-1]])
         previous[starts] = values[starts]
-        key, leader, before = keys[-1].copy(), leaders[-1], values[-1]
+        key = keys[-1].copy()
+        leader = leaders[-1]
+        before = values[-1]
         yield Grouped(keys, values, leaders, previous)
 
 
@@ -188,9 +198,11 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, chunks: Chunks, *, num_columns: int, memory_bytes: int) -> None:
-        self._path, self._num_columns = path, num_columns
+        self._path = path
+        self._num_columns = num_columns
         self._block = max(1, memory_bytes // (8 * num_columns))
-        self.num_records, self.checksum = 0, 0
+        self.num_records = 0
+        self.checksum = 0
         with path.open("wb") as file:
             for chunk in chunks:
                 chunk.tofile(file)

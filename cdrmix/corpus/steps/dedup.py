@@ -176,7 +176,8 @@ def find_same_urls(
     work.mkdir()
     share = memory_bytes // 4  # two sorts, a chunk of notes and copies
     new_sort = partial(ExternalSort, folder=work, memory_bytes=share)
-    by_page, dropped = new_sort(4, num_keys=3), new_sort(3, num_keys=1)
+    by_page = new_sort(4, num_keys=3)
+    dropped = new_sort(3, num_keys=1)
     for number, path in enumerate(notes):
         for records in _chunks(path, share):
             places = records["row"] + place(number, 0)
@@ -204,7 +205,8 @@ class _Judge:
         changes[1:] = chunk[1:, :2] != chunk[:-1, :2]
         if self._last is not None:
             changes[0] = chunk[0, :2] != self._last[0, :2]
-        new_host, new_page = changes[:, 0], changes.any(axis=1)
+        new_host = changes[:, 0]
+        new_page = changes.any(axis=1)
         # Number of each record's page among those of its host, which may have begun in a chunk
         # before.
         num_pages = np.cumsum(new_page)
@@ -260,6 +262,7 @@ def _write_drops(notes: Sequence[Path], dropped: Iterator[NDArray[np.uint64]], o
             rest = np.concatenate([rest, following])
         count = int(np.searchsorted(rest[:, 0], end))
         drops = np.zeros(count, dtype=DROPS)
-        drops["id"], drops["kind"] = rest[:count, 1], rest[:count, 2]
+        drops["id"] = rest[:count, 1]
+        drops["kind"] = rest[:count, 2]
         np.save(drops_path(out, path), np.sort(drops, order="id"))
         rest = rest[count:]

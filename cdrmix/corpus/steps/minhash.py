@@ -25,7 +25,9 @@ from cdrmix.errors import DataError
 
 # Most characters of a call: arrays of 8 bytes per character then stay within a core's cache.
 MAX_CHARACTERS = 2**17
-_SEPARATOR, _LETTER, _WORD = 0, 1, 2
+_SEPARATOR = 0
+_LETTER = 1
+_WORD = 2
 # Scripts written without spaces: Thai and Lao, Burmese, Khmer, kana, and the ideographs.
 _UNSPACED = (
     (0x0E00, 0x0F00),
@@ -76,7 +78,9 @@ def _word_hashes(
     """Hash and first character of each word: differences of prefix sums of code * base^place."""
     kinds = np.zeros(len(codes) + 2, dtype=np.uint8)
     kinds[1:-1] = _kinds()[codes]
-    inside, before, after = kinds[1:-1], kinds[:-2], kinds[2:]
+    inside = kinds[1:-1]
+    before = kinds[:-2]
+    after = kinds[2:]
     # A word ends wherever a letter is not followed by a letter, and begins accordingly.
     starts = np.flatnonzero((inside == _WORD) | ((inside == _LETTER) & (before != _LETTER)))
     ends = np.flatnonzero((inside == _WORD) | ((inside == _LETTER) & (after != _LETTER))) + 1
@@ -100,7 +104,8 @@ def _shingles(
     for place in range(1, num_words):  # the last words of a text begin no shingle
         complete[bounds[1:][counts >= place] - place] = False
     for number in np.flatnonzero((counts > 0) & (counts < num_words)).tolist():
-        start, end = int(bounds[number]), int(bounds[number + 1])
+        start = int(bounds[number])
+        end = int(bounds[number + 1])
         hashes[start] = (words[start:end] * weights[1 : 1 + end - start]).sum()
         complete[start] = True
     per_text = np.where(counts >= num_words, counts - num_words + 1, np.minimum(counts, 1))
@@ -310,7 +315,8 @@ def _masks() -> NDArray[np.uint64]:
     return np.array([sum(chosen) for chosen in combinations(blocks, _WHOLE_BLOCKS)], np.uint64)
 
 
-_BLOCKS, _WHOLE_BLOCKS = (11, 11, 11, 11, 10, 10), 3
+_BLOCKS = (11, 11, 11, 11, 10, 10)
+_WHOLE_BLOCKS = 3
 _KEY_MASKS = _masks()
 
 
@@ -330,7 +336,8 @@ def _by_piece(
         for start in places
     )
     firsts = np.cumsum([0, *map(len, starts)])[:-1]
-    summaries, counts = [], []
+    summaries = []
+    counts = []
     for group in _groups(pieces):
         hashes, bounds = shingle_hashes(group, num_words)
         summaries.append(summarise(hashes, bounds))
@@ -345,7 +352,8 @@ def _groups(pieces: Iterable[str]) -> Iterator[list[str]]:
     for piece in pieces:
         if group and size + len(piece) > MAX_CHARACTERS:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
         group.append(piece)
         size += len(piece)
     yield group

@@ -246,7 +246,8 @@ class Length:
                 f"length: min_characters = {min_characters} and max_characters = {max_characters} "
                 "leave nothing; give 0 <= min_characters <= max_characters"
             )
-        self.min_characters, self.max_characters = min_characters, max_characters
+        self.min_characters = min_characters
+        self.max_characters = max_characters
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
         """Documents of these lengths; reasons: too short, too long."""

@@ -193,7 +193,8 @@ def find_numbers(text: str) -> Iterator[Span]:
     """Cards, numeric national ids and phone numbers; at one place, the surest kind first."""
     for run in _DIGITS.finditer(text):
         # With its surroundings, so that a pattern sees what stands at its edges.
-        start, end = max(0, run.start() - _BEFORE_NUMBER), min(len(text), run.end() + 3)
+        start = max(0, run.start() - _BEFORE_NUMBER)
+        end = min(len(text), run.end() + 3)
         for pattern, kind, is_valid in _NUMBERS:
             for match in pattern.finditer(text, start, end):
                 if is_valid(match, text):

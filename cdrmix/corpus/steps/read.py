@@ -189,7 +189,8 @@ def taken_up_again(
         try:
             for value in rows_from(row):
                 yield value
-                row, failures = row + 1, 0
+                row = row + 1
+                failures = 0
             return
         except Exception as error:
             if not _is_transient(error):
@@ -262,7 +263,8 @@ def _check_metadata(folder: Path) -> None:
 
 def _strings(value: Any) -> Iterator[str]:
     """Every string in plain values; an anchor of YAML may stand in any number of places."""
-    waiting, seen = [value], set()
+    waiting = [value]
+    seen = set()
     while waiting:
         inner = waiting.pop()
         if isinstance(inner, str):

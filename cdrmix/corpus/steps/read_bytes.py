@@ -26,7 +26,8 @@ class Unreadable(Exception):
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 def missing_extra(what: str, package: str) -> DataError:
@@ -70,7 +71,8 @@ class _Decompressed(io.RawIOBase):
 
     def __init__(self, path: Path, new_member: Callable[[], Any], damage: type[Exception]) -> None:
         self._file = path.open("rb")
-        self._new_member, self._damage = new_member, damage
+        self._new_member = new_member
+        self._damage = damage
         self._member: Any = None
         self._ready = b""
 

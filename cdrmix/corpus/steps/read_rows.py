@@ -21,7 +21,8 @@ from cdrmix.corpus.steps.read_bytes import Unreadable, bounded_lines, missing_ex
 from cdrmix.corpus.steps.read_text import decoded
 from cdrmix.data.document import joined, reserved_in
 
-_TEXT, _FIELDS = "txt", "json"
+_TEXT = "txt"
+_FIELDS = "json"
 # Long names and pax fields precede the member that they are about, and tarfile reads them whole.
 _MAX_HEADER_BYTES = 2**20
 _HEADER_TYPES = {
@@ -245,30 +246,33 @@ def _json_values(read: Callable[[int], str], limit: int) -> Iterator[Any]:
             inside a value or list.
     """
     decoder = json.JSONDecoder()
-    text, place, ended, in_list = (
-        read(_JSON_CHUNK_CHARACTERS).removeprefix("\ufeff"),
-        0,
-        False,
-        False,
-    )
+    text = read(_JSON_CHUNK_CHARACTERS).removeprefix("\ufeff")
+    place = 0
+    ended = False
+    in_list = False
     started = False
     while True:
         place = _after_separators(text, place)
         if place < len(text) and not started and text[place] == "[":
-            in_list, place, started = True, place + 1, True
+            in_list = True
+            place = place + 1
+            started = True
             continue
         if place < len(text) and in_list and text[place] == "]":
             return
         try:
             value, end = decoder.raw_decode(text, place)
             # A number at the end of what was read may go on.
-            complete, problem = ended or end < len(text), ""
+            complete = ended or end < len(text)
+            problem = ""
         except RecursionError:
             raise Unreadable("invalid JSON", "nested too deeply") from None
         except ValueError as error:
-            complete, problem = False, str(error)
+            complete = False
+            problem = str(error)
         if complete:
-            started, place = True, end
+            started = True
+            place = end
             yield value
         elif ended:
             if place < len(text) or in_list:
@@ -279,7 +283,9 @@ def _json_values(read: Callable[[int], str], limit: int) -> Iterator[Any]:
         else:
             # Twice as much as before, so that a long value is not parsed too many times.
             more = read(max(_JSON_CHUNK_CHARACTERS, len(text) - place))
-            text, place, ended = text[place:] + more, 0, not more
+            text = text[place:] + more
+            place = 0
+            ended = not more
 
 
 def _after_separators(text: str, place: int) -> int:

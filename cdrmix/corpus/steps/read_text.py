@@ -34,8 +34,10 @@ from cdrmix.corpus.source import SourceConfig, SourceFile
 from cdrmix.corpus.steps.read_bytes import Unreadable, missing_extra, read_bounded
 
 # Ordinary pages take 0.025 CPU seconds and 10 MB of memory per MB.
-_CPU_SECONDS, _CPU_SECONDS_PER_BYTE = 0.5, 1e-6
-_MEMORY_BYTES, _MEMORY_PER_BYTE = 2**29, 64  # the interpreter with its libraries, and the tree
+_CPU_SECONDS = 0.5
+_CPU_SECONDS_PER_BYTE = 1e-6
+_MEMORY_BYTES = 2**29
+_MEMORY_PER_BYTE = 64  # the interpreter with its libraries, and the tree
 # Elements that are no text of the page, and what ARIA's landmarks of the same meaning mark so.
 # A headerlink is the pilcrow that documentation generators put behind each heading.
 _HIDDEN = (

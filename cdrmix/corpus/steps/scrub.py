@@ -149,7 +149,8 @@ def find_private(text: str, kinds: Iterable[str] = KINDS) -> list[Span]:
 def scrub(text: str, kinds: Iterable[str] = KINDS) -> tuple[str, Counter[str]]:
     """(text with placeholders, how many of each kind were replaced)."""
     spans = find_private(text, kinds)
-    pieces, position = [], 0
+    pieces = []
+    position = 0
     for start, end, kind in spans:
         pieces += [text[position:start], placeholder(kind)]
         position = end

@@ -41,7 +41,8 @@ class Sign:
     name = "sign"
 
     def __init__(self, path: Path, method: Method) -> None:
-        self.path, self.method = Path(path), method
+        self.path = Path(path)
+        self.method = method
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
         """Give the documents unchanged and in order.
@@ -190,12 +191,14 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     for document in documents:
         if batch and characters + len(document.text) > MAX_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
         batch.append(document)
         characters += len(document.text)
         if len(batch) == _MAX_BATCH:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 

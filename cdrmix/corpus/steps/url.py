@@ -53,7 +53,8 @@ def canonical_url(url: str) -> str | None:
     """
     try:
         parts = urlsplit(_canonicalize(url.strip()))
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError:  # a port that is no number, or half an IPv6 address
         return None
     if parts.scheme not in _DEFAULT_PORTS or not host:
