@@ -9,23 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT
-
-# Each row may import the rows below it; within a row, nobody imports a neighbour.
-ROWS = (
-    ("launch", "cli", "tools"),
-    ("verbs",),
-    ("engines",),
-    ("evaluation",),
-    ("checkpoint", "reasoning"),
-    ("parallel",),
-    ("models", "objectives"),
-    ("data", "monitoring", "cluster"),
-    ("planning",),
-    ("runtime",),
-    ("config",),
-    ("log", "errors", "network"),
+from tools.architecture import (
+    PICTURE,
+    ROW_OF,
+    docstring_problems,
+    imported_names,
+    part_of,
+    picture,
+    sources,
 )
-ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
+
 WITHOUT_TORCH = ("planning", "cluster", "config", "log", "errors")
 SLOW_PACKAGES = ("torch", "deepspeed", "transformers")
 USERS_OF_DEEPSPEED = (
@@ -34,36 +27,13 @@ USERS_OF_DEEPSPEED = (
 )
 READERS_OF_ENVIRONMENT = ("runtime", "launch", "cluster")
 
-SOURCES = sorted(
-    path.relative_to(ROOT)
-    for top in ("cdrmix", "launch", "tools")
-    for path in ROOT.glob(f"{top}/**/*.py")
-)
-
-
-def part_of(path: Path) -> str:
-    """The part of the house a file belongs to: models for cdrmix/models/moe.py."""
-    within = path.parts[1:] if path.parts[0] == "cdrmix" else path.parts
-    return within[0].removesuffix(".py")
+SOURCES = sources()
 
 
 def stands_in(path: Path, places: tuple[str, ...]) -> bool:
     """Whether a file is one of `places` or lies below one; they are named without cdrmix/."""
     name = path.with_suffix("").as_posix().removeprefix("cdrmix/")
     return any(name == place or name.startswith(f"{place}/") for place in places)
-
-
-def imported_names(path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of everything imported, inside functions too."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            origin = list(path.parent.parts[: len(path.parent.parts) - node.level + 1])
-            prefix = [*(origin if node.level else []), *([node.module] if node.module else [])]
-            for alias in node.names:
-                yield node.lineno, ".".join([*prefix, alias.name])
 
 
 def environment_uses(tree: ast.AST) -> Iterator[int]:
@@ -170,3 +140,16 @@ def test_planning_and_config_work_without_torch() -> None:
         [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_the_picture_of_the_rows_is_that_of_the_sources() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == picture(), (
+        "run python -m tools.architecture --draw"
+    )
+
+
+def test_a_docstring_that_opens_with_a_relative_word_is_reported() -> None:
+    source = 'def f():\n    """How many they are."""\n\n\ndef g():\n    """Number of ranks."""\n'
+    assert [
+        problem.split(":")[1] for problem in docstring_problems(Path("a.py"), ast.parse(source))
+    ] == ["1"]
