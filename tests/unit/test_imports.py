@@ -25,7 +25,7 @@ USERS_OF_DEEPSPEED = (
     *("runtime", "models/moe", "parallel", "engines/loop", "checkpoint"),
     "tools/benchmark",  # to compare with what DeepSpeed brings
 )
-READERS_OF_ENVIRONMENT = ("runtime", "launch", "cluster")
+READERS_OF_ENVIRONMENT = ("runtime", "launch", "cluster", "tools/mutate")
 
 SOURCES = sources()
 
