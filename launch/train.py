@@ -83,10 +83,10 @@ def main(arguments: list[str]) -> int:
         from cdrmix.engines.local_cluster import choose_here
         from cdrmix.sessions.session import run_training  # imports DeepSpeed, with its ops chosen
 
-        choice = choose_here(config, profile=args.profile)
+        plan = choose_here(config, profile=args.profile)
         start_up.done("imports")
         code = run_training(
-            config, choice, run_dir=args.run_dir, resume=args.resume, start_up=start_up
+            config, plan, run_dir=args.run_dir, resume=args.resume, start_up=start_up
         )
     except TrainingError as error:
         code = error.exit_code

@@ -170,7 +170,7 @@ def global_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-def make_choice(case: Case, config: Config) -> Plan:
+def make_plan(case: Case, config: Config) -> Plan:
     """The plan of a case, with a profile of its own where it changes the shipped one."""
     settings = read_profile(profile_path(case.profile))
     settings["zero_optimization"] |= case.zero
@@ -205,11 +205,11 @@ def start(case: Case, *, seed: int = 1234) -> Started:
     from cdrmix.parallel.apply import build_model
 
     config = make_config(case, seed=seed)
-    choice = make_choice(case, config)
-    topology = make_topology(choice.degrees)
+    plan = make_plan(case, config)
+    topology = make_topology(plan.degrees)
     made = {"adamw": adamw, "sgd": sgd}[case.optimizer]
-    model = build_model(config, choice, topology)
-    engine = start_engine(model, config, choice, topology, optimizer=made)
+    model = build_model(config, plan, topology)
+    engine = start_engine(model, config, plan, topology, optimizer=made)
     return Started(case, config, topology, engine)
 
 

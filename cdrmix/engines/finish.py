@@ -31,7 +31,7 @@ def evaluate_now(run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, fl
             for_inference(run.engine.module),
             run.corpus.validation,
             max_tokens=max_tokens,
-            batch_size=run.choice.micro_batch_size,
+            batch_size=run.plan.micro_batch_size,
             segment_documents=run.config.data.segment_documents,
             topology=run.topology,
         )

@@ -53,7 +53,7 @@ class Agreement(NamedTuple):
 def start_engine(
     model: nn.Module,
     config: Config,
-    choice: Plan,
+    plan: Plan,
     topology: Topology,
     *,
     optimizer: Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer] = adamw,
@@ -67,7 +67,7 @@ def start_engine(
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer(model, config.training),
-            config=choice.deepspeed,
+            config=plan.deepspeed,
             mpu=ModelParallelUnit(topology) if needs_telling else None,
             dist_init_required=False,
         )

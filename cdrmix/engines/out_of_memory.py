@@ -37,24 +37,24 @@ _NOTES = re.compile(r"out_of_memory_(\d+)\.json")
 _LESS = 0.9
 
 
-def with_what_fits(choice: Plan, config: Config, run_dir: Path) -> Plan:
+def with_what_fits(plan: Plan, config: Config, run_dir: Path) -> Plan:
     """The plan of a start, in micro-batches smaller than those that did not fit; collective.
 
     Args:
-        choice: as planned.
+        plan: as planned.
         config: of the run.
         run_dir: run directory, where earlier starts left their notes.
     """
     found = runtime.first_rank_does(lambda: _sizes_that_did_not_fit(run_dir))
-    micro = choice.micro_batch_size
+    micro = plan.micro_batch_size
     while micro > 1 and found and micro >= min(found):
-        micro = smaller_micro_batch(choice, micro)
-    if micro == choice.micro_batch_size:
-        return choice
+        micro = smaller_micro_batch(plan, micro)
+    if micro == plan.micro_batch_size:
+        return plan
     note = run_dir / _NOTE.format(size=min(found))
     device = "cpu" if runtime.use_cpu() else "cuda"
     reason = f"{min(found)} ran out of memory, says {note}; delete it to try again"
-    return with_micro_batch(choice, config, micro, device=device, reason=reason)
+    return with_micro_batch(plan, config, micro, device=device, reason=reason)
 
 
 def _sizes_that_did_not_fit(run_dir: Path) -> list[int]:
@@ -75,7 +75,7 @@ def noted(run: Run) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        micro = run.choice.micro_batch_size
+        micro = run.plan.micro_batch_size
         if _is_first(run, micro, str(error).partition("\n")[0]):
             if runtime.rank() > 0:
                 log_to_file(run.directory.path / LOG)
@@ -99,7 +99,7 @@ def _told(run: Run, micro: int) -> str:
     where = f"rank {runtime.rank()} ran out of memory after step {run.step}"
     if micro == 1:
         return f"{where} with micro batches of one sample. {_advice(run)}"
-    smaller = smaller_micro_batch(run.choice, micro)
+    smaller = smaller_micro_batch(run.plan, micro)
     return (
         f"{where} with micro batches of {samples}. The next start of this run takes {smaller} and "
         "as many more of them: go on with --resume auto, which `cdrmix launch` does by itself"
@@ -109,7 +109,7 @@ def _told(run: Run, micro: int) -> str:
 def _advice(run: Run) -> str:
     """A layout that takes less on these devices, where there is one; of the fastest."""
     local = runtime.local_world_size()
-    memory = run.choice.memory
+    memory = run.plan.memory
     cluster = make_cluster(
         nodes=max(1, runtime.world_size() // local),
         gpus_per_node=min(local, runtime.world_size()),
@@ -119,11 +119,11 @@ def _advice(run: Run) -> str:
     training = run.config.training.model_copy(update={"micro_batch_size": None})
     freed = run.config.model_copy(update={"parallel": ParallelConfig(), "training": training})
     with contextlib.suppress(PlanError):
-        for plan in all_plans(freed, cluster):
-            total = plan.estimates()[0].total
-            if memory and not plan.missing and total < _LESS * memory.total:
+        for candidate in all_plans(freed, cluster):
+            total = candidate.estimates()[0].total
+            if memory and not candidate.missing and total < _LESS * memory.total:
                 return (
-                    f"Try {plan.describe()}: {total / GIB:.1f} GiB by the plan "
+                    f"Try {candidate.describe()}: {total / GIB:.1f} GiB by the plan "
                     f"instead of {memory.total / GIB:.1f}; `cdrmix plan` lists all layouts"
                 )
     return "No layout on these devices takes less: try more of them, see `cdrmix plan`"

@@ -61,7 +61,7 @@ def save_run(run: Run, position: dict[str, Any]) -> None:
         )
     run.wall_time.save()
     run.saved_time = time.monotonic()
-    if not run.choice.saves_in_background:
+    if not run.plan.saves_in_background:
         settle(run)
 
 

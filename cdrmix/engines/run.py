@@ -165,7 +165,7 @@ class Start:
 
     Attributes:
         config: resolved configuration.
-        choice: profile, degrees and batch sizes.
+        plan: profile, degrees and batch sizes.
         directory: where everything is written.
         requests: what signals ask for.
         heartbeat: tells the watchdogs how far this rank is.
@@ -175,7 +175,7 @@ class Start:
     """
 
     config: Config
-    choice: Plan
+    plan: Plan
     directory: RunDirectory
     requests: Requests
     heartbeat: Heartbeat
@@ -190,7 +190,7 @@ class Run:
 
     Attributes:
         config: resolved configuration.
-        choice: profile, degrees and batch sizes.
+        plan: profile, degrees and batch sizes.
         topology: this rank's place in the layout.
         directory: where everything is written.
         corpus: token shards and tokenizer.
@@ -211,7 +211,7 @@ class Run:
     """
 
     config: Config
-    choice: Plan
+    plan: Plan
     topology: Topology
     directory: RunDirectory
     corpus: Corpus
@@ -259,13 +259,13 @@ class Run:
 
 
 def make_saver(
-    config: Config, choice: Plan, directory: RunDirectory, *, pinned: int | None = None
+    config: Config, plan: Plan, directory: RunDirectory, *, pinned: int | None = None
 ) -> Saver:
     """What writes the checkpoints of a run directory, and never drops that of step `pinned`."""
     return Saver(
         (directory.checkpoints, *directory.copies),
         keep=config.checkpoint.keep,
-        background=choice.saves_in_background,
+        background=plan.saves_in_background,
         pinned=pinned,
     )
 

@@ -333,28 +333,28 @@ def write_finished(directory: RunDirectory, *, step: int, stage: Literal["a", "b
     write_json_atomic(directory.path / FINISHED, record)
 
 
-def write_description(directory: RunDirectory, config: Config, choice: Plan) -> None:
+def write_description(directory: RunDirectory, config: Config, plan: Plan) -> None:
     """Write what this run is: configuration, plan, environment."""
     if runtime.rank() != 0:
         return
     path = directory.path
     (path / FINISHED).unlink(missing_ok=True)  # it goes on
     write_text_atomic(path / "config_snapshot.yaml", snapshot_yaml(config))
-    write_json_atomic(path / "ds_config.json", choice.deepspeed)
+    write_json_atomic(path / "ds_config.json", plan.deepspeed)
     counts = count(config.model, config.training.sequence_length)
     size = {"total_params": counts.total_params, "active_params": counts.active_params}
-    write_json_atomic(path / "plan.json", choice.to_json() | size)
+    write_json_atomic(path / "plan.json", plan.to_json() | size)
     (path / "metrics.json").unlink(missing_ok=True)  # the summary of an earlier end is not ours
     write_json_atomic(path / "environment.json", runtime.describe_environment())
 
 
-def describe_stage_b(directory: RunDirectory, config: Config, choice: Plan, num_steps: int) -> None:
+def describe_stage_b(directory: RunDirectory, config: Config, plan: Plan, num_steps: int) -> None:
     """Add to what Stage A wrote of this run, or, in a run of its own, write it.
 
     Args:
         directory: of the run.
         config: resolved.
-        choice: of Stage B.
+        plan: of Stage B.
         num_steps: step at which the run ends, with those of Stage A.
     """
     if runtime.rank() != 0:
@@ -362,9 +362,9 @@ def describe_stage_b(directory: RunDirectory, config: Config, choice: Plan, num_
     path = directory.path
     (path / FINISHED).unlink(missing_ok=True)  # it goes on
     write_text_atomic(path / "config_snapshot.yaml", snapshot_yaml(config))
-    write_json_atomic(path / "ds_config_stage_b.json", choice.deepspeed)
+    write_json_atomic(path / "ds_config_stage_b.json", plan.deepspeed)
     plan_path = path / "plan.json"
-    plan = json.loads(plan_path.read_text(encoding="utf-8")) if plan_path.exists() else {}
-    plan["stage_b"] = {**choice.to_json(), "num_steps": num_steps}
-    write_json_atomic(plan_path, plan)
+    content = json.loads(plan_path.read_text(encoding="utf-8")) if plan_path.exists() else {}
+    content["stage_b"] = {**plan.to_json(), "num_steps": num_steps}
+    write_json_atomic(plan_path, content)
     write_json_atomic(path / "environment.json", runtime.describe_environment())

@@ -141,15 +141,15 @@ def _training_set(config: Config, path: Path) -> TokenDataset | MixedDataset:
 
 
 def make_loader(
-    config: Config, choice: Plan, topology: Topology, train: TokenDataset | MixedDataset
+    config: Config, plan: Plan, topology: Topology, train: TokenDataset | MixedDataset
 ) -> Loader:
     """This rank's samples in the run's global order, whole also where it trains on some tokens."""
     return Loader(
         train,
         global_batch_size=config.training.global_batch_size,
-        micro_batch_size=choice.micro_batch_size,
+        micro_batch_size=plan.micro_batch_size,
         data_rank=topology.sample_rank,
-        data_size=choice.degrees.sample_ranks,
+        data_size=plan.degrees.sample_ranks,
         seed=config.training.seed,
         shuffle=config.data.order != "sequential",
         window_samples=config.data.window_samples if config.data.order == "windowed" else None,

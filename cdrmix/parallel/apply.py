@@ -21,7 +21,7 @@ from cdrmix.planning.layout import stage_layers
 from cdrmix.planning.plan import Plan
 
 
-def build_model(config: Config, choice: Plan, topology: Topology) -> nn.Module:
+def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
     """This rank's part of the backbone on its device, with the initial values of the run's seed.
 
     Each block is made whole but for its experts, initialised as in any other layout, and then cut,
@@ -37,31 +37,31 @@ def build_model(config: Config, choice: Plan, topology: Topology) -> nn.Module:
         )
         split_block(made, topology)
         spread_tokens(made, topology, config)
-        if choice.zero_stage == 3:
-            partition(made, choice.deepspeed)
+        if plan.zero_stage == 3:
+            partition(made, plan.deepspeed)
         return made
 
     with torch.device(runtime.device()):
         if topology.degrees.pipeline > 1:
-            return Pipeline(_stage(config, choice, topology, block))
+            return Pipeline(_stage(config, plan, topology, block))
         model = Backbone(
             config.model,
-            activation_checkpointing=choice.activation_checkpointing,
-            sequence_checkpoint_tokens=choice.sequence_checkpoint_tokens,
+            activation_checkpointing=plan.activation_checkpointing,
+            sequence_checkpoint_tokens=plan.sequence_checkpoint_tokens,
             block=block,
         )
         model.embedding.initialize(seed=config.training.seed, std=config.model.init_std)
         model.embedding = split_embedding(model.embedding, topology)
         mark_copies(model, topology)
-    if choice.zero_stage == 3:
-        partition(model, choice.deepspeed)
+    if plan.zero_stage == 3:
+        partition(model, plan.deepspeed)
         model.embedding = PartitionedEmbedding(model.embedding)
     return model
 
 
 def _stage(
     config: Config,
-    choice: Plan,
+    plan: Plan,
     topology: Topology,
     block: Callable[[ModelConfig, int], Block],
 ) -> PipelineStage:
@@ -70,9 +70,9 @@ def _stage(
         config.model,
         topology,
         stage_layers(config.model, length, topology.degrees.pipeline)[topology.stage],
-        micro_batch=(choice.micro_batch_size, length // topology.degrees.sequence),
-        activation_checkpointing=choice.activation_checkpointing,
-        sequence_checkpoint_tokens=choice.sequence_checkpoint_tokens,
+        micro_batch=(plan.micro_batch_size, length // topology.degrees.sequence),
+        activation_checkpointing=plan.activation_checkpointing,
+        sequence_checkpoint_tokens=plan.sequence_checkpoint_tokens,
         block=block,
     )
     if topology.is_first_stage or topology.is_last_stage:

@@ -272,11 +272,11 @@ def _train(config: Config, profile: str, run_dir: Path, resume: str) -> int:
 
     log.configure(rank=runtime.environment_rank())
     try:
-        choice = choose(config, processes(runtime.environment_world_size()), profile=profile)
+        plan = choose(config, processes(runtime.environment_world_size()), profile=profile)
         runtime.set_threads()
         runtime.initialize_distributed(timeout_minutes=_SECONDS / 60)
         start_up = StartUp()
-        return run_training(config, choice, run_dir=run_dir, resume=resume, start_up=start_up)
+        return run_training(config, plan, run_dir=run_dir, resume=resume, start_up=start_up)
     except TrainingError as error:
         if runtime.speaks_for_errors():
             print(f"error: {error}")

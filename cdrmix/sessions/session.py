@@ -40,13 +40,13 @@ logger = get_logger(__name__)
 
 
 def run_training(
-    config: Config, choice: Plan, *, run_dir: Path | None, resume: str, start_up: StartUp
+    config: Config, plan: Plan, *, run_dir: Path | None, resume: str, start_up: StartUp
 ) -> int:
     """Train as configured; every rank calls this once its process group is there.
 
     Args:
         config: resolved configuration.
-        choice: profile, degrees and batch sizes for this world.
+        plan: profile, degrees and batch sizes for this world.
         run_dir: --run-dir, or None for a new one.
         resume: --resume: never, auto, or a run directory or checkpoint.
         start_up: of this process.
@@ -58,14 +58,14 @@ def run_training(
     requests = Requests()
     requests.listen()  # before a watchdog can pass a signal on
     action = partial(
-        _train, config, choice, requests, run_dir=run_dir, resume=resume, start_up=start_up
+        _train, config, plan, requests, run_dir=run_dir, resume=resume, start_up=start_up
     )
     return supervised(config.supervision, action)
 
 
 def _train(
     config: Config,
-    choice: Plan,
+    plan: Plan,
     requests: Requests,
     heartbeat: Heartbeat,
     *,
@@ -79,8 +79,8 @@ def _train(
     check_same("configurations", "hash", config_hash(config))
     found = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:
-        choice = with_what_fits(choice, config, directory.path)
-        runtime.together(lambda: _announce(directory, choice))
+        plan = with_what_fits(plan, config, directory.path)
+        runtime.together(lambda: _announce(directory, plan))
         if runtime.rank() == 0:
             heartbeat.log_to(directory.path / LOG)
         if resume == "auto":
@@ -91,7 +91,7 @@ def _train(
         start_up.done("resume")
         moe = config.model.moe
         health = Health(config.health, num_experts=moe.num_experts if moe else None)
-        start = Start(config, choice, directory, requests, heartbeat, start_up, health)
+        start = Start(config, plan, directory, requests, heartbeat, start_up, health)
         stopped = _run_stages(start, found)
         return EXIT_STOPPED_BY_SIGNAL if stopped else EXIT_DONE
 
@@ -130,7 +130,7 @@ def _pretrain(start: Start, found: store.FoundCheckpoint | None, *, goes_on: boo
         if found is not None:
             resume_from(run, found)
         # only now, so that a start that is refused leaves an earlier run as it was
-        runtime.together(lambda: write_description(directory, config, start.choice))
+        runtime.together(lambda: write_description(directory, config, start.plan))
         tokenizer = run.corpus.manifest.tokenizer.sha256
         runtime.together(lambda: keep_tokenizer(directory, run.corpus.folder, tokenizer))
         if found is not None:
@@ -162,27 +162,27 @@ def _pretrain(start: Start, found: store.FoundCheckpoint | None, *, goes_on: boo
 
 def _set_up(start: Start) -> Run:
     config = start.config
-    choice = start.choice
+    plan = start.plan
     directory = start.directory
     start_up = start.start_up
     corpus = open_corpus(config)
-    topology = make_topology(choice.degrees)
-    loader = make_loader(config, choice, topology, corpus.train)
+    topology = make_topology(plan.degrees)
+    loader = make_loader(config, plan, topology, corpus.train)
     start_up.done("data")
-    model = build_model(config, choice, topology)
+    model = build_model(config, plan, topology)
     start_up.done("model")
-    engine = start_engine(model, config, choice, topology)
+    engine = start_engine(model, config, plan, topology)
     start_up.done("engine")
     return Run(
         config=config,
-        choice=choice,
+        plan=plan,
         topology=topology,
         directory=directory,
         corpus=corpus,
         loader=loader,
         engine=engine,
         observer=Observer(),
-        saver=make_saver(config, choice, directory),
+        saver=make_saver(config, plan, directory),
         requests=start.requests,
         heartbeat=start.heartbeat,
         start_up=start_up,
@@ -192,7 +192,7 @@ def _set_up(start: Start) -> Run:
     )
 
 
-def _announce(directory: RunDirectory, choice: Plan) -> None:
+def _announce(directory: RunDirectory, plan: Plan) -> None:
     """Open the log and say how the run is laid out."""
     if runtime.rank() != 0:
         return
@@ -202,7 +202,7 @@ def _announce(directory: RunDirectory, choice: Plan) -> None:
     except OSError as error:
         raise StateError(f"{path}: cannot be written: {error.strerror}") from error
     logger.info("run directory: %s", directory.path)
-    for reason in choice.reasons:
+    for reason in plan.reasons:
         logger.info("plan: %s", reason)
-    for warning in choice.warnings:
+    for warning in plan.warnings:
         logger.warning("warning: %s", warning)

@@ -128,7 +128,7 @@ def train_stage_b(start: Start, found: store.FoundCheckpoint | None) -> bool:
     """Stage B; collective.
 
     Args:
-        start: of the run, with the choice of Stage A on these ranks.
+        start: of the run, with the plan of Stage A on these ranks.
         found: checkpoint to go on from: of Stage B, or, where no other run is named, of the Stage A
             to start on; None looks for that in the run directory.
     Returns:
@@ -141,13 +141,13 @@ def train_stage_b(start: Start, found: store.FoundCheckpoint | None) -> bool:
     with start.heartbeat.phase("starting"):
         # as in a process of its own, whatever Stage A drew
         runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
-        choice = stage_b_plan(config, start.choice, world_size=runtime.world_size())
-        for reason in (*choice.reasons, *choice.warnings):
+        plan = stage_b_plan(config, start.plan, world_size=runtime.world_size())
+        for reason in (*plan.reasons, *plan.warnings):
             logger.info("plan: %s", reason)
-        run, course = _set_up(replace(start, choice=choice), found)
+        run, course = _set_up(replace(start, plan=plan), found)
     with run:
         num_steps = run.stage.num_steps
-        runtime.together(lambda: describe_stage_b(directory, config, choice, num_steps))
+        runtime.together(lambda: describe_stage_b(directory, config, plan, num_steps))
         tokenizer = run.corpus.manifest.tokenizer.sha256
         runtime.together(lambda: keep_tokenizer(directory, run.corpus.folder, tokenizer))
         if found is not None:
@@ -169,11 +169,11 @@ def train_stage_b(start: Start, found: store.FoundCheckpoint | None) -> bool:
 
 def _set_up(start: Start, found: store.FoundCheckpoint | None) -> tuple[Run, ReaderCourse]:
     config = start.config
-    choice = start.choice
+    plan = start.plan
     directory = start.directory
     assert config.stage_b is not None, "Stage B has its section"
     corpus = open_corpus(config)
-    topology = make_topology(choice.degrees)
+    topology = make_topology(plan.degrees)
     start.start_up.done("data")
     resumed = found if found is not None and stage_of(found) == "b" else None
     source = resumed or find_backbone(config, directory, corpus.manifest, found)
@@ -190,11 +190,11 @@ def _set_up(start: Start, found: store.FoundCheckpoint | None) -> tuple[Run, Rea
             origin = reader.state["stage_b"]["origin"]
         elif directory.holds(source.path) and "health" in reader.state:
             start.health.load_state_dict(reader.state["health"])  # one record for both stages
-        engine = _start(course, config, choice, topology, clip)
+        engine = _start(course, config, plan, topology, clip)
         start.start_up.done("engine")
         run = Run(
             config=config,
-            choice=choice,
+            plan=plan,
             topology=topology,
             directory=directory,
             corpus=corpus,
@@ -202,14 +202,14 @@ def _set_up(start: Start, found: store.FoundCheckpoint | None) -> tuple[Run, Rea
                 course,
                 config.stage_b,
                 rank=topology.data_rank,
-                world_size=choice.degrees.data,
+                world_size=plan.degrees.data,
                 manifest_digest=manifest_digest(corpus.manifest),
                 seed=config.training.seed,
-                is_shared=choice.degrees.pipeline > 1,
+                is_shared=plan.degrees.pipeline > 1,
             ),
             engine=engine,
             observer=Observer(),
-            saver=make_saver(config, choice, directory, pinned=first_step),
+            saver=make_saver(config, plan, directory, pinned=first_step),
             requests=start.requests,
             heartbeat=start.heartbeat,
             start_up=start.start_up,
@@ -225,7 +225,7 @@ def _set_up(start: Start, found: store.FoundCheckpoint | None) -> tuple[Run, Rea
     return run, course
 
 
-def _start(course: Course, config: Config, choice: Plan, topology: Topology, clip: Clip) -> Any:
+def _start(course: Course, config: Config, plan: Plan, topology: Topology, clip: Clip) -> Any:
     """DeepSpeed's engine around what is trained."""
     assert config.stage_b is not None, "Stage B has its section"
     for name, parameter in course.model.named_parameters():
@@ -233,4 +233,4 @@ def _start(course: Course, config: Config, choice: Plan, topology: Topology, cli
             mark_copy(parameter)
     is_frozen = config.stage_b.training.backbone_lr_scale == 0
     model = TrainedParameters(course.model) if is_frozen else course.model
-    return start_engine(model, config, choice, topology, optimizer=stage_b_adamw(clip))
+    return start_engine(model, config, plan, topology, optimizer=stage_b_adamw(clip))

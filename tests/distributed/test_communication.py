@@ -79,11 +79,11 @@ def exchanged(
     counted = count_calls()  # before DeepSpeed looks the functions up
     runtime.initialize_distributed()
     config = make_config(case)
-    choice = choose(config, processes(case.world), profile=case.profile)
-    changed = choice.deepspeed["zero_optimization"] | (settings or {})
-    choice = replace(choice, deepspeed=choice.deepspeed | {"zero_optimization": changed})
-    topology = make_topology(choice.degrees)
-    engine = start_engine(build_model(config, choice, topology), config, choice, topology)
+    plan = choose(config, processes(case.world), profile=case.profile)
+    changed = plan.deepspeed["zero_optimization"] | (settings or {})
+    plan = replace(plan, deepspeed=plan.deepspeed | {"zero_optimization": changed})
+    topology = make_topology(plan.degrees)
+    engine = start_engine(build_model(config, plan, topology), config, plan, topology)
     torch.manual_seed(topology.data_rank)
     shape = (ACCUMULATION, case.micro_batch, case.length // case.sequence)
     for step in range(2):  # ZeRO-3 learns which modules follow; then one is counted

@@ -13,10 +13,10 @@ from tests.harness import run_ranks
 
 def laid_out(overrides: list[str], profile: str | None = None) -> tuple[dict, float]:
     runtime.initialize_distributed()
-    choice = choose_here(load_config(TINY, overrides), profile=profile)
+    plan = choose_here(load_config(TINY, overrides), profile=profile)
     memory = seen_cluster().memory_gib
     runtime.destroy_distributed()
-    return choice.to_json(), memory
+    return plan.to_json(), memory
 
 
 # by size alone it would take as many samples at once as the batch has; they do not fit

@@ -37,12 +37,12 @@ def evaluated(
 
     runtime.initialize_distributed()
     config = load_config(CONFIG, [*SMALL, *settings, "training.max_steps=1", f"data.path={data}"])
-    choice = choose(config, processes(runtime.world_size()), profile=profile)
-    topology = make_topology(choice.degrees)
-    model = build_model(config, choice, topology)
-    expert = choice.degrees.expert
+    plan = choose(config, processes(runtime.world_size()), profile=profile)
+    topology = make_topology(plan.degrees)
+    model = build_model(config, plan, topology)
+    expert = plan.degrees.expert
     _wake_experts(model, first=topology.rank_in_stage % expert * (8 // expert))
-    engine = start_engine(model, config, choice, topology)
+    engine = start_engine(model, config, plan, topology)
     module, dataset = for_inference(engine.module), TokenDataset(Path(data), "validation", LENGTH)
     found = evaluate(module, dataset, max_tokens=ROWS * LENGTH, batch_size=2, topology=topology)
     assert module.training, "evaluation leaves the mode as it was"

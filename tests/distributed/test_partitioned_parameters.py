@@ -16,7 +16,7 @@ from cdrmix import runtime
 from cdrmix.engines.optim import parameter_groups
 from tests.distributed.test_layouts import CUT, LATE
 from tests.harness import run_ranks
-from tests.layouts import Case, deviation, make_choice, make_config, run_steps, start
+from tests.layouts import Case, deviation, make_plan, make_config, run_steps, start
 
 PARTITIONED = Case(data=2, moe=False, profile="zero3_offload", zero=CUT)
 BF16 = {"precision": "bf16"}
@@ -27,8 +27,8 @@ def built(case: Case) -> nn.Module:
     from cdrmix.parallel.topology import make_topology
 
     config = make_config(case)
-    choice = make_choice(case, config)
-    return build_model(config, choice, make_topology(choice.degrees))
+    plan = make_plan(case, config)
+    return build_model(config, plan, make_topology(plan.degrees))
 
 
 def start_partitioned(case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[int, int]], Any]:

@@ -102,18 +102,18 @@ def learn(
     assert config.stage_b is not None
     runtime.initialize_distributed()
     world = runtime.world_size()
-    choice = choose(config, processes(world), profile=profile)
-    choice = stage_b_plan(config, choice, world_size=world)
-    topology, course = make_topology(choice.degrees), StreamCourse(config)
+    plan = choose(config, processes(world), profile=profile)
+    plan = stage_b_plan(config, plan, world_size=world)
+    topology, course = make_topology(plan.degrees), StreamCourse(config)
     clip = make_clip(config, topology)
     engine = start_engine(
-        TrainedParameters(course.model), config, choice, topology, optimizer=stage_b_adamw(clip)
+        TrainedParameters(course.model), config, plan, topology, optimizer=stage_b_adamw(clip)
     )
     lessons = LessonLoader(
         course,
         config.stage_b,
         rank=topology.data_rank,
-        world_size=choice.degrees.data,
+        world_size=plan.degrees.data,
         manifest_digest="",
         seed=0,
         is_shared=pipeline > 1,

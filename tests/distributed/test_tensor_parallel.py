@@ -102,9 +102,9 @@ def decoded(case: Case) -> list[list[int]]:
     runtime.initialize_distributed()
     wake_blocks()
     config = make_config(case)
-    choice = choose(config, processes(case.world_size))
-    topology = make_topology(choice.degrees)
-    model = start_engine(build_model(config, choice, topology), config, choice, topology).module
+    plan = choose(config, processes(case.world_size))
+    topology = make_topology(plan.degrees)
+    model = start_engine(build_model(config, plan, topology), config, plan, topology).module
     prompt = torch.tensor([[3, 1, 4, 1, 5]])
     new = [
         generate(model, prompt, max_new_tokens=12, temperature=temperature, seed=7)[0].tolist()

@@ -53,11 +53,11 @@ def start_training(config: Config) -> Training:
     from cdrmix.parallel.apply import build_model
     from cdrmix.parallel.topology import make_topology
 
-    choice = choose(config, processes(1))
-    topology = make_topology(choice.degrees)
-    engine = start_engine(build_model(config, choice, topology), config, choice, topology)
+    plan = choose(config, processes(1))
+    topology = make_topology(plan.degrees)
+    engine = start_engine(build_model(config, plan, topology), config, plan, topology)
     length = config.training.sequence_length
-    shape = (choice.gradient_accumulation_steps, choice.micro_batch_size, length + 1)
+    shape = (plan.gradient_accumulation_steps, plan.micro_batch_size, length + 1)
     ids = torch.randint(0, config.model.vocab_size, shape)
     batch = {"input_ids": ids[..., :-1], "labels": ids[..., 1:].contiguous()}
     tokens = float(config.training.global_batch_size * length)

@@ -186,17 +186,17 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     case = Case(**fields)
     runtime.initialize_distributed()
     config = make_config(case)
-    choice = choose(config, processes(case.world), profile=case.profile)
-    choice = with_small_buckets(choice)
-    topology = make_topology(choice.degrees)
-    engine = start_engine(build_model(config, choice, topology), config, choice, topology)
+    plan = choose(config, processes(case.world), profile=case.profile)
+    plan = with_small_buckets(plan)
+    topology = make_topology(plan.degrees)
+    engine = start_engine(build_model(config, plan, topology), config, plan, topology)
     torch.manual_seed(topology.data_rank)
     ids = torch.randint(0, 512, (case.micro_batch, case.length // case.sequence))
 
     def forward() -> Tensor:
         return micro_step(engine, config, topology, ids, ids.clone(), nats_scale=1e-3).loss
 
-    if choice.zero_stage == 3:  # learns which modules follow, and makes whole what stays so
+    if plan.zero_stage == 3:  # learns which modules follow, and makes whole what stays so
         for _ in range(ACCUMULATION):
             engine.backward(forward())
             engine.step()
@@ -222,11 +222,11 @@ def measured(fields: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-def with_small_buckets(choice: Plan) -> Plan:
+def with_small_buckets(plan: Plan) -> Plan:
     """Buckets of a million elements: the shipped ones take a gigabyte on each rank."""
     small = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
-    zero = choice.deepspeed["zero_optimization"] | small
-    return replace(choice, deepspeed=choice.deepspeed | {"zero_optimization": zero})
+    zero = plan.deepspeed["zero_optimization"] | small
+    return replace(plan, deepspeed=plan.deepspeed | {"zero_optimization": zero})
 
 
 Storages = dict[int, torch.UntypedStorage]
@@ -386,9 +386,9 @@ def measured_peak(case: Case) -> int:
 
     runtime.initialize_distributed()
     config = make_config(case)
-    choice = choose(config, ONE_GPU, profile=case.profile)
-    topology = make_topology(choice.degrees)
-    engine = start_engine(build_model(config, choice, topology), config, choice, topology)
+    plan = choose(config, ONE_GPU, profile=case.profile)
+    topology = make_topology(plan.degrees)
+    engine = start_engine(build_model(config, plan, topology), config, plan, topology)
     ids = torch.randint(0, 512, (case.micro_batch, case.length), device=engine.device)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2 * ACCUMULATION):
