@@ -16,7 +16,7 @@ from cdrmix import runtime
 from cdrmix.engines.optim import parameter_groups
 from tests.distributed.test_layouts import CUT, LATE
 from tests.harness import run_ranks
-from tests.layouts import Case, deviation, make_plan, make_config, run_steps, start
+from tests.layouts import Case, deviation, make_config, make_plan, run_steps, start
 
 PARTITIONED = Case(data=2, moe=False, profile="zero3_offload", zero=CUT)
 BF16 = {"precision": "bf16"}
