@@ -18,7 +18,6 @@ from cdrmix.config.load import load_config
 from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
 from cdrmix.planning.profile import check_legal
-from cdrmix.stage_b.backbone_source import check_given
 from cdrmix.verbs.flags import add_config_flags
 
 
@@ -71,7 +70,10 @@ def main(arguments: list[str]) -> int:
             profile=args.profile,
             device="cpu" if runtime.use_cpu() else "cuda",
         )
-        check_given(config, run_dir=args.run_dir, resume=args.resume)
+        if config.training.stage == "b":  # a run of Stage A alone imports no module of Stage B
+            from cdrmix.stage_b.backbone_source import check_given
+
+            check_given(config, run_dir=args.run_dir, resume=args.resume)
         if runtime.use_cpu():
             warning = unusable_devices(0)
             if warning and runtime.local_rank() == 0:
@@ -80,8 +82,8 @@ def main(arguments: list[str]) -> int:
         runtime.set_threads()
         runtime.initialize_distributed()
         start_up.done("process_group")
-        from cdrmix.engines.local_cluster import choose_here
-        from cdrmix.sessions.session import run_training  # imports DeepSpeed, with its ops chosen
+        # Imports DeepSpeed, whose ops depend on the accelerator that is set by now.
+        from cdrmix.sessions.session import choose_here, run_training
 
         plan = choose_here(config, profile=args.profile)
         start_up.done("imports")

@@ -1,22 +1,19 @@
-"""A run into a checkpoint and back: what is saved beside the engine, what may change between.
-
-What a run does about an unhealthy step: go on, go back, or stop.
-"""
+"""Saves a run, resumes it, and carries out verdicts of health: go on, go back, or stop."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, random_state, store
 from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.config.load import changed_keys
 from cdrmix.config.redaction import redacted
-from cdrmix.engines.run import Run
+from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import record_save
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
 from cdrmix.log import get_logger
@@ -26,33 +23,33 @@ from cdrmix.monitoring.sinks import write_json_atomic
 logger = get_logger(__name__)
 
 
-def save_run(run: Run, position: dict[str, Any]) -> None:
+def save_run(run: Run, position: JsonObject) -> None:
     """Save the current step, unless the run directory has it already or is getting it; collective.
 
-    In the background if so planned: `agree` in the loop takes note of its end, or `settle` does.
+    In the background if so planned: `agree` in the loop then notices its end, or `settle` does.
 
     Args:
         run: the run, between two steps.
-        position: the loader's state at which the next step's batch begins.
+        position: of the stage, at which the next step's batch begins.
     Raises:
         StateError: on every rank, if any of them could not write this checkpoint or, in the
             background, the one before.
     """
     if run.saver.step == run.step:
         return
-    step = run.step  # that of the save, when training is steps further
+    step = run.step  # `after` runs when training may be steps further
     with _stalled(run):
         run.saver.start(
             run.step,
             run.stage.fragments(run),
             state={
                 "loader": position,
-                "tokenizer": run.corpus.manifest.tokenizer.sha256,
+                "tokenizer": run.stage.corpus.manifest.tokenizer.sha256,
                 "engine": engine_state.counters(run.engine),
                 "config": redacted(run.config.model_dump(mode="json")),
                 "seconds": run.seconds,
-                "samples": run.samples,
                 "health": run.health.state_dict(),
+                "stage": run.stage.name,
                 **run.stage.saved(run),
             },
             rank_state={"random": random_state.random_state()},
@@ -66,14 +63,14 @@ def save_run(run: Run, position: dict[str, Any]) -> None:
 
 
 def hold(run: Run) -> None:
-    """Wait until the optimizer may change what is being saved; on this rank alone."""
+    """Wait until the state is copied, so that the optimizer may change it; on this rank alone."""
     if run.saver.is_copying:
         with _stalled(run):
             run.saver.wait_for_copy()
 
 
 def settle(run: Run) -> None:
-    """Wait until what is being saved is saved; collective.
+    """Wait until the checkpoint under way is on disk; collective.
 
     Raises:
         StateError: on every rank, if any of them could not write.
@@ -89,69 +86,75 @@ def _stalled(run: Run) -> Iterator[None]:
 
 
 def find_at(source: Path) -> store.FoundCheckpoint:
-    """The newest checkpoint that verifies at --resume PATH; collective.
+    """Returns the newest checkpoint that verifies at --resume PATH; collective.
 
     Raises:
         NoUsableStateError: if there are checkpoints and all are damaged.
         StateError: if there is none.
     """
-    found = store.find_newest(source)
-    if found is None:
+    checkpoint = store.find_newest(source)
+    if checkpoint is None:
         raise StateError(
             f"--resume {source}: no checkpoint there. Try a run directory or one of its "
             "checkpoints/<step> folders, or --resume auto with --run-dir"
         )
-    return found
+    return checkpoint
 
 
-def resume_from(run: Run, found: store.FoundCheckpoint) -> None:
+def stage_of(checkpoint: store.FoundCheckpoint) -> str:
+    """Stage that a checkpoint was saved in, `a` or `b`; checkpoints of early versions name none."""
+    state = json.loads((checkpoint.path / "state.json").read_text(encoding="utf-8"))
+    return str(state.get("stage", "a"))
+
+
+def resume_from(run: Run, checkpoint: store.FoundCheckpoint) -> None:
     """Go on from a checkpoint; collective.
 
     Args:
         run: a run that was just set up.
-        found: the checkpoint, and the newer ones that were skipped.
+        checkpoint: of its stage, with the newer ones that were skipped.
     Raises:
         StateError: on every rank, if it belongs to another model or data order, or if any of them
             could not read it.
     """
-    state = restore(run, found)
+    state = restore(run, checkpoint)
     run.earlier_seconds = state["seconds"]
-    if "health" in state:  # of older versions it has none
+    if "health" in state:  # early versions saved none
         run.health.load_state_dict(state["health"])
-    logger.info("resumed from %s", found.path)
+    logger.info("resumed from %s", checkpoint.path)
 
 
-def restore(run: Run, found: store.FoundCheckpoint) -> dict[str, Any]:
-    """Put a checkpoint into a run, between two steps; collective.
+def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
+    """Load a checkpoint into a run, between two steps; collective.
 
     Returns:
-        What was saved beside the engine.
+        Its state.json.
     Raises:
         StateError: as `resume_from`.
     """
-    for name, why in found.skipped:
+    for name, why in checkpoint.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
-    with runtime.together(lambda: CheckpointReader(found.path)) as reader:
+    with runtime.together(lambda: CheckpointReader(checkpoint.path)) as reader:
         state = reader.state
-        runtime.together(lambda: check_config(run, state["config"], found.path))
-        runtime.together(lambda: run.loader.load_state_dict(state["loader"]))
+        runtime.together(lambda: _check_config(run, state["config"], checkpoint.path))
+        runtime.together(lambda: run.stage.go_to(state["loader"]))
         run.stage.load(run, reader)
         saved_random = runtime.together(lambda: reader.rank_state(runtime.rank()))
         if saved_random is not None:
             random_state.restore_random_state(saved_random["random"])
-    run.step, run.samples = found.step, list(state["samples"])
-    is_ours = found.path.parent.resolve() == run.directory.checkpoints.resolve()
-    run.saver.saved_step = found.step if is_ours else None
+    run.step = checkpoint.step
+    is_ours = checkpoint.path.parent.resolve() == run.directory.checkpoints.resolve()
+    run.saver.saved_step = checkpoint.step if is_ours else None
     return state
 
 
-def leave_behind(run: Run, found: store.FoundCheckpoint, *, newer: bool) -> None:
-    """Rename checkpoints of this run that are passed over for `found`; collective.
+def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) -> None:
+    """Rename checkpoints of this run that are passed over for another; collective.
 
     Args:
-        run: goes on from there.
-        found: the checkpoint.
-        newer: also whole ones of later steps.
+        run: goes on from `checkpoint`.
+        checkpoint: with the damaged ones that were skipped.
+        newer: also rename whole ones of later steps.
     Raises:
         InfrastructureError: on every rank, if the file system fails for now.
     """
@@ -159,7 +162,8 @@ def leave_behind(run: Run, found: store.FoundCheckpoint, *, newer: bool) -> None
 
     def rename() -> None:
         try:
-            store.set_aside(found, folders, newer=newer and run.directory.holds(found.path))
+            is_newer_ours = newer and run.directory.holds(checkpoint.path)
+            store.set_aside(checkpoint, folders, newer=is_newer_ours)
         except OSError as error:
             raise InfrastructureError(
                 f"{run.directory.checkpoints}: cannot be listed ({error.strerror}). Start again "
@@ -169,7 +173,7 @@ def leave_behind(run: Run, found: store.FoundCheckpoint, *, newer: bool) -> None
     runtime.first_rank_does(rename)
 
 
-def check_config(run: Run, saved: dict[str, Any], path: Path) -> None:
+def _check_config(run: Run, saved: JsonObject, path: Path) -> None:
     """Refuse another model; log every other change."""
     changed = changed_keys(redacted(saved), redacted(run.config.model_dump(mode="json")))
     model = [f"{key}: {old} -> {new}" for key, old, new in changed if key.startswith("model.")]
@@ -183,7 +187,7 @@ def check_config(run: Run, saved: dict[str, Any], path: Path) -> None:
 
 
 _SEVERITY = ("warn", "skip", "rollback", "stop")
-# What is unhealthy about the machine is not about the weights.
+# A slow disk or a full device says nothing against the weights: the last step is worth saving.
 _STATE_IS_GOOD = ("loader", "memory")
 _CALMER = "a lower training.learning_rate, more training.warmup_steps or training.precision = fp32"
 _ADVICE: dict[Watched, str] = {
@@ -196,27 +200,29 @@ _ADVICE: dict[Watched, str] = {
 HEALTH = "health.json"
 
 
-def react(run: Run, verdicts: Iterable[Verdict | None], position: dict[str, Any]) -> bool:
-    """Do what the verdicts on the last step ask for; every rank has the same ones; collective.
+def react(run: Run, verdicts: Iterable[Verdict | None], position: JsonObject) -> bool:
+    """Carry out the verdicts on the last step, which every rank has alike; collective.
 
     Args:
         run: the run, between two steps, its step counted.
         verdicts: None is healthy.
-        position: the loader's state at which the next step's batch begins.
+        position: of the stage, at which the next step's batch begins.
     Returns:
-        Whether the run went back, to a step that was not the last.
+        True if the run went back to an earlier step.
     Raises:
         StateError: on every rank, if the run is to stop, or there is nothing to go back to.
     """
-    found = sorted(filter(None, verdicts), key=lambda verdict: _SEVERITY.index(verdict.action))
-    if not found:
+    unhealthy = sorted(filter(None, verdicts), key=lambda verdict: _SEVERITY.index(verdict.action))
+    if not unhealthy:
         return False
-    news = [verdict for verdict in found if verdict.is_new or verdict.action != "warn"]
+    news = [verdict for verdict in unhealthy if verdict.is_new or verdict.action != "warn"]
     for verdict in news if runtime.rank() == 0 else ():
-        said = (run.step, verdict.why, verdict.watched, verdict.action)
-        logger.warning("unhealthy: step %d: %s (health.%s: %s)", *said)
-    worst = found[-1]
-    if news:  # what lasts is counted at the end
+        logger.warning(
+            "unhealthy: step %d: %s (health.%s: %s)",
+            *(run.step, verdict.why, verdict.watched, verdict.action),
+        )
+    worst = unhealthy[-1]
+    if news:  # repeated warnings are written once, at the end of the run
         runtime.together(lambda: write_record(run))
     if worst.action == "rollback":
         with run.heartbeat.phase("rolling back"):
@@ -229,60 +235,64 @@ def react(run: Run, verdicts: Iterable[Verdict | None], position: dict[str, Any]
 
 
 def write_record(run: Run) -> None:
-    """Have the run directory tell what became of unhealthy steps."""
+    """Write the record of unhealthy steps into the run directory; rank 0."""
     if runtime.rank() == 0:
         write_json_atomic(run.directory.path / HEALTH, run.health.record())
 
 
-def _roll_back(run: Run, verdict: Verdict, position: dict[str, Any]) -> None:
-    settle(run)  # a checkpoint on its way to the disk is one to go back to
+def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
+    settle(run)  # the checkpoint under way may be the one to go back to
     bad_step = run.step
     resumes_at = position["samples_consumed"]
-    found = _newest_good(run, bad_step)
-    if found is None:
+    checkpoint = _newest_good(run, bad_step)
+    if checkpoint is None:
         why = f"{verdict.why}, and there is no checkpoint to go back to"
         raise _stopped(run, verdict._replace(why=why))
-    state = restore(run, found)
-    leave_behind(run, found, newer=False)
+    state = restore(run, checkpoint)
+    leave_behind(run, checkpoint, newer=False)
     run.unjudged = None
     passed_over = (state["loader"]["samples_consumed"], resumes_at)
     timeline = state["health"]["timeline"] if "health" in state else None
-    run.health.rolled_back(to_step=found.step, passed_over=passed_over, timeline=timeline)
-    run.wall_time.go_back(found.step)
-    run.loader.load_state_dict(position)
+    run.health.rolled_back(to_step=checkpoint.step, passed_over=passed_over, timeline=timeline)
+    run.wall_time.go_back(checkpoint.step)
+    run.stage.go_to(position)
     runtime.together(lambda: run.observer.go_back(run.step))
     runtime.together(lambda: write_record(run))
-    run.saver.saved_step = None  # what has this step's name knows nothing of what was passed over
+    # The checkpoint of this step does not know which samples are passed over: save it again.
+    run.saver.saved_step = None
     save_run(run, position)
     logger.info(
         "went back from step %d to %s, and on behind sample %d: rollback %d",
-        *(bad_step, found.path, resumes_at, run.health.rollbacks),
+        *(bad_step, checkpoint.path, resumes_at, run.health.rollbacks),
     )
 
 
 def _newest_good(run: Run, bad_step: int) -> store.FoundCheckpoint | None:
-    """The newest checkpoint before the bad step; where the run went back to that one before and
-    got no further than to the next bad step, the one before, if there is one."""
+    """Returns the newest checkpoint of this stage before a bad step.
+
+    Where the run went back to that one before and reached only the next bad step, the checkpoint
+    before it, if there is one.
+    """
     folders = (run.directory.checkpoints, *run.directory.copies)
-    found = store.find_newest(*folders, before=bad_step)
-    if found is None or not _is_of_this_stage(run, found):
+    newest = store.find_newest(*folders, before=bad_step)
+    if newest is None or not _is_of_this_stage(run, newest):
         return None
-    if found.step != run.health.rolled_back_to:
-        return found
+    if newest.step != run.health.rolled_back_to:
+        return newest
     older = None
     with contextlib.suppress(NoUsableStateError):
-        older = store.find_newest(*folders, before=found.step)
-    return older if older is not None and _is_of_this_stage(run, older) else found
+        older = store.find_newest(*folders, before=newest.step)
+    return older if older is not None and _is_of_this_stage(run, older) else newest
 
 
-def _is_of_this_stage(run: Run, found: store.FoundCheckpoint) -> bool:
-    """Whether it holds what this stage trains: Stage B begins with the last checkpoint of A."""
-    with runtime.together(lambda: CheckpointReader(found.path)) as reader:
-        return reader.state.get("stage", "a") == run.stage.saved(run)["stage"]
+def _is_of_this_stage(run: Run, checkpoint: store.FoundCheckpoint) -> bool:
+    """Stage B begins with the last checkpoint of Stage A, which it cannot load as its own."""
+    with runtime.together(lambda: CheckpointReader(checkpoint.path)) as reader:
+        return reader.state.get("stage", "a") == run.stage.name
 
 
 def _stopped(run: Run, verdict: Verdict) -> StateError:
-    """The error that ends an unhealthy run, the same on every rank; collective."""
+    """Returns the error that ends an unhealthy run, the same on every rank; collective."""
     settle(run)
     newest = run.saver.saved_step
     saved = "none yet" if newest is None else f"that of step {newest}"

@@ -1,7 +1,4 @@
-"""Where rank 0 shows what a run measures: the metrics file and the progress.
-
-What one run consists of while it is under way.
-"""
+"""A run under way: the protocol of its stages, and the state that the loop and recovery share."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -19,9 +16,8 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
-from cdrmix.cluster.starts import StartUp, read_starts
+from cdrmix.cluster.starts import StartUp
 from cdrmix.config.schema import Config
-from cdrmix.data.loader import Loader
 from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.engines.supervision import Requests
 from cdrmix.engines.training_data import Corpus
@@ -32,7 +28,8 @@ from cdrmix.monitoring.metrics import SHOWN_ONLY
 from cdrmix.monitoring.sinks import MetricsFile, Progress
 from cdrmix.parallel.topology import Topology
 from cdrmix.planning.plan import Plan
-from cdrmix.stage_b.course import LessonLoader
+
+JsonObject = dict[str, Any]
 
 
 class Observer:
@@ -49,7 +46,7 @@ class Observer:
         self._waited = 0.0
 
     def open(self, folder: Path, *, step: int, num_steps: int) -> None:
-        """Start at `step` of `num_steps`; metrics beyond it are cut off.
+        """Start at `step` of `num_steps`; cut off metrics of later steps.
 
         Raises:
             StateError: if the metrics file in `folder` cannot be written.
@@ -61,7 +58,7 @@ class Observer:
         self._progress = Progress(num_steps, initial=step, stream=sys.stderr)
 
     def step_done(self, step: int, seconds: float, *, waited: float) -> None:
-        """Count a step, its wall time, and what of it this rank waited for data, logged or not."""
+        """Count a step, logged or not: its wall time, and the share of it spent on reading data."""
         self._steps += 1
         self._seconds += seconds
         self._waited += waited
@@ -69,8 +66,7 @@ class Observer:
             self._progress.update(step)
 
     def take_window(self) -> tuple[int, float, float]:
-        """Steps, their seconds, and those waited for data, since this was last asked; at least one
-        step is done."""
+        """Steps, their seconds, and seconds of reading data since the last call; starts anew."""
         window = self._steps, self._seconds, self._waited
         self._steps = 0
         self._seconds = 0.0
@@ -78,14 +74,12 @@ class Observer:
         return window
 
     def go_back(self, step: int) -> None:
-        """Cut the metrics off behind `step`, from which the run goes on.
+        """Cut off the metrics after `step`, from which the run goes on.
 
         Raises:
             StateError: if the metrics file cannot be written.
         """
-        self._steps = 0
-        self._seconds = 0.0
-        self._waited = 0.0
+        self.take_window()
         if self._metrics is not None and self._progress is not None:
             self._metrics.truncate_after(step)
             self._progress.update(step)
@@ -97,12 +91,11 @@ class Observer:
             StateError: if the metrics file cannot be written.
         """
         if self._metrics is not None and self._progress is not None:
-            kept = {name: value for name, value in line.items() if name not in SHOWN_ONLY}
-            self._metrics.write(kept)
+            self._metrics.write({k: value for k, value in line.items() if k not in SHOWN_ONLY})
             self._progress.update(step, line)
 
     def sync(self) -> None:
-        """Make the written metrics durable, before a checkpoint of their step is named."""
+        """Make the written metrics durable, before a checkpoint of their step gets its name."""
         if self._metrics is not None:
             self._metrics.sync()
 
@@ -114,64 +107,104 @@ class Observer:
             self._metrics.close()
 
 
-class Stage(Protocol):
-    """What the one loop leaves to a stage of training.
+class StageState(Protocol):
+    """State of a stage between two steps, as checkpoints hold it.
 
     Attributes:
+        name: a, pretraining, or b, reasoning enablement.
         num_steps: step at which the stage ends.
+        corpus: data set that the stage reads.
     """
 
+    name: Literal["a", "b"]
     num_steps: int
+    corpus: Corpus
 
-    def next_batch(self, run: Run) -> Any:
-        """This rank's share of the next batch. Raises DataError if it cannot be read."""
+    def position(self) -> JsonObject:
+        """Position at which the next batch begins, the same on every rank; with the
+        `samples_consumed` before it."""
 
-    def weight(self, run: Run, batch: Any) -> float:
-        """What that share counts in the mean over the global batch."""
-
-    def train_step(self, run: Run, batch: Any, *, weight: float) -> Any:
-        """One step; `weight` is that of the global batch. Gives a named tuple with `seconds` and
-        `waited`."""
-
-    def evaluate(self, run: Run) -> dict[str, float]:
-        """Metrics of an evaluation on the way."""
-
-    def own_loss(self, result: Any) -> tuple[Tensor, float] | None:
-        """This rank's part of a step's loss, scalar, and the weight of the global batch, by which
-        the sum over ranks is divided; None where only `measure` tells."""
-
-    def measure(self, run: Run, result: Any) -> Any:
-        """What a step measured, over all ranks; collective."""
-
-    def judge(self, run: Run, measured: Any) -> Sequence[Verdict | None]:
-        """Verdicts on that."""
-
-    def log(self, run: Run, measured: Any, evaluated: dict[str, float]) -> Sequence[Verdict | None]:
-        """Write and show that, and an evaluation if there was one; verdicts on the machine."""
+    def go_to(self, position: JsonObject) -> None:
+        """Go to a saved position. Raises StateError if it is one in other data."""
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """What this rank saves, so that over all ranks each element comes once."""
+        """This rank's share of a checkpoint; over all ranks each element comes once."""
 
     def load(self, run: Run, reader: CheckpointReader) -> None:
         """Put a checkpoint of this stage into the engine; collective."""
 
-    def saved(self, run: Run) -> dict[str, Any]:
-        """What a checkpoint's state says of this stage, as JSON."""
+    def saved(self, run: Run) -> JsonObject:
+        """The stage's entries of a checkpoint's state.json."""
+
+    def close(self) -> None:
+        """Stop reading ahead."""
 
 
-@dataclass(frozen=True)
+class Timed(Protocol):
+    """Result of a step.
+
+    Attributes:
+        seconds: wall time of forward, backward and optimizer.
+    """
+
+    @property
+    def seconds(self) -> float: ...
+
+
+Batch = TypeVar("Batch")
+Result = TypeVar("Result", bound=Timed)
+Measures = TypeVar("Measures")
+
+
+class Stage(StageState, Protocol[Batch, Result, Measures]):
+    """Training as the one loop sees it: Stage A and Stage B differ in what they do here.
+
+    A `Batch` is this rank's share of a step, a `Result` what this rank computed from it, and
+    `Measures` are the result reduced over all ranks.
+    """
+
+    def next_batch(self, run: Run) -> Batch:
+        """Read this rank's share of the next step. Raises DataError if it cannot be read."""
+
+    def weight(self, run: Run, batch: Batch) -> float:
+        """Weight of that share in the mean over the global batch."""
+
+    def train_step(self, run: Run, batch: Batch, *, weight: float) -> Result:
+        """Take one step; `weight` is that of the global batch."""
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Metrics of an evaluation between steps."""
+
+    def own_loss(self, result: Result) -> tuple[Tensor, float] | None:
+        """This rank's part of a step's loss, scalar, and the weight of the global batch, by which
+        the sum over ranks is divided; None where only `measure` gives a loss."""
+
+    def measure(self, run: Run, result: Result) -> Measures:
+        """Reduce a result over all ranks; collective."""
+
+    def judge(self, run: Run, measured: Measures) -> Sequence[Verdict | None]:
+        """Verdicts on a step's loss."""
+
+    def log(
+        self, run: Run, measured: Measures, evaluated: dict[str, float]
+    ) -> Sequence[Verdict | None]:
+        """Write and show a step's metrics, with those of an evaluation if there was one; returns
+        verdicts on the machine."""
+
+
+@dataclass(kw_only=True)
 class Start:
-    """What a start of a run has before it builds what it trains.
+    """A start of a run before its model is built.
 
     Attributes:
         config: resolved configuration.
         plan: profile, degrees and batch sizes.
-        directory: where everything is written.
-        requests: what signals ask for.
-        heartbeat: tells the watchdogs how far this rank is.
-        start_up: how long it took so far, by its parts.
-        health: judges steps, and keeps what became of the unhealthy ones.
-        wall_time: what the time of all starts went to.
+        directory: the run directory.
+        requests: signals received.
+        heartbeat: reports progress to the watchdogs.
+        start_up: duration of this start so far, by its parts.
+        health: judges steps, and keeps the record of unhealthy ones.
+        wall_time: account of the time of all starts.
     """
 
     config: Config
@@ -184,60 +217,31 @@ class Start:
     wall_time: WallTime = field(default_factory=WallTime)
 
 
-@dataclass
-class Run:
-    """A run under way on this rank.
+@dataclass(kw_only=True)
+class Run(Start):
+    """A run under way on this rank: a start with its engine, its stage and its progress.
 
     Attributes:
-        config: resolved configuration.
-        plan: profile, degrees and batch sizes.
         topology: this rank's place in the layout.
-        directory: where everything is written.
-        corpus: token shards and tokenizer.
-        loader: batches of this data rank, or its lessons.
-        engine: DeepSpeed engine around the backbone.
-        observer: metrics file and progress.
+        engine: DeepSpeed engine around the model.
+        stage: the stage under way.
         saver: writes the checkpoints.
-        requests: what signals ask for.
-        heartbeat: tells the watchdogs how far this rank is.
-        start_up: how long this start took, by its parts.
-        stage: what is trained, on what.
-        health: judges steps, and keeps what became of the unhealthy ones.
-        wall_time: what the time of all starts went to.
+        observer: metrics file and progress.
         step: optimizer steps completed.
-        unjudged: `Stage.own_loss` of the last step, where all ranks do not know its loss yet.
-        samples: generated texts, one per evaluation.
+        unjudged: `Stage.own_loss` of the last step, while its loss over all ranks is not known.
         earlier_seconds: wall time of earlier starts of this run.
     """
 
-    config: Config
-    plan: Plan
     topology: Topology
-    directory: RunDirectory
-    corpus: Corpus
-    loader: Loader | LessonLoader
     engine: Any
-    observer: Observer
+    stage: StageState
     saver: Saver
-    requests: Requests
-    heartbeat: Heartbeat
-    start_up: StartUp
-    stage: Stage
-    health: Health
-    wall_time: WallTime = field(default_factory=WallTime)
+    observer: Observer = field(default_factory=Observer)
     step: int = 0
     unjudged: tuple[Tensor, float] | None = None
-    samples: list[dict[str, Any]] = field(default_factory=list)
     earlier_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
     saved_time: float = field(default_factory=time.monotonic)
-
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens of Stage A, all ranks; earlier starts may have had another global batch."""
-        assert isinstance(self.loader, Loader), "lessons are no tokens of the corpus"
-        samples = self.loader.samples_consumed - self.health.passed_over_samples
-        return samples * self.config.training.sequence_length
 
     @property
     def seconds(self) -> float:
@@ -250,36 +254,36 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop reading ahead, end the writing thread, close the files.
 
-        A rank that fails alone does not wait for what it writes: the others are told of it first.
+        A rank that fails alone does not wait for its save: that takes the other ranks, which are
+        to hear of the failure first.
         """
         self.wall_time.save()
-        self.loader.close()
+        self.stage.close()
         self.saver.close(waits=kind is None or issubclass(kind, TrainingError))
         self.observer.close()
 
 
-def make_saver(
-    config: Config, plan: Plan, directory: RunDirectory, *, pinned: int | None = None
-) -> Saver:
-    """What writes the checkpoints of a run directory, and never drops that of step `pinned`."""
-    return Saver(
+def make_run(
+    start: Start, topology: Topology, engine: Any, stage: StageState, *, first_step: int = 0
+) -> Run:
+    """Returns the run of a start at the first step of a stage.
+
+    Args:
+        start: of the run.
+        topology: this rank's place in the layout.
+        engine: DeepSpeed engine around the model.
+        stage: to be trained.
+        first_step: steps before the stage; the checkpoint of that step is never dropped, because
+            the stage is built on it.
+    """
+    config = start.config
+    directory = start.directory
+    saver = Saver(
         (directory.checkpoints, *directory.copies),
         keep=config.checkpoint.keep,
-        background=plan.saves_in_background,
-        pinned=pinned,
+        background=start.plan.saves_in_background,
+        pinned=first_step or None,
     )
-
-
-def account(run: Run) -> None:
-    """Open the account of the wall time, before the metrics of an earlier start are cut back;
-    Stage B goes on with that of Stage A."""
-    if runtime.rank() != 0 or run.wall_time.is_open:
-        return
-    folder = run.directory.path
-    starts = read_starts(run.directory.path)
-    run.wall_time.open(
-        folder,
-        step=run.step,
-        start_up_seconds=run.start_up.seconds,
-        watched=(starts[-1].step, starts[-1].ended.timestamp()) if starts else None,
+    return Run(
+        **vars(start), topology=topology, engine=engine, stage=stage, saver=saver, step=first_step
     )

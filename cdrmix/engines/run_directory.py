@@ -325,7 +325,7 @@ def keep_tokenizer(directory: RunDirectory, data: Path, sha256: str) -> None:
 
 
 def write_finished(directory: RunDirectory, *, step: int, stage: Literal["a", "b"]) -> None:
-    """Say that the run is at its end, which the batch script reads; rank 0, as the last of all."""
+    """Write finished.json, which the batch script reads; rank 0, after everything else."""
     if runtime.rank() != 0:
         return
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -333,38 +333,33 @@ def write_finished(directory: RunDirectory, *, step: int, stage: Literal["a", "b
     write_json_atomic(directory.path / FINISHED, record)
 
 
-def write_description(directory: RunDirectory, config: Config, plan: Plan) -> None:
-    """Write what this run is: configuration, plan, environment."""
-    if runtime.rank() != 0:
-        return
-    path = directory.path
-    (path / FINISHED).unlink(missing_ok=True)  # it goes on
-    write_text_atomic(path / "config_snapshot.yaml", snapshot_yaml(config))
-    write_json_atomic(path / "ds_config.json", plan.deepspeed)
-    counts = count(config.model, config.training.sequence_length)
-    size = {"total_params": counts.total_params, "active_params": counts.active_params}
-    write_json_atomic(path / "plan.json", plan.to_json() | size)
-    (path / "metrics.json").unlink(missing_ok=True)  # the summary of an earlier end is not ours
-    write_json_atomic(path / "environment.json", runtime.describe_environment())
-
-
-def describe_stage_b(directory: RunDirectory, config: Config, plan: Plan, num_steps: int) -> None:
-    """Add to what Stage A wrote of this run, or, in a run of its own, write it.
+def write_description(
+    directory: RunDirectory, config: Config, plan: Plan, *, stage_b_steps: int | None = None
+) -> None:
+    """Write configuration, plan, DeepSpeed's JSON and environment; rank 0.
 
     Args:
         directory: of the run.
         config: resolved.
-        plan: of Stage B.
-        num_steps: step at which the run ends, with those of Stage A.
+        plan: of the stage that starts.
+        stage_b_steps: step at which Stage B ends, with the steps of Stage A: its description goes
+            beside that of a Stage A in the same run; None describes Stage A.
     """
     if runtime.rank() != 0:
         return
     path = directory.path
-    (path / FINISHED).unlink(missing_ok=True)  # it goes on
+    (path / FINISHED).unlink(missing_ok=True)  # a finished run may be extended
     write_text_atomic(path / "config_snapshot.yaml", snapshot_yaml(config))
-    write_json_atomic(path / "ds_config_stage_b.json", plan.deepspeed)
     plan_path = path / "plan.json"
-    content = json.loads(plan_path.read_text(encoding="utf-8")) if plan_path.exists() else {}
-    content["stage_b"] = {**plan.to_json(), "num_steps": num_steps}
-    write_json_atomic(plan_path, content)
+    if stage_b_steps is None:
+        write_json_atomic(path / "ds_config.json", plan.deepspeed)
+        counts = count(config.model, config.training.sequence_length)
+        size = {"total_params": counts.total_params, "active_params": counts.active_params}
+        write_json_atomic(plan_path, plan.to_json() | size)
+        (path / "metrics.json").unlink(missing_ok=True)  # the summary of an earlier end
+    else:
+        write_json_atomic(path / "ds_config_stage_b.json", plan.deepspeed)
+        content = json.loads(plan_path.read_text(encoding="utf-8")) if plan_path.exists() else {}
+        content["stage_b"] = {**plan.to_json(), "num_steps": stage_b_steps}
+        write_json_atomic(plan_path, content)
     write_json_atomic(path / "environment.json", runtime.describe_environment())

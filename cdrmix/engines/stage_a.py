@@ -1,15 +1,17 @@
-"""One optimizer step: forward, loss, backward; then clip, AdamW, zero gradients.
+"""Stage A, pretraining: predict the next token of the corpus.
 
-What watches a run: logged metrics, held-out loss, samples of text.
+The optimizer step (forward, loss, backward; then clip, AdamW, zero gradients), and the stage around
+it: batches, metrics, held-out loss, samples of text.
 
-Stage A as the loop sees it: predict the next token of the corpus.
+A accumulation steps, B micro batch, T time, L MoE layers, E experts, W data ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,25 +20,30 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.fragments import Fragment
-from cdrmix.config.model import MoEConfig
 from cdrmix.config.schema import Config
-from cdrmix.data.loader import Loader
-from cdrmix.engines.finish import evaluate_now
 from cdrmix.engines.optim import learning_rate
-from cdrmix.engines.run import Run
+from cdrmix.engines.run import JsonObject, Run
+from cdrmix.engines.training_data import Corpus, make_loader
+from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.models.backbone import Output, TokenEmbedding, logical_name
+from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.objectives.router import router_losses, router_monitors
+from cdrmix.parallel.apply import for_inference
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import Topology, own_tokens
 from cdrmix.parallel.zero3 import next_token_nats
+from cdrmix.planning.plan import Plan
+
+# Tensors of one micro-batch, [B, T], by the names that `Loader` gives them.
+Batch = dict[str, Tensor]
 
 
 class RouterMeasures(NamedTuple):
-    """What the router did, detached and over all data ranks.
+    """Router statistics and losses, detached and over all data ranks.
 
     Attributes:
         per_token: router statistics per token, [L, 2E + 3].
@@ -57,12 +64,12 @@ class RouterMeasures(NamedTuple):
 
 
 class MicroStep(NamedTuple):
-    """What one micro-step gives.
+    """Result of the forward pass of one micro-batch.
 
     Attributes:
-        loss: what backward starts from, scalar.
+        loss: to run backward from, scalar.
         nats: summed cross-entropy of this rank's tokens, weighted, scalar, detached.
-        router: what the router did, or None for a dense model.
+        router: None for a dense model.
     """
 
     loss: Tensor
@@ -108,7 +115,7 @@ def loss(
     nats_scale: float,
     weights: Tensor | None = None,
 ) -> MicroStep:
-    """Loss of one micro-batch from what the backbone gave.
+    """Loss of one micro-batch from the output of the backbone.
 
     Args:
         output: hidden states of every position, router statistics of all layers.
@@ -117,8 +124,8 @@ def loss(
         config: loss weights.
         topology: of this rank.
         nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch,
-            or their weight. DeepSpeed divides by A and averages over W; what is left is the mean
-            over all tokens.
+            or their weight. DeepSpeed divides by A and averages over W, which leaves the mean over
+            all tokens.
         weights: of the labels, [B, T], float32; None: 1.
     """
     nats = next_token_nats(embedding, output.hidden, labels, weights)
@@ -135,7 +142,7 @@ def loss(
 
 
 def _all_or_nothing(loss: Tensor) -> Tensor:
-    """The same loss, whose gradients are not finite where it is not.
+    """The same loss, with gradients that are not finite where the loss is not.
 
     DeepSpeed skips a step by its gradients. Those of an infinite loss can be finite: softmax minus
     target, where the target's logit is minus infinity.
@@ -143,27 +150,22 @@ def _all_or_nothing(loss: Tensor) -> Tensor:
     return loss * (1 + 0 * loss.detach())
 
 
-# tensors of one micro-batch, [B, T], by the names that `Loader` gives them
-Batch = dict[str, Tensor]
-
-
 class StepResult(NamedTuple):
-    """What one optimizer step measured.
+    """Result of one optimizer step on this rank.
 
     Attributes:
-        nats: summed cross-entropy over this rank's micro-steps, scalar; zero where another rank
-            counts the same tokens.
-        tokens: valid tokens of the global batch, or what they weigh.
-        router: means over the micro-steps; None for a dense model, and before the last stage.
-        seconds: wall time of the step; in the loop, with its wait for data and other ranks.
-        waited: seconds of them that this rank waited for data; known to the loop.
+        nats: summed cross-entropy over the micro-steps, scalar; zero where another rank counts the
+            same tokens.
+        tokens: valid tokens of the global batch, or their weight.
+        router: means over the micro-steps; None for a dense model, and before the last pipeline
+            stage.
+        seconds: wall time, without the waits for data and for other ranks before it.
     """
 
     nats: Tensor
     tokens: float
     router: RouterMeasures | None
     seconds: float
-    waited: float = 0.0
 
 
 def train_step(
@@ -175,7 +177,7 @@ def train_step(
     step: int,
     tokens: float,
 ) -> StepResult:
-    """One optimizer step over this rank's micro-batches.
+    """Take one optimizer step over this rank's micro-batches.
 
     Args:
         engine: DeepSpeed engine.
@@ -184,7 +186,7 @@ def train_step(
         batch: `input_ids` and `labels`, each [A, B, T], `segment_ids` if documents are apart, and
             `weights` of the labels if they differ.
         step: steps completed before this one.
-        tokens: valid tokens of the global batch, all ranks, or what they weigh.
+        tokens: valid tokens of the global batch, all ranks, or their weight.
     """
     began = time.perf_counter()
     for group in engine.optimizer.param_groups:
@@ -195,8 +197,8 @@ def train_step(
         dict(zip(here, micro_batch, strict=True))
         for micro_batch in zip(*here.values(), strict=True)
     ]
-    run = _pass_through_stages if topology.degrees.pipeline > 1 else _pass_one_by_one
-    parts = run(engine, config, topology, micro_batches, nats_scale)
+    passes = _pass_through_stages if topology.degrees.pipeline > 1 else _pass_one_by_one
+    parts = passes(engine, config, topology, micro_batches, nats_scale)
     nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
     return StepResult(
         nats=nats.to(engine.device) * float(topology.counts_tokens),
@@ -209,12 +211,12 @@ def train_step(
 def _pass_one_by_one(
     engine: Any, config: Config, topology: Topology, micro_batches: list[Batch], nats_scale: float
 ) -> list[MicroStep]:
-    """Forward and backward of each micro-batch in turn."""
+    """Run forward and backward of each micro-batch in turn."""
     parts = []
     for inputs in micro_batches:
         part = micro_step(engine, config, topology, **inputs, nats_scale=nats_scale)
         engine.backward(part.loss)
-        engine.step()  # acts on the last micro-step: clip, AdamW, zero gradients
+        engine.step()  # DeepSpeed acts on the last micro-step alone
         parts.append(part)
     return parts
 
@@ -222,12 +224,12 @@ def _pass_one_by_one(
 def _pass_through_stages(
     engine: Any, config: Config, topology: Topology, micro_batches: list[Batch], nats_scale: float
 ) -> list[MicroStep]:
-    """DeepSpeed's schedule of one forward, one backward; losses are on the last stage only."""
+    """Run DeepSpeed's schedule of one forward, one backward; the last stage alone has losses."""
     parts: list[MicroStep] = []
     pipeline: Pipeline = engine.module
     coming = iter(micro_batches)
 
-    def objective(output: Output) -> Tensor:  # of each micro-batch in turn
+    def objective(output: Output) -> Tensor:  # called for each micro-batch in order
         inputs = next(coming)
         embedding = pipeline.stage.embedding
         part = loss(
@@ -240,7 +242,7 @@ def _pass_through_stages(
 
     pipeline.stage.objective = objective
     names = [name for name in ("input_ids", "segment_ids") if name in micro_batches[0]]
-    # DeepSpeed takes pairs: what enters the first stage, and what its own loss would be given
+    # DeepSpeed takes pairs: inputs of the first stage, and labels of a loss of its own.
     engine.train_batch((tuple(inputs[name] for name in names), ()) for inputs in micro_batches)
     pipeline.align_embeddings()
     return parts
@@ -255,7 +257,7 @@ _ROUTER_METRICS = (
 
 
 class StepMeasures(NamedTuple):
-    """What a step measured over all ranks, the same on each.
+    """Result of a step over all ranks, the same on each.
 
     Attributes:
         loss: nats per token.
@@ -266,156 +268,201 @@ class StepMeasures(NamedTuple):
     routing: dict[str, float]
 
 
-def measure(run: Run, result: StepResult) -> StepMeasures:
-    """Reduce a step's measurements over the ranks; one collective."""
-    nats, routing = _over_all_ranks(run, result)
-    return StepMeasures(nats / result.tokens, routing)
-
-
-def judge(run: Run, measured: StepMeasures) -> list[Verdict | None]:
-    """Verdicts on the loss and routing of the last step."""
-    verdicts = [run.health.loss_known(run.step, measured.loss)]
-    if measured.routing:
-        overflow, entropy_bits = (measured.routing[name] for name in _ROUTER_METRICS[:2])
-        verdicts.append(
-            run.health.routing_known(run.step, entropy_bits=entropy_bits, overflow=overflow)
-        )
-    return verdicts
-
-
-def log_step(
-    run: Run, measured: StepMeasures, evaluated: dict[str, float]
-) -> tuple[Verdict | None, Verdict | None]:
-    """Have rank 0 write and show what a step measured.
-
-    Args:
-        run: the run, its step counted.
-        measured: of the step just completed.
-        evaluated: eval/* metrics of this step, or none.
-    Returns:
-        Verdicts on the wait for data and on memory.
-    Raises:
-        StateError: on every rank, if the metrics could not be written.
-    """
-    steps, seconds, waited = run.observer.take_window()
-    peak = take_memory_peak_bytes()
-    total = runtime.device_memory_gib() * 2**30
-    own = (peak, peak / total, waited, waited / seconds)
-    peak, peak_share, waited, waited_share = map(
-        max, zip(*runtime.all_gather_object(own), strict=True)
-    )
-    verdicts = (
-        run.health.wait_known(run.step, seconds=waited, share=waited_share),
-        run.health.memory_known(run.step, peak_share),
-    )
-    training = run.config.training
-    half = training.precision == "fp16"
-    line = record(
-        step=run.step,
-        loss=measured.loss,
-        learning_rate=learning_rate(run.step - 1, training),
-        grad_norm=float(run.engine.get_global_grad_norm() or 0.0),
-        loss_scale=float(run.engine.optimizer.cur_scale) if half else None,
-        tokens_seen=run.tokens_seen,
-        tokens_per_second=steps * training.tokens_per_step / seconds,
-        step_seconds=seconds / steps,
-        memory_peak_bytes=peak,
-        **measured.routing,
-        **run.health.metrics(),
-        **evaluated,
-    )
-    with run.heartbeat.phase("logging"):  # rank 0 waits for a file server, the others for it
-        runtime.together(lambda: run.observer.write(run.step, line))
-    return verdicts
-
-
-def _over_all_ranks(run: Run, result: StepResult) -> tuple[float, dict[str, float]]:
-    """Nats of the global batch and the router's metrics, which only the last pipeline stage knows,
-    on every rank; one collective."""
-    moe = run.config.model.moe
-    topology = run.topology
-    own = torch.zeros(1 if moe is None else 1 + len(_ROUTER_METRICS), dtype=torch.float64)
-    own[0] = result.nats
-    speaks = topology.counts_tokens and topology.data_rank == 0  # for its stage, all alike
-    if moe is not None and result.router is not None and speaks:
-        own[1:] = torch.tensor(_router_metrics(moe, result.router), dtype=own.dtype)
-    nats, *measured = runtime.all_reduce_sum(own.to(runtime.device())).tolist()
-    return nats, dict(zip(_ROUTER_METRICS, measured, strict=False))
-
-
-def _router_metrics(moe: MoEConfig, router: RouterMeasures) -> list[float]:
-    """Values of _ROUTER_METRICS."""
-    monitors = router_monitors(router.per_token.cpu(), num_experts=moe.num_experts, top_k=moe.top_k)
-    return [
-        float(monitors.overflow_fraction.mean()),
-        float(monitors.entropy_bits.mean()),
-        float(router.load_balance),
-        float(router.z),
-    ]
-
-
 # Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
 # Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
 _EVALUATED_SHARE = 0.07
 
 
 class Pretraining:
-    """Stage A.
+    """Stage A: samples of a corpus in the run's global order.
+
+    Args:
+        config: of the run.
+        plan: layout and batch sizes.
+        topology: of this rank.
+        corpus: to train on.
 
     Attributes:
-        num_steps: see `Stage`.
+        loader: batches of this data rank.
+        samples: generated texts, one per evaluation.
+        name, num_steps, corpus: see `StageState`.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
+    name: Literal["a", "b"] = "a"
 
-    def next_batch(self, run: Run) -> dict[str, Tensor]:
-        """This rank's share of the next batch, each tensor [A, B, T]."""
-        assert isinstance(run.loader, Loader), "Stage A runs on tokens"
-        return own_tokens(run.loader.next(), run.topology)
+    def __init__(self, config: Config, plan: Plan, topology: Topology, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.loader = make_loader(config, plan, topology, corpus.train)
+        self.num_steps = config.training.num_steps
+        self.samples: list[JsonObject] = []
 
-    def weight(self, run: Run, batch: dict[str, Tensor]) -> float:
-        """Valid tokens of this rank's share, or what they weigh."""
+    def next_batch(self, run: Run) -> Batch:
+        """Read this rank's share of the next batch, each tensor [A, B, T]."""
+        return own_tokens(self.loader.next(), run.topology)
+
+    def weight(self, run: Run, batch: Batch) -> float:
+        """Valid tokens of this rank's share, or their weight."""
         if not run.topology.counts_tokens:
             return 0.0
         return float(sum_weights(batch["labels"], batch.get("weights")))
 
-    def train_step(self, run: Run, batch: dict[str, Tensor], *, weight: float) -> StepResult:
-        """One optimizer step."""
+    def train_step(self, run: Run, batch: Batch, *, weight: float) -> StepResult:
+        """Take one optimizer step."""
         return train_step(run.engine, run.config, run.topology, batch, step=run.step, tokens=weight)
+
+    def tokens_seen(self, run: Run) -> int:
+        """Tokens trained on, all ranks; earlier starts may have had another global batch."""
+        samples = self.loader.samples_consumed - run.health.passed_over_samples
+        return samples * run.config.training.sequence_length
 
     def evaluate(self, run: Run) -> dict[str, float]:
         """Held-out loss and a sample, at a cost in proportion to the steps since the last."""
         share = _EVALUATED_SHARE * (run.config.evaluation.every_steps or 0)
         tokens = int(share * run.config.training.tokens_per_step)
-        return evaluate_now(run, max_tokens=tokens)[1]
+        return self.evaluate_now(run, max_tokens=tokens)[1]
+
+    def evaluate_now(self, run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, float]]:
+        """Held-out loss at the current step, and its eval/* metrics; adds a sample of text."""
+        began = time.monotonic()
+        with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
+            evaluation = evaluate(
+                for_inference(run.engine.module),
+                self.corpus.validation,
+                max_tokens=max_tokens,
+                batch_size=run.plan.micro_batch_size,
+                segment_documents=run.config.data.segment_documents,
+                topology=run.topology,
+            )
+            self.samples.append(self._sample(run))
+        return evaluation, {
+            "eval/loss": evaluation.loss,
+            "eval/perplexity": evaluation.perplexity,
+            "eval/bits_per_byte": evaluation.bits_per_byte,
+            "eval/seconds": time.monotonic() - began,
+        }
+
+    def _sample(self, run: Run) -> JsonObject:
+        """Continue the prompt of the configuration; every rank decodes the same text, in step."""
+        settings = run.config.evaluation
+        tokenizer = self.corpus.tokenizer
+        prompt = [tokenizer.eos_id, *tokenizer.encode(settings.sample_prompt)]
+        # Without a stop token: the experts of one rank may serve the text of another, and ranks
+        # whose rounding differs in the last bit could end the text at different tokens.
+        new = generate(
+            for_inference(run.engine.module),
+            torch.tensor([prompt], device=run.engine.device),
+            max_new_tokens=settings.sample_tokens,
+            temperature=settings.sample_temperature,
+            seed=run.config.training.seed,
+        )
+        document = itertools.takewhile(lambda token: token != tokenizer.eos_id, new[0].tolist())
+        text = tokenizer.decode(list(document))
+        return {"step": run.step, "prompt": settings.sample_prompt, "text": text}
 
     def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
-        """Nats of this rank's tokens, and what all tokens of the batch weigh."""
+        """Nats of this rank's tokens, and the weight of the global batch."""
         return result.nats, result.tokens
 
     def measure(self, run: Run, result: StepResult) -> StepMeasures:
-        """See `measure`."""
-        return measure(run, result)
+        """Reduce loss and routing, which only the last pipeline stage knows; one collective."""
+        moe = run.config.model.moe
+        topology = run.topology
+        own = torch.zeros(1 if moe is None else 1 + len(_ROUTER_METRICS), dtype=torch.float64)
+        own[0] = result.nats
+        # One rank speaks for its pipeline stage: router statistics are means over data ranks.
+        if moe and result.router and topology.counts_tokens and topology.data_rank == 0:
+            monitors = router_monitors(
+                result.router.per_token.cpu(), num_experts=moe.num_experts, top_k=moe.top_k
+            )
+            routing = (
+                float(monitors.overflow_fraction.mean()),
+                float(monitors.entropy_bits.mean()),
+                float(result.router.load_balance),
+                float(result.router.z),
+            )
+            own[1:] = torch.tensor(routing, dtype=own.dtype)
+        nats, *measured = runtime.all_reduce_sum(own.to(runtime.device())).tolist()
+        names = _ROUTER_METRICS[: len(measured)]
+        return StepMeasures(nats / result.tokens, dict(zip(names, measured, strict=True)))
 
     def judge(self, run: Run, measured: StepMeasures) -> list[Verdict | None]:
-        """See `judge`."""
-        return judge(run, measured)
+        """Verdicts on the loss and routing of the last step."""
+        verdicts = [run.health.loss_known(run.step, measured.loss)]
+        if measured.routing:
+            overflow, entropy_bits = (measured.routing[name] for name in _ROUTER_METRICS[:2])
+            verdicts.append(
+                run.health.routing_known(run.step, entropy_bits=entropy_bits, overflow=overflow)
+            )
+        return verdicts
 
     def log(
         self, run: Run, measured: StepMeasures, evaluated: dict[str, float]
-    ) -> tuple[Verdict | None, ...]:
-        """See `log_step`."""
-        return log_step(run, measured, evaluated)
+    ) -> tuple[Verdict | None, Verdict | None]:
+        """Have rank 0 write and show a step's metrics.
+
+        Args:
+            run: the run, its step counted.
+            measured: of the step just completed.
+            evaluated: eval/* metrics of this step, or none.
+        Returns:
+            Verdicts on the wait for data and on memory.
+        Raises:
+            StateError: on every rank, if the metrics could not be written.
+        """
+        steps, seconds, waited = run.observer.take_window()
+        peak = take_memory_peak_bytes()
+        total = runtime.device_memory_gib() * 2**30
+        own = (peak, peak / total, waited, waited / seconds)
+        peak, peak_share, waited, waited_share = map(
+            max, zip(*runtime.all_gather_object(own), strict=True)
+        )
+        verdicts = (
+            run.health.wait_known(run.step, seconds=waited, share=waited_share),
+            run.health.memory_known(run.step, peak_share),
+        )
+        training = run.config.training
+        line = record(
+            step=run.step,
+            loss=measured.loss,
+            learning_rate=learning_rate(run.step - 1, training),
+            grad_norm=float(run.engine.get_global_grad_norm() or 0.0),
+            loss_scale=(
+                float(run.engine.optimizer.cur_scale) if training.precision == "fp16" else None
+            ),
+            tokens_seen=self.tokens_seen(run),
+            tokens_per_second=steps * training.tokens_per_step / seconds,
+            step_seconds=seconds / steps,
+            memory_peak_bytes=peak,
+            **measured.routing,
+            **run.health.metrics(),
+            **evaluated,
+        )
+        # A phase, for its limit: rank 0 may wait for a file server, and the others for rank 0.
+        with run.heartbeat.phase("logging"):
+            runtime.together(lambda: run.observer.write(run.step, line))
+        return verdicts
+
+    def position(self) -> JsonObject:
+        """Position of the loader."""
+        return self.loader.state_dict()
+
+    def go_to(self, position: JsonObject) -> None:
+        """Have the loader go on from a saved position."""
+        self.loader.load_state_dict(position)
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """What this rank saves of masters, moments and buffers."""
+        """This rank's share of masters, moments and buffers."""
         return engine_state.fragments(run.engine, logical_name)
 
     def load(self, run: Run, reader: CheckpointReader) -> None:
         """Put a checkpoint into the engine."""
         engine_state.load_engine(run.engine, reader, logical_name)
+        self.samples = list(reader.state["samples"])
 
-    def saved(self, run: Run) -> dict[str, Any]:
-        """What a checkpoint's state says beside what it says of every run."""
-        return {"stage": "a"}
+    def saved(self, run: Run) -> JsonObject:
+        """The texts generated so far."""
+        return {"samples": self.samples}
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self.loader.close()

@@ -1,7 +1,9 @@
-"""From a resolved configuration to a finished run, in order."""
+"""From a resolved configuration to a finished run: Stage A, Stage B, or both."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,31 +14,60 @@ from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import config_hash
 from cdrmix.config.schema import Config
 from cdrmix.engines.finish import finish
-from cdrmix.engines.loop import start_engine, train
+from cdrmix.engines.life_cycle import run_stage
+from cdrmix.engines.loop import start_engine
 from cdrmix.engines.out_of_memory import noted, with_what_fits
-from cdrmix.engines.recovery import find_at, leave_behind, resume_from, write_record
-from cdrmix.engines.run import Observer, Run, Start, account, make_saver
+from cdrmix.engines.recovery import find_at, stage_of
+from cdrmix.engines.run import Start, make_run
 from cdrmix.engines.run_directory import (
     LOG,
     RunDirectory,
-    keep_tokenizer,
     open_run_directory,
     refuse_lost_checkpoints,
-    write_description,
-    write_finished,
 )
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.engines.supervision import Requests, supervised
-from cdrmix.engines.training_data import check_same, make_loader, open_corpus
+from cdrmix.engines.training_data import check_same, open_corpus
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, StateError
 from cdrmix.log import get_logger, log_to_file
 from cdrmix.monitoring.health import Health
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import make_topology
+from cdrmix.planning.cluster import Cluster, make_cluster
 from cdrmix.planning.plan import Plan
-from cdrmix.stage_b.stage_b_session import stage_of, train_stage_b
+from cdrmix.planning.profile import choose
 
 logger = get_logger(__name__)
+
+
+def choose_here(config: Config, *, profile: str | None) -> Plan:
+    """Lay the run out as `cdrmix plan` would on the devices of the ranks; collective.
+
+    Args:
+        config: of the run; degrees and batch sizes in it are not changed.
+        profile: --profile, or None.
+    Raises:
+        PlanError: on every rank, if no layout can run.
+    """
+    cluster = seen_cluster()
+    return runtime.first_rank_does(lambda: choose(config, cluster, profile=profile))
+
+
+def seen_cluster() -> Cluster:
+    """Describes the devices of all ranks, each as large as the smallest; the same on every rank."""
+    own = (runtime.local_world_size(), runtime.device_memory_gib(), runtime.host_memory_gib())
+    ranks, device_gib, host_gib = zip(*runtime.all_gather_object(own), strict=True)
+    world = len(ranks)
+    on_a_node = math.gcd(*ranks)
+    if world % on_a_node:
+        on_a_node = 1
+    cluster = make_cluster(
+        nodes=world // on_a_node,
+        gpus_per_node=on_a_node,
+        gpu="cpu" if runtime.use_cpu() else None,
+        gpu_memory_gib=min(device_gib),
+    )
+    return replace(cluster, host_memory_gib=min(host_gib))
 
 
 def run_training(
@@ -75,125 +106,37 @@ def _train(
 ) -> int:
     start_up.done("supervision")
     runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
-    start_up.done("imports")  # torch's compiler, by its setting of determinism or the optimizer
+    # torch imports its compiler with the setting of determinism, or else with the optimizer
+    start_up.done("imports")
     check_same("configurations", "hash", config_hash(config))
-    found = find_at(Path(resume)) if resume not in ("never", "auto") else None
+    checkpoint = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:
         plan = with_what_fits(plan, config, directory.path)
         runtime.together(lambda: _announce(directory, plan))
         if runtime.rank() == 0:
             heartbeat.log_to(directory.path / LOG)
         if resume == "auto":
-            found = store.find_newest(directory.path, *directory.copies)
-            if found is None:
+            checkpoint = store.find_newest(directory.path, *directory.copies)
+            if checkpoint is None:
                 runtime.first_rank_does(lambda: refuse_lost_checkpoints(directory, config))
                 logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
         start_up.done("resume")
         moe = config.model.moe
-        health = Health(config.health, num_experts=moe.num_experts if moe else None)
-        start = Start(config, plan, directory, requests, heartbeat, start_up, health)
-        stopped = _run_stages(start, found)
-        return EXIT_STOPPED_BY_SIGNAL if stopped else EXIT_DONE
-
-
-def _run_stages(start: Start, found: store.FoundCheckpoint | None) -> bool:
-    """The stages that are asked for and not over, from a checkpoint on; whether a signal stopped
-    one of them."""
-    stage = start.config.training.stage
-    is_in_stage_b = found is not None and stage_of(found) == "b"
-    if found is not None and is_in_stage_b and start.config.stage_b is None:
-        raise StateError(
-            f"{found.path}: was saved in Stage B; this config has no stage_b section. Use "
-            "config_snapshot.yaml of that run"
+        start = Start(
+            config=config,
+            plan=plan,
+            directory=directory,
+            requests=requests,
+            heartbeat=heartbeat,
+            start_up=start_up,
+            health=Health(config.health, num_experts=moe.num_experts if moe else None),
         )
-    if stage == "a" and is_in_stage_b and found is not None:
-        raise StateError(
-            f"{found.path}: was saved in Stage B. Try training.stage = b or all, or a new run "
-            "directory"
-        )
-    if stage == "b" or is_in_stage_b:
-        return train_stage_b(start, found)
-    goes_on = stage == "all" and start.config.stage_b is not None
-    if _pretrain(start, found, goes_on=goes_on):
-        return True
-    if not goes_on:
-        return False
-    runtime.release_memory()
-    return train_stage_b(start, None)
-
-
-def _pretrain(start: Start, found: store.FoundCheckpoint | None, *, goes_on: bool) -> bool:
-    """Stage A; whether a signal stopped it. Where the run goes on, its engine is given up."""
-    config = start.config
-    directory = start.directory
-    with _set_up(start) as run:
-        if found is not None:
-            resume_from(run, found)
-        # only now, so that a start that is refused leaves an earlier run as it was
-        runtime.together(lambda: write_description(directory, config, start.plan))
-        tokenizer = run.corpus.manifest.tokenizer.sha256
-        runtime.together(lambda: keep_tokenizer(directory, run.corpus.folder, tokenizer))
-        if found is not None:
-            leave_behind(run, found, newer=True)
-        start.start_up.done("resume")
-        runtime.together(partial(account, run))
-        runtime.together(lambda: write_record(run))
-        num_steps = run.stage.num_steps
-        runtime.together(
-            lambda: run.observer.open(directory.path, step=run.step, num_steps=num_steps)
-        )
-        with noted(run):
-            with start.requests.deferred():
-                stopped = train(run)
-            if not stopped:
-                with start.heartbeat.phase("finishing"):
-                    finish(run)
-                    if not goes_on:
-                        runtime.together(
-                            lambda: write_finished(directory, step=run.step, stage="a")
-                        )
-    if goes_on and not stopped:
-        run.engine.destroy()
-        for parameter in run.engine.module.parameters():
-            # the optimizer of bf16 binds methods to each that hold it, out of the collector's sight
-            vars(parameter).clear()
-    return stopped
-
-
-def _set_up(start: Start) -> Run:
-    config = start.config
-    plan = start.plan
-    directory = start.directory
-    start_up = start.start_up
-    corpus = open_corpus(config)
-    topology = make_topology(plan.degrees)
-    loader = make_loader(config, plan, topology, corpus.train)
-    start_up.done("data")
-    model = build_model(config, plan, topology)
-    start_up.done("model")
-    engine = start_engine(model, config, plan, topology)
-    start_up.done("engine")
-    return Run(
-        config=config,
-        plan=plan,
-        topology=topology,
-        directory=directory,
-        corpus=corpus,
-        loader=loader,
-        engine=engine,
-        observer=Observer(),
-        saver=make_saver(config, plan, directory),
-        requests=start.requests,
-        heartbeat=start.heartbeat,
-        start_up=start_up,
-        stage=Pretraining(config.training.num_steps),
-        health=start.health,
-        wall_time=start.wall_time,
-    )
+        is_stopped = _run_stages(start, checkpoint)
+        return EXIT_STOPPED_BY_SIGNAL if is_stopped else EXIT_DONE
 
 
 def _announce(directory: RunDirectory, plan: Plan) -> None:
-    """Open the log and say how the run is laid out."""
+    """Open the log and write the layout of the run to it; rank 0."""
     if runtime.rank() != 0:
         return
     path = directory.path / LOG
@@ -206,3 +149,60 @@ def _announce(directory: RunDirectory, plan: Plan) -> None:
         logger.info("plan: %s", reason)
     for warning in plan.warnings:
         logger.warning("warning: %s", warning)
+
+
+def _run_stages(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
+    """Run the configured stages from a checkpoint on; True if a signal stopped one of them."""
+    stage = start.config.training.stage
+    has_stage_b = start.config.stage_b is not None
+    is_in_stage_b = checkpoint is not None and stage_of(checkpoint) == "b"
+    if checkpoint is not None and is_in_stage_b and not has_stage_b:
+        raise StateError(
+            f"{checkpoint.path}: was saved in Stage B; this config has no stage_b section. Use "
+            "config_snapshot.yaml of that run"
+        )
+    if checkpoint is not None and is_in_stage_b and stage == "a":
+        raise StateError(
+            f"{checkpoint.path}: was saved in Stage B. Try training.stage = b or all, or a new run "
+            "directory"
+        )
+    if stage != "b" and not is_in_stage_b:
+        goes_on = stage == "all" and has_stage_b
+        is_stopped = _pretrain(start, checkpoint, goes_on=goes_on)
+        if is_stopped or not goes_on:
+            return is_stopped
+        runtime.release_memory()
+        checkpoint = None
+    # A run of Stage A alone imports no module of Stage B.
+    from cdrmix.stage_b.stage_b_session import train_stage_b
+
+    return train_stage_b(start, checkpoint)
+
+
+def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on: bool) -> bool:
+    """Run Stage A; True if a signal stopped it. Where Stage B follows, free the engine's memory."""
+    config = start.config
+    plan = start.plan
+    corpus = open_corpus(config)
+    topology = make_topology(plan.degrees)
+    stage = Pretraining(config, plan, topology, corpus)
+    start.start_up.done("data")
+    model = build_model(config, plan, topology)
+    start.start_up.done("model")
+    engine = start_engine(model, config, plan, topology)
+    start.start_up.done("engine")
+    run = make_run(start, topology, engine, stage)
+    is_stopped = run_stage(
+        *(run, stage, checkpoint),
+        resumes=checkpoint is not None,
+        finish=partial(finish, run, stage),
+        is_last=not goes_on,
+        guard=noted(run),
+    )
+    if goes_on and not is_stopped:
+        engine.destroy()
+        for parameter in engine.module.parameters():
+            # DeepSpeed's bf16 optimizer binds methods to the parameters, which hold it and which
+            # the garbage collector cannot see.
+            vars(parameter).clear()
+    return is_stopped

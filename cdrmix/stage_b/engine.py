@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.fragments import Fragment, Part, is_stage_b, part_of, reader_logical_name
 from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
-from cdrmix.engines.run import Run
+from cdrmix.engines.run import JsonObject, Run
+from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
@@ -38,15 +39,14 @@ from cdrmix.stage_b.optimizer import (
 
 
 class LessonResult(NamedTuple):
-    """What a step measured.
+    """Result of a step on this rank.
 
     Attributes:
         place: of the step.
-        measured: metrics of each lesson that counts here; one may lack what it has nothing of.
-        rates: of every part.
+        measured: metrics of each lesson that counts here; lessons differ in which they have.
+        rates: learning rate of every part.
         epochs: optimizer steps taken.
-        seconds: wall time; in the loop, with the wait for lessons and other ranks.
-        waited: seconds of it in which lessons were made and episodes played.
+        seconds: wall time, without the wait for lessons and for other ranks before it.
     """
 
     place: ParameterPlace
@@ -54,11 +54,10 @@ class LessonResult(NamedTuple):
     rates: dict[Part, float]
     epochs: int
     seconds: float
-    waited: float = 0.0
 
 
 class LessonMeasures(NamedTuple):
-    """What a step measured over all ranks, the same on each.
+    """Result of a step over all ranks, the same on each.
 
     Attributes:
         phase: of the step.
@@ -79,51 +78,65 @@ class StageB:
     """Stage B.
 
     Args:
-        course: what is trained, and by what.
+        course: reader, lessons and losses.
         config: of the run.
         clip: of the optimizer; knows the norms.
+        loader: lessons of this data rank.
+        corpus: that lessons take texts and tokenizer from.
         first_step: steps of Stage A that the backbone has.
-        origin: where the backbone comes from.
+        origin: checkpoint that the backbone comes from.
 
     Attributes:
-        num_steps: see `Stage`.
+        name, num_steps, corpus: see `StageState`.
     """
 
+    name: Literal["a", "b"] = "b"
+
     def __init__(
-        self, course: Course, config: Config, clip: Clip, *, first_step: int, origin: str
+        self,
+        course: Course,
+        config: Config,
+        clip: Clip,
+        loader: LessonLoader,
+        corpus: Corpus,
+        *,
+        first_step: int,
+        origin: str,
     ) -> None:
         assert config.stage_b is not None, "Stage B has its section"
         self._course = course
         self._config = config.stage_b
         self._clip = clip
+        self._loader = loader
         self._first_step = first_step
         self._origin = origin
         self._is_backbone_trained = False
         self._has_begun = False
+        self.corpus = corpus
         self.num_steps = first_step + config.stage_b.training.num_steps
 
     def next_batch(self, run: Run) -> LessonShare:
         """This rank's share of the next step."""
-        assert isinstance(run.loader, LessonLoader), "Stage B runs on lessons"
         step = run.step - self._first_step
         if place_of(step, self._config.training).step == 0 or not self._has_begun:
-            # no step before it was of its kind; lessons differ in length, and so do steps of few
+            # Steps of another phase say nothing about the duration of these. Where a step has few
+            # lessons their lengths make it uneven.
             run.heartbeat.forget_step(are_uneven=True)
         self._has_begun = True
-        return run.loader.next(step)
+        return self._loader.next(step)
 
     def weight(self, run: Run, batch: LessonShare) -> float:
         """Lessons of this rank, on one stage of a pipeline, whose ranks have the same ones."""
         return float(len(batch.lessons)) if run.topology.counts_tokens else 0.0
 
     def train_step(self, run: Run, batch: LessonShare, *, weight: float) -> LessonResult:
-        """One step of a phase; `weight` is its number of lessons."""
+        """Take one step of a phase; `weight` is its number of lessons."""
         began = time.perf_counter()
         place = batch.place
         rates = learning_rates(place, self._course.learning(place.phase), run.config)
         set_learning(run.engine, rates)
         self._clip.norms.clear()
-        # DeepSpeed divides by the micro-steps of a rank and by the ranks
+        # DeepSpeed divides by the micro-steps of a rank and by the ranks; the mean is over lessons.
         slots = run.engine.gradient_accumulation_steps()
         scale = slots * run.topology.degrees.data / weight
         epochs = 1
@@ -138,9 +151,10 @@ class StageB:
     def _learn(
         self, engine: Any, losses: Iterable[tuple[Tensor, LessonMetrics]], slots: int, scale: float
     ) -> list[LessonMetrics]:
-        """One optimizer step, a micro-step per loss; what each of them measured.
+        """Take one optimizer step, a micro-step per loss; returns the metrics of each.
 
-        Every rank takes as many micro-steps; those beyond its lessons teach nothing.
+        Every rank takes as many micro-steps: those beyond its lessons have no gradient, and no
+        rank waits in a collective that another leaves out.
         """
         measured = []
         coming = iter(losses)
@@ -157,42 +171,48 @@ class StageB:
     def _learn_policy(
         self, run: Run, collected: list[Any], slots: int, scale: float, weight: float
     ) -> tuple[list[LessonMetrics], int]:
-        """Epochs on one batch of episodes, until the policy has moved far enough; what the last
-        forward pass measured, and how many epochs were taken."""
+        """Take optimizer steps on one batch of episodes until the policy has moved far enough.
+
+        Returns:
+            Metrics of the last forward pass, and the number of optimizer steps.
+        """
         policy = self._config.policy
         farthest = policy.kl_margin * policy.kl_target
         measured: list[LessonMetrics] = []
         for epoch in range(policy.epochs):
             losses = [self._course.rollout_loss(each) for each in collected]
             measured = [
-                {**each.metrics, "loss": loss.detach(), **found}
-                for each, (loss, found) in zip(collected, losses, strict=True)
+                {**each.metrics, "loss": loss.detach(), **metrics}
+                for each, (loss, metrics) in zip(collected, losses, strict=True)
             ]
-            own = measured if run.topology.counts_tokens else []
-            if epoch and self._kl(own) / weight > farthest:
-                return measured, epoch
+            counted = measured if run.topology.counts_tokens else []
+            if epoch:
+                # Summed over all ranks, so that they stop at the same epoch.
+                kl = torch.tensor(sum(float(each["kl"]) for each in counted), dtype=torch.float64)
+                mean_kl = float(runtime.all_reduce_sum(kl.to(runtime.device()))) / weight
+                if mean_kl > farthest:
+                    return measured, epoch
             self._learn(run.engine, losses, slots, scale)
         return measured, policy.epochs
 
-    @staticmethod
-    def _kl(measured: list[LessonMetrics]) -> float:
-        """Sum over the lessons of all ranks, which decide alike."""
-        own = torch.tensor(sum(float(each["kl"]) for each in measured), dtype=torch.float64)
-        return float(runtime.all_reduce_sum(own.to(runtime.device())))
-
     def evaluate(self, run: Run) -> dict[str, float]:
-        """Nothing: what is read at the end would take too long on the way."""
+        """Returns nothing: the reasoning suite takes too long to run between steps."""
         return {}
 
     def own_loss(self, result: LessonResult) -> None:
-        """Losses of different phases say nothing about each other; `measure` tells of each."""
+        """Returns None: a loss is judged with its phase, by what `measure` returns."""
         return
 
     def measure(self, run: Run, result: LessonResult) -> LessonMeasures:
-        """Reduce what a step measured over the ranks."""
+        """Reduce a result over the ranks: each metric's mean over the lessons that have it."""
+        own_names = set().union(*result.measured)
+        names = sorted(set().union(*runtime.all_gather_object(own_names)))
+        values = [[float(each[name]) for each in result.measured if name in each] for name in names]
+        sums = torch.tensor([[sum(each), len(each)] for each in values], dtype=torch.float64)
+        totals = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
         return LessonMeasures(
             phase=result.place.phase,
-            means=_means_over_ranks(result.measured),
+            means={name: total / n for name, (total, n) in zip(names, totals, strict=True)},
             rate=max(result.rates.values()),
             grad_norm=math.hypot(*self._clip.norms.values()),
             epochs=result.epochs,
@@ -206,7 +226,7 @@ class StageB:
     def log(
         self, run: Run, measured: LessonMeasures, evaluated: dict[str, float]
     ) -> tuple[Verdict | None, ...]:
-        """Have rank 0 write and show what a step measured; gives the verdict on memory.
+        """Have rank 0 write and show a step's metrics; returns the verdict on memory.
 
         Raises:
             StateError: on every rank, if the metrics could not be written.
@@ -231,8 +251,19 @@ class StageB:
             runtime.together(lambda: run.observer.write(run.step, line))
         return (run.health.memory_known(run.step, share),)
 
+    def position(self) -> JsonObject:
+        """Position in the lessons."""
+        return self._loader.state_dict()
+
+    def go_to(self, position: JsonObject) -> None:
+        """Have the lessons go on from a saved position."""
+        self._loader.load_state_dict(position)
+
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """What this rank saves: of a frozen backbone, which data ranks hold alike, its share."""
+        """This rank's share of a checkpoint.
+
+        Data ranks hold a frozen backbone alike, outside of the engine: each saves some tensors.
+        """
         yield from engine_state.fragments(run.engine, reader_logical_name)
         if self._config.training.backbone_lr_scale == 0:
             backbone = [
@@ -252,16 +283,16 @@ class StageB:
         if reader.state.get("stage") != "b":
             raise StateError(f"{reader.path}: was saved before Stage B began")
         own = {reader_logical_name(name) for name, _ in run.engine.module.named_parameters()}
-        held = set().union(*runtime.all_gather_object(own))  # adapters are on their stages
+        held = set().union(*runtime.all_gather_object(own))  # each stage holds its adapters
         others = {name for name in reader.names() if name in held or not is_stage_b(name)} - own
         engine_state.load_engine(run.engine, reader, reader_logical_name, others=others)
         self._is_backbone_trained = reader.state["stage_b"]["is_backbone_trained"]
 
-    def saved(self, run: Run) -> dict[str, Any]:
-        """What a checkpoint says of Stage B."""
+    def saved(self, run: Run) -> JsonObject:
+        """Origin of the backbone, and whether Stage B has changed it."""
         learns = self._config.training.backbone_lr_scale > 0 and run.step > self._first_step
         return {
-            "stage": "b",
+            "samples": [],  # texts of Stage A, which readers of a checkpoint expect
             "stage_b": {
                 "first_step": self._first_step,
                 "origin": self._origin,
@@ -269,12 +300,6 @@ class StageB:
             },
         }
 
-
-def _means_over_ranks(measured: list[LessonMetrics]) -> dict[str, float]:
-    """Every metric per lesson of the step that has it, the same on every rank."""
-    own_names = set().union(*measured)
-    names = sorted(set().union(*runtime.all_gather_object(own_names)))
-    found = [[float(each[name]) for each in measured if name in each] for name in names]
-    own = torch.tensor([[sum(each), len(each)] for each in found], dtype=torch.float64)
-    totals = runtime.all_reduce_sum(own.to(runtime.device())).tolist()
-    return {name: value / count for name, (value, count) in zip(names, totals, strict=True)}
+    def close(self) -> None:
+        """End the lessons."""
+        self._loader.close()

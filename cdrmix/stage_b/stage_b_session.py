@@ -1,8 +1,7 @@
-"""The end of Stage B: what was learned, beside what Stage A wrote of the same run.
+"""Stage B of a run: from a finished Stage A to the reasoning suite at its end.
 
-Stage B from a finished Stage A to its end, in the run directory that Stage A used or a new one.
-
-Its steps go on counting where Stage A ended, so that metrics, checkpoints and progress are one row.
+It goes on in the run directory that Stage A used or begins a new one. Its steps go on counting
+where Stage A ended, so that metrics, checkpoints and progress are one series.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from cdrmix import runtime
@@ -18,22 +16,20 @@ from cdrmix.checkpoint import store
 from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.fragments import is_of_a_layer
 from cdrmix.config.reasoning import ReasoningTask
-from cdrmix.config.schema import Config
 from cdrmix.data.shards import manifest_digest
-from cdrmix.engines.loop import start_engine, train
-from cdrmix.engines.recovery import leave_behind, resume_from, write_record
-from cdrmix.engines.run import Observer, Run, Start, account, make_saver
-from cdrmix.engines.run_directory import describe_stage_b, keep_tokenizer, write_finished
+from cdrmix.engines.life_cycle import run_stage
+from cdrmix.engines.loop import start_engine
+from cdrmix.engines.recovery import stage_of, write_record
+from cdrmix.engines.run import Run, Start, make_run
 from cdrmix.engines.training_data import open_corpus
 from cdrmix.log import get_logger
 from cdrmix.monitoring.report import write_report
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
 from cdrmix.parallel.tensor import mark_copy
-from cdrmix.parallel.topology import Topology, make_topology
-from cdrmix.planning.plan import Plan
+from cdrmix.parallel.topology import make_topology
 from cdrmix.planning.stage_b import stage_b_plan
 from cdrmix.stage_b.backbone_source import find_backbone, load_backbone
-from cdrmix.stage_b.course import Course, LessonLoader, ReaderCourse, make_course
+from cdrmix.stage_b.course import LessonLoader, ReaderCourse, make_course
 from cdrmix.stage_b.engine import StageB
 from cdrmix.stage_b.long_context import (
     LENGTH_RATIOS,
@@ -43,16 +39,93 @@ from cdrmix.stage_b.long_context import (
     score_tasks,
     scores_json,
 )
-from cdrmix.stage_b.optimizer import Clip, TrainedParameters, make_clip, stage_b_adamw
+from cdrmix.stage_b.optimizer import TrainedParameters, make_clip, stage_b_adamw
 
 logger = get_logger(__name__)
-# Metrics whose last value says what a phase came to.
+# Metrics whose last value summarises a phase.
 _LEARNED = ("stage_b/loss", "stage_b/recall", "stage_b/answered", "policy/return", "policy/success")
 
 
+def train_stage_b(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
+    """Run Stage B; collective.
+
+    Args:
+        start: of the run, with the plan of Stage A on these ranks.
+        checkpoint: to go on from: of Stage B, or, where no other run is named, of the Stage A to
+            start on; None takes the backbone from the run directory.
+    Returns:
+        True if a signal stopped it; the state is then saved.
+    Raises:
+        TrainingError: on every rank, whichever met it.
+    """
+    training = start.config.training
+    with start.heartbeat.phase("starting"):
+        # Whatever Stage A drew, Stage B draws as in a process of its own.
+        runtime.seed_everything(training.seed, deterministic=training.deterministic)
+        plan = stage_b_plan(start.config, start.plan, world_size=runtime.world_size())
+        for reason in (*plan.reasons, *plan.warnings):
+            logger.info("plan: %s", reason)
+        resumes = checkpoint is not None and stage_of(checkpoint) == "b"
+        run, stage, course = _set_up(replace(start, plan=plan), checkpoint, resumes=resumes)
+    return run_stage(
+        *(run, stage, checkpoint),
+        resumes=resumes,
+        finish=partial(finish_stage_b, run, course),
+        is_last=True,
+    )
+
+
+def _set_up(
+    start: Start, checkpoint: store.FoundCheckpoint | None, *, resumes: bool
+) -> tuple[Run, StageB, ReaderCourse]:
+    """Builds reader, engine and stage around a backbone; see `train_stage_b`."""
+    config = start.config
+    plan = start.plan
+    assert config.stage_b is not None, "Stage B has its section"
+    corpus = open_corpus(config)
+    topology = make_topology(plan.degrees)
+    start.start_up.done("data")
+    source = checkpoint if resumes else None
+    if source is None:
+        source = find_backbone(config, start.directory, corpus.manifest, checkpoint)
+        logger.info("Stage B: the backbone is that of %s", source.path)
+    with runtime.together(lambda: CheckpointReader(source.path)) as reader:
+        backbone = runtime.together(lambda: load_backbone(config, reader, topology))
+        state = reader.state
+    course = make_course(config, backbone, corpus)
+    clip = make_clip(config, topology)
+    start.start_up.done("model")
+    of_stage_b = state["stage_b"] if state.get("stage") == "b" else {}
+    if not resumes and start.directory.holds(source.path) and "health" in state:
+        start.health.load_state_dict(state["health"])  # one record for both stages
+    for name, parameter in course.model.named_parameters():
+        # The first pipeline stage alone counts and saves the parts that every stage holds.
+        if not topology.is_first_stage and not is_of_a_layer(name):
+            mark_copy(parameter)
+    is_frozen = config.stage_b.training.backbone_lr_scale == 0
+    model = TrainedParameters(course.model) if is_frozen else course.model
+    engine = start_engine(model, config, plan, topology, optimizer=stage_b_adamw(clip))
+    start.start_up.done("engine")
+    loader = LessonLoader(
+        course,
+        config.stage_b,
+        rank=topology.data_rank,
+        world_size=plan.degrees.data,
+        manifest_digest=manifest_digest(corpus.manifest),
+        seed=config.training.seed,
+        is_shared=plan.degrees.pipeline > 1,
+    )
+    first_step = of_stage_b.get("first_step", source.step)
+    stage = StageB(
+        *(course, config, clip, loader, corpus),
+        first_step=first_step,
+        origin=of_stage_b["origin"] if resumes else str(source.path),
+    )
+    return make_run(start, topology, engine, stage, first_step=first_step), stage, course
+
+
 def finish_stage_b(run: Run, course: ReaderCourse) -> None:
-    """Run the reasoning suite, write metrics.json and report.html, and say how the run ended;
-    collective."""
+    """Run the reasoning suite, write metrics.json and report.html, log the results; collective."""
     rows = _reasoning(run, course)
     runtime.together(lambda: _write(run, rows) if runtime.rank() == 0 else None)
 
@@ -60,7 +133,7 @@ def finish_stage_b(run: Run, course: ReaderCourse) -> None:
 def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
     """Rows of the suite on every rank, a cell of the table per data rank at a time.
 
-    Each of these rounds is a phase of its own: the whole suite has no limit worth the name.
+    Each round is a phase of the heartbeat: no limit would fit the whole suite.
     """
     count = run.config.evaluation.reasoning_examples
     tasks = course.lessons.training.tasks
@@ -69,7 +142,7 @@ def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
     reader = course.model.eval()
     rows = list[Row]()
     topology = run.topology
-    # cells of one length take about as long
+    # Cells of one length take about as long, so that ranks of a round wait little.
     cells = [(task, ratio) for ratio in LENGTH_RATIOS for task in tasks]
 
     def score(mine: list[tuple[ReasoningTask, int]]) -> list[Row]:
@@ -84,153 +157,36 @@ def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
     for first in range(0, len(cells), topology.degrees.data):
         place = first + topology.data_rank
         with run.heartbeat.phase("reasoning"):
-            own = runtime.together(partial(score, cells[place : place + 1]))
-            counted = own if topology.counts_tokens else []  # the stages of a pipeline found it all
+            scored = runtime.together(partial(score, cells[place : place + 1]))
+            counted = scored if topology.counts_tokens else []  # all pipeline stages score alike
             rows += [row for each in runtime.all_gather_object(counted) for row in each]
     return sorted(rows, key=lambda row: (tasks.index(row.task), row.length_ratio))
 
 
 def _write(run: Run, rows: list[Row]) -> None:
     path = run.directory.path
-    write_record(run)  # what lasts is counted at the end
-    write_json_atomic(path / "metrics.json", _summary(run, path, rows))
+    write_record(run)  # repeated warnings are counted, and written only here
+    summary_path = path / "metrics.json"
+    # of Stage A, if that was trained in this run directory
+    earlier = json.loads(summary_path.read_text("utf-8")) if summary_path.exists() else {}
+    lines = read_metrics(path / "metrics.jsonl")
+    stage_b: dict[str, Any] = {
+        "steps": run.step,
+        "seconds": run.seconds,
+        "latest": {name: line[name] for line in lines for name in _LEARNED if name in line},
+        "reasoning": [asdict(row) for row in rows],
+    }
+    summary = {
+        "name": run.config.name,
+        "samples": [],
+        **earlier,
+        "goodput": run.wall_time.to_json(),
+        "start_up": run.start_up.to_json(),
+        "stage_b": stage_b,
+        "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
+    }
+    write_json_atomic(summary_path, summary)
     if rows:
         write_text_atomic(path / REASONING_FILE, scores_json(rows) + "\n")
         logger.info("reasoning:\n%s", score_table(rows))
     logger.info("report: %s", write_report(path))
-
-
-def _summary(run: Run, path: Path, rows: list[Row]) -> dict[str, Any]:
-    """What Stage A wrote, if it did in this run, with what Stage B came to."""
-    written = path / "metrics.json"
-    before = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {}
-    lines = read_metrics(path / "metrics.jsonl")
-    latest = {name: line[name] for line in lines for name in _LEARNED if name in line}
-    told = {"steps": run.step, "seconds": run.seconds, "latest": latest}
-    return {
-        "name": run.config.name,
-        "samples": run.samples,
-        **before,
-        "goodput": run.wall_time.to_json(),
-        "start_up": run.start_up.to_json(),
-        "stage_b": {**told, "reasoning": [asdict(row) for row in rows]},
-        "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
-    }
-
-
-def stage_of(found: store.FoundCheckpoint) -> str:
-    """Stage that a checkpoint was saved in, `a` or `b`."""
-    state = json.loads((found.path / "state.json").read_text(encoding="utf-8"))
-    return str(state.get("stage", "a"))
-
-
-def train_stage_b(start: Start, found: store.FoundCheckpoint | None) -> bool:
-    """Stage B; collective.
-
-    Args:
-        start: of the run, with the plan of Stage A on these ranks.
-        found: checkpoint to go on from: of Stage B, or, where no other run is named, of the Stage A
-            to start on; None looks for that in the run directory.
-    Returns:
-        Whether a signal stopped it; the state is then saved.
-    Raises:
-        TrainingError: on every rank, whichever met it.
-    """
-    config = start.config
-    directory = start.directory
-    with start.heartbeat.phase("starting"):
-        # as in a process of its own, whatever Stage A drew
-        runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
-        plan = stage_b_plan(config, start.plan, world_size=runtime.world_size())
-        for reason in (*plan.reasons, *plan.warnings):
-            logger.info("plan: %s", reason)
-        run, course = _set_up(replace(start, plan=plan), found)
-    with run:
-        num_steps = run.stage.num_steps
-        runtime.together(lambda: describe_stage_b(directory, config, plan, num_steps))
-        tokenizer = run.corpus.manifest.tokenizer.sha256
-        runtime.together(lambda: keep_tokenizer(directory, run.corpus.folder, tokenizer))
-        if found is not None:
-            leave_behind(run, found, newer=True)
-        start.start_up.done("resume")
-        runtime.together(partial(account, run))
-        runtime.together(lambda: write_record(run))
-        runtime.together(
-            lambda: run.observer.open(directory.path, step=run.step, num_steps=num_steps)
-        )
-        with start.requests.deferred():
-            stopped = train(run)
-        if not stopped:
-            with start.heartbeat.phase("finishing"):
-                finish_stage_b(run, course)
-                runtime.together(lambda: write_finished(directory, step=run.step, stage="b"))
-        return stopped
-
-
-def _set_up(start: Start, found: store.FoundCheckpoint | None) -> tuple[Run, ReaderCourse]:
-    config = start.config
-    plan = start.plan
-    directory = start.directory
-    assert config.stage_b is not None, "Stage B has its section"
-    corpus = open_corpus(config)
-    topology = make_topology(plan.degrees)
-    start.start_up.done("data")
-    resumed = found if found is not None and stage_of(found) == "b" else None
-    source = resumed or find_backbone(config, directory, corpus.manifest, found)
-    with runtime.together(lambda: CheckpointReader(source.path)) as reader:
-        backbone = runtime.together(lambda: load_backbone(config, reader, topology))
-        course = make_course(config, backbone, corpus)
-        clip = make_clip(config, topology)
-        start.start_up.done("model")
-        first_step = source.step
-        origin = str(source.path)
-        if reader.state.get("stage") == "b":
-            first_step = reader.state["stage_b"]["first_step"]
-        if resumed is not None:
-            origin = reader.state["stage_b"]["origin"]
-        elif directory.holds(source.path) and "health" in reader.state:
-            start.health.load_state_dict(reader.state["health"])  # one record for both stages
-        engine = _start(course, config, plan, topology, clip)
-        start.start_up.done("engine")
-        run = Run(
-            config=config,
-            plan=plan,
-            topology=topology,
-            directory=directory,
-            corpus=corpus,
-            loader=LessonLoader(
-                course,
-                config.stage_b,
-                rank=topology.data_rank,
-                world_size=plan.degrees.data,
-                manifest_digest=manifest_digest(corpus.manifest),
-                seed=config.training.seed,
-                is_shared=plan.degrees.pipeline > 1,
-            ),
-            engine=engine,
-            observer=Observer(),
-            saver=make_saver(config, plan, directory, pinned=first_step),
-            requests=start.requests,
-            heartbeat=start.heartbeat,
-            start_up=start.start_up,
-            stage=StageB(course, config, clip, first_step=first_step, origin=origin),
-            health=start.health,
-            wall_time=start.wall_time,
-            step=first_step,
-        )
-    if resumed is not None:
-        resume_from(run, resumed)
-    else:
-        logger.info("Stage B: the backbone is that of %s", source.path)
-    return run, course
-
-
-def _start(course: Course, config: Config, plan: Plan, topology: Topology, clip: Clip) -> Any:
-    """DeepSpeed's engine around what is trained."""
-    assert config.stage_b is not None, "Stage B has its section"
-    for name, parameter in course.model.named_parameters():
-        if not topology.is_first_stage and not is_of_a_layer(name):
-            mark_copy(parameter)
-    is_frozen = config.stage_b.training.backbone_lr_scale == 0
-    model = TrainedParameters(course.model) if is_frozen else course.model
-    return start_engine(model, config, plan, topology, optimizer=stage_b_adamw(clip))

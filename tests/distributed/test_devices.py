@@ -4,9 +4,9 @@ import pytest
 
 from cdrmix import runtime
 from cdrmix.config.load import load_config
-from cdrmix.engines.local_cluster import choose_here, seen_cluster
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.comparison import compare
+from cdrmix.sessions.session import choose_here, seen_cluster
 from tests.conftest import TINY
 from tests.harness import run_ranks
 

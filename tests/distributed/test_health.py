@@ -133,9 +133,9 @@ SPIKE, NOT_FINITE = 3.0, float("inf")
 def spoil(factor: float, first: int = BAD_SAMPLE, last: int = BAD_SAMPLE) -> None:
     """Have this rank's loss be `factor` times what it is in batches that begin at such samples."""
     from cdrmix.data.loader import Loader
-    from cdrmix.engines import training_data
+    from cdrmix.engines import stage_a
 
-    read, nats = Loader.next, training_data.next_token_nats
+    read, nats = Loader.next, stage_a.next_token_nats
     is_bad = False
 
     def note_and_read(loader: Loader) -> Any:
@@ -146,7 +146,7 @@ def spoil(factor: float, first: int = BAD_SAMPLE, last: int = BAD_SAMPLE) -> Non
     def spoilt(*args: Any) -> torch.Tensor:
         return nats(*args) * (factor if is_bad else 1.0)
 
-    Loader.next, training_data.next_token_nats = note_and_read, spoilt
+    Loader.next, stage_a.next_token_nats = note_and_read, spoilt
 
 
 def pass_over(first: int, end: int) -> None:

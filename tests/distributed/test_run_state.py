@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from cdrmix.checkpoint import files, folder, saver
-from cdrmix.engines import training_data
+from cdrmix.engines import life_cycle, training_data
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
-from cdrmix.sessions import session
 from tests.harness import ROOT, run_ranks
 from tests.small_run import refused, start
 
@@ -111,13 +110,13 @@ def test_hosts_with_different_data_sets_are_refused(
 
 def start_and_stop_at_once(argv: list[str]) -> int:
     """What a rank does that is told to stop before its first step."""
-    original = session.train
+    original = life_cycle.train
 
-    def train(run: Any) -> bool:
+    def train(run: Any, stage: Any) -> bool:
         os.kill(os.getpid(), signal.SIGTERM)
-        return original(run)
+        return original(run, stage)
 
-    session.train = train
+    life_cycle.train = train
     return start(argv)
 
 

@@ -91,10 +91,11 @@ def test_copies_beside_a_step_of_any_phase_are_of_the_state_before_it(
 def left_of_stage_a(argv: list[str]) -> list[str]:
     """What is still there of Stage A's engine where Stage B begins."""
     from cdrmix.sessions import session
+    from cdrmix.stage_b import stage_b_session
 
     held: dict[str, weakref.ref[Any]] = {}
     left: list[str] = []
-    start_engine, train_stage_b = session.start_engine, session.train_stage_b
+    start_engine, train_stage_b = session.start_engine, stage_b_session.train_stage_b
 
     def watched(*args: Any) -> Any:
         engine = start_engine(*args)
@@ -107,7 +108,7 @@ def left_of_stage_a(argv: list[str]) -> list[str]:
         left.extend(name for name, reference in held.items() if reference() is not None)
         return train_stage_b(*args)
 
-    session.start_engine, session.train_stage_b = watched, noted
+    session.start_engine, stage_b_session.train_stage_b = watched, noted
     assert start(argv) == 0 and held
     return left
 

@@ -122,11 +122,10 @@ def learn(
         engine=engine,
         config=config,
         topology=topology,
-        loader=lessons,
         heartbeat=SimpleNamespace(forget_step=lambda are_uneven: None),
         step=0,
     )
-    stage = StageB(course, config, clip, first_step=0, origin="")
+    stage = StageB(course, config, clip, lessons, None, first_step=0, origin="")
     results = []
     for run.step in range(STEPS):
         results.append(stage.train_step(run, stage.next_batch(run), weight=LESSONS))

@@ -172,7 +172,7 @@ def test_a_metric_is_the_mean_over_the_lessons_that_have_it(
     losses = [{"loss": torch.tensor(value)} for value in (1.0, 2.0, 6.0)]
     lessons = [losses[0], losses[1], {**losses[2], "recall": torch.tensor(0.5)}]
     clip = make_clip(config())
-    stage: Any = StageB(None, config(), clip, first_step=0, origin="")  # type: ignore[arg-type]
+    stage: Any = StageB(None, config(), clip, None, None, first_step=0, origin="")  # type: ignore[arg-type]
     result = LessonResult(ParameterPlace("memory", 0, 3), lessons, {"memory": 1.0}, 1, 0.0)
     assert stage.measure(None, result).means == {"loss": 3.0, "recall": 0.5}
 
@@ -355,13 +355,13 @@ def test_where_a_phase_begins_the_steps_before_are_no_measure() -> None:
     stage_b, course = section(config("lessons_per_step=3")), Numbers()
     forgotten: list[int] = []
     lessons: Any = LessonLoader(course, stage_b, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
-    run: Any = SimpleNamespace(loader=lessons, step=10)
+    run: Any = SimpleNamespace(step=10)
     run.heartbeat = SimpleNamespace(forget_step=lambda are_uneven: forgotten.append(run.step))
-    stage = StageB(None, config(), make_clip(config()), first_step=10, origin="")  # type: ignore[arg-type]
+    stage = StageB(None, config(), make_clip(config()), lessons, None, first_step=10, origin="")  # type: ignore[arg-type]
     for run.step in range(10, 16):
         stage.next_batch(run)
     assert forgotten == [10, 13, 15]
-    resumed = StageB(None, config(), make_clip(config()), first_step=10, origin="")  # type: ignore[arg-type]
+    resumed = StageB(None, config(), make_clip(config()), lessons, None, first_step=10, origin="")  # type: ignore[arg-type]
     run.step = 14
     resumed.next_batch(run)
     assert forgotten[-1] == 14

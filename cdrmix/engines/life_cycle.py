@@ -1,0 +1,90 @@
+"""The life of a stage from set-up to finished.json, the same for Stage A and Stage B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from cdrmix import runtime
+from cdrmix.checkpoint import store
+from cdrmix.cluster.starts import read_starts
+from cdrmix.engines.loop import train
+from cdrmix.engines.recovery import leave_behind, resume_from, write_record
+from cdrmix.engines.run import Batch, Measures, Result, Run, Stage
+from cdrmix.engines.run_directory import keep_tokenizer, write_description, write_finished
+
+
+def run_stage(
+    run: Run,
+    stage: Stage[Batch, Result, Measures],
+    checkpoint: store.FoundCheckpoint | None,
+    *,
+    resumes: bool,
+    finish: Callable[[], None],
+    is_last: bool,
+    guard: AbstractContextManager[None] | None = None,
+) -> bool:
+    """Resume, describe, train and finish a stage, and tear its run down; collective.
+
+    Args:
+        run: just set up.
+        stage: that of the run.
+        checkpoint: that the start goes on from; newer ones of this run are renamed. None: there
+            is none, or Stage A has just ended.
+        resumes: `checkpoint` is one of this stage, to be loaded; Stage B may start on one of A.
+        finish: called after the last step, on every rank.
+        is_last: no other stage follows in this run.
+        guard: entered around training and `finish`.
+    Returns:
+        True if a signal stopped it; the state is then saved.
+    Raises:
+        TrainingError: on every rank, whichever met it.
+    """
+    directory = run.directory
+    with run:
+        with run.heartbeat.phase("starting"):
+            if checkpoint is not None and resumes:
+                resume_from(run, checkpoint)
+            # Only now, so that a start that is refused leaves an earlier run as it was.
+            runtime.together(lambda: _describe(run))
+            if checkpoint is not None:
+                leave_behind(run, checkpoint, newer=True)
+            run.start_up.done("resume")
+            # The account is opened before the metrics of an earlier start are cut back.
+            runtime.together(lambda: _account(run))
+            runtime.together(lambda: write_record(run))
+            runtime.together(
+                lambda: run.observer.open(directory.path, step=run.step, num_steps=stage.num_steps)
+            )
+        with guard or nullcontext():
+            with run.requests.deferred():
+                is_stopped = train(run, stage)
+            if not is_stopped:
+                with run.heartbeat.phase("finishing"):
+                    finish()
+                    if is_last:
+                        runtime.together(
+                            lambda: write_finished(directory, step=run.step, stage=stage.name)
+                        )
+    return is_stopped
+
+
+def _describe(run: Run) -> None:
+    stage = run.stage
+    steps = stage.num_steps if stage.name == "b" else None
+    write_description(run.directory, run.config, run.plan, stage_b_steps=steps)
+    keep_tokenizer(run.directory, stage.corpus.folder, stage.corpus.manifest.tokenizer.sha256)
+
+
+def _account(run: Run) -> None:
+    """Open the account of the wall time; Stage B goes on with that of Stage A."""
+    if runtime.rank() != 0 or run.wall_time.is_open:
+        return
+    folder = run.directory.path
+    starts = read_starts(folder)
+    run.wall_time.open(
+        folder,
+        step=run.step,
+        start_up_seconds=run.start_up.seconds,
+        watched=(starts[-1].step, starts[-1].ended.timestamp()) if starts else None,
+    )
