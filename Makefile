@@ -52,6 +52,7 @@ lint: setup  ## check style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m tools.architecture --check
 
 format: setup  ## rewrite the sources in the house's layout
 	@$(BIN)/ruff check --fix .

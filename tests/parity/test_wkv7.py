@@ -421,9 +421,11 @@ def fresh_load(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
     caplog.set_level(logging.INFO, logger="cdrmix")
-    wkv7_cpu.load_kernel.cache_clear()
+    for function in (wkv7_cpu.load_kernel, wkv7_cpu._private_folder):
+        function.cache_clear()
     yield caplog
-    wkv7_cpu.load_kernel.cache_clear()
+    for function in (wkv7_cpu.load_kernel, wkv7_cpu._private_folder):
+        function.cache_clear()
 
 
 def test_without_a_compiler_the_chunked_form_runs_and_the_log_says_so_once(
@@ -479,7 +481,6 @@ def test_a_kernel_cut_short_is_built_again(
     compiler = shutil.which("c++")
     assert compiler
     path = wkv7_cpu._library_path(compiler)
-    path.parent.mkdir(parents=True)
     path.write_bytes(b"\x7fELF")
     assert not isinstance(wkv7_cpu.load_kernel(), str)
     assert path.stat().st_size > 1000

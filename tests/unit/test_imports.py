@@ -1,6 +1,7 @@
 """Who may import whom: the rules of docs/architecture.md against the imports in the sources."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -153,3 +154,10 @@ def test_a_docstring_that_opens_with_a_relative_word_is_reported() -> None:
     assert [
         problem.split(":")[1] for problem in docstring_problems(Path("a.py"), ast.parse(source))
     ] == ["1"]
+
+
+def test_every_file_that_the_tour_names_is_there() -> None:
+    tour = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    names = re.findall(r"`((?:[a-z_]+/)+[a-z0-9_]+\.(?:py|cpp))`", tour)
+    assert len(names) > 40
+    assert [n for n in names if not any((ROOT / top / n).exists() for top in ("", "cdrmix"))] == []
