@@ -1,8 +1,8 @@
 """A micro-batch that a GPU's memory does not hold: the next start takes smaller ones.
 
-The rank that meets it cannot go on: the others wait for it in collectives of the step, which it
-could join only by repeating all that it has done since. So it leaves a note in the run directory
-and ends, which ends the run; the start that follows, by `cdrmix launch` or by hand, goes on from
+The rank that runs out of memory cannot go on: the others wait for it in collectives of the step,
+which it could join only by repeating all of the step so far. So it leaves a note in the run
+directory and ends, which ends the run; the next start, by `cdrmix launch` or by hand, goes on from
 the newest checkpoint with smaller micro-batches and as many more of them. The note stays, so that
 this happens once.
 """
@@ -30,44 +30,42 @@ from cdrmix.planning.profile import all_plans, smaller_micro_batch, with_micro_b
 
 logger = get_logger(__name__)
 
-# The name holds the size that was too much.
 _NOTE = "out_of_memory_{size}.json"
 _NOTES = re.compile(r"out_of_memory_(\d+)\.json")
-# Estimates err by a few percent: what is advised takes this much less than what did not fit.
+# Estimates err by a few percent: a layout is advised if it takes this share of what did not fit.
 _LESS = 0.9
 
 
 def with_what_fits(plan: Plan, config: Config, run_dir: Path) -> Plan:
-    """The plan of a start, in micro-batches smaller than those that did not fit; collective.
+    """Returns the plan, with smaller micro-batches where notes say that its do not fit; collective.
 
     Args:
-        plan: as planned.
+        plan: of this start.
         config: of the run.
-        run_dir: run directory, where earlier starts left their notes.
+        run_dir: run directory, with the notes of earlier starts.
     """
-    found = runtime.first_rank_does(lambda: _sizes_that_did_not_fit(run_dir))
+
+    def noted_sizes() -> list[int]:
+        matches = [_NOTES.fullmatch(path.name) for path in run_dir.iterdir()]
+        # Nothing is smaller than one sample: whoever starts again has changed something else.
+        (run_dir / _NOTE.format(size=1)).unlink(missing_ok=True)
+        return [int(match[1]) for match in matches if match and int(match[1]) > 1]
+
+    too_large = min(runtime.first_rank_does(noted_sizes), default=None)
     micro = plan.micro_batch_size
-    while micro > 1 and found and micro >= min(found):
+    while too_large is not None and micro > 1 and micro >= too_large:
         micro = smaller_micro_batch(plan, micro)
     if micro == plan.micro_batch_size:
         return plan
-    note = run_dir / _NOTE.format(size=min(found))
+    note = run_dir / _NOTE.format(size=too_large)
     device = "cpu" if runtime.use_cpu() else "cuda"
-    reason = f"{min(found)} ran out of memory, says {note}; delete it to try again"
+    reason = f"{too_large} ran out of memory, says {note}; delete it to try again"
     return with_micro_batch(plan, config, micro, device=device, reason=reason)
-
-
-def _sizes_that_did_not_fit(run_dir: Path) -> list[int]:
-    matches = [_NOTES.fullmatch(path.name) for path in run_dir.iterdir()]
-    # one sample is the least there is: whoever starts again has changed something else
-    (run_dir / _NOTE.format(size=1)).unlink(missing_ok=True)
-    return [int(match[1]) for match in matches if match and int(match[1]) > 1]
 
 
 @contextlib.contextmanager
 def noted(run: Run) -> Iterator[None]:
-    """While this lasts, running out of a GPU's memory ends this rank, with a note for the next
-    start.
+    """End this rank where a GPU's memory runs out, with a note for the next start.
 
     Raises:
         LostAlone: then; with exit code 2 where there is no smaller micro-batch.
@@ -76,38 +74,33 @@ def noted(run: Run) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         micro = run.plan.micro_batch_size
-        if _is_first(run, micro, str(error).partition("\n")[0]):
-            if runtime.rank() > 0:
+        rank = runtime.rank()
+        cause = str(error).partition("\n")[0]
+        note = {"micro_batch_size": micro, "step": run.step, "rank": rank, "error": cause}
+        path = run.directory.path / _NOTE.format(size=micro)
+        # Equal ranks run out of memory together: the one that creates the note logs the error.
+        with contextlib.suppress(FileExistsError):
+            with path.open("x", encoding="utf-8") as file:
+                json.dump(note, file, indent=2)
+            if rank > 0:
                 log_to_file(run.directory.path / LOG)
-            logger.error("error: %s", _told(run, micro))
+            logger.error("error: %s", _message(run, micro))
         raise LostAlone(EXIT_FAULT if micro > 1 else EXIT_USER_ERROR) from error
 
 
-def _is_first(run: Run, micro: int, message: str) -> bool:
-    """Leave the note; False where another rank was first."""
-    note = {"micro_batch_size": micro, "step": run.step, "rank": runtime.rank(), "error": message}
-    try:
-        with (run.directory.path / _NOTE.format(size=micro)).open("x", encoding="utf-8") as file:
-            json.dump(note, file, indent=2)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _told(run: Run, micro: int) -> str:
-    samples = f"{micro} samples" if micro > 1 else "one sample"
+def _message(run: Run, micro: int) -> str:
     where = f"rank {runtime.rank()} ran out of memory after step {run.step}"
     if micro == 1:
         return f"{where} with micro batches of one sample. {_advice(run)}"
-    smaller = smaller_micro_batch(run.plan, micro)
     return (
-        f"{where} with micro batches of {samples}. The next start of this run takes {smaller} and "
-        "as many more of them: go on with --resume auto, which `cdrmix launch` does by itself"
+        f"{where} with micro batches of {micro} samples. The next start of this run takes "
+        f"{smaller_micro_batch(run.plan, micro)} and as many more of them: go on with --resume "
+        "auto, which `cdrmix launch` does by itself"
     )
 
 
 def _advice(run: Run) -> str:
-    """A layout that takes less on these devices, where there is one; of the fastest."""
+    """Names the fastest layout that takes less memory on these devices, if there is one."""
     local = runtime.local_world_size()
     memory = run.plan.memory
     cluster = make_cluster(

@@ -1,10 +1,8 @@
-"""Signals that ask a run to save, or to save and stop.
+"""Signals to a run, and its supervision from the meeting of its ranks to the exit code of each.
 
-TERM, INT, USR1 and HUP save and stop, USR2 saves and goes on. In the loop a handler only sets a
-flag; the loop asks for it once per step and agrees with the other ranks, because a launcher may
-signal one rank only. Before and after the loop nothing is unsaved, and a rank ends where it stands.
-
-Supervision of a run, from the meeting of its ranks to the exit code of each.
+TERM, INT, USR1 and HUP save and stop, USR2 saves and goes on. During training a handler only sets a
+flag; the loop polls it once per step and agrees with the other ranks, because a launcher may signal
+one rank only. Before and after training nothing is unsaved, and a signal ends the rank at once.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Requests:
-    """What signals have asked this rank for since the last look.
+    """Requests that reached this rank as signals.
 
     Attributes:
         stop: name of the signal that asked to stop, or None.
-        save: whether a save was asked for.
+        save: a save was asked for since the last `poll`.
     """
 
     def __init__(self) -> None:
@@ -42,9 +40,9 @@ class Requests:
         self._launcher = _deepspeed_runner()
 
     def listen(self) -> None:
-        """Take the signals over, and ask the kernel for SIGTERM when the launcher dies."""
+        """Install the handlers, and ask the kernel for SIGTERM when the launcher dies."""
         for number in _STOPPING:
-            # nohup has it ignored, so that the run outlives its terminal
+            # nohup ignores SIGHUP, so that a run outlives its terminal.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR2, self._on_save)
@@ -52,7 +50,7 @@ class Requests:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """While this lasts, a request to stop waits for `poll`; otherwise it ends the process."""
+        """Keep a request to stop for `poll`; outside of this it ends the process."""
         self._deferred = True
         try:
             yield
@@ -60,7 +58,7 @@ class Requests:
             self._deferred = False
 
     def poll(self) -> tuple[bool, bool]:
-        """(stop, save) as this rank sees it now; a save request is taken, a stop request stays."""
+        """Returns (stop, save) of this rank; clears the request to save, not the one to stop."""
         if self.stop is None and self._launcher and _parent(os.getppid()) != self._launcher:
             self.stop = "end of the deepspeed launcher"
         save = self.save
@@ -81,45 +79,46 @@ def _deepspeed_runner() -> int | None:
 
     Killed, it cannot end launch.py, which would go on supervising ranks that nobody sees.
     """
+
+    def command(process: int) -> str:
+        try:
+            return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+        except OSError:
+            return ""
+
     parent = os.getppid()
     above = _parent(parent)
-    if "deepspeed.launcher.launch" in _command(parent) and "deepspeed" in _command(above):
-        return above
-    return None
+    is_deepspeed = "deepspeed.launcher.launch" in command(parent) and "deepspeed" in command(above)
+    return above if is_deepspeed else None
 
 
 def _parent(process: int) -> int:
     try:
+        # The command's name, in parentheses, may hold blanks and parentheses of its own.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
     return int(fields[1])
 
 
-def _command(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
-
-
 _INTERVALS_FOR_THE_HEAD = 3
 _SECONDS_FOR_OUTCOME = 2.0
-_SECONDS_TO_BE_FOLLOWED = 12.0  # a little longer than the head waits for the others
+# A little longer than the head waits for the other ranks.
+_SECONDS_TO_BE_FOLLOWED = 12.0
 
 
 class LostAlone(SystemExit):
-    """A rank ends, has said why, and leaves the others waiting in a collective."""
+    """A rank ends, its error logged, while the others wait in a collective."""
 
 
 def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) -> int:
-    """Run `action` while every rank beats; collective.
+    """Run `action` while every rank sends heartbeats; collective.
 
     Args:
         config: deadlines.
-        action: does the work of this rank, and gives its exit code.
+        action: does the work of this rank, and returns its exit code.
     Returns:
-        The exit code, which the head then knows too.
+        The exit code, after the head has received it.
     """
     limits = Limits(config.deadline_seconds, config.phase_seconds)
     head = None
@@ -145,23 +144,24 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
         # before a traceback here, and in all other ranks, hides it.
         time.sleep(_INTERVALS_FOR_THE_HEAD * limits.interval_seconds)
         raise
-    except SystemExit as end:  # of a signal, outside the loop
+    except SystemExit as end:  # of a signal outside of training
         code = end.code if isinstance(end.code, int) else EXIT_FAULT
         raise
     finally:
         heartbeat.leave(code)
         if isinstance(sys.exception(), LostAlone) and runtime.world_size() > 1:
-            # its connections stay until the head has ended the others, who would each tell of them
+            # The connections stay until the head has ended the other ranks: each would log an
+            # error of a connection that closed.
             time.sleep(_SECONDS_TO_BE_FOLLOWED)
         folder = runtime.launch_folder()
         if folder is not None and runtime.rank() == 0:
-            # srun ends the head with the last rank: it may write first
+            # srun ends the head with the last rank, before the head has written the outcome.
             await_outcome(folder, _SECONDS_FOR_OUTCOME)
     return code
 
 
 def tell_launch(code: int) -> None:
-    """Tell `cdrmix launch` of an end before the ranks have met; afterwards the head does."""
+    """Write the outcome of an end before the ranks have met; afterwards the head does."""
     folder = runtime.launch_folder()
     if folder is not None and not runtime.have_met():
         rank = runtime.environment_rank()

@@ -1,7 +1,4 @@
-"""Stage A, pretraining: batches in, loss and statistics out.
-
-A accumulation steps, B micro batch, T time, L MoE layers, E experts, W data ranks.
-"""
+"""The data set of a run: opened, verified, equal on all hosts, and shared out over ranks."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ logger = get_logger(__name__)
 
 
 class Corpus(NamedTuple):
-    """The token shards of a run, opened and verified.
+    """Token shards of a run, opened and verified.
 
     Attributes:
         manifest: of the data set.
         train: samples to train on.
         validation: samples held out.
         tokenizer: of the data set.
-        folder: its place on this host.
+        folder: of the data set on this host.
     """
 
     manifest: Manifest
@@ -47,7 +44,7 @@ class Corpus(NamedTuple):
 
 
 def open_corpus(config: Config) -> Corpus:
-    """Open the data of a run, building the sample corpus first where it is asked for; collective.
+    """Open the data set of a run, building the sample corpus if data.path names it; collective.
 
     Raises:
         DataError: on every rank, if a shard is missing, truncated or altered, the tokenizer does
@@ -72,13 +69,15 @@ def open_corpus(config: Config) -> Corpus:
             parts=runtime.world_size(),
             mode=config.data.verify,
         )
-        return Corpus(
-            manifest,
-            _training_set(config, path),
-            TokenDataset(path, "validation", sequence_length),
-            load_tokenizer(path),
-            path,
-        )
+        # The mixture of the run, else the one that the data set was built with.
+        mixture = config.data.mixture or built_mixture(manifest)
+        train: TokenDataset | MixedDataset
+        if mixture is None:
+            train = TokenDataset(path, "train", sequence_length)
+        else:
+            train = MixedDataset(path, "train", sequence_length, mixture)
+        validation = TokenDataset(path, "validation", sequence_length)
+        return Corpus(manifest, train, validation, load_tokenizer(path), path)
 
     corpus = runtime.together(open_folder)
     check_same("data sets", "manifest", manifest_digest(corpus.manifest))
@@ -90,16 +89,15 @@ def check_same(things: str, name: str, digest: str) -> None:
     """Refuse to train where ranks have different inputs; collective.
 
     Args:
-        things: kind of input, for people.
-        name: of its digest.
-        digest: of this rank's.
+        things: kind of input, in the message.
+        name: of its digest, in the message.
+        digest: of this rank's input.
     Raises:
         DataError: on every rank, with the hosts of each.
     """
     hosts: dict[str, list[str]] = {}
-    for rank, (host, theirs) in enumerate(
-        runtime.all_gather_object((socket.gethostname(), digest))
-    ):
+    everywhere = runtime.all_gather_object((socket.gethostname(), digest))
+    for rank, (host, theirs) in enumerate(everywhere):
         hosts.setdefault(theirs, []).append(f"rank {rank} on {host}")
     if len(hosts) == 1:
         return
@@ -114,13 +112,10 @@ def check_same(things: str, name: str, digest: str) -> None:
     )
 
 
-@cache  # Stage B opens the corpus again
+@cache  # once a run: Stage B opens the data set again
 def _warn_of_recipe(recipe: str | None, built_by: str | None, folder: str) -> None:
-    """Warn where a data set was built by another recipe than the model's.
-
-    Args:
-        built_by: None for folders that do not say, such as the sample corpus.
-    """
+    """Warn of a data set that another recipe than the model's built; `built_by` is None for folders
+    that name none, such as the sample corpus."""
     if recipe is not None and built_by is not None and built_by != recipe:
         logger.warning(
             "warning: %s was built by the recipe '%s', and data.recipe = '%s' is made for this "
@@ -131,19 +126,11 @@ def _warn_of_recipe(recipe: str | None, built_by: str | None, folder: str) -> No
         )
 
 
-def _training_set(config: Config, path: Path) -> TokenDataset | MixedDataset:
-    """The shards in the order of the run's mixture, else of the one that they were built with."""
-    mixture = config.data.mixture or built_mixture(read_manifest(path))
-    sequence_length = config.training.sequence_length
-    if mixture is None:
-        return TokenDataset(path, "train", sequence_length)
-    return MixedDataset(path, "train", sequence_length, mixture)
-
-
 def make_loader(
     config: Config, plan: Plan, topology: Topology, train: TokenDataset | MixedDataset
 ) -> Loader:
-    """This rank's samples in the run's global order, whole also where it trains on some tokens."""
+    """Returns this rank's samples in the run's global order; with sequence parallelism whole ones,
+    of which the rank trains on a part."""
     return Loader(
         train,
         global_batch_size=config.training.global_batch_size,

@@ -1,5 +1,6 @@
 """What the training loop measures of itself."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -65,6 +66,24 @@ def test_a_diverged_run_stops_at_that_step_and_keeps_its_last_good_checkpoint(
     assert found is not None
     assert f"The newest checkpoint is that of step {found.step}" in shown
     assert found.step < 8, "stopped before the next logged step"
+
+
+def modules_of_stage_b(argv: list[str]) -> list[str]:
+    """Modules of Stage B that a whole run has imported."""
+    assert start(argv) == 0
+    packages = ("cdrmix.stage_b", "cdrmix.reasoning")
+    return [
+        name
+        for name in sys.modules
+        if name.startswith(packages) or (name.startswith("cdrmix.") and "stage_b" in name)
+    ]
+
+
+def test_a_run_of_stage_a_alone_imports_no_module_of_stage_b(
+    small_corpus: Path, run_dir: Path
+) -> None:
+    argv = arguments(small_corpus, run_dir, "--max-steps", "1")
+    assert run_ranks(modules_of_stage_b, 1, argv) == [[]]
 
 
 def test_the_loss_is_the_mean_of_its_tokens_whatever_they_weigh_together(
