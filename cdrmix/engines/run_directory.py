@@ -36,13 +36,13 @@ _SECONDS_FOR_LEASE = 100.0
 _SECONDS_BETWEEN_TRIES = 0.5
 LOG = "train.log"
 METRICS = "metrics.jsonl"
-# Written behind the last stage of a run, and gone while there is more to do.
+# Written after the last stage of a run, and removed when the run is extended.
 FINISHED = "finished.json"
-# The newest save, on record outside of the folder that it went to.
+# Step of the newest save, kept outside of checkpoints/, which may be a volume that is not mounted.
 _SAVES = "saves.json"
-# What a start leaves that was refused before it became a run.
+# Files of a start that was refused before it became a run.
 _LEFT_BY_REFUSED = {_LOCK, LOG, LAUNCH_FOLDER}
-# Opened where they are, while all else is renamed into place: as links they would lead elsewhere.
+# Everything else is renamed into place, which replaces a link; these would follow it elsewhere.
 _WRITTEN_IN_PLACE = (_LOCK, LOG, METRICS, LAUNCH_FOLDER, "checkpoints", "wall_time.tmp")
 # flock is missing on Lustre without the mount option, and on NFS without a lock server.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
@@ -50,11 +50,11 @@ _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 @dataclass
 class RunDirectory:
-    """One run's folder.
+    """Folder of a run, locked by this job.
 
     Attributes:
         path: the folder.
-        replica: where copies of its checkpoints are, if anywhere.
+        replica: folder of copies of its checkpoints; None without copies.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class RunDirectory:
         return () if self.replica is None else (self.replica,)
 
     def holds(self, checkpoint: Path) -> bool:
-        """Whether a checkpoint is one of this run's."""
+        """Tells if a checkpoint belongs to this run."""
         folders = (self.checkpoints, *self.copies)
         return checkpoint.parent.resolve() in {folder.resolve() for folder in folders}
 
@@ -80,14 +80,14 @@ class RunDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let another job take the directory."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
 
 def open_run_directory(config: Config, *, requested: Path | None, resume: str) -> RunDirectory:
-    """Make or take the run directory; collective.
+    """Create or lock the run directory; collective.
 
     Args:
         config: gives the hash in the name.
@@ -96,6 +96,7 @@ def open_run_directory(config: Config, *, requested: Path | None, resume: str) -
     Raises:
         StateError: if the directory or its replica exists and is not to be resumed, belongs to a
             running job or cannot be written, or if `auto` has no directory to look in.
+        InfrastructureError: if the file system fails for now, or the lock stays held.
     """
     opened = runtime.together(
         lambda: _open(config, requested, resume) if runtime.rank() == 0 else None
@@ -103,7 +104,15 @@ def open_run_directory(config: Config, *, requested: Path | None, resume: str) -
     places = runtime.broadcast_object((opened.path, opened.replica) if opened else None)
     assert places is not None, "rank 0 opened them"
     path, replica = places
-    runtime.together(lambda: _check_seen(replica))
+
+    def check_seen() -> None:
+        if replica is not None and not replica.is_dir():
+            raise StateError(
+                f"{replica}: rank 0 has made it, and it is not there. checkpoint.replica must be a "
+                "folder that all hosts share; of one host, a local one will do"
+            )
+
+    runtime.together(check_seen)
     return opened or RunDirectory(path, replica)
 
 
@@ -114,12 +123,18 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
     path = requested or resumed or new_run_dir(config)
     goes_on = resume == "auto" or (resumed is not None and resumed.resolve() == path.resolve())
     try:
-        taken = retried(
+        is_run = retried(
             lambda: path.is_dir() and any(e.name not in _LEFT_BY_REFUSED for e in path.iterdir()),
             path,
         )
-        _refuse_links(path)
-        if taken and not goes_on:
+        for name in _WRITTEN_IN_PLACE:
+            if (path / name).is_symlink():
+                raise StateError(
+                    f"{path / name}: is a link, and a run writes nowhere but into its run "
+                    "directory. Replace it by what it points to; for checkpoints on another "
+                    "volume, mount that there or put the whole run directory on it"
+                )
+        if is_run and not goes_on:
             raise StateError(
                 f"{path}: the run directory exists and is never overwritten. Give --resume auto "
                 "to go on in it, or another --run-dir"
@@ -127,6 +142,7 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         lock = _locked(path / _LOCK)
     except OSError as error:
+        # EACCES counts as passing while a file server starts; of a new directory it lasts.
         if is_passing(error) and not isinstance(error, PermissionError):
             raise InfrastructureError(
                 f"{path}: the file system fails for now ({error.strerror}). Start again when it "
@@ -144,7 +160,7 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
 
 
 def _open_replica(config: Config, path: Path, *, goes_on: bool) -> Path | None:
-    """Folder of a run's copies, made: of this run alone, whatever others are called."""
+    """Creates the folder of a run's copies, with a name that no other run directory shares."""
     folder = config.checkpoint.replica
     if folder is None:
         return None
@@ -153,13 +169,13 @@ def _open_replica(config: Config, path: Path, *, goes_on: bool) -> Path | None:
     replica = Path(folder) / f"{whole.name}-{key}"
     try:
         replica.mkdir(parents=True, exist_ok=True)
-        taken = bool(step_folders(replica))
+        is_used = bool(step_folders(replica))
     except OSError as error:
         raise StateError(
             f"checkpoint.replica = {folder}: {replica} cannot be written ({error.strerror}). Give "
             "a folder that this user can write to"
         ) from error
-    if taken and not goes_on:
+    if is_used and not goes_on:
         raise StateError(
             f"{replica}: has checkpoints of an earlier run in {path}, which are never overwritten. "
             "Give --resume auto to go on from them, or another --run-dir"
@@ -167,18 +183,10 @@ def _open_replica(config: Config, path: Path, *, goes_on: bool) -> Path | None:
     return replica
 
 
-def _check_seen(replica: Path | None) -> None:
-    if replica is not None and not replica.is_dir():
-        raise StateError(
-            f"{replica}: rank 0 has made it, and it is not there. checkpoint.replica must be a "
-            "folder that all hosts share; of one host, a local one will do"
-        )
-
-
 def _locked(path: Path) -> IO[str]:
-    """Open lock file, locked for this process, whose host and number it then holds.
+    """Returns the open lock file, locked for this process, with host and process written in it.
 
-    A lock whose holder is not known to live is waited for: a file server keeps that of a host
+    A lock whose holder is not known to live is waited for: a file server keeps the lock of a host
     that went down for the length of a lease.
 
     Raises:
@@ -187,7 +195,7 @@ def _locked(path: Path) -> IO[str]:
     """
     file = path.open("a+")
     deadline = time.monotonic() + _SECONDS_FOR_LEASE
-    has_said_so = False
+    has_warned = False
     try:
         while True:
             try:
@@ -219,9 +227,9 @@ def _locked(path: Path) -> IO[str]:
                     f"behind ({name}): held for {_SECONDS_FOR_LEASE:.0f} s. Wait for it, or give "
                     "another --run-dir"
                 )
-            if not has_said_so:
+            if not has_warned:
                 logger.warning("%s: locked by %s; waiting for the lock", path.parent, name)
-                has_said_so = True
+                has_warned = True
             time.sleep(_SECONDS_BETWEEN_TRIES)
         file.seek(0)
         file.truncate()
@@ -237,7 +245,7 @@ def _locked(path: Path) -> IO[str]:
 
 
 def _parsed_holder(text: str) -> dict[str, Any]:
-    """Holder of a lock as its file tells it; nothing in files of earlier versions."""
+    """Host, process and start of a lock's holder; empty for lock files of earlier versions."""
     try:
         holder = json.loads(text)
     except ValueError:
@@ -246,19 +254,8 @@ def _parsed_holder(text: str) -> dict[str, Any]:
     return holder if is_whole and isinstance(holder["process"], int) else {}
 
 
-def _refuse_links(path: Path) -> None:
-    """Raises StateError where something that is written in place is a link."""
-    for name in _WRITTEN_IN_PLACE:
-        if (path / name).is_symlink():
-            raise StateError(
-                f"{path / name}: is a link, and a run writes nowhere but into its run directory. "
-                "Replace it by what it points to; for checkpoints on another volume, mount that "
-                "there or put the whole run directory on it"
-            )
-
-
 def _run_of(resume: str) -> Path | None:
-    """Run directory that an explicit --resume PATH lies in; None for never and auto, and for a
+    """Returns the run directory of an explicit --resume PATH; None for never and auto, and for a
     checkpoint that was copied out of its run directory."""
     if resume in ("never", "auto"):
         return None
@@ -271,16 +268,18 @@ def _run_of(resume: str) -> Path | None:
 
 
 def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
-    """Refuse step 0 where the run has saved before: its checkpoints are elsewhere, or not mounted.
+    """Refuse to begin at step 0 in a run that has saved before: a volume may not be mounted.
 
     Raises:
-        StateError: if progress is on record, and no checkpoint is there.
+        StateError: if a save is on record, and no checkpoint is there.
     """
     path = directory.path
     try:
         record = read_json(path / _SAVES)
         step = int(record["step"])
-    except FileNotFoundError:  # of an older version: a second save waits for the first
+    except FileNotFoundError:
+        # A run of an older version. A second save waits for the first, so past two intervals
+        # there was one.
         lines = read_metrics(path / METRICS) if (path / METRICS).exists() else []
         step = int(max((line["step"] for line in lines), default=0))
         every = config.checkpoint.every_steps
@@ -296,19 +295,19 @@ def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
 
 
 def record_save(directory: RunDirectory, step: int) -> None:
-    """Keep on record that there is a checkpoint of `step`; rank 0, once it has its name."""
+    """Record that there is a checkpoint of `step`; rank 0, once the checkpoint has its name."""
     write_json_atomic(directory.path / _SAVES, {"step": step})
 
 
 def keep_tokenizer(directory: RunDirectory, data: Path, sha256: str) -> None:
-    """Copy a data set's tokenizer to where its checkpoints are, so that they can be used alone.
+    """Copy a data set's tokenizer beside the checkpoints, which can then be used alone; rank 0.
 
     Args:
         directory: of the run.
         data: folder of the data set.
-        sha256: digest that the manifest of the data set tells.
+        sha256: digest of the tokenizer in the manifest of the data set.
     Raises:
-        DataError: if the file is another.
+        DataError: if the file has another digest.
         StateError: if it cannot be written.
     """
     if runtime.rank() != 0:

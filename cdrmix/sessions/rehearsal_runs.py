@@ -1,6 +1,6 @@
-"""Ranks as processes of this machine: real collectives without a cluster or a launcher.
+"""Runs of one small layout on processes of this machine, and their comparison.
 
-The runs of one small layout, each by real processes, and what they are compared by.
+The ranks are real processes with real collectives, without a cluster or a launcher.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from cdrmix.monitoring.sinks import read_metrics
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.shrink import Rehearsal
 
-# Imported once by the server that the ranks are forked from; without the last three, which
-# DeepSpeed imports inside initialize(), each rank would pay seconds for them.
+# Imported once by the server that the ranks are forked from. DeepSpeed imports the last three
+# inside initialize(), which would cost each rank seconds.
 _PRELOADED = [
     "cdrmix.sessions.session",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -65,24 +65,24 @@ def run_ranks(
     for rank in ranks:
         rank.start()
     try:
-        ended = _wait(ranks, timeout)
+        is_over = _wait(ranks, timeout)
     finally:
         for rank in ranks:
             rank.kill()
             rank.join()
     codes = [rank.exitcode for rank in ranks]
-    if not ended or any(codes):
+    if not is_over or any(codes):
         lines = log.read_text(errors="replace").splitlines()[-_OUTPUT_SHOWN_LINES:]
-        fault = f"exit codes {codes}" if ended else f"still busy after {timeout:.0f} s"
+        fault = f"exit codes {codes}" if is_over else f"still busy after {timeout:.0f} s"
         raise RanksFailed("\n  ".join([f"{world_size} ranks: {fault}. They wrote last:", *lines]))
 
 
 def _wait(ranks: list[ForkServerProcess], timeout: float) -> bool:
-    """Whether all ended in time; the first that fails ends the wait."""
+    """Wait until all ranks end, or one fails; False if they are still busy after `timeout`."""
     deadline = time.monotonic() + timeout
     while any(rank.is_alive() for rank in ranks):
         if any(rank.exitcode for rank in ranks):
-            time.sleep(0.5)  # for the others to say what they have to say
+            time.sleep(0.5)  # the others may have errors to write
             return True
         if time.monotonic() > deadline:
             return False
@@ -100,21 +100,21 @@ def _be_rank(
     sys.exit(action(*args))
 
 
-TOLERANCE = 1e-5  # relative, of what is measured in float32
-_LEAST = 1e-2  # what is smaller is compared as if it were as large: some metrics should be zero
+TOLERANCE = 1e-5  # relative, of float32 metrics whose sums are taken in another order
+_LEAST = 1e-2  # metrics of Stage B below this are compared as if as large: some should be zero
 _SECONDS = 300.0  # for one start; on two idle cores the largest takes ten
 _ALONE = Degrees()
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison.
+    """A comparison of two runs.
 
     Attributes:
-        name: what was compared.
-        deviation: largest relative difference found; None where it could not be compared.
-        allowed: largest that passes; 0 means equal to the bit.
-        fault: what went wrong instead, or empty.
+        name: of the comparison.
+        deviation: largest relative difference; None where a run failed.
+        allowed: largest deviation that passes; 0 means equal to the bit.
+        fault: error of the run that failed, or empty.
     """
 
     name: str
@@ -127,19 +127,19 @@ class Check:
         if self.deviation is None:
             return f"{mark} {self.name}: {self.fault}"
         if self.allowed:
-            found = f"within {self.deviation:.1e}, allowed are {self.allowed:.0e}"
+            result = f"within {self.deviation:.1e}, allowed are {self.allowed:.0e}"
         else:
-            found = "equal to the bit" if self.passed else f"differs by {self.deviation:.1e}"
-        return f"{mark} {self.name}: {found}"
+            result = "equal to the bit" if self.passed else f"differs by {self.deviation:.1e}"
+        return f"{mark} {self.name}: {result}"
 
     @property
     def passed(self) -> bool:
-        """Whether what was found is what should be."""
+        """True if the deviation is allowed."""
         return self.deviation is not None and self.deviation <= self.allowed
 
 
 class SmallRuns:
-    """One small layout in a folder of its own.
+    """Runs of one small layout, in a folder of their own.
 
     Args:
         folder: to be made.
@@ -168,7 +168,7 @@ class SmallRuns:
         return self._folder / "first"
 
     def checks(self) -> Iterator[Check]:
-        """Run and compare; ends at the first start that fails."""
+        """Train the layout and yield comparisons; end at the first start that fails."""
         whole = self._config
         alone = self._alone()
         starts = [
@@ -176,7 +176,7 @@ class SmallRuns:
             ("equals one process", alone, "alone", None, TOLERANCE),
             ("goes on in one process", alone, "moved", "first", TOLERANCE),
         ]
-        if not self._is_stage_b:  # long there, and what goes on repeats half of it
+        if not self._is_stage_b:  # Stage B is slow, and its resumed run repeats half of it
             starts.insert(0, ("a second run", whole, "again", None, 0.0))
         try:
             self._train(whole, "first", None)
@@ -187,11 +187,10 @@ class SmallRuns:
             yield Check("runs", None, 0.0, str(failure))
 
     def _alone(self) -> Config:
-        """The same micro-steps in one process."""
-        degrees = self._small.degrees
+        """Returns the configuration with the same micro-steps in one process."""
         training = self._config.training
         assert training.micro_batch_size is not None, "rehearsals give it"
-        micro = training.micro_batch_size * degrees.sample_ranks
+        micro = training.micro_batch_size * self._small.degrees.sample_ranks
         values = self._config.model_dump(mode="json", exclude_unset=True)
         values["parallel"] = asdict(_ALONE)
         values["training"] |= {"micro_batch_size": micro}
@@ -217,54 +216,47 @@ class SmallRuns:
         )
 
     def _difference(self, run: str, like: str, *, bits: bool) -> float:
-        """Largest relative difference of what the two runs measured; with `bits` also whether
-        their last weights are equal to the bit, which any difference makes infinite."""
-        found, expected = (
+        """Largest relative difference of the metrics of two runs; with `bits`, infinite if their
+        last weights are not equal to the bit."""
+        ours, theirs = (
             {line["step"]: line for line in read_metrics(self._folder / name / "metrics.jsonl")}
             for name in (run, like)
         )
-        steps = sorted(found.keys() & expected.keys())
+        steps = sorted(ours.keys() & theirs.keys())
         assert steps and steps[-1] == self._small.last_step, f"{run}: logged steps {steps}"
-        compare = _apart_in_stage_b if self._is_stage_b else _apart
-        largest = max(compare(found[step], expected[step]) for step in steps)
-        if bits and not self._have_equal_weights(run, like):
-            return float("inf")
-        return largest
-
-    def _have_equal_weights(self, run: str, like: str) -> bool:
+        largest = max(self._apart(ours[step], theirs[step]) for step in steps)
+        if not bits:
+            return largest
         last = str(self._small.last_step)
         paths = [self._folder / name / "checkpoints" / last for name in (run, like)]
-        with CheckpointReader(paths[0]) as ours, CheckpointReader(paths[1]) as theirs:
-            return ours.names() == theirs.names() and all(
-                ours.read(name).equal(theirs.read(name)) for name in ours.names()
+        with CheckpointReader(paths[0]) as one, CheckpointReader(paths[1]) as other:
+            are_equal = one.names() == other.names() and all(
+                one.read(name).equal(other.read(name)) for name in one.names()
             )
+        return largest if are_equal else float("inf")
 
-
-def _apart(found: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """Relative difference of loss and gradient norm of a step of Stage A."""
-    names = ("loss", "grad_norm")
-    return max(_relative(found[name] - expected[name], abs(expected[name])) for name in names)
-
-
-def _apart_in_stage_b(found: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """Relative difference of all that a step of Stage B measured but times and memory."""
-    ours = deterministic_part(found)
-    theirs = deterministic_part(expected)
-    if ours.keys() != theirs.keys():
-        return float("inf")
-    return max(
-        _relative(ours[name] - value, max(abs(value), _LEAST)) for name, value in theirs.items()
-    )
-
-
-def _relative(difference: float, size: float) -> float:
-    apart = abs(difference) / size
-    return apart if math.isfinite(apart) else float("inf")  # a nan would get lost in a maximum
+    def _apart(self, ours: Mapping[str, float], theirs: Mapping[str, float]) -> float:
+        """Largest relative difference of a step: of loss and gradient norm in Stage A, in Stage B
+        of all metrics but times and memory."""
+        least = 0.0
+        if self._is_stage_b:
+            ours = deterministic_part(ours)
+            theirs = deterministic_part(theirs)
+            if ours.keys() != theirs.keys():
+                return float("inf")
+            least = _LEAST
+        largest = 0.0
+        for name in theirs if self._is_stage_b else ("loss", "grad_norm"):
+            apart = abs(ours[name] - theirs[name]) / max(abs(theirs[name]), least)
+            # A maximum would drop a nan.
+            largest = max(largest, apart if math.isfinite(apart) else float("inf"))
+        return largest
 
 
 def _train(config: Config, profile: str, run_dir: Path, resume: str) -> int:
-    """What one rank does: a training run as launch/train.py starts it."""
-    from cdrmix import log, runtime
+    """Train on one rank as launch/train.py does; returns its exit code."""
+    # Here, so that only the ranks pay for DeepSpeed.
+    from cdrmix import log
     from cdrmix.cluster.starts import StartUp
     from cdrmix.planning.cluster import processes
     from cdrmix.planning.profile import choose

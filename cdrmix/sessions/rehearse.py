@@ -1,8 +1,8 @@
-"""A plan's layout, shrunk, with real steps and real collectives on processes of this machine.
+"""Rehearses a plan: its layout, shrunk, with real steps and collectives on this machine.
 
-Each small layout trains, saves and ends; goes on from its first checkpoint; and goes on from it in
-one process. One process trains the same micro-steps from the start. What should be equal to the bit
-is compared so, the rest to a relative 1e-5. A small Stage B starts from the backbone that the first
+Each small layout trains, saves and ends; resumes from its first checkpoint; and resumes from it in
+one process. One process trains the same micro-steps from the start. Runs of one layout are compared
+to the bit, the others to a relative 1e-5. A small Stage B starts from the backbone that the first
 layout has trained.
 """
 
@@ -22,7 +22,6 @@ from cdrmix.errors import PlanError
 from cdrmix.log import get_logger
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.comparison import Comparison, compare, unavailable
-from cdrmix.planning.plan import Plan
 from cdrmix.planning.shrink import (
     Aspect,
     Rehearsal,
@@ -42,14 +41,14 @@ _TEXT = ("asyncio", "email", "json", "logging", "unittest")
 
 @dataclass(frozen=True)
 class RehearsedStage:
-    """A stage of a run, and what its rehearsal showed.
+    """Rehearsal of a stage.
 
     Attributes:
-        title: the stage and how it is planned.
+        title: the stage and its plan.
         planned: its layout, as plain values.
         small: the layouts that were run.
         checks: comparisons by layout.
-        aspects: what was exercised, and what not.
+        aspects: parts of the plan, and whether the rehearsal exercised them.
     """
 
     title: str
@@ -60,11 +59,11 @@ class RehearsedStage:
 
     @property
     def passed(self) -> bool:
-        """Whether every comparison of every layout passed."""
+        """True if every comparison of every layout passed."""
         return all(check.passed for checks in self.checks for check in checks)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Returns plain values."""
         layouts = [
             {
                 "profile": each.profile,
@@ -80,21 +79,30 @@ class RehearsedStage:
         }
 
     def lines(self, *, first: int) -> list[str]:
-        """The tables that a person reads, with layouts numbered from `first`."""
+        """Tables for people, with layouts numbered from `first`."""
         lines = [self.title]
         heads = [f"rehearsed {first + n}" for n in range(len(self.small))]
         for head, each, checks in zip(heads, self.small, self.checks, strict=True):
             lines += ["", f"{head}: {each.describe()}, {each.degrees.world_size} processes"]
             lines += [f"  {check}" for check in checks]
-        return [*lines, "", *_aspect_lines(self.aspects, heads), ""]
+        rows = [["", "planned", *heads, "exercised"]]
+        for aspect in self.aspects:
+            verdict = {True: "yes", False: "no", None: ""}[aspect.is_exercised]
+            rows.append([aspect.name, aspect.planned, *aspect.rehearsed, verdict])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+        return [*lines, "", *table, ""]
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """A plan, and what its rehearsal showed.
+    """Rehearsal of a plan.
 
     Attributes:
-        compared: the plan that was rehearsed, and its cluster.
+        compared: the plan and its cluster.
         stage_a: pretraining.
         stage_b: reasoning enablement; None where the run has none.
         seconds: wall time.
@@ -107,11 +115,11 @@ class Rehearsed:
 
     @property
     def passed(self) -> bool:
-        """Whether every comparison passed."""
+        """True if every comparison passed."""
         return self.stage_a.passed and (self.stage_b is None or self.stage_b.passed)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Returns plain values."""
         stage_b = {} if self.stage_b is None else {"stage_b": self.stage_b.to_json()}
         return {
             "name": self.compared.config.name,
@@ -122,7 +130,7 @@ class Rehearsed:
         }
 
     def as_text(self) -> str:
-        """The tables that a person reads."""
+        """Tables for people."""
         lines = self.stage_a.lines(first=1)
         if self.stage_b is not None:
             lines += self.stage_b.lines(first=1 + len(self.stage_a.small))
@@ -146,7 +154,7 @@ def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
     stage_b = [] if planned is None else [stage_b_rehearsal(config, planned, small[0])]
     with tempfile.TemporaryDirectory(prefix="cdrmix-rehearsal-") as folder:
         checks = _run(Path(folder), small, stage_b)
-    found = RehearsedStage(
+    stage_a = RehearsedStage(
         title=f"{config.name} on {cluster}: {plan.describe()}",
         planned=plan.estimates_to_json(),
         small=small,
@@ -155,60 +163,39 @@ def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
     )
     after = None
     if planned is not None:
+        title = f"Stage B: {rehearsal_text(planned.name, planned.degrees)}"
+        if not compared.stage_b_fits:
+            title += "; does NOT fit that cluster's memory, see cdrmix plan"
         after = RehearsedStage(
-            title=_stage_b_title(compared, planned),
+            title=title,
             planned=planned.to_json(),
             small=stage_b,
             checks=checks[len(small) :],
             aspects=stage_b_aspects(config, planned, stage_b[0]),
         )
-    return Rehearsed(compared, found, after, time.monotonic() - began)
-
-
-def _stage_b_title(compared: Comparison, planned: Plan) -> str:
-    title = f"Stage B: {rehearsal_text(planned.name, planned.degrees)}"
-    if not compared.stage_b_fits:
-        title += "; does NOT fit that cluster's memory, see cdrmix plan"
-    return title
+    return Rehearsed(compared, stage_a, after, time.monotonic() - began)
 
 
 def _run(root: Path, small: list[Rehearsal], stage_b: list[Rehearsal]) -> list[list[Check]]:
-    """Comparisons of every layout, those of Stage B last: they start where the first one ends."""
+    """Run every layout, those of Stage B last: they start from the first one's backbone."""
     logger.info("building a corpus of a few files")
-    corpus = _build_corpus(root, small[0].config.model.vocab_size)
-    layouts = [*small, *stage_b]
-    checks = list[list[Check]]()
-    backbone: Path | None = None
-    for number, each in enumerate(layouts, 1):
-        is_stage_b = number > len(small)
-        told = f"Stage B, {each.describe()}" if is_stage_b else each.describe()
-        logger.info("running %d of %d: %s", number, len(layouts), told)
-        source = backbone if is_stage_b else None
-        runs = SmallRuns(root / str(number), corpus, each, backbone=source)
-        checks.append(list(runs.checks()))
-        backbone = backbone or runs.first
-    return checks
-
-
-def _build_corpus(root: Path, vocab_size: int) -> Path:
     stdlib = Path(sysconfig.get_path("stdlib"))
     sources = root / "sources"
     for package in _TEXT:
         shutil.copytree(stdlib / package, sources / package)
     (sources / "pydoc_data").mkdir()
     shutil.copy(stdlib / "pydoc_data" / "topics.py", sources / "pydoc_data")
-    build_sample(root / "corpus", vocab_size, stdlib=sources)
-    return root / "corpus"
-
-
-def _aspect_lines(found: list[Aspect], layouts: list[str]) -> list[str]:
-    heads = ["", "planned", *layouts, "exercised"]
-    rows = [heads]
-    for aspect in found:
-        verdict = {True: "yes", False: "no", None: ""}[aspect.is_exercised]
-        rows.append([aspect.name, aspect.planned, *aspect.rehearsed, verdict])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    corpus = root / "corpus"
+    build_sample(corpus, small[0].config.model.vocab_size, stdlib=sources)
+    layouts = [*small, *stage_b]
+    checks = list[list[Check]]()
+    backbone: Path | None = None
+    for number, layout in enumerate(layouts, 1):
+        is_stage_b = number > len(small)
+        title = f"Stage B, {layout.describe()}" if is_stage_b else layout.describe()
+        logger.info("running %d of %d: %s", number, len(layouts), title)
+        source = backbone if is_stage_b else None
+        runs = SmallRuns(root / str(number), corpus, layout, backbone=source)
+        checks.append(list(runs.checks()))
+        backbone = backbone or runs.first
+    return checks
