@@ -1,8 +1,8 @@
 """The `cdrmix` command. Each verb parses its flags and calls one function of the package.
 
 A new verb is a function `add_<verb>(verbs)` that makes its parser and sets `run`, and a name in
-`VERBS`; those of data and clusters are in cdrmix/verbs. What a user got wrong reaches stderr as a
-message, here and nowhere else in the verbs.
+`VERBS`; those of data and clusters are in cdrmix/verbs. `main` alone prints errors of users. Verbs
+import inside `run`, because torch takes seconds and `cdrmix --help` needs none of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program name; those of the process when left out.
     """
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="cdrmix", description="Trains RWKX-V language models under the DeepSpeed launcher."
+    )
+    parser.add_argument("--version", action="version", version=f"cdrmix {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for add_verb in VERBS:
+        add_verb(verbs)
+    arguments = parser.parse_args(argv)
     log.configure()
     try:
         arguments.run(arguments)
@@ -42,21 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output left (`cdrmix config ... | head`); nothing is left to say to it,
-        # and Python must not try again while it shuts down.
+        # The reader of the output left (`cdrmix config ... | head`). Python would try to flush
+        # stdout once more at exit, and fail with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_DONE
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cdrmix", description="Trains RWKX-V language models under the DeepSpeed launcher."
-    )
-    parser.add_argument("--version", action="version", version=f"cdrmix {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for add_verb in VERBS:
-        add_verb(verbs)
-    return parser
 
 
 def add_config(verbs: Verbs) -> None:
@@ -162,7 +158,8 @@ def add_rehearse(verbs: Verbs) -> None:
     parser.set_defaults(run=run)
 
 
-# How `cdrmix generate` continues a text, unless told otherwise.
+# Defaults of `cdrmix generate`. Flags default to None, which tells a flag that is not there from
+# one that repeats the default: with --memory none is allowed.
 _SAMPLING: dict[str, Any] = {"max_new_tokens": 128, "temperature": 0.8, "seed": 0}
 
 
@@ -182,25 +179,21 @@ def add_generate(verbs: Verbs) -> None:
         _check_branch_flags(parser, arguments)
         if arguments.faiss and not arguments.index:
             parser.error("--faiss goes with --index")
-        sampling = {name: getattr(arguments, name) for name in _SAMPLING}
-        given = {name: value for name, value in sampling.items() if value is not None}
+        flags = {name: getattr(arguments, name) for name in _SAMPLING}
+        sampling = {name: value for name, value in flags.items() if value is not None}
         if arguments.memory:
-            if given:
+            if sampling:
                 parser.error("--max-new-tokens, --temperature and --seed go without --memory")
             _answer_with_memory(arguments)
             return
-        flags = ("file", "question", "show_memory", "branches", "index")
-        if any(getattr(arguments, flag) for flag in flags):
+        of_memory = ("file", "question", "show_memory", "branches", "index")
+        if any(getattr(arguments, flag) for flag in of_memory):
             parser.error(
                 "--file, --question, --show-memory, --branches and --index go with --memory"
             )
         from cdrmix.evaluation.trained import continue_text
 
-        text = continue_text(
-            arguments.run_dir,
-            arguments.prompt,
-            **(_SAMPLING | given),
-        )
+        text = continue_text(arguments.run_dir, arguments.prompt, **(_SAMPLING | sampling))
         print(arguments.prompt + text)
 
     parser.set_defaults(run=run)
@@ -345,7 +338,7 @@ def _add_suite_flags(parser: argparse.ArgumentParser) -> None:
 def _evaluate_reasoning(arguments: argparse.Namespace) -> None:
     from cdrmix.stage_b import long_context as suite
 
-    found = suite.evaluate_reasoning(
+    evaluated = suite.evaluate_reasoning(
         arguments.run_dir,
         num_examples=arguments.examples or 32,
         file=arguments.tasks,
@@ -353,9 +346,11 @@ def _evaluate_reasoning(arguments: argparse.Namespace) -> None:
         branches=arguments.branches,
         accept_threshold=arguments.accept_threshold,
     )
-    print(found.as_json() if arguments.json else found.table(), flush=True)
-    if found.checkpoint is not None and not (arguments.tasks or arguments.branches):
-        suite.store_rows(found.checkpoint, found.rows)
+    # Printed first: the run directory may be read-only, and the suite takes minutes.
+    print(evaluated.as_json() if arguments.json else evaluated.table(), flush=True)
+    # The run directory keeps the table of the standard suite alone.
+    if evaluated.checkpoint is not None and not (arguments.tasks or arguments.branches):
+        suite.store_rows(evaluated.checkpoint, evaluated.rows)
 
 
 def add_report(verbs: Verbs) -> None:

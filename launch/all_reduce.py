@@ -20,7 +20,7 @@ _ROUNDS = 3
 
 
 def main(words: list[str]) -> int:
-    """Meet, exchange, check the sum; rank 0 writes `{ranks, hosts, bytes, seconds, bus_...}`."""
+    """Time an all-reduce and check its sum; rank 0 writes a JSON object of the best round."""
     parser = argparse.ArgumentParser(description="Measure an all-reduce.")
     parser.add_argument("--bytes", type=int, default=100_000_000, help="size of the tensor")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the result")
@@ -37,12 +37,12 @@ def main(words: list[str]) -> int:
         runtime.barrier()
         began = time.perf_counter()
         runtime.all_reduce_sum(values)
-        total = float(values[-1])  # also waits for the device
+        total = float(values[-1])  # waits for the device, which runs behind
         seconds.append(time.perf_counter() - began)
         assert total == ranks, f"the sum over {ranks} ranks of 1 is {total}"
     if runtime.rank() == 0:
         best = min(seconds)
-        # what each link carries: a ring sends every byte 2 (n - 1) / n times
+        # Bytes over each link: a ring sends every byte 2 (n - 1) / n times.
         bus = args.bytes * 2 * (ranks - 1) / ranks / best
         result = {"ranks": ranks, "bytes": args.bytes, "seconds": best}
         write_json_atomic(args.out, {**result, "bus_bytes_per_second": bus})

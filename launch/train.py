@@ -22,14 +22,14 @@ from cdrmix.verbs.flags import add_config_flags
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves it to the caller to tell what is wrong: one message a run rather than one a rank."""
+    """Raises errors of the command line, for `main` to print once and not on every rank."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. Try --help")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line of one rank.
+    """Parse the command line of one rank.
 
     Raises:
         ConfigError: if a flag is unknown, missing or has a wrong value.
@@ -45,7 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="auto: newest good checkpoint in --run-dir; PATH: a run directory or checkpoint",
     )
     parser.add_argument("--max-steps", type=int, help="short for --set training.max_steps=N")
-    # the launchers add these to every rank's command line; the environment says the same
+    # Launchers add these to every rank's command line; the environment holds the same numbers.
     for flag in ("--local_rank", "--local-rank"):
         parser.add_argument(flag, type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed_mpi", action="store_true", help=argparse.SUPPRESS)
@@ -53,7 +53,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Parse, plan, run, tear down; returns the exit code of this rank."""
+    """Plan and run on this rank; returns its exit code."""
     code = EXIT_FAULT
     start_up = StartUp()
     try:

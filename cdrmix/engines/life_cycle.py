@@ -40,22 +40,39 @@ def run_stage(
     Raises:
         TrainingError: on every rank, whichever met it.
     """
+    config = run.config
     directory = run.directory
+    tokenizer = stage.corpus.manifest.tokenizer.sha256
+    stage_b_steps = stage.num_steps if stage.name == "b" else None
+
+    def describe() -> None:
+        write_description(directory, config, run.plan, stage_b_steps=stage_b_steps)
+        keep_tokenizer(directory, stage.corpus.folder, tokenizer)
+
+    def open_records() -> None:
+        # The account first: it needs the metrics of an earlier start, which the observer cuts back.
+        # Stage B goes on with the account of Stage A.
+        if runtime.rank() == 0 and not run.wall_time.is_open:
+            starts = read_starts(directory.path)
+            run.wall_time.open(
+                directory.path,
+                step=run.step,
+                start_up_seconds=run.start_up.seconds,
+                watched=(starts[-1].step, starts[-1].ended.timestamp()) if starts else None,
+            )
+        write_record(run)
+        run.observer.open(directory.path, step=run.step, num_steps=stage.num_steps)
+
     with run:
         with run.heartbeat.phase("starting"):
             if checkpoint is not None and resumes:
                 resume_from(run, checkpoint)
             # Only now, so that a start that is refused leaves an earlier run as it was.
-            runtime.together(lambda: _describe(run))
+            runtime.together(describe)
             if checkpoint is not None:
                 leave_behind(run, checkpoint, newer=True)
             run.start_up.done("resume")
-            # The account is opened before the metrics of an earlier start are cut back.
-            runtime.together(lambda: _account(run))
-            runtime.together(lambda: write_record(run))
-            runtime.together(
-                lambda: run.observer.open(directory.path, step=run.step, num_steps=stage.num_steps)
-            )
+            runtime.together(open_records)
         with guard or nullcontext():
             with run.requests.deferred():
                 is_stopped = train(run, stage)
@@ -67,24 +84,3 @@ def run_stage(
                             lambda: write_finished(directory, step=run.step, stage=stage.name)
                         )
     return is_stopped
-
-
-def _describe(run: Run) -> None:
-    stage = run.stage
-    steps = stage.num_steps if stage.name == "b" else None
-    write_description(run.directory, run.config, run.plan, stage_b_steps=steps)
-    keep_tokenizer(run.directory, stage.corpus.folder, stage.corpus.manifest.tokenizer.sha256)
-
-
-def _account(run: Run) -> None:
-    """Open the account of the wall time; Stage B goes on with that of Stage A."""
-    if runtime.rank() != 0 or run.wall_time.is_open:
-        return
-    folder = run.directory.path
-    starts = read_starts(folder)
-    run.wall_time.open(
-        folder,
-        step=run.step,
-        start_up_seconds=run.start_up.seconds,
-        watched=(starts[-1].step, starts[-1].ended.timestamp()) if starts else None,
-    )

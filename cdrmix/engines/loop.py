@@ -88,7 +88,7 @@ def train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
 
 def _train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
     while run.step < stage.num_steps:
-        position = stage.position()
+        position = stage.loader.state_dict()
         began = time.perf_counter()
         batch = None
         failure = None
@@ -151,7 +151,7 @@ def _observe(
     """Judge, evaluate, log and save after a step, each where it is due."""
     config = run.config
     last = run.step == stage.num_steps
-    position = stage.position()
+    position = stage.loader.state_dict()
 
     def is_due(every: int | None) -> bool:
         return every is not None and run.step % every == 0

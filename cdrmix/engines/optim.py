@@ -1,4 +1,4 @@
-"""Parameter groups and the learning-rate schedule."""
+"""Parameter groups, AdamW, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
     for parameter in model.parameters():
         if not getattr(parameter, "allreduce", True):
             experts.setdefault(parameter.group_name, []).append(parameter)  # type: ignore[attr-defined]
-        elif len(_logical_shape(parameter)) >= 2:
+        # `shape` of a parameter that ZeRO-3 has partitioned is that of an empty tensor.
+        elif len(getattr(parameter, "ds_shape", parameter.shape)) >= 2:
             decayed.append(parameter)
         else:
             plain.append(parameter)
@@ -40,11 +41,6 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
         group = {"name": name, "params": parameters, "weight_decay": weight_decay, "moe": True}
         groups.append(group)
     return groups
-
-
-def _logical_shape(parameter: nn.Parameter) -> torch.Size:
-    """Shape of the whole parameter; one that ZeRO-3 has partitioned shows none of it."""
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def adamw(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:

@@ -137,7 +137,7 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
     with runtime.together(lambda: CheckpointReader(checkpoint.path)) as reader:
         state = reader.state
         runtime.together(lambda: _check_config(run, state["config"], checkpoint.path))
-        runtime.together(lambda: run.stage.go_to(state["loader"]))
+        runtime.together(lambda: run.stage.loader.load_state_dict(state["loader"]))
         run.stage.load(run, reader)
         saved_random = runtime.together(lambda: reader.rank_state(runtime.rank()))
         if saved_random is not None:
@@ -255,7 +255,7 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
     timeline = state["health"]["timeline"] if "health" in state else None
     run.health.rolled_back(to_step=checkpoint.step, passed_over=passed_over, timeline=timeline)
     run.wall_time.go_back(checkpoint.step)
-    run.stage.go_to(position)
+    run.stage.loader.load_state_dict(position)
     runtime.together(lambda: run.observer.go_back(run.step))
     runtime.together(lambda: write_record(run))
     # The checkpoint of this step does not know which samples are passed over: save it again.

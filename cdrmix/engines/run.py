@@ -107,6 +107,20 @@ class Observer:
             self._metrics.close()
 
 
+class BatchSource(Protocol):
+    """Samples or lessons in the run's global order."""
+
+    def state_dict(self) -> JsonObject:
+        """Position at which the next batch begins, the same on every rank; its `samples_consumed`
+        counts those before it."""
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Go to a saved position. Raises StateError if it is one in other data."""
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+
+
 class StageState(Protocol):
     """State of a stage between two steps, as checkpoints hold it.
 
@@ -120,12 +134,9 @@ class StageState(Protocol):
     num_steps: int
     corpus: Corpus
 
-    def position(self) -> JsonObject:
-        """Position at which the next batch begins, the same on every rank; with the
-        `samples_consumed` before it."""
-
-    def go_to(self, position: JsonObject) -> None:
-        """Go to a saved position. Raises StateError if it is one in other data."""
+    @property
+    def loader(self) -> BatchSource:
+        """Batches of this data rank."""
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
         """This rank's share of a checkpoint; over all ranks each element comes once."""
@@ -135,9 +146,6 @@ class StageState(Protocol):
 
     def saved(self, run: Run) -> JsonObject:
         """The stage's entries of a checkpoint's state.json."""
-
-    def close(self) -> None:
-        """Stop reading ahead."""
 
 
 class Timed(Protocol):
@@ -258,7 +266,7 @@ class Run(Start):
         to hear of the failure first.
         """
         self.wall_time.save()
-        self.stage.close()
+        self.stage.loader.close()
         self.saver.close(waits=kind is None or issubclass(kind, TrainingError))
         self.observer.close()
 

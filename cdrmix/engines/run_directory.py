@@ -142,7 +142,7 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         lock = _locked(path / _LOCK)
     except OSError as error:
-        # EACCES counts as passing while a file server starts; of a new directory it lasts.
+        # EACCES passes where NFS renews a Kerberos ticket, but here it mostly is the user's rights.
         if is_passing(error) and not isinstance(error, PermissionError):
             raise InfrastructureError(
                 f"{path}: the file system fails for now ({error.strerror}). Start again when it "

@@ -55,13 +55,6 @@ class RouterMeasures(NamedTuple):
     load_balance: Tensor
     z: Tensor
 
-    @classmethod
-    def mean(cls, measured: list[RouterMeasures]) -> RouterMeasures | None:
-        """Mean over micro-steps; None where nothing was measured."""
-        if not measured:
-            return None
-        return cls(*(torch.stack(values).mean(0) for values in zip(*measured, strict=True)))
-
 
 class MicroStep(NamedTuple):
     """Result of the forward pass of one micro-batch.
@@ -199,11 +192,14 @@ def train_step(
     ]
     passes = _pass_through_stages if topology.degrees.pipeline > 1 else _pass_one_by_one
     parts = passes(engine, config, topology, micro_batches, nats_scale)
+    # Pipeline stages before the last have no parts.
     nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
+    routers = [part.router for part in parts if part.router]
+    means = [torch.stack(values).mean(0) for values in zip(*routers, strict=True)]
     return StepResult(
         nats=nats.to(engine.device) * float(topology.counts_tokens),
         tokens=tokens,
-        router=RouterMeasures.mean([part.router for part in parts if part.router]),
+        router=RouterMeasures(*means) if routers else None,
         seconds=time.perf_counter() - began,
     )
 
@@ -283,9 +279,8 @@ class Pretraining:
         corpus: to train on.
 
     Attributes:
-        loader: batches of this data rank.
         samples: generated texts, one per evaluation.
-        name, num_steps, corpus: see `StageState`.
+        name, num_steps, corpus, loader: see `StageState`.
     """
 
     name: Literal["a", "b"] = "a"
@@ -442,14 +437,6 @@ class Pretraining:
             runtime.together(lambda: run.observer.write(run.step, line))
         return verdicts
 
-    def position(self) -> JsonObject:
-        """Position of the loader."""
-        return self.loader.state_dict()
-
-    def go_to(self, position: JsonObject) -> None:
-        """Have the loader go on from a saved position."""
-        self.loader.load_state_dict(position)
-
     def fragments(self, run: Run) -> Iterator[Fragment]:
         """This rank's share of masters, moments and buffers."""
         return engine_state.fragments(run.engine, logical_name)
@@ -462,7 +449,3 @@ class Pretraining:
     def saved(self, run: Run) -> JsonObject:
         """The texts generated so far."""
         return {"samples": self.samples}
-
-    def close(self) -> None:
-        """End the thread that reads ahead."""
-        self.loader.close()

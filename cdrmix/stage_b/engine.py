@@ -87,7 +87,7 @@ class StageB:
         origin: checkpoint that the backbone comes from.
 
     Attributes:
-        name, num_steps, corpus: see `StageState`.
+        name, num_steps, corpus, loader: see `StageState`.
     """
 
     name: Literal["a", "b"] = "b"
@@ -107,7 +107,7 @@ class StageB:
         self._course = course
         self._config = config.stage_b
         self._clip = clip
-        self._loader = loader
+        self.loader = loader
         self._first_step = first_step
         self._origin = origin
         self._is_backbone_trained = False
@@ -123,7 +123,7 @@ class StageB:
             # lessons their lengths make it uneven.
             run.heartbeat.forget_step(are_uneven=True)
         self._has_begun = True
-        return self._loader.next(step)
+        return self.loader.next(step)
 
     def weight(self, run: Run, batch: LessonShare) -> float:
         """Lessons of this rank, on one stage of a pipeline, whose ranks have the same ones."""
@@ -251,14 +251,6 @@ class StageB:
             runtime.together(lambda: run.observer.write(run.step, line))
         return (run.health.memory_known(run.step, share),)
 
-    def position(self) -> JsonObject:
-        """Position in the lessons."""
-        return self._loader.state_dict()
-
-    def go_to(self, position: JsonObject) -> None:
-        """Have the lessons go on from a saved position."""
-        self._loader.load_state_dict(position)
-
     def fragments(self, run: Run) -> Iterator[Fragment]:
         """This rank's share of a checkpoint.
 
@@ -299,7 +291,3 @@ class StageB:
                 "is_backbone_trained": self._is_backbone_trained or learns,
             },
         }
-
-    def close(self) -> None:
-        """End the lessons."""
-        self._loader.close()
