@@ -278,12 +278,13 @@ def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
         record = read_json(path / _SAVES)
         step = int(record["step"])
     except FileNotFoundError:
-        # A run of an older version. A second save waits for the first, so past two intervals
-        # there was one.
+        # A run of an older version, or one that has not saved yet. A second save waits for the
+        # first, so past two intervals there was one. A run of Stage B alone does not begin at 0.
         lines = read_metrics(path / METRICS) if (path / METRICS).exists() else []
-        step = int(max((line["step"] for line in lines), default=0))
+        steps = [int(line["step"]) for line in lines] or [0]
+        step = max(steps)
         every = config.checkpoint.every_steps
-        if every is None or step <= 2 * every:
+        if every is None or step - min(steps) < 2 * every:
             return
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StateError(f"{path / _SAVES}: cannot be read ({error}). Try removing it") from error

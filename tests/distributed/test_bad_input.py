@@ -300,7 +300,7 @@ def start_on_a_taken_port(argv: list[str]) -> int:
 def test_a_port_that_another_job_has_taken(
     small_corpus: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_ranks(start_on_a_taken_port, 1, arguments(small_corpus, run_dir)) == [2]
+    assert run_ranks(start_on_a_taken_port, 1, arguments(small_corpus, run_dir)) == [69]
     text = capfd.readouterr().out
     assert "error: 127.0.0.1:" in text
     assert "--master_port" in text
