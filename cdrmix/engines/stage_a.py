@@ -85,13 +85,9 @@ def micro_step(
 
     Args:
         engine: DeepSpeed engine around the backbone.
-        config: loss weights.
-        topology: of this rank.
+        config, topology, labels, nats_scale, weights: see `loss`.
         input_ids: [B, T].
-        labels: [B, T]; -100 is ignored.
-        nats_scale: see `loss`.
         segment_ids: document of each token, [B, T]; None: a sample is one document.
-        weights: of the labels, [B, T], float32; None: 1.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
     embedding = engine.module.embedding
@@ -165,7 +161,7 @@ def train_step(
     engine: Any,
     config: Config,
     topology: Topology,
-    batch: dict[str, Tensor],
+    batch: Batch,
     *,
     step: int,
     tokens: float,
@@ -190,8 +186,15 @@ def train_step(
         dict(zip(here, micro_batch, strict=True))
         for micro_batch in zip(*here.values(), strict=True)
     ]
-    passes = _pass_through_stages if topology.degrees.pipeline > 1 else _pass_one_by_one
-    parts = passes(engine, config, topology, micro_batches, nats_scale)
+    parts: list[MicroStep] = []
+    if topology.degrees.pipeline > 1:
+        parts = _pass_through_stages(engine, config, topology, micro_batches, nats_scale)
+    else:
+        for inputs in micro_batches:
+            part = micro_step(engine, config, topology, **inputs, nats_scale=nats_scale)
+            engine.backward(part.loss)
+            engine.step()  # DeepSpeed clips and updates at the last micro-step alone
+            parts.append(part)
     # Pipeline stages before the last have no parts.
     nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
     routers = [part.router for part in parts if part.router]
@@ -202,19 +205,6 @@ def train_step(
         router=RouterMeasures(*means) if routers else None,
         seconds=time.perf_counter() - began,
     )
-
-
-def _pass_one_by_one(
-    engine: Any, config: Config, topology: Topology, micro_batches: list[Batch], nats_scale: float
-) -> list[MicroStep]:
-    """Run forward and backward of each micro-batch in turn."""
-    parts = []
-    for inputs in micro_batches:
-        part = micro_step(engine, config, topology, **inputs, nats_scale=nats_scale)
-        engine.backward(part.loss)
-        engine.step()  # DeepSpeed acts on the last micro-step alone
-        parts.append(part)
-    return parts
 
 
 def _pass_through_stages(
@@ -362,6 +352,7 @@ class Pretraining:
         """Reduce loss and routing, which only the last pipeline stage knows; one collective."""
         moe = run.config.model.moe
         topology = run.topology
+        # float64: float32 would round a sum of nats over a large batch in its seventh digit.
         own = torch.zeros(1 if moe is None else 1 + len(_ROUTER_METRICS), dtype=torch.float64)
         own[0] = result.nats
         # One rank speaks for its pipeline stage: router statistics are means over data ranks.
@@ -393,20 +384,16 @@ class Pretraining:
     def log(
         self, run: Run, measured: StepMeasures, evaluated: dict[str, float]
     ) -> tuple[Verdict | None, Verdict | None]:
-        """Have rank 0 write and show a step's metrics.
+        """Have rank 0 write and show a step's metrics; returns verdicts on waiting and memory.
 
-        Args:
-            run: the run, its step counted.
-            measured: of the step just completed.
-            evaluated: eval/* metrics of this step, or none.
-        Returns:
-            Verdicts on the wait for data and on memory.
         Raises:
             StateError: on every rank, if the metrics could not be written.
         """
         steps, seconds, waited = run.observer.take_window()
         peak = take_memory_peak_bytes()
         total = runtime.device_memory_gib() * 2**30
+        # The slowest and the fullest rank count: the others wait for the one, and the run ends
+        # with the other.
         own = (peak, peak / total, waited, waited / seconds)
         peak, peak_share, waited, waited_share = map(
             max, zip(*runtime.all_gather_object(own), strict=True)

@@ -163,7 +163,7 @@ class StageB:
             if own is not None:
                 measured.append({"loss": own[0].detach(), **own[1]})
             engine.backward(in_order(engine, None if own is None else scale * own[0]))
-            if slot == slots - 1:
+            if slot == slots - 1:  # the gradients are complete, and DeepSpeed's update comes next
                 self._clip.prepare(engine.optimizer)
             engine.step()
         return measured
