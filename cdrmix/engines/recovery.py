@@ -177,14 +177,14 @@ def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) ->
 
 def _check_config(run: Run, saved: JsonObject, path: Path) -> None:
     """Refuse another model; log every other change, which a user may have made on purpose."""
-    changed = changed_keys(redacted(saved), redacted(run.config.model_dump(mode="json")))
-    model = [f"{key}: {old} -> {new}" for key, old, new in changed if key.startswith("model.")]
+    changes = changed_keys(redacted(saved), redacted(run.config.model_dump(mode="json")))
+    model = [f"{key}: {old} -> {new}" for key, old, new in changes if key.startswith("model.")]
     if model:
         raise StateError(
             f"{path}: was trained with another model. Changed: {'; '.join(model)}. Try the saved "
             "values, or a new run directory"
         )
-    for key, old, new in changed:
+    for key, old, new in changes:
         logger.info("config changed since the checkpoint: %s: %s -> %s", key, old, new)
 
 

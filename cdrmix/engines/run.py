@@ -182,11 +182,11 @@ class Stage(StageState, Protocol[Batch, Result, Measures]):
     def measure(self, run: Run, result: Result) -> Measures:
         """Reduce a result over all ranks; collective."""
 
-    def judge(self, run: Run, measured: Measures) -> Sequence[Verdict | None]:
+    def judge(self, run: Run, measures: Measures) -> Sequence[Verdict | None]:
         """Verdicts on a step's loss."""
 
     def log(
-        self, run: Run, measured: Measures, evaluated: dict[str, float]
+        self, run: Run, measures: Measures, evaluation: dict[str, float]
     ) -> Sequence[Verdict | None]:
         """Write and show a step's metrics, with those of an evaluation if there was one; returns
         verdicts on the machine."""

@@ -55,8 +55,8 @@ def choose_here(config: Config, *, profile: str | None) -> Plan:
 
 def seen_cluster() -> Cluster:
     """Describes the devices of all ranks, each as large as the smallest; the same on every rank."""
-    own = (runtime.local_world_size(), runtime.device_memory_gib(), runtime.host_memory_gib())
-    ranks, device_gib, host_gib = zip(*runtime.all_gather_object(own), strict=True)
+    local = (runtime.local_world_size(), runtime.device_memory_gib(), runtime.host_memory_gib())
+    ranks, device_gib, host_gib = zip(*runtime.all_gather_object(local), strict=True)
     world = len(ranks)
     # Hosts may have different numbers of ranks; a plan takes nodes of equal size.
     on_a_node = math.gcd(*ranks)
