@@ -249,7 +249,7 @@ def _answer_with_memory(arguments: argparse.Namespace) -> None:
 
     name = str(arguments.file or "the prompt")
     text = read_question_text(arguments.file) if arguments.file else arguments.prompt
-    answered = answer_from(
+    answer = answer_from(
         arguments.run_dir,
         text,
         arguments.question,
@@ -258,11 +258,11 @@ def _answer_with_memory(arguments: argparse.Namespace) -> None:
         lasting=Lasting(arguments.index, name, arguments.faiss) if arguments.index else None,
     )
     if arguments.show_memory:
-        print(answered.memory_lines() + "\n")
+        print(answer.memory_lines() + "\n")
     if arguments.question:
-        print(answered.answer)
+        print(answer.answer)
     elif not arguments.show_memory:
-        print(f"{arguments.index}: {answered.index}")
+        print(f"{arguments.index}: {answer.index}")
 
 
 def add_evaluate(verbs: Verbs) -> None:
@@ -338,7 +338,7 @@ def _add_suite_flags(parser: argparse.ArgumentParser) -> None:
 def _evaluate_reasoning(arguments: argparse.Namespace) -> None:
     from cdrmix.stage_b import long_context as suite
 
-    evaluated = suite.evaluate_reasoning(
+    evaluation = suite.evaluate_reasoning(
         arguments.run_dir,
         num_examples=arguments.examples or 32,
         file=arguments.tasks,
@@ -347,10 +347,10 @@ def _evaluate_reasoning(arguments: argparse.Namespace) -> None:
         accept_threshold=arguments.accept_threshold,
     )
     # Printed first: the run directory may be read-only, and the suite takes minutes.
-    print(evaluated.as_json() if arguments.json else evaluated.table(), flush=True)
+    print(evaluation.as_json() if arguments.json else evaluation.table(), flush=True)
     # The run directory keeps the table of the standard suite alone.
-    if evaluated.checkpoint is not None and not (arguments.tasks or arguments.branches):
-        suite.store_rows(evaluated.checkpoint, evaluated.rows)
+    if evaluation.checkpoint is not None and not (arguments.tasks or arguments.branches):
+        suite.store_rows(evaluation.checkpoint, evaluation.rows)
 
 
 def add_report(verbs: Verbs) -> None:

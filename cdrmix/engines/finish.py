@@ -81,7 +81,7 @@ def _baselines(run: Run, stage: Pretraining) -> dict[str, float]:
             for start in range(first, end, _ROWS_AT_ONCE):
                 yield stage.loader.sample_rows(start, min(start + _ROWS_AT_ONCE, end))
 
-    counted = unigram_and_bigram(
+    baselines = unigram_and_bigram(
         trained_rows(),
         (
             validation.rows(rows)
@@ -89,4 +89,4 @@ def _baselines(run: Run, stage: Pretraining) -> dict[str, float]:
         ),
         run.config.model.vocab_size,
     )
-    return {"unigram_loss": counted.unigram_loss, "bigram_loss": counted.bigram_loss}
+    return {"unigram_loss": baselines.unigram_loss, "bigram_loss": baselines.bigram_loss}

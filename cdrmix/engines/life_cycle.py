@@ -49,20 +49,6 @@ def run_stage(
         write_description(directory, config, run.plan, stage_b_steps=stage_b_steps)
         keep_tokenizer(directory, stage.corpus.folder, tokenizer)
 
-    def open_records() -> None:
-        # The account first: it needs the metrics of an earlier start, which the observer cuts back.
-        # Stage B goes on with the account of Stage A.
-        if runtime.rank() == 0 and not run.wall_time.is_open:
-            starts = read_starts(directory.path)
-            run.wall_time.open(
-                directory.path,
-                step=run.step,
-                start_up_seconds=run.start_up.seconds,
-                watched=(starts[-1].step, starts[-1].ended.timestamp()) if starts else None,
-            )
-        write_record(run)
-        run.observer.open(directory.path, step=run.step, num_steps=stage.num_steps)
-
     with run:
         with run.heartbeat.phase("starting"):
             if checkpoint is not None and resumes:
@@ -72,7 +58,7 @@ def run_stage(
             if checkpoint is not None:
                 leave_behind(run, checkpoint, newer=True)
             run.start_up.done("resume")
-            runtime.together(open_records)
+            runtime.together(lambda: _open_records(run))
         with guard or nullcontext():
             with run.requests.deferred():
                 is_stopped = train(run, stage)
@@ -84,3 +70,19 @@ def run_stage(
                             lambda: write_finished(directory, step=run.step, stage=stage.name)
                         )
     return is_stopped
+
+
+def _open_records(run: Run) -> None:
+    # The account first: it needs the metrics of an earlier start, which the observer cuts back.
+    # Stage B goes on with the account of Stage A.
+    folder = run.directory.path
+    if runtime.rank() == 0 and not run.wall_time.is_open:
+        starts = read_starts(folder)
+        run.wall_time.open(
+            folder,
+            step=run.step,
+            start_up_seconds=run.start_up.seconds,
+            watched=(starts[-1].step, starts[-1].ended.timestamp()) if starts else None,
+        )
+    write_record(run)
+    run.observer.open(folder, step=run.step, num_steps=run.stage.num_steps)

@@ -98,25 +98,25 @@ def _train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
             failure = error
         waited_for_data = time.perf_counter() - began
         # On GPUs the optimizer step before ends in here: the first wait for the device.
-        agreed = agree(run, stage, batch)
+        agreement = agree(run, stage, batch)
         waited = time.perf_counter() - began
-        if agreed.loss is not None:
-            verdict = run.health.loss_known(run.step, agreed.loss)
+        if agreement.loss is not None:
+            verdict = run.health.loss_known(run.step, agreement.loss)
             run.unjudged = None
             # Before a save: a checkpoint then holds no step whose loss is known to be bad.
             if react(run, [verdict], position):
                 continue
-        if agreed.stop or agreed.save or agreed.unread:
+        if agreement.stop or agreement.save or agreement.unread:
             save_run(run, position)
-        if agreed.unread:
+        if agreement.unread:
             runtime.together(partial(_raise_if, failure))
-        if agreed.stop:
+        if agreement.stop:
             return True
-        assert batch is not None, "agreed.unread otherwise"
+        assert batch is not None, "agreement.unread otherwise"
         skipped = run.engine.skipped_steps
         may_lower_scale = _may_lower_scale(run.engine)
         stalled = run.saver.stall_seconds
-        result = stage.train_step(run, batch, weight=agreed.tokens)
+        result = stage.train_step(run, batch, weight=agreement.tokens)
         run.step += 1
         run.heartbeat.step_done(run.step)
         if run.start_up.step_done():
@@ -161,15 +161,15 @@ def _observe(
     saves = last or is_due(config.checkpoint.every_steps)
     verdicts = [verdict]
     if logs or saves:
-        measured = stage.measure(run, result)
-        verdicts += stage.judge(run, measured)
+        measures = stage.measure(run, result)
+        verdicts += stage.judge(run, measures)
     else:  # the loss becomes known in the next `agree`, without a collective of its own
         run.unjudged = stage.own_loss(result)
     if react(run, verdicts, position):
         return
-    evaluated = stage.evaluate(run) if evaluates else {}
+    evaluation = stage.evaluate(run) if evaluates else {}
     if logs:
-        react(run, stage.log(run, measured, evaluated), position)
+        react(run, stage.log(run, measures, evaluation), position)
     if saves:
         save_run(run, position)
 

@@ -110,9 +110,9 @@ def _advice(run: Run) -> str:
         gpu_memory_gib=runtime.device_memory_gib(),
     )
     training = run.config.training.model_copy(update={"micro_batch_size": None})
-    freed = run.config.model_copy(update={"parallel": ParallelConfig(), "training": training})
+    free_config = run.config.model_copy(update={"parallel": ParallelConfig(), "training": training})
     with contextlib.suppress(PlanError):
-        for candidate in all_plans(freed, cluster):
+        for candidate in all_plans(free_config, cluster):
             total = candidate.estimates()[0].total
             if memory and not candidate.missing and total < _LESS * memory.total:
                 return (

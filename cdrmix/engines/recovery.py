@@ -53,6 +53,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 **run.stage.saved(run),
             },
             rank_state={"random": random_state.random_state()},
+            # A resumed run cuts metrics back to its step, and could not write lost ones again.
             before=run.observer.sync,
             after=lambda: record_save(run.directory, step),
         )
@@ -143,6 +144,7 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
         if saved_random is not None:
             random_state.restore_random_state(saved_random["random"])
     run.step = checkpoint.step
+    # A checkpoint of another run or of the replica: this step is still to be saved here.
     is_ours = checkpoint.path.parent.resolve() == run.directory.checkpoints.resolve()
     run.saver.saved_step = checkpoint.step if is_ours else None
     return state
@@ -174,15 +176,15 @@ def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) ->
 
 
 def _check_config(run: Run, saved: JsonObject, path: Path) -> None:
-    """Refuse another model; log every other change."""
-    changed = changed_keys(redacted(saved), redacted(run.config.model_dump(mode="json")))
-    model = [f"{key}: {old} -> {new}" for key, old, new in changed if key.startswith("model.")]
+    """Refuse another model; log every other change, which a user may have made on purpose."""
+    changes = changed_keys(redacted(saved), redacted(run.config.model_dump(mode="json")))
+    model = [f"{key}: {old} -> {new}" for key, old, new in changes if key.startswith("model.")]
     if model:
         raise StateError(
             f"{path}: was trained with another model. Changed: {'; '.join(model)}. Try the saved "
             "values, or a new run directory"
         )
-    for key, old, new in changed:
+    for key, old, new in changes:
         logger.info("config changed since the checkpoint: %s: %s -> %s", key, old, new)
 
 

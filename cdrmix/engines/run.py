@@ -74,22 +74,14 @@ class Observer:
         return window
 
     def go_back(self, step: int) -> None:
-        """Cut off the metrics after `step`, from which the run goes on.
-
-        Raises:
-            StateError: if the metrics file cannot be written.
-        """
-        self.take_window()
+        """Cut off the metrics after `step`, from which the run goes on; may raise StateError."""
+        self.take_window()  # of steps that do not count
         if self._metrics is not None and self._progress is not None:
             self._metrics.truncate_after(step)
             self._progress.update(step)
 
     def write(self, step: int, line: dict[str, float]) -> None:
-        """Write and show one record.
-
-        Raises:
-            StateError: if the metrics file cannot be written.
-        """
+        """Write and show one record; may raise StateError."""
         if self._metrics is not None and self._progress is not None:
             self._metrics.write({k: value for k, value in line.items() if k not in SHOWN_ONLY})
             self._progress.update(step, line)
@@ -190,11 +182,11 @@ class Stage(StageState, Protocol[Batch, Result, Measures]):
     def measure(self, run: Run, result: Result) -> Measures:
         """Reduce a result over all ranks; collective."""
 
-    def judge(self, run: Run, measured: Measures) -> Sequence[Verdict | None]:
+    def judge(self, run: Run, measures: Measures) -> Sequence[Verdict | None]:
         """Verdicts on a step's loss."""
 
     def log(
-        self, run: Run, measured: Measures, evaluated: dict[str, float]
+        self, run: Run, measures: Measures, evaluation: dict[str, float]
     ) -> Sequence[Verdict | None]:
         """Write and show a step's metrics, with those of an evaluation if there was one; returns
         verdicts on the machine."""
@@ -274,15 +266,9 @@ class Run(Start):
 def make_run(
     start: Start, topology: Topology, engine: Any, stage: StageState, *, first_step: int = 0
 ) -> Run:
-    """Returns the run of a start at the first step of a stage.
+    """Returns the run of a start, its stage at `first_step`.
 
-    Args:
-        start: of the run.
-        topology: this rank's place in the layout.
-        engine: DeepSpeed engine around the model.
-        stage: to be trained.
-        first_step: steps before the stage; the checkpoint of that step is never dropped, because
-            the stage is built on it.
+    The checkpoint of that step, on which Stage B is built, is never dropped.
     """
     config = start.config
     directory = start.directory
@@ -290,7 +276,7 @@ def make_run(
         (directory.checkpoints, *directory.copies),
         keep=config.checkpoint.keep,
         background=start.plan.saves_in_background,
-        pinned=first_step or None,
+        pinned=first_step or None,  # Stage A is built on none
     )
     return Run(
         **vars(start), topology=topology, engine=engine, stage=stage, saver=saver, step=first_step

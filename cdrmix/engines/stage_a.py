@@ -85,13 +85,9 @@ def micro_step(
 
     Args:
         engine: DeepSpeed engine around the backbone.
-        config: loss weights.
-        topology: of this rank.
+        config, topology, labels, nats_scale, weights: see `loss`.
         input_ids: [B, T].
-        labels: [B, T]; -100 is ignored.
-        nats_scale: see `loss`.
         segment_ids: document of each token, [B, T]; None: a sample is one document.
-        weights: of the labels, [B, T], float32; None: 1.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
     embedding = engine.module.embedding
@@ -130,8 +126,8 @@ def loss(
     per_token = mean_over_ranks(statistics, topology) / labels.numel()
     losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
     loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
-    measured = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())
-    return MicroStep(_all_or_nothing(loss), nats.detach(), measured)
+    router = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())
+    return MicroStep(_all_or_nothing(loss), nats.detach(), router)
 
 
 def _all_or_nothing(loss: Tensor) -> Tensor:
@@ -165,7 +161,7 @@ def train_step(
     engine: Any,
     config: Config,
     topology: Topology,
-    batch: dict[str, Tensor],
+    batch: Batch,
     *,
     step: int,
     tokens: float,
@@ -190,8 +186,15 @@ def train_step(
         dict(zip(here, micro_batch, strict=True))
         for micro_batch in zip(*here.values(), strict=True)
     ]
-    passes = _pass_through_stages if topology.degrees.pipeline > 1 else _pass_one_by_one
-    parts = passes(engine, config, topology, micro_batches, nats_scale)
+    parts: list[MicroStep] = []
+    if topology.degrees.pipeline > 1:
+        parts = _pass_through_stages(engine, config, topology, micro_batches, nats_scale)
+    else:
+        for inputs in micro_batches:
+            part = micro_step(engine, config, topology, **inputs, nats_scale=nats_scale)
+            engine.backward(part.loss)
+            engine.step()  # DeepSpeed clips and updates at the last micro-step alone
+            parts.append(part)
     # Pipeline stages before the last have no parts.
     nats = torch.stack([part.nats for part in parts]).sum() if parts else torch.zeros(())
     routers = [part.router for part in parts if part.router]
@@ -202,19 +205,6 @@ def train_step(
         router=RouterMeasures(*means) if routers else None,
         seconds=time.perf_counter() - began,
     )
-
-
-def _pass_one_by_one(
-    engine: Any, config: Config, topology: Topology, micro_batches: list[Batch], nats_scale: float
-) -> list[MicroStep]:
-    """Run forward and backward of each micro-batch in turn."""
-    parts = []
-    for inputs in micro_batches:
-        part = micro_step(engine, config, topology, **inputs, nats_scale=nats_scale)
-        engine.backward(part.loss)
-        engine.step()  # DeepSpeed acts on the last micro-step alone
-        parts.append(part)
-    return parts
 
 
 def _pass_through_stages(
@@ -362,8 +352,9 @@ class Pretraining:
         """Reduce loss and routing, which only the last pipeline stage knows; one collective."""
         moe = run.config.model.moe
         topology = run.topology
-        own = torch.zeros(1 if moe is None else 1 + len(_ROUTER_METRICS), dtype=torch.float64)
-        own[0] = result.nats
+        # float64: float32 would round a sum of nats over a large batch in its seventh digit.
+        sums = torch.zeros(1 if moe is None else 1 + len(_ROUTER_METRICS), dtype=torch.float64)
+        sums[0] = result.nats
         # One rank speaks for its pipeline stage: router statistics are means over data ranks.
         if moe and result.router and topology.counts_tokens and topology.data_rank == 0:
             monitors = router_monitors(
@@ -375,41 +366,37 @@ class Pretraining:
                 float(result.router.load_balance),
                 float(result.router.z),
             )
-            own[1:] = torch.tensor(routing, dtype=own.dtype)
-        nats, *measured = runtime.all_reduce_sum(own.to(runtime.device())).tolist()
-        names = _ROUTER_METRICS[: len(measured)]
-        return StepMeasures(nats / result.tokens, dict(zip(names, measured, strict=True)))
+            sums[1:] = torch.tensor(routing, dtype=sums.dtype)
+        nats, *routing_means = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
+        names = _ROUTER_METRICS[: len(routing_means)]
+        return StepMeasures(nats / result.tokens, dict(zip(names, routing_means, strict=True)))
 
-    def judge(self, run: Run, measured: StepMeasures) -> list[Verdict | None]:
+    def judge(self, run: Run, measures: StepMeasures) -> list[Verdict | None]:
         """Verdicts on the loss and routing of the last step."""
-        verdicts = [run.health.loss_known(run.step, measured.loss)]
-        if measured.routing:
-            overflow, entropy_bits = (measured.routing[name] for name in _ROUTER_METRICS[:2])
+        verdicts = [run.health.loss_known(run.step, measures.loss)]
+        if measures.routing:
+            overflow, entropy_bits = (measures.routing[name] for name in _ROUTER_METRICS[:2])
             verdicts.append(
                 run.health.routing_known(run.step, entropy_bits=entropy_bits, overflow=overflow)
             )
         return verdicts
 
     def log(
-        self, run: Run, measured: StepMeasures, evaluated: dict[str, float]
+        self, run: Run, measures: StepMeasures, evaluation: dict[str, float]
     ) -> tuple[Verdict | None, Verdict | None]:
-        """Have rank 0 write and show a step's metrics.
+        """Have rank 0 write and show a step's metrics; returns verdicts on waiting and memory.
 
-        Args:
-            run: the run, its step counted.
-            measured: of the step just completed.
-            evaluated: eval/* metrics of this step, or none.
-        Returns:
-            Verdicts on the wait for data and on memory.
         Raises:
             StateError: on every rank, if the metrics could not be written.
         """
         steps, seconds, waited = run.observer.take_window()
         peak = take_memory_peak_bytes()
         total = runtime.device_memory_gib() * 2**30
-        own = (peak, peak / total, waited, waited / seconds)
+        # The slowest and the fullest rank count: the others wait for the one, and the run ends
+        # with the other.
+        usage = (peak, peak / total, waited, waited / seconds)
         peak, peak_share, waited, waited_share = map(
-            max, zip(*runtime.all_gather_object(own), strict=True)
+            max, zip(*runtime.all_gather_object(usage), strict=True)
         )
         verdicts = (
             run.health.wait_known(run.step, seconds=waited, share=waited_share),
@@ -418,7 +405,7 @@ class Pretraining:
         training = run.config.training
         line = record(
             step=run.step,
-            loss=measured.loss,
+            loss=measures.loss,
             learning_rate=learning_rate(run.step - 1, training),
             grad_norm=float(run.engine.get_global_grad_norm() or 0.0),
             loss_scale=(
@@ -428,9 +415,9 @@ class Pretraining:
             tokens_per_second=steps * training.tokens_per_step / seconds,
             step_seconds=seconds / steps,
             memory_peak_bytes=peak,
-            **measured.routing,
+            **measures.routing,
             **run.health.metrics(),
-            **evaluated,
+            **evaluation,
         )
         # A phase, for its limit: rank 0 may wait for a file server, and the others for rank 0.
         with run.heartbeat.phase("logging"):

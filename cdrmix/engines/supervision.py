@@ -148,6 +148,7 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
         code = end.code if isinstance(end.code, int) else EXIT_FAULT
         raise
     finally:
+        # Before this process ends, which would count as a lost rank.
         heartbeat.leave(code)
         if isinstance(sys.exception(), LostAlone) and runtime.world_size() > 1:
             # The connections stay until the head has ended the other ranks: each would log an

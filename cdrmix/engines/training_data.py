@@ -62,6 +62,7 @@ def open_corpus(config: Config) -> Corpus:
         check_vocab(manifest, model.vocab_size)
         if runtime.rank() == 0:
             _warn_of_recipe(config.data.recipe, manifest.source.get("recipe"), str(path))
+        # Every rank verifies a part: digests of a large data set take one rank too long.
         verify_shards(
             path,
             manifest,

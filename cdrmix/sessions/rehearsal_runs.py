@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -64,30 +63,24 @@ def run_ranks(
     ]
     for rank in ranks:
         rank.start()
+    deadline = time.monotonic() + timeout
     try:
-        is_over = _wait(ranks, timeout)
+        while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
+            if any(rank.exitcode for rank in ranks):
+                time.sleep(0.5)  # the others may have errors to write
+                break
+            time.sleep(0.05)
+        # After a failure the others may wait for the rank that failed: they are not late.
+        is_late = not any(r.exitcode for r in ranks) and any(r.is_alive() for r in ranks)
     finally:
         for rank in ranks:
             rank.kill()
             rank.join()
     codes = [rank.exitcode for rank in ranks]
-    if not is_over or any(codes):
+    if any(codes):  # of a rank that was killed above too
         lines = log.read_text(errors="replace").splitlines()[-_OUTPUT_SHOWN_LINES:]
-        fault = f"exit codes {codes}" if is_over else f"still busy after {timeout:.0f} s"
+        fault = f"still busy after {timeout:.0f} s" if is_late else f"exit codes {codes}"
         raise RanksFailed("\n  ".join([f"{world_size} ranks: {fault}. They wrote last:", *lines]))
-
-
-def _wait(ranks: list[ForkServerProcess], timeout: float) -> bool:
-    """Wait until all ranks end, or one fails; False if they are still busy after `timeout`."""
-    deadline = time.monotonic() + timeout
-    while any(rank.is_alive() for rank in ranks):
-        if any(rank.exitcode for rank in ranks):
-            time.sleep(0.5)  # the others may have errors to write
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def _be_rank(

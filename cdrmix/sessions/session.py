@@ -55,9 +55,10 @@ def choose_here(config: Config, *, profile: str | None) -> Plan:
 
 def seen_cluster() -> Cluster:
     """Describes the devices of all ranks, each as large as the smallest; the same on every rank."""
-    own = (runtime.local_world_size(), runtime.device_memory_gib(), runtime.host_memory_gib())
-    ranks, device_gib, host_gib = zip(*runtime.all_gather_object(own), strict=True)
+    local = (runtime.local_world_size(), runtime.device_memory_gib(), runtime.host_memory_gib())
+    ranks, device_gib, host_gib = zip(*runtime.all_gather_object(local), strict=True)
     world = len(ranks)
+    # Hosts may have different numbers of ranks; a plan takes nodes of equal size.
     on_a_node = math.gcd(*ranks)
     if world % on_a_node:
         on_a_node = 1
@@ -108,6 +109,7 @@ def _train(
     runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
     # torch imports its compiler with the setting of determinism, or else with the optimizer
     start_up.done("imports")
+    # Hosts read the file from their own disks, and may have versions of it.
     check_same("configurations", "hash", config_hash(config))
     checkpoint = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:
@@ -172,7 +174,7 @@ def _run_stages(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
         if is_stopped or not goes_on:
             return is_stopped
         runtime.release_memory()
-        checkpoint = None
+        checkpoint = None  # Stage B takes the newest one, of the Stage A that has just ended
     # A run of Stage A alone imports no module of Stage B.
     from cdrmix.stage_b.stage_b_session import train_stage_b
 

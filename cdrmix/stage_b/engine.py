@@ -43,14 +43,14 @@ class LessonResult(NamedTuple):
 
     Attributes:
         place: of the step.
-        measured: metrics of each lesson that counts here; lessons differ in which they have.
+        metrics: of each lesson that counts here; lessons differ in which they have.
         rates: learning rate of every part.
         epochs: optimizer steps taken.
         seconds: wall time, without the wait for lessons and for other ranks before it.
     """
 
     place: ParameterPlace
-    measured: list[LessonMetrics]
+    metrics: list[LessonMetrics]
     rates: dict[Part, float]
     epochs: int
     seconds: float
@@ -141,12 +141,13 @@ class StageB:
         scale = slots * run.topology.degrees.data / weight
         epochs = 1
         if place.phase == "policy":
-            measured, epochs = self._learn_policy(run, batch.lessons, slots, scale, weight)
+            metrics, epochs = self._learn_policy(run, batch.lessons, slots, scale, weight)
         else:
             losses = (self._course.loss(place.phase, lesson) for lesson in batch.lessons)
-            measured = self._learn(run.engine, losses, slots, scale)
-        own = measured if run.topology.counts_tokens else []
-        return LessonResult(place, own, rates, epochs, time.perf_counter() - began)
+            metrics = self._learn(run.engine, losses, slots, scale)
+        # Ranks of a pipeline have the same lessons: one stage counts them.
+        counting = metrics if run.topology.counts_tokens else []
+        return LessonResult(place, counting, rates, epochs, time.perf_counter() - began)
 
     def _learn(
         self, engine: Any, losses: Iterable[tuple[Tensor, LessonMetrics]], slots: int, scale: float
@@ -156,17 +157,17 @@ class StageB:
         Every rank takes as many micro-steps: those beyond its lessons have no gradient, and no
         rank waits in a collective that another leaves out.
         """
-        measured = []
+        metrics = []
         coming = iter(losses)
         for slot in range(slots):
-            own = next(coming, None)
-            if own is not None:
-                measured.append({"loss": own[0].detach(), **own[1]})
-            engine.backward(in_order(engine, None if own is None else scale * own[0]))
-            if slot == slots - 1:
+            lesson = next(coming, None)
+            if lesson is not None:
+                metrics.append({"loss": lesson[0].detach(), **lesson[1]})
+            engine.backward(in_order(engine, None if lesson is None else scale * lesson[0]))
+            if slot == slots - 1:  # the gradients are complete, and DeepSpeed's update comes next
                 self._clip.prepare(engine.optimizer)
             engine.step()
-        return measured
+        return metrics
 
     def _learn_policy(
         self, run: Run, collected: list[Any], slots: int, scale: float, weight: float
@@ -178,22 +179,22 @@ class StageB:
         """
         policy = self._config.policy
         farthest = policy.kl_margin * policy.kl_target
-        measured: list[LessonMetrics] = []
+        metrics: list[LessonMetrics] = []
         for epoch in range(policy.epochs):
             losses = [self._course.rollout_loss(each) for each in collected]
-            measured = [
-                {**each.metrics, "loss": loss.detach(), **metrics}
-                for each, (loss, metrics) in zip(collected, losses, strict=True)
+            metrics = [
+                {**each.metrics, "loss": loss.detach(), **of_loss}
+                for each, (loss, of_loss) in zip(collected, losses, strict=True)
             ]
-            counted = measured if run.topology.counts_tokens else []
+            counting = metrics if run.topology.counts_tokens else []
             if epoch:
                 # Summed over all ranks, so that they stop at the same epoch.
-                kl = torch.tensor(sum(float(each["kl"]) for each in counted), dtype=torch.float64)
+                kl = torch.tensor(sum(float(each["kl"]) for each in counting), dtype=torch.float64)
                 mean_kl = float(runtime.all_reduce_sum(kl.to(runtime.device()))) / weight
                 if mean_kl > farthest:
-                    return measured, epoch
+                    return metrics, epoch
             self._learn(run.engine, losses, slots, scale)
-        return measured, policy.epochs
+        return metrics, policy.epochs
 
     def evaluate(self, run: Run) -> dict[str, float]:
         """Returns nothing: the reasoning suite takes too long to run between steps."""
@@ -205,9 +206,9 @@ class StageB:
 
     def measure(self, run: Run, result: LessonResult) -> LessonMeasures:
         """Reduce a result over the ranks: each metric's mean over the lessons that have it."""
-        own_names = set().union(*result.measured)
+        own_names = set().union(*result.metrics)
         names = sorted(set().union(*runtime.all_gather_object(own_names)))
-        values = [[float(each[name]) for each in result.measured if name in each] for name in names]
+        values = [[float(each[name]) for each in result.metrics if name in each] for name in names]
         sums = torch.tensor([[sum(each), len(each)] for each in values], dtype=torch.float64)
         totals = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
         return LessonMeasures(
@@ -218,33 +219,33 @@ class StageB:
             epochs=result.epochs,
         )
 
-    def judge(self, run: Run, measured: LessonMeasures) -> list[Verdict | None]:
+    def judge(self, run: Run, measures: LessonMeasures) -> list[Verdict | None]:
         """A verdict on a loss that is not finite."""
-        loss = measured.means["loss"]
+        loss = measures.means["loss"]
         return [] if math.isfinite(loss) else [run.health.loss_known(run.step, loss)]
 
     def log(
-        self, run: Run, measured: LessonMeasures, evaluated: dict[str, float]
+        self, run: Run, measures: LessonMeasures, evaluation: dict[str, float]
     ) -> tuple[Verdict | None, ...]:
         """Have rank 0 write and show a step's metrics; returns the verdict on memory.
 
         Raises:
             StateError: on every rank, if the metrics could not be written.
         """
-        group = "policy" if measured.phase == "policy" else "stage_b"
-        means = {f"{group}/{name}": value for name, value in measured.means.items()}
+        group = "policy" if measures.phase == "policy" else "stage_b"
+        means = {f"{group}/{name}": value for name, value in measures.means.items()}
         steps, seconds, _ = run.observer.take_window()
         peak = take_memory_peak_bytes()
-        own = (peak, peak / (runtime.device_memory_gib() * 2**30))
-        peak, share = map(max, zip(*runtime.all_gather_object(own), strict=True))
+        usage = (peak, peak / (runtime.device_memory_gib() * 2**30))
+        peak, share = map(max, zip(*runtime.all_gather_object(usage), strict=True))
         line = record(
             step=run.step,
-            learning_rate=measured.rate,
-            grad_norm=measured.grad_norm,
+            learning_rate=measures.rate,
+            grad_norm=measures.grad_norm,
             step_seconds=seconds / steps,
             memory_peak_bytes=peak,
             **means,
-            **({"policy/epochs": measured.epochs} if group == "policy" else {}),
+            **({"policy/epochs": measures.epochs} if group == "policy" else {}),
             **run.health.metrics(),
         )
         with run.heartbeat.phase("logging"):

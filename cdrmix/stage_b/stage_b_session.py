@@ -158,8 +158,8 @@ def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
         place = first + topology.data_rank
         with run.heartbeat.phase("reasoning"):
             scored = runtime.together(partial(score, cells[place : place + 1]))
-            counted = scored if topology.counts_tokens else []  # all pipeline stages score alike
-            rows += [row for each in runtime.all_gather_object(counted) for row in each]
+            counting = scored if topology.counts_tokens else []  # all pipeline stages score alike
+            rows += [row for each in runtime.all_gather_object(counting) for row in each]
     return sorted(rows, key=lambda row: (tasks.index(row.task), row.length_ratio))
 
 
