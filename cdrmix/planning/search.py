@@ -173,7 +173,7 @@ def _layouts(combination: Combination, total_params: int) -> Iterator[Layout]:
     """A combination with every micro batch, kept and recomputed."""
     config = combination.config
     degrees = combination.degrees
-    zero = combination.deepspeed.get("zero_optimization", {})
+    section = combination.deepspeed.get("zero_optimization", {})
     for micro, steps in _batches(config, degrees):
         for recompute in _checkpointing(config):
             span, _ = zero.sequence_checkpoint_tokens(
@@ -191,7 +191,7 @@ def _layouts(combination: Combination, total_params: int) -> Iterator[Layout]:
                 span,
                 offloads_optimizer=combination.offloads("offload_optimizer"),
                 offloads_parameters=combination.offloads("offload_param"),
-                bucket_elements=int(zero.get("reduce_bucket_size", Layout.bucket_elements)),
+                bucket_elements=int(section.get("reduce_bucket_size", Layout.bucket_elements)),
             )
 
 
