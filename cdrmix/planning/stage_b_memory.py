@@ -34,8 +34,8 @@ SEGMENTS_PER_WINDOW = 4
 TRAINED_SEGMENTS = 6
 # Tasks of a lesson for each row of plain text.
 TASKS_PER_ROW = 8
-# Further windows for each task, of evidence, question and answer, for a backbone that is trained: to
-# learn to answer from a window takes many times the examples that retrieval takes.
+# Further windows for each task, of evidence, question and answer, where the backbone is trained:
+# learning to answer from a window takes many times the examples that retrieval takes.
 DRILLS_PER_TASK = 4
 # Largest number of windows of a row of plain text.
 _WINDOWS_OF_TEXT = 4
@@ -72,9 +72,8 @@ def lesson_tokens(training: StageBTraining, *, window_tokens: int, sequence_leng
     window = min(window_tokens, TRAINED_SEGMENTS * (segment + 1) + _QUESTION_TOKENS)
     tokens = texts * (TRAINED_SEGMENTS * segment + 2 * window)
     plain = rows_of_text(texts) * row_tokens(window_tokens, sequence_length)
-    if (
-        training.backbone_lr_scale > 0
-    ):  # plain text twice to preserve its language, and drills without memory
+    if training.backbone_lr_scale > 0:
+        # plain text twice more, so that it keeps its language, and drills without memory
         return tokens + 2 * plain + texts * DRILLS_PER_TASK * window
     return tokens + plain
 
