@@ -26,8 +26,8 @@ class MixturePhase(Section):
     samples: int | None = Field(None, ge=1, description="Length (samples); instead of tokens.")
     change: Literal["step", "linear", "cosine"] = Field(
         "step",
-        description="step: the weights apply from the first sample. linear, cosine: they change from "
-        "those of the phase before, and are reached at the end of the phase.",
+        description="step: the weights apply from the first sample. linear, cosine: they change "
+        "from those of the phase before, and are reached at the end of the phase.",
     )
 
     @model_validator(mode="after")
@@ -61,7 +61,7 @@ class TokenWeights(Section):
     prompt: float = Field(0.0, ge=0, description="Question of a chain of thought.")
     thought: float = Field(1.0, ge=0, description="Chain of thought without question and answer.")
     answer: float = Field(
-        1.0, ge=0, description="Answer of a chain of thought, with the end of the document."
+        1.0, ge=0, description="Answer of a chain of thought, and end of the document."
     )
 
 
@@ -85,8 +85,8 @@ class DataConfig(Section):
     )
     order: Literal["shuffled", "windowed", "sequential"] = Field(
         "shuffled",
-        description="shuffled: a keyed permutation of each epoch's samples. windowed: a permutation "
-        "of windows, and of the samples in each, so that few shards are read at a time.",
+        description="shuffled: a keyed permutation of each epoch's samples. windowed: a "
+        "permutation of windows, and of the samples in each, so that few shards are read at a time.",
     )
     window_samples: int = Field(
         65_536, ge=1, description="Samples shuffled together with order = windowed."
@@ -137,7 +137,7 @@ class LossSpikeConfig(Section):
     window_steps: int = Field(
         128,
         ge=8,
-        description="Steps that a loss is compared with; at least half of them must exist.",
+        description="Steps that a loss is compared with, at least half of them present.",
     )
     deviations: float = Field(
         10.0,
@@ -163,7 +163,7 @@ class RoutingConfig(Section):
         0.05,
         ge=0,
         le=1,
-        description="Largest share of assignments beyond the experts' capacity (ratio).",
+        description="Largest share of assignments beyond the capacity (ratio).",
     )
 
 
@@ -241,12 +241,12 @@ class TrainingConfig(Section):
     seed: int = Field(1234, ge=0, description="Seed of initialisation and data order.")
     deterministic: bool = Field(
         True,
-        description="Use deterministic kernels if they exist: on CPUs equal runs are then equal bit "
-        "by bit; on GPUs torch warns of each kernel without a deterministic form.",
+        description="Use deterministic kernels if they exist: on CPUs equal runs are then equal "
+        "bit by bit; on GPUs torch warns of each kernel without a deterministic form.",
     )
     activation_checkpointing: bool = Field(
         False,
-        description="Recompute each block in the backward pass instead of storing its activations.",
+        description="Recompute each block in the backward pass to save memory.",
     )
     sequence_checkpoint_tokens: int | None = Field(
         None,
@@ -311,7 +311,7 @@ class CheckpointConfig(Section):
     keep: int = Field(
         3,
         ge=1,
-        description="Newest checkpoints that stay (count), in Stage B besides the last one of Stage A.",
+        description="Number of newest checkpoints that stay, in Stage B besides Stage A's last one.",
     )
     background: bool | None = Field(
         None,
@@ -321,8 +321,8 @@ class CheckpointConfig(Section):
     )
     replica: str | None = Field(
         None,
-        description="Second folder, visible to all ranks, for copies of the checkpoints of each run, "
-        "such as a second file system. --resume auto takes the newest good checkpoint of both.",
+        description="Second folder, visible to all ranks, for copies of each run's checkpoints, "
+        "such as a local disk besides shared storage. --resume auto takes the newest good checkpoint of both.",
     )
 
 
