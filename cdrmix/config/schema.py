@@ -86,7 +86,7 @@ class DataConfig(Section):
     order: Literal["shuffled", "windowed", "sequential"] = Field(
         "shuffled",
         description="shuffled: a keyed permutation of each epoch's samples. windowed: a "
-        "permutation of windows, and of the samples in each, so that few shards are read at a time.",
+        "permutation of windows, and of the samples in each, so that few shards are open at once.",
     )
     window_samples: int = Field(
         65_536, ge=1, description="Samples shuffled together with order = windowed."
@@ -311,7 +311,7 @@ class CheckpointConfig(Section):
     keep: int = Field(
         3,
         ge=1,
-        description="Number of newest checkpoints that stay, in Stage B besides Stage A's last one.",
+        description="Newest checkpoints that stay (count), in Stage B besides Stage A's last one.",
     )
     background: bool | None = Field(
         None,
@@ -322,7 +322,8 @@ class CheckpointConfig(Section):
     replica: str | None = Field(
         None,
         description="Second folder, visible to all ranks, for copies of each run's checkpoints, "
-        "such as a local disk besides shared storage. --resume auto takes the newest good checkpoint of both.",
+        "such as a local disk besides shared storage. --resume auto takes the newest good one of "
+        "both.",
     )
 
 

@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,7 +94,7 @@ def size_for_active(family: Family, target_active: float) -> Size:
     target = math.log(target_active)
     nearest = configs[min(range(len(configs)), key=lambda i: abs(active[i] - target))]
     models = [config.model for config in configs]
-    ratios = [_expert_width(model) / model.hidden_size for model in models]
+    ratios = [model.moe.expert_hidden_size / model.hidden_size for model in models if model.moe]
     model = _nearest_model(
         nearest.model,
         target_active,
@@ -110,11 +110,6 @@ def _size(config: Config) -> Size:
     stage_b = stage_b_params(config.model, config.stage_b) if config.stage_b else None
     counts = count(config.model, config.training.sequence_length)
     return Size(config.name, config.model, counts, stage_b)
-
-
-def _expert_width(model: ModelConfig) -> int:
-    assert model.moe is not None, "every shipped variant has experts"
-    return model.moe.expert_hidden_size
 
 
 def _interpolated(x: float, xs: list[float], ys: list[float] | list[int]) -> float:
@@ -143,9 +138,22 @@ def _nearest_model(
     # parallelism to split: 16 heads go by 2, 96 by 8.
     eighths = max(1.0, width / HEAD_DIM / 8)
     multiple = HEAD_DIM * 2 ** math.floor(math.log2(eighths))
+    assert template.moe is not None, "every shipped variant has experts"
+    step = EXPERT_WIDTH_MULTIPLE
     best: tuple[float, ModelConfig] | None = None
     for hidden in _around(width, multiple):
-        for layers, inner in _fitting_depths(template, target_active, hidden, depth):
+        # Groups of four blocks are alike, so the count of any depth follows from two counts.
+        shallow, deeper = (
+            count(_resized(template, hidden, blocks * LAYER_MULTIPLE, step), 1).active_params
+            for blocks in (1, 2)
+        )
+        for layers in _around(depth, LAYER_MULTIPLE):
+            narrowest = shallow + (deeper - shallow) * (layers // LAYER_MULTIPLE - 1)
+            per_step = layers * template.moe.top_k * 2 * hidden * step
+            more_steps = max(0, round((target_active - narrowest) / per_step))
+            if abs((narrowest + more_steps * per_step) / target_active - 1) > TOLERANCE:
+                continue
+            inner = step * (1 + more_steps)
             pairs = ((hidden, width), (layers, depth), (inner / hidden, ratio))
             distance = sum(math.log(value / goal) ** 2 for value, goal in pairs)
             if best is None or distance < best[0]:
@@ -164,25 +172,6 @@ def _around(wanted: float, multiple: int) -> range:
     low = max(1, math.floor(wanted * (1 - SEARCHED) / multiple))
     high = max(1, math.ceil(wanted * (1 + SEARCHED) / multiple))
     return range(low * multiple, (high + 1) * multiple, multiple)
-
-
-def _fitting_depths(
-    template: ModelConfig, target_active: float, hidden: int, depth: float
-) -> Iterator[tuple[int, int]]:
-    """Depths near `depth` that meet the target, each with the expert width nearest to it."""
-    assert template.moe is not None, "every shipped variant has experts"
-    step = EXPERT_WIDTH_MULTIPLE
-    # Groups of four blocks are alike, so the count of any depth follows from two counts.
-    shallow, deeper = (
-        count(_resized(template, hidden, blocks * LAYER_MULTIPLE, step), 1).active_params
-        for blocks in (1, 2)
-    )
-    for layers in _around(depth, LAYER_MULTIPLE):
-        narrowest = shallow + (deeper - shallow) * (layers // LAYER_MULTIPLE - 1)
-        per_step = layers * template.moe.top_k * 2 * hidden * step
-        more_steps = max(0, round((target_active - narrowest) / per_step))
-        if abs((narrowest + more_steps * per_step) / target_active - 1) <= TOLERANCE:
-            yield layers, step * (1 + more_steps)
 
 
 def _resized(template: ModelConfig, hidden: int, layers: int, inner: int) -> ModelConfig:

@@ -108,14 +108,15 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     yield Parameter("embedding.weight", (model.vocab_size, width), "embedding")
     yield Parameter("embedding_norm.weight", (width,), "norms")
     kinds = model.layer_kinds()
+    kv_width = model.num_kv_heads * model.head_dim
     # The first RWKV layer creates v_first, so it has no low-rank path that mixes v_first in.
     first_rwkv = kinds.index("rwkv") if "rwkv" in kinds else None
     for layer, kind in enumerate(kinds):
-        mixer = (
-            _attention(model)
-            if kind == "transformer"
-            else _time_mix(model, creates_v_first=layer == first_rwkv)
-        )
+        if kind == "transformer":
+            sizes = {"query": width, "key": kv_width, "value": kv_width, "output": width}
+            mixer: list[_Row] = [(f"{k}.weight", (n, width), "attention") for k, n in sizes.items()]
+        else:
+            mixer = _time_mix(model, creates_v_first=layer == first_rwkv)
         shift: list[_Row] = [("ffn_shift.mu", (width,), "feed_forward")] if kind == "rwkv" else []
         rows: list[_Row] = [
             ("mixer_norm.weight", (width,), "norms"),
@@ -150,13 +151,6 @@ def _time_mix(model: ModelConfig, *, creates_v_first: bool) -> list[_Row]:
         rows.append((f"{name}.weight", (width, width), "time_mix"))
     rows += [(f"group_norm.{name}", (width,), "norms") for name in ("weight", "bias")]
     return rows
-
-
-def _attention(model: ModelConfig) -> list[_Row]:
-    width = model.hidden_size
-    kv_width = model.num_kv_heads * model.head_dim
-    rows = {"query": width, "key": kv_width, "value": kv_width, "output": width}
-    return [(f"{name}.weight", (size, width), "attention") for name, size in rows.items()]
 
 
 def _feed_forward(model: ModelConfig) -> list[_Row]:

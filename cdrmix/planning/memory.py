@@ -26,7 +26,7 @@ from cdrmix.config.schema import Config
 from cdrmix.planning import zero
 from cdrmix.planning.activations import Numerics, SavedActivations, WKVForm, routed_row
 from cdrmix.planning.cluster import GIB, Memory
-from cdrmix.planning.counts import Parameter, parameters
+from cdrmix.planning.counts import parameters
 from cdrmix.planning.layout import (
     GROUPS,
     Degrees,
@@ -106,7 +106,15 @@ class MemoryModel:
         # by block, or by name outside the blocks
         self._parts: dict[int | str, _Groups] = {}
         for parameter in parameters(model):
-            group, elements = _group(parameter)
+            # as `engines/optim.py` groups them
+            group: Group = "matrices" if len(parameter.shape) > 1 else "vectors"
+            if parameter.part == "experts":
+                group = "experts"
+            replicated = any(part in parameter.name for part in _REPLICATED)
+            if replicated and "group_norm" not in parameter.name:
+                elements = _Elements(whole=parameter.num_elements)
+            else:
+                elements = _Elements(split=parameter.num_elements)
             self._parameters.append((group, elements))
             key = parameter.name if parameter.layer is None else parameter.layer
             part = self._parts.setdefault(key, {})
@@ -155,18 +163,17 @@ class MemoryModel:
             has_copy = self.config.checkpoint.background is not False
         if not has_copy:
             return memory
-        copied = self._checkpoint_share(layout, stage)
+        # float32 masters and both moments
+        degrees = layout.degrees
+        if layout.zero_stage == 3:
+            shares = [-(-elements.on(1) // degrees.data) for _, elements in self._parameters]
+        else:
+            held = self.held(degrees, stage)
+            shares = [-(-n // degrees.optimizer_ranks(group)) for group, n in held.items()]
+        copied = 12 * sum(shares)
         if self.numerics.device == "cuda":
             return replace(memory, checkpoint=copied)
         return replace(memory, buffers=buffers | {"checkpoint_copy": copied})
-
-    def _checkpoint_share(self, layout: Layout, stage: int) -> int:
-        """Bytes of a rank's share of a checkpoint: float32 masters and both moments."""
-        degrees = layout.degrees
-        if layout.zero_stage == 3:
-            return 12 * sum(-(-elements.on(1) // degrees.data) for _, elements in self._parameters)
-        held = self.held(degrees, stage)
-        return 12 * sum(-(-n // degrees.optimizer_ranks(group)) for group, n in held.items())
 
     def held(self, degrees: Degrees, stage: int) -> dict[Group, int]:
         """Elements of each group on a rank of a stage; the tied embedding is on both ends."""
@@ -391,14 +398,3 @@ class MemoryModel:
         size = self.numerics.element_bytes
         matrix = self.model.vocab_size // degrees.tensor * self.model.hidden_size
         return matrix * (4 if size == 4 else 4 + size)
-
-
-def _group(parameter: Parameter) -> tuple[Group, _Elements]:
-    """Optimizer group of a parameter, as `engines/optim.py` makes them, and its elements."""
-    group: Group = "matrices" if len(parameter.shape) > 1 else "vectors"
-    if parameter.part == "experts":
-        group = "experts"
-    replicated = any(part in parameter.name for part in _REPLICATED)
-    if replicated and "group_norm" not in parameter.name:
-        return group, _Elements(whole=parameter.num_elements)
-    return group, _Elements(split=parameter.num_elements)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import StageBConfig, StageBTraining
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import Cluster, processes
@@ -122,11 +120,33 @@ def small_degrees(planned: Degrees) -> list[Degrees]:
 
 
 def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
+    model = config.model
+    shares_keys = model.num_kv_heads < model.num_heads
+    heads = 8 if shares_keys else 4
+    fraction = model.transformer_fraction
+    layers_of_both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
+    experts = None
+    if model.moe is not None:
+        number = model.moe.num_experts
+        experts = model.moe.model_dump() | {
+            "num_experts": number + number % degrees.expert,  # ranks have equally many
+            "expert_hidden_size": EXPERT_WIDTH,
+            "drop_tokens": False,  # the dropped tokens would depend on the layout
+        }
     accumulation = min(2, layout.gradient_accumulation_steps)
     micro = min(2, layout.micro_batch_size)
     values = config.model_dump(mode="json", exclude_unset=True)
     values["name"] = f"{config.name}-rehearsal"
-    values["model"] = _small_model(config.model, degrees)
+    values["model"] = {
+        "hidden_size": heads * HEAD_DIM,
+        "num_heads": heads,
+        "num_kv_heads": 4,
+        "num_layers": max(4, layers_of_both_kinds),
+        "vocab_size": VOCAB_SIZE,
+        "schedule": model.schedule,
+        "transformer_fraction": fraction,
+        "moe": experts,
+    }
     values["parallel"] = {axis: getattr(degrees, axis) for axis in AXES}
     values["training"] |= {
         "stage": "a",
@@ -155,31 +175,6 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
     if config.data.token_weights is not None:
         values["data"]["token_weights"] = {"text": 1.0}  # the only kind in the rehearsal's corpus
     return Config.model_validate(values)
-
-
-def _small_model(model: ModelConfig, degrees: Degrees) -> dict[str, Any]:
-    shares_keys = model.num_kv_heads < model.num_heads
-    heads = 8 if shares_keys else 4
-    fraction = model.transformer_fraction
-    layers_of_both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
-    experts = None
-    if model.moe is not None:
-        number = model.moe.num_experts
-        experts = model.moe.model_dump() | {
-            "num_experts": number + number % degrees.expert,  # ranks have equally many
-            "expert_hidden_size": EXPERT_WIDTH,
-            "drop_tokens": False,  # the dropped tokens would depend on the layout
-        }
-    return {
-        "hidden_size": heads * HEAD_DIM,
-        "num_heads": heads,
-        "num_kv_heads": 4,
-        "num_layers": max(4, layers_of_both_kinds),
-        "vocab_size": VOCAB_SIZE,
-        "schedule": model.schedule,
-        "transformer_fraction": fraction,
-        "moe": experts,
-    }
 
 
 def aspects(config: Config, plan: Plan, small: list[Rehearsal]) -> list[Aspect]:

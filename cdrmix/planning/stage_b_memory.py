@@ -221,7 +221,19 @@ class _Model:
         entering = boundary_values(self._config.model, stages, Degrees())[stage] * self._window
         of_window = int(outside + activations.of_blocks(_layout(pipeline), stage)) + entering * size
         saved = of_window * self._tokens // self._window
-        buffers = self._buffers(pipeline, stage, moving=saved + plastic_state)
+
+        layout = _layout(pipeline)
+        buffers = {
+            "workspace": self._memory.on_stage(layout, stage).buffers["workspace"],
+            "logits": self._whole.buffers["logits"],  # on every stage
+        }
+        if self._is_frozen:
+            buffers["workspace"] -= self._memory.block_gradients(layout, stage)
+            buffers["logits"] -= self._memory.head_gradient(layout.degrees)
+        if self._cluster.device == "cuda":
+            moving = saved + plastic_state + sum(buffers.values())
+            buffers["fragmentation"] = int(FRAGMENTED_SHARE * moving)
+            buffers["context"] = CONTEXT_BYTES
         return Memory(
             weights=size * (backbone + sizes.total_params),
             gradients=size * trained + summed if is_zero1 else 4 * -(-trained // data),
@@ -229,22 +241,6 @@ class _Model:
             activations=saved,
             buffers={"plastic_state": plastic_state, **buffers},
         )
-
-    def _buffers(self, pipeline: int, stage: int, *, moving: int) -> dict[str, int]:
-        """Bytes allocated and freed besides `moving` ones; logits are on every stage."""
-        model = self._memory
-        layout = _layout(pipeline)
-        buffers = {
-            "workspace": model.on_stage(layout, stage).buffers["workspace"],
-            "logits": self._whole.buffers["logits"],
-        }
-        if self._is_frozen:
-            buffers["workspace"] -= model.block_gradients(layout, stage)
-            buffers["logits"] -= model.head_gradient(layout.degrees)
-        if model.numerics.device == "cuda":
-            buffers["fragmentation"] = int(FRAGMENTED_SHARE * (moving + sum(buffers.values())))
-            buffers["context"] = CONTEXT_BYTES
-        return buffers
 
 
 def _layout(pipeline: int) -> Layout:
