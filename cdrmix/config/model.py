@@ -1,8 +1,4 @@
-"""Base class of all sections of the configuration tree.
-
-The `model` section. It owns the two things derived from its fields that several packages need:
-the layer schedule and the low-rank sizes of RWKV-7.
-"""
+"""Section base class, and the `model` section with its layer schedule and low-rank sizes."""
 
 from __future__ import annotations
 
@@ -13,16 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values cannot be changed after loading, and
-    nothing is converted but a whole number to a float (`true` is not 1, '8' is not 8)."""
+    """Base of all sections: frozen, without unknown keys, without conversions but of a whole number
+    to a float (`true` is not 1, '8' is not 8)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 LayerKind = Literal["rwkv", "transformer"]
 HEAD_DIMS = (32, 64, 128)
-# Fields of ModelConfig that follow from others when left out: required of the built config, not of
-# the person who writes one.
+# Fields of ModelConfig that are derived from others when left out. Pydantic requires them, the
+# JSON schema does not.
 DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
 
 
@@ -35,8 +31,8 @@ class MoEConfig(Section):
     capacity_factor: float = Field(
         1.25,
         ge=1.0,
-        description="Slots per expert over tokens * top_k / num_experts (ratio); also what "
-        "overflow is measured against when nothing is dropped.",
+        description="Slots per expert over tokens * top_k / num_experts (ratio); also the "
+        "reference of the overflow when nothing is dropped.",
     )
     drop_tokens: bool = Field(
         False,
@@ -86,15 +82,6 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _active_expert_width(moe: Any) -> int | None:
-    if isinstance(moe, MoEConfig):
-        return moe.top_k * moe.expert_hidden_size
-    experts = moe if isinstance(moe, dict) else {}
-    width = experts.get("expert_hidden_size")
-    top_k = experts.get("top_k", 2)
-    return width * top_k if _is_count(width) and _is_count(top_k) else None
-
-
 def _derived_not_required(schema: dict[str, Any]) -> None:
     schema["required"] = [key for key in schema["required"] if key not in DERIVED_MODEL_FIELDS]
 
@@ -118,7 +105,7 @@ class ModelConfig(Section):
     )
     schedule: Literal["top-of-x", "interleave-x"] = Field(
         "interleave-x",
-        description="Where the Transformer blocks stand: top-of-x, the last ones; interleave-x, "
+        description="Positions of the Transformer blocks: top-of-x, the last ones; interleave-x, "
         "every (1 / transformer_fraction)-th.",
     )
     transformer_fraction: float = Field(
@@ -147,10 +134,17 @@ class ModelConfig(Section):
         if filled.get("num_kv_heads") is None and _is_count(heads):
             filled["num_kv_heads"] = heads
         if filled.get("head_dim") is None and _is_count(hidden) and _is_count(heads):
-            # Kept as a fraction where it is one, for `_head_dim_is_known` to refuse by name.
+            # A fraction stays one, for the message of `_head_dim_is_known`.
             filled["head_dim"] = hidden // heads if hidden % heads == 0 else hidden / heads
         if filled.get("ffn_hidden_size") is None and _is_count(hidden):
-            filled["ffn_hidden_size"] = _active_expert_width(moe) or 4 * hidden
+            experts = moe.model_dump() if isinstance(moe, MoEConfig) else moe
+            width = 4 * hidden
+            if isinstance(experts, dict):
+                top_k = experts.get("top_k", 2)
+                inner = experts.get("expert_hidden_size")
+                if _is_count(inner) and _is_count(top_k):
+                    width = inner * top_k
+            filled["ffn_hidden_size"] = width
         return filled
 
     @field_validator("head_dim", mode="before")
@@ -182,7 +176,7 @@ class ModelConfig(Section):
         return self
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Kind of each block from the input upwards, by `schedule` and `transformer_fraction`.
+        """Returns the kind of each block from the input, by `schedule` and `transformer_fraction`.
 
         Raises:
             ValueError: if an interleaved fraction is not one over a whole number.
@@ -191,7 +185,7 @@ class ModelConfig(Section):
         if self.transformer_fraction == 0:
             return tuple(kinds)
         if self.schedule == "top-of-x":
-            # The margin is for fractions that binary floats miss: 0.29 * 100 is below 29.
+            # The margin absorbs rounding: 0.29 * 100 is below 29 in binary floats.
             top = math.floor(self.num_layers * self.transformer_fraction + 1e-9)
             kinds[self.num_layers - top :] = ["transformer"] * top
             return tuple(kinds)
@@ -207,11 +201,11 @@ class ModelConfig(Section):
 
     @property
     def init_std(self) -> float:
-        """Standard deviation of normal initial values."""
+        """Standard deviation of the normal initialisation."""
         return 0.02 * self.init_std_scale
 
     def low_rank_sizes(self) -> LowRankSizes:
-        """Ranks by RWKV-LM's rule: a multiple of 32 near a factor of sqrt(hidden_size)."""
+        """Computes the ranks by RWKV-LM's rule: multiples of 32 near c * sqrt(hidden_size)."""
 
         def near(factor: float) -> int:
             return max(32, round(factor * math.sqrt(self.hidden_size) / 32) * 32)

@@ -1,7 +1,7 @@
-"""Checks plain values against a schema and words everything that is wrong in our own terms.
+"""Checks plain values against a schema and words every problem for the user.
 
-pydantic finds what is wrong with known keys, this file finds the unknown ones; both are told as
-path, what was given, what is allowed and what it means.
+pydantic checks the known keys, this file finds the unknown ones; each message has the path, the
+given value, the allowed ones and the meaning of the field.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _BOUNDS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem of a configuration.
 
     Attributes:
         path: keys that lead to it; none for the whole file.
-        text: what is wrong, without its place.
-        meant: of an unknown key, the known one that it resembles.
+        text: message without its place.
+        meant: for an unknown key, the known key that it resembles.
     """
 
     path: Keys
@@ -54,48 +54,43 @@ class Problem:
 
 
 def validate(values: Any, root: type[AnySection]) -> tuple[AnySection | None, list[Problem]]:
-    """A `root` section made of plain values, or None with every problem in them.
+    """Builds a `root` section from plain values; None with all problems if they are invalid.
 
-    Whole floats become ints where ints are wanted (300e9 is a whole number), and lists become
+    Whole floats become ints where the field takes ints (300e9 is a whole number), and lists become
     tuples; nothing else is converted.
     """
     if not isinstance(values, dict):
-        given = "the file is empty" if values is None else f"given {shown(values)}"
-        return None, [Problem((), f"{given}; allowed is {_kind_of(root)}")]
+        problem = "the file is empty" if values is None else f"given {shown(values)}"
+        return None, [Problem((), f"{problem}; allowed is {_kind_of(root)}")]
     problems: list[Problem] = []
     known = _known(values, root, root, (), problems)
     try:
         config = root.model_validate(known)
     except ValidationError as error:
-        return None, problems + _from_pydantic(error.errors(), known, root, tuple(problems))
+        return None, problems + _pydantic_problems(error.errors(), known, root, problems)
     return (None, problems) if problems else (config, [])
 
 
-def _from_pydantic(
+def _pydantic_problems(
     details: list[ErrorDetails],
     known: dict[str, Any],
     root: type[Section],
-    unknown: tuple[Problem, ...],
+    unknown: list[Problem],
 ) -> list[Problem]:
     failed = {_path(detail) for detail in details}
     problems = []
     for detail in details:
         path = _path(detail)
         if any(len(other) > len(path) and other[: len(path)] == path for other in failed):
-            continue  # a list counts as too short for want of the entry that is wrong
-        derived = _is_derived(path, known)
+            continue  # pydantic also reports a list as too short when one of its entries is wrong
+        # The error of a derived field belongs to the fields that it was derived from.
+        is_derived = path[:1] == ("model",) and path[-1] in DERIVED_MODEL_FIELDS
+        is_derived = is_derived and known["model"].get(path[-1]) is None
         sources_failed = failed & {("model", "hidden_size"), ("model", "num_heads")}
         misspelt = any(p.path[:-1] == path[:-1] and p.meant == path[-1] for p in unknown)
-        if not (derived and sources_failed) and not (misspelt and detail["type"] == "missing"):
-            problems.append(Problem(path[:-1] if derived else path, _worded(detail, root)))
+        if not (is_derived and sources_failed) and not (misspelt and detail["type"] == "missing"):
+            problems.append(Problem(path[:-1] if is_derived else path, _message(detail, root)))
     return problems
-
-
-def _is_derived(path: Keys, known: dict[str, Any]) -> bool:
-    """True for a field that the user left to be derived: its sources are what is wrong."""
-    if path[:1] != ("model",) or path[-1] not in DERIVED_MODEL_FIELDS:
-        return False
-    return known["model"].get(path[-1]) is None
 
 
 def _known(
@@ -105,14 +100,22 @@ def _known(
     path: Keys,
     problems: list[Problem],
 ) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    for key, value in values.items():
-        field = section.model_fields.get(key)
-        if field is None:
-            problems.append(_unknown(str(key), section, root, path))
-        else:
-            kept[key] = _plain(value, field.annotation, root, (*path, key), problems)
-    return kept
+    """Returns the values of known keys, and appends a problem for each unknown key."""
+    known: dict[str, Any] = {}
+    for name, value in values.items():
+        field = section.model_fields.get(name)
+        if field is not None:
+            known[name] = _plain(value, field.annotation, root, (*path, name), problems)
+            continue
+        key = str(name)
+        names = sorted(section.model_fields)
+        near = difflib.get_close_matches(key, names, n=1)
+        elsewhere = [".".join(place) for place in _field_paths(root) if place[-1] == key]
+        advice = f" It belongs at '{elsewhere[0]}'." if elsewhere else ""
+        advice = f" Did you mean '{near[0]}'?" if near else advice
+        text = f"unknown key.{advice} Known: {', '.join(names)}"
+        problems.append(Problem((*path, key), text, meant=near[0] if near else None))
+    return known
 
 
 def _plain(
@@ -133,16 +136,6 @@ def _plain(
     return value
 
 
-def _unknown(key: str, section: type[Section], root: type[Section], path: Keys) -> Problem:
-    known = sorted(section.model_fields)
-    near = difflib.get_close_matches(key, known, n=1)
-    elsewhere = [".".join(place) for place in _field_paths(root) if place[-1] == key]
-    advice = f" It belongs at '{elsewhere[0]}'." if elsewhere else ""
-    advice = f" Did you mean '{near[0]}'?" if near else advice
-    text = f"unknown key.{advice} Known: {', '.join(known)}"
-    return Problem((*path, key), text, meant=near[0] if near else None)
-
-
 def _field_paths(section: type[Section], path: Keys = ()) -> Iterator[Keys]:
     for key, field in section.model_fields.items():
         yield (*path, key)
@@ -155,7 +148,7 @@ def _path(detail: ErrorDetails) -> Keys:
     return tuple(str(key) for key in detail["loc"])
 
 
-def _worded(detail: ErrorDetails, root: type[Section]) -> str:
+def _message(detail: ErrorDetails, root: type[Section]) -> str:
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     field = field_at(_path(detail), root)
@@ -163,26 +156,23 @@ def _worded(detail: ErrorDetails, root: type[Section]) -> str:
     meaning = f". {field.description}" if field.description else ""
     if detail["type"] == "missing":
         return f"missing; give {allowed(field)}{meaning}"
+    value = f"given {shown(detail['input'])}"
     if detail["type"] == "too_short":
         lengths = detail["ctx"]
-        given = f"given {shown(detail['input'])} of {lengths['actual_length']}"
-        return f"{given}, allowed are {lengths['min_length']} or more{meaning}"
+        least = f"allowed are {lengths['min_length']} or more"
+        return f"{value} of {lengths['actual_length']}, {least}{meaning}"
     item = _item_of(field.annotation) if str(detail["loc"][-1]).isdigit() else None
     kinds = allowed(field) if item is None else _kind_of(item)
-    given = f"given {shown(detail['input'])}, allowed is {kinds}"
-    return f"{given}{_near(detail, field)}{meaning}"
-
-
-def _near(detail: ErrorDetails, field: FieldInfo) -> str:
     words = [kind for kind in alternatives(field.annotation) if isinstance(kind, str)]
     near = difflib.get_close_matches(str(detail["input"]), words, n=1)
-    return f" (did you mean '{near[0]}'?)" if near else ""
+    advice = f" (did you mean '{near[0]}'?)" if near else ""
+    return f"{value}, allowed is {kinds}{advice}{meaning}"
 
 
 def field_at(path: Keys, root: type[Section] = Config) -> FieldInfo | None:
-    """Field of `root` that a path of keys leads to; None where there is no such field.
+    """Finds the field of `root` at a path of keys; None if there is none.
 
-    The number of an entry leads to the list that it is in.
+    The index of an entry stands for the list that it is in.
     """
     section: type[Section] | None = root
     field = None
@@ -198,9 +188,9 @@ def field_at(path: Keys, root: type[Section] = Config) -> FieldInfo | None:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Types and literals that an annotation allows: `int | None` -> (int, NoneType).
+    """Splits an annotation into types and literals: `int | None` -> (int, NoneType).
 
-    A literal among alternatives gives its words: `Literal["a"] | None` -> ("a", NoneType).
+    A literal becomes its words: `Literal["a"] | None` -> ("a", NoneType).
     """
     if get_origin(annotation) in _CONTAINERS:
         return (annotation,)
@@ -213,7 +203,7 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section class in an annotation such as `MoEConfig | None`; None if it holds a value."""
+    """Finds the section class in an annotation such as `MoEConfig | None`; None if it has none."""
     for kind in alternatives(annotation):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
@@ -221,7 +211,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def _item_of(annotation: Any) -> Any:
-    """Type that a `tuple[X, ...]` holds; None for other annotations."""
+    """Entry type X of a `tuple[X, ...]`; None for other annotations."""
     for kind in (annotation, *get_args(annotation)):
         if get_origin(kind) is tuple:
             return get_args(kind)[0]
@@ -229,12 +219,12 @@ def _item_of(annotation: Any) -> Any:
 
 
 def is_nullable(field: FieldInfo) -> bool:
-    """True if null is a value of this field."""
+    """True if the field allows null."""
     return NoneType in alternatives(field.annotation)
 
 
 def allowed(field: FieldInfo) -> str:
-    """Describes what a field takes: kind, bounds, null."""
+    """Describes the allowed values of a field: kind, bounds, null."""
     kinds = [kind for kind in alternatives(field.annotation) if kind is not NoneType]
     if get_origin(field.annotation) in _CONTAINERS:
         text = _kind_of(field.annotation)
@@ -261,7 +251,7 @@ def _kind_of(kind: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A given value as it would be written in YAML, long ones by their kind."""
+    """Formats a value as in YAML, sections and lists by their kind."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -20,8 +20,8 @@ ReasoningTask = Literal[
     "logic",
 ]
 
-# A quarter of it is a segment, which holds a sentence of any task; beside the question and its
-# answer there is room for one (tokens).
+# A segment is a quarter of a window and must hold a sentence of any task; besides the question and
+# its answer, a window must hold one segment (tokens).
 SMALLEST_WINDOW = 64
 
 
@@ -38,8 +38,8 @@ class AdapterConfig(Section):
     decorrelation_weight: float = Field(
         1e-2,
         ge=0,
-        description="Weight, within the correlation objective, of what keeps an adapter's features "
-        "apart (ratio).",
+        description="Weight of the decorrelation of an adapter's features in the correlation "
+        "objective (ratio).",
     )
 
 
@@ -48,16 +48,15 @@ class PolicyConfig(Section):
 
     max_branches: int = Field(
         ge=1,
-        description="Actions of a decision that --branches tries side by side (count).",
+        description="Actions of a decision that --branches tries in parallel (count).",
     )
     step_budget: int = Field(ge=1, description="Memory operations per prompt (count).")
     accept_threshold: float = Field(
-        0.0, description="Advantage from which --branches accepts one (return)."
+        0.0, description="Smallest advantage of an action that --branches accepts (return)."
     )
     horizon: int = Field(
         ge=1,
-        description="Transitions that are learned from, the last of each episode up to its answer "
-        "(count).",
+        description="Last transitions of an episode, up to its answer, to train on (count).",
     )
     gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
     gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
@@ -65,8 +64,7 @@ class PolicyConfig(Section):
     kl_margin: float = Field(
         1.5,
         gt=0,
-        description="A round of epochs ends where the policy has moved so many times kl_target "
-        "(ratio).",
+        description="KL divergence that ends a round of epochs, over kl_target (ratio).",
     )
     epochs: int = Field(
         4, ge=1, description="Most optimizer steps on one batch of rollouts (count)."
@@ -83,7 +81,7 @@ class PolicyConfig(Section):
 
 
 class EvictionConfig(Section):
-    """Utility of an entry of episodic memory; where the capacity is reached, the least leaves."""
+    """Utility of an entry of episodic memory; a full memory evicts the least useful entry."""
 
     score_weight: float = Field(
         0.5, ge=0, description="Weight of the value at which the agent wrote the entry (ratio)."
@@ -92,10 +90,10 @@ class EvictionConfig(Section):
         0.3, ge=0, description="Weight of the time since the entry was used last (ratio)."
     )
     reads_weight: float = Field(
-        0.2, ge=0, description="Weight of how often the entry was read (ratio)."
+        0.2, ge=0, description="Weight of the number of reads of the entry (ratio)."
     )
     half_life_actions: int = Field(
-        1024, ge=1, description="Actions after which recency is worth half (count)."
+        1024, ge=1, description="Actions after which the recency term halves (count)."
     )
 
 
@@ -130,8 +128,8 @@ class StageBTraining(Section):
     """Texts, batches, lengths and rates of Stage B.
 
     Four phases in this order: memory (retrieval encoder and summariser), adapters, joint (both, and
-    the backbone where it is trained), policy (GRPO, on what the others have become). A lesson is a
-    batch of texts that is made and learned from as a whole; lessons are what ranks share out.
+    the backbone if it is trained), policy (GRPO, after the others). A lesson is a batch of
+    texts that a data rank generates and trains on as a whole.
     """
 
     window_tokens: int | None = Field(
@@ -143,13 +141,13 @@ class StageBTraining(Section):
         (1, 2, 4, 8),
         min_length=1,
         strict=False,
-        description="Lengths of the texts, in turn (windows).",
+        description="Lengths of the texts, used in turn (windows).",
     )
     tasks: tuple[ReasoningTask, ...] = Field(
         get_args(ReasoningTask),
         min_length=1,
         strict=False,
-        description="Tasks that the texts are, in turn.",
+        description="Tasks of the texts, used in turn.",
     )
     memory_steps: int = Field(1_000, ge=0, description="Length of the memory phase (steps).")
     adapter_steps: int = Field(1_000, ge=0, description="Length of the adapters' phase (steps).")
@@ -158,7 +156,9 @@ class StageBTraining(Section):
     )
     joint_steps: int = Field(500, ge=0, description="Length of the joint phase (steps).")
     lessons_per_step: int = Field(
-        32, ge=1, description="Lessons of a step, all ranks; the ranks divide it (count)."
+        32,
+        ge=1,
+        description="Lessons of a step, all ranks, best a multiple of them (count).",
     )
     texts_per_lesson: int = Field(4, ge=1, description="Texts of a lesson (count).")
     group_size: int = Field(16, ge=2, description="Rollouts of each text in the policy's phase.")
@@ -175,7 +175,7 @@ class StageBTraining(Section):
         0.0,
         ge=0,
         description="Rate of the backbone in the joint phase over training.learning_rate (ratio); "
-        "0: the backbone stays as Stage A left it, bit by bit. Usual is 0.1.",
+        "0: the backbone does not change, bit by bit. Usual is 0.1.",
     )
     min_learning_rate_ratio: float = Field(
         0.1, ge=0, le=1, description="Rate at the end of a phase over its peak (ratio)."
@@ -222,13 +222,12 @@ class StageBConfig(Section):
     """Reasoning enablement. A config with this section is a reasoning variant."""
 
     run: str | None = Field(
-        None, description="Run directory of a finished Stage A to start from; null: this run's."
+        None, description="Run directory of a finished Stage A to start from; null: this one."
     )
     pipeline: int | None = Field(
         None,
         ge=1,
-        description="Stages that share out the blocks of a frozen backbone (ranks); null: as few "
-        "as it takes to fit.",
+        description="Pipeline stages of a frozen backbone (ranks); null: the fewest that fit.",
     )
     adapters: AdapterConfig
     policy: PolicyConfig

@@ -1,4 +1,4 @@
-"""A configuration as it may be shown: without values of variables and credentials in URLs."""
+"""Removes secrets from a configuration: values of variables, and credentials in URLs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 from typing import Any
 
 REDACTED = "<redacted>"
-# Up to the last @ before the path: a password may hold one.
+# Up to the last @ before the path, because a password may contain one.
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 
 
 def redacted_text(text: str) -> str:
-    """Text whose URLs have lost their user and password."""
+    """Removes user and password from the URLs of a text."""
     return _CREDENTIALS.sub(f"{REDACTED}@", text)
 
 
 def redacted(values: dict[str, Any]) -> dict[str, Any]:
-    """Dumped configuration, with names alone in `launch.environment` and no credentials.
+    """Removes credentials and the values of `launch.environment` from a dumped configuration.
 
-    The environment of a run is where tokens are given; which of its values are secret only the
-    user knows, so all of them go.
+    Tokens are passed in the environment of a run; only the user knows which values are secret, so
+    all are removed.
     """
-    shown: dict[str, Any] = _without_credentials(values)
-    launch = shown.get("launch")
+    public: dict[str, Any] = _without_credentials(values)
+    launch = public.get("launch")
     if isinstance(launch, dict) and isinstance(launch.get("environment"), dict):
         launch["environment"] = dict.fromkeys(launch["environment"], REDACTED)
-    return shown
+    return public
 
 
 def _without_credentials(value: Any) -> Any:

@@ -1,10 +1,6 @@
-"""The `data` section: shards, order, mixture, weights of tokens.
+"""Configuration tree: frozen pydantic models with a unit and a meaning for every field.
 
-The `health` section: what is watched, and what is done about it.
-
-The configuration tree: frozen pydantic models with a unit and a meaning for every field.
-
-A class checks its own fields; pairs across sections are checked in `cdrmix.planning.rules`.
+A class checks its own fields; `cdrmix.planning.rules` checks pairs across sections.
 """
 
 from __future__ import annotations
@@ -19,19 +15,19 @@ from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 
 
 class MixturePhase(Section):
-    """One phase of a mixture. Without a length it lasts to the end of training."""
+    """Phase of a mixture. Without a length it lasts to the end of training."""
 
     weights: dict[str, float] | None = Field(
         None,
-        description="Weight of each domain, relative; a domain that is left out is not read. Left "
-        "out altogether: the number of samples in each domain.",
+        description="Relative weight of each domain; domains without one are not read. null: the "
+        "number of samples in each domain.",
     )
     tokens: int | None = Field(None, ge=1, description="Length (tokens), rounded up to samples.")
     samples: int | None = Field(None, ge=1, description="Length (samples); instead of tokens.")
     change: Literal["step", "linear", "cosine"] = Field(
         "step",
-        description="step: the weights hold from the first sample. linear, cosine: they are "
-        "reached at the end of the phase, starting from those of the phase before.",
+        description="step: the weights apply from the first sample. linear, cosine: they change "
+        "from those of the phase before, and are reached at the end of the phase.",
     )
 
     @model_validator(mode="after")
@@ -54,45 +50,46 @@ class MixtureConfig(Section):
         (MixturePhase(),),
         min_length=1,
         strict=False,  # a list is what JSON has: a checkpoint's copy of the configuration
-        description="In order; the last goes on after its end.",
+        description="Phases in order; the last one has no end.",
     )
 
 
 class TokenWeights(Section):
-    """Weights of tokens in the training loss, a weighted mean, by what they are part of (ratio)."""
+    """Weights of tokens in the training loss, a weighted mean, by kind of text (ratio)."""
 
     text: float = Field(1.0, ge=0, description="Documents that are no chain of thought.")
-    prompt: float = Field(0.0, ge=0, description="What a chain of thought is asked.")
-    thought: float = Field(1.0, ge=0, description="The way to its answer.")
-    answer: float = Field(1.0, ge=0, description="Its answer, with the end of the document.")
+    prompt: float = Field(0.0, ge=0, description="Question of a chain of thought.")
+    thought: float = Field(1.0, ge=0, description="Chain of thought without question and answer.")
+    answer: float = Field(
+        1.0, ge=0, description="Answer of a chain of thought, and end of the document."
+    )
 
 
 class DataConfig(Section):
-    """Source of the token shards, and the order in which samples are taken."""
+    """Source of the token shards, and order of the samples."""
 
     path: str = Field(
-        description="Folder of token shards, the URL of one (file, http, https, or what fsspec "
-        "knows), or 'sample': built on first use from the text that ships with Python."
+        description="Folder of token shards, URL of one (file, http, https, or any that fsspec "
+        "supports), or 'sample', which is built on first use from the text of Python itself."
     )
     recipe: str | None = Field(
         None,
-        description="Name of the data recipe that is made for this model, a file of "
-        "model_configs/data without its suffix; a folder built by another one is trained on with a "
-        "warning. null: any.",
+        description="Name of the data recipe for this model, a file of model_configs/data without "
+        "its suffix; data of another recipe cause a warning. null: any recipe.",
     )
     cache_folder: str = Field(
-        "data/cache", description="Where shards of a URL are copied to; a disk of each machine."
+        "data/cache", description="Folder for copies of remote shards, on a disk of each machine."
     )
     cache_bytes: int = Field(
-        2**37, ge=1, description="Most that these copies take up, per data set (bytes)."
+        2**37, ge=1, description="Largest size of these copies, per data set (bytes)."
     )
     order: Literal["shuffled", "windowed", "sequential"] = Field(
         "shuffled",
-        description="shuffled: a keyed permutation of each epoch's samples. windowed: windows of "
-        "them are permuted, and the samples in each, so that few shards are read at a time.",
+        description="shuffled: a keyed permutation of each epoch's samples. windowed: a "
+        "permutation of windows, and of the samples in each, so that few shards are open at once.",
     )
     window_samples: int = Field(
-        65_536, ge=1, description="Samples that are shuffled together where order = windowed."
+        65_536, ge=1, description="Samples shuffled together with order = windowed."
     )
     verify: Literal["digest", "size"] = Field(
         "digest",
@@ -102,30 +99,29 @@ class DataConfig(Section):
     prefetch_batches: int = Field(
         2,
         ge=0,
-        description="Batches that a thread reads ahead; 0: each is read when it is needed.",
+        description="Batches that a thread reads ahead; 0: none.",
     )
     mixture: MixtureConfig | None = Field(
         None,
-        description="Shares of the domains; null: those of the recipe that the folder was built "
-        "by, or, where it has none, all samples of the split once per epoch.",
+        description="Shares of the domains; null: those of the recipe that built the folder, or, "
+        "if it has none, all samples of the split once per epoch.",
     )
     token_weights: TokenWeights | None = Field(
         None, description="Weights of tokens in the training loss; null: all alike."
     )
     segment_documents: bool = Field(
         False,
-        description="Keep the documents of a sample apart: neither attention nor recurrent state "
+        description="Separate the documents of a sample: neither attention nor recurrent state "
         "crosses from one to the next, and the first token of a document is not predicted.",
     )
 
 
 class NonFiniteConfig(Section):
-    """A loss or gradient that is not finite. Its step is never taken: weights and moments stay as
-    they are, whatever the action. In fp16 a lower loss scale is tried first for a
-    gradient."""
+    """Non-finite loss or gradient. Its step is never applied, whatever the action: weights and
+    moments do not change. In fp16, a gradient is first tried with a lower loss scale."""
 
     action: Literal["skip", "rollback", "stop"] = Field(
-        "skip", description="skip: go on with the next batch. rollback, stop: at the first one."
+        "skip", description="skip: continue with the next batch. rollback, stop: at the first one."
     )
     max_consecutive: int = Field(
         5, ge=1, description="Most steps skipped in a row before the run is stopped (count)."
@@ -133,13 +129,15 @@ class NonFiniteConfig(Section):
 
 
 class LossSpikeConfig(Section):
-    """A loss far above its recent median. Its step is taken by the time that it is known."""
+    """Loss far above its recent median. Its step is already applied when it is detected."""
 
     action: Literal["warn", "rollback", "stop"] = Field(
-        "warn", description="rollback: as if its batch, and those since the checkpoint, were not."
+        "warn", description="rollback: drops its batch, and those since the checkpoint."
     )
     window_steps: int = Field(
-        128, ge=8, description="Steps that a loss is compared with; half of them must be there."
+        128,
+        ge=8,
+        description="Steps that a loss is compared with, at least half of them present.",
     )
     deviations: float = Field(
         10.0,
@@ -150,19 +148,22 @@ class LossSpikeConfig(Section):
 
 
 class RoutingConfig(Section):
-    """Routing of logged steps, means over the layers of a mixture of experts."""
+    """Collapse of expert routing at logged steps, by means over the layers."""
 
     action: Literal["warn", "rollback", "stop"] = Field(
-        "warn", description="rollback: a fault of the data is passed over, one of the router not."
+        "warn", description="rollback: helps against bad data, not against a bad router."
     )
     times: int = Field(
-        3, ge=1, description="Logged steps in a row that must be so: single batches vary (count)."
+        3, ge=1, description="Logged steps in a row beyond a limit: single batches vary (count)."
     )
     min_entropy_share: float = Field(
         5 / 6, ge=0, le=1, description="Least entropy over log2(num_experts) (ratio)."
     )
     max_overflow_fraction: float = Field(
-        0.05, ge=0, le=1, description="Most assignments beyond the experts' capacity (ratio)."
+        0.05,
+        ge=0,
+        le=1,
+        description="Largest share of assignments beyond the capacity (ratio).",
     )
 
 
@@ -171,24 +172,22 @@ class LoaderWaitConfig(Section):
 
     action: Literal["warn", "stop"] = Field("warn", description="stop: after a save.")
     max_share: float = Field(
-        0.5, gt=0, le=1, description="Most of the time that may be waited for data (ratio)."
+        0.5, gt=0, le=1, description="Largest share of the time spent waiting for data (ratio)."
     )
-    min_seconds: float = Field(
-        1.0, ge=0, description="Waiting that is short of this is never a stall (seconds)."
-    )
+    min_seconds: float = Field(1.0, ge=0, description="Shorter waiting is never a stall (seconds).")
 
 
 class MemoryShareConfig(Section):
     """Peak memory of the fullest rank at logged steps: of its GPU, or of its share of the host."""
 
     action: Literal["warn", "stop"] = Field("warn", description="stop: after a save.")
-    max_share: float = Field(0.9, gt=0, le=1, description="Most of the memory (ratio).")
+    max_share: float = Field(0.9, gt=0, le=1, description="Largest share of the memory (ratio).")
 
 
 class HealthConfig(Section):
-    """Faults that are watched for while a run trains, and what is done. `warn` logs one while it
-    lasts; `rollback` goes back to the newest good checkpoint and on behind the bad batch; `stop`
-    ends the run with exit code 2."""
+    """Faults that a run watches for, and its reactions. `warn` logs a fault while it lasts;
+    `rollback` returns to the newest good checkpoint and continues behind the bad batch; `stop` ends
+    the run with exit code 2."""
 
     non_finite: NonFiniteConfig = NonFiniteConfig()
     loss_spike: LossSpikeConfig = LossSpikeConfig()
@@ -196,7 +195,7 @@ class HealthConfig(Section):
     loader: LoaderWaitConfig = LoaderWaitConfig()
     memory: MemoryShareConfig = MemoryShareConfig()
     warmup_steps: int = Field(
-        100, ge=0, description="First steps, whose loss and routing are not judged (count)."
+        100, ge=0, description="First steps, without checks of loss and routing (count)."
     )
     max_rollbacks: int = Field(
         3, ge=0, description="Rollbacks of a run; the next one stops it instead (count)."
@@ -204,7 +203,7 @@ class HealthConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Parallel degrees (ranks). Left out, a degree is chosen when the run is planned."""
+    """Parallel degrees (ranks). The plan chooses degrees that are left out."""
 
     data: int | None = Field(None, ge=1, description="Data-parallel size (ranks).")
     tensor: int = Field(1, ge=1, description="Tensor-parallel size (ranks).")
@@ -218,10 +217,10 @@ class ParallelConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Length, batch, precision and optimizer of a run. AdamW, warm-up, then cosine."""
+    """Length, batch, precision and optimizer of a run: AdamW with warm-up and cosine decay."""
 
     stage: Literal["all", "a", "b"] = Field(
-        "all", description="a: pretraining; b: reasoning enablement; all: what the model has."
+        "all", description="a: pretraining; b: reasoning enablement; all: all stages of the model."
     )
     max_steps: int | None = Field(
         None, ge=1, description="Length of the run and of the schedule (optimizer steps)."
@@ -242,17 +241,18 @@ class TrainingConfig(Section):
     seed: int = Field(1234, ge=0, description="Seed of initialisation and data order.")
     deterministic: bool = Field(
         True,
-        description="Use deterministic kernels where there are any: on CPUs equal runs are then "
-        "equal bit by bit; on GPUs torch warns of a kernel that has no such form.",
+        description="Use deterministic kernels if they exist: on CPUs equal runs are then equal "
+        "bit by bit; on GPUs torch warns of each kernel without a deterministic form.",
     )
     activation_checkpointing: bool = Field(
-        False, description="Recompute each block in the backward pass instead of keeping it."
+        False,
+        description="Recompute each block in the backward pass to save memory.",
     )
     sequence_checkpoint_tokens: int | None = Field(
         None,
         ge=1,
-        description="With activation checkpointing: recompute a block in spans of so many tokens, "
-        "so that the activations of one span are there at a time; null: all tokens together.",
+        description="With activation checkpointing: length of the spans in which a block is "
+        "recomputed, with the activations of one span at a time (tokens); null: all tokens.",
     )
     memory_share: float = Field(
         0.9,
@@ -291,7 +291,7 @@ class TrainingConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step over all ranks; the one place where this is written."""
+        """Tokens of one optimizer step over all ranks."""
         return self.global_batch_size * self.sequence_length
 
     @property
@@ -304,75 +304,72 @@ class TrainingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Times of checkpoints, and how many stay. The end of a run always writes one."""
+    """Times and number of checkpoints. The end of a run always writes one."""
 
     every_steps: int | None = Field(1_000, ge=1, description="Optimizer steps between saves.")
     every_minutes: float | None = Field(None, gt=0, description="Minutes between saves.")
     keep: int = Field(
         3,
         ge=1,
-        description="Newest checkpoints kept (count); Stage B keeps that of the end of Stage A "
-        "besides.",
+        description="Newest checkpoints that stay (count), in Stage B besides Stage A's last one.",
     )
     background: bool | None = Field(
         None,
-        description="Training goes on while the state is copied to host memory, which takes 12 "
-        "bytes per parameter of a rank's share, and written; only the next optimizer step waits "
-        "for the copy. false: training waits for the disk. null: the plan decides, by whether "
-        "hosts have room for the copy.",
+        description="true: training continues while the state is copied to host memory (12 bytes "
+        "per parameter of a rank's share) and written; only the next optimizer step waits for the "
+        "copy. false: training waits for the disk. null: true if hosts have room for the copy.",
     )
     replica: str | None = Field(
         None,
-        description="Second folder, seen by all ranks, in which each run keeps a copy of its "
-        "checkpoints, such as a local disk beside shared storage. --resume auto takes the newest "
-        "good one of both.",
+        description="Second folder, visible to all ranks, for copies of each run's checkpoints, "
+        "such as a local disk besides shared storage. --resume auto takes the newest good one of "
+        "both.",
     )
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation. At its cadence it reads at most 7 % of the tokens trained on
-    since the last one, which keeps it below 5 % of the run's time; at the end it reads
-    `final_tokens`."""
+    """Evaluation on held-out data. In a run it reads at most 7 % of the tokens trained on since the
+    last one, which takes less than 5 % of the run's time; at the end it reads `final_tokens`."""
 
     every_steps: int | None = Field(500, ge=1, description="Optimizer steps between evaluations.")
     final_tokens: int = Field(
-        1_000_000, ge=1, description="Largest number of held-out tokens read at the end."
+        1_000_000, ge=1, description="Largest number of held-out tokens at the end."
     )
     sample_prompt: str = Field(
-        "def", description="Text that the generated sample goes on from; not ending in a blank."
+        "def", description="Text that the generated sample continues; without a blank at its end."
     )
     sample_tokens: int = Field(64, ge=0, description="Tokens generated at each evaluation.")
     sample_temperature: float = Field(
-        0.8, ge=0, description="Temperature of the sample (ratio); 0 takes the likeliest token."
+        0.8, ge=0, description="Temperature of the sample (ratio); 0: the likeliest token."
     )
     reasoning_examples: int = Field(
         32,
         ge=0,
-        description="Texts of each task and length that are read at the end of Stage B, with "
-        "memory and without (count); 0: none.",
+        description="Texts of each task and length at the end of Stage B, each with and without "
+        "memory (count).",
     )
     baselines: bool = Field(
         False,
-        description="At the end, compare with a smoothed unigram and bigram model counted on the "
-        "tokens that were trained on. For small vocabularies.",
+        description="Compare at the end with a smoothed unigram and bigram model of the training "
+        "tokens. For small vocabularies.",
     )
 
 
 class MonitoringConfig(Section):
-    """Cadence of the log."""
+    """Interval of the log."""
 
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
 
 
-# They end a line of a script or file of variables, or a variable's value.
+# Characters that would end a line of a job script or environment file, or a variable's value.
 _BREAKS = re.compile(r"[\x00\n\r]")
 
 
 class LaunchConfig(Section):
-    """Preparations of `cdrmix launch` and `cdrmix slurm` for the ranks."""
+    """Settings of `cdrmix launch` and `cdrmix slurm`."""
 
     environment: dict[str, str] = Field(
-        {}, description="Variables of every rank on every host, such as NCCL_DEBUG: INFO."
+        {}, description="Environment variables of every rank, such as NCCL_DEBUG: INFO."
     )
 
     @field_validator("environment", mode="before")
@@ -393,14 +390,14 @@ class LaunchConfig(Section):
 
 
 class SupervisionConfig(Section):
-    """Limits after which a run that stands still is ended, on all hosts, to be started again."""
+    """Time limits after which a stalled run ends on all hosts, to be restarted."""
 
     deadline_seconds: float = Field(
         60.0,
         ge=1,
-        description="A rank that is silent for so long is lost, and one that gets no further is "
-        "stuck, unless the step before took more than a quarter of it, or another rank that the "
-        "others wait for may take longer (seconds).",
+        description="Time after which a silent rank is lost and one without progress is stuck, "
+        "unless the step before took more than a quarter of it, or the ranks wait for one that "
+        "may take longer (seconds).",
     )
     phase_seconds: float = Field(
         1_800.0,
@@ -411,7 +408,7 @@ class SupervisionConfig(Section):
 
 
 class Config(Section):
-    """One run: model, layout, training, data and cadences."""
+    """Configuration of a run."""
 
     name: str = Field(
         description="Name of the variant, shown in logs and reports: one line, at most 200 letters."
@@ -439,7 +436,7 @@ class Config(Section):
 
     @property
     def variant(self) -> Literal["core", "reasoning"]:
-        """Recognised from the structure: a reasoning variant has a `stage_b` section."""
+        """Kind of the variant: a reasoning variant has a `stage_b` section."""
         return "core" if self.stage_b is None else "reasoning"
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
-"""YAML text to Python values and back, without YAML 1.1's surprises.
+"""Reads and writes YAML with the scalars of YAML 1.2.
 
 PyYAML follows YAML 1.1, where `3e-4` and `300e9` are text, `on` and `no` are booleans, `010` is 8
-and `1:30` is 90. Here numbers are what they look like and only true and false are booleans. What is
-written back is quoted so that readers of either kind see the same values.
+and `1:30` is 90. Here these are numbers and text, and only true and false are booleans. Output is
+quoted so that readers of either version see the same values.
 """
 
 from __future__ import annotations
@@ -53,10 +53,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node).replace("_", ""))
-
-
 def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     text = loader.construct_scalar(node).replace("_", "").lower()
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
@@ -66,23 +62,26 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", "
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int",
+    lambda loader, node: int(loader.construct_scalar(node).replace("_", "")),
+)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe dumper that also quotes the text which only YAML 1.2 takes for a number."""
+    """Safe dumper that also quotes text which only YAML 1.2 reads as a number."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def parse_yaml(text: str, *, place: str) -> Any:
-    """Value of one YAML document.
+    """Parses one YAML document.
 
     Args:
         text: the document.
-        place: where it stands, for messages; usually the file.
+        place: its file or origin, for messages.
 
     Raises:
         ConfigError: with line, column and the line itself, if it is not YAML or repeats a key.
@@ -90,7 +89,16 @@ def parse_yaml(text: str, *, place: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(_located(error, text, place)) from None
+        mark = error.problem_mark or error.context_mark
+        problem = error.problem or error.context or "not YAML"
+        if mark is None:
+            raise ConfigError(f"{place}: {problem}") from None
+        lines = text.splitlines() or [""]
+        line = lines[min(mark.line, len(lines) - 1)]
+        raise ConfigError(
+            f"{place}: line {mark.line + 1}, column {mark.column + 1}: {problem}\n"
+            f"  {line}\n  {' ' * mark.column}^"
+        ) from None
     except yaml.reader.ReaderError as error:
         raise ConfigError(
             f"{place}: character {error.position} is not allowed in YAML: {error.reason}"
@@ -99,19 +107,8 @@ def parse_yaml(text: str, *, place: str) -> Any:
         raise ConfigError(f"{place}: nested too deeply; a few levels are enough here") from None
 
 
-def _located(error: yaml.MarkedYAMLError, text: str, place: str) -> str:
-    mark = error.problem_mark or error.context_mark
-    what = error.problem or error.context or "not YAML"
-    if mark is None:
-        return f"{place}: {what}"
-    lines = text.splitlines() or [""]
-    line = lines[min(mark.line, len(lines) - 1)]
-    pointer = " " * mark.column + "^"
-    return f"{place}: line {mark.line + 1}, column {mark.column + 1}: {what}\n  {line}\n  {pointer}"
-
-
 def parse_scalar(text: str) -> Any:
-    """Value of one scalar from a command line; text that YAML would split or trim stays itself.
+    """Parses one scalar of a command line; text that YAML would split or trim stays unchanged.
 
     Quotes around the whole text are YAML's: `'8'` is text, `8` a number.
     """
@@ -127,5 +124,5 @@ def parse_scalar(text: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """YAML text of plain values, keys in their order, floats in full precision."""
+    """Writes plain values as YAML, keys in their order, floats in full precision."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

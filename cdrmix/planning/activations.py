@@ -1,13 +1,10 @@
-"""Bytes that autograd keeps of a forward pass, per token, from what each operation saves.
+"""Bytes of activations that autograd saves for the backward pass, per token and per rank.
 
-Read off the code of `models` and `objectives`, operation by operation; held against torch's
-saved-tensor hooks in tests/parity/test_memory.py. What two operations save is counted once.
+The figures follow the code of `models` and `objectives`, operation by operation; a tensor that two
+operations save is counted once. tests/parity/test_memory.py compares them with torch's saved-tensor
+hooks. Blocks are stored, recomputed whole, or recomputed in spans of tokens (models/recompute.py).
 
-Letters: D hidden, H heads, K head dim, F inner width, E experts, k experts per token.
-
-Bytes that autograd keeps on a rank: figures per token over blocks and micro-batches.
-
-Blocks are kept, recomputed whole, or recomputed in spans of tokens, as models/recompute.py does it.
+Letters: D hidden, H heads, K head dim, V value dim, F inner width, B samples, T tokens of a sample.
 """
 
 from __future__ import annotations
@@ -23,17 +20,17 @@ from cdrmix.planning.layout import Degrees, Layout, SequenceForm, sequence_form
 
 WKVForm = Literal["fla", "chunked", "cpp"]
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Tokens between the states that the C++ recurrence keeps: TILE in models/wkv7_cpu.cpp.
+# Tokens between the states that the C++ recurrence stores: TILE in models/wkv7_cpu.cpp.
 CPP_TILE_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class PerToken:
-    """Bytes kept per token.
+    """Bytes saved per token.
 
     Attributes:
-        whole: on every tensor rank alike.
-        split: of heads, inner features or routed rows, which tensor ranks share out.
+        whole: of tensors that every tensor rank has in full.
+        split: of heads, inner features or routed rows, which are split over tensor ranks.
     """
 
     whole: float
@@ -42,19 +39,19 @@ class PerToken:
     def __add__(self, other: PerToken) -> PerToken:
         return PerToken(self.whole + other.whole, self.split + other.split)
 
-    def on(self, tensor: int) -> float:
-        """Bytes per token on one of `tensor` ranks."""
-        return self.whole + self.split / tensor
+    def on(self, degrees: Degrees) -> float:
+        """Bytes per token on one rank."""
+        return self.whole + self.split / degrees.tensor
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """Settings that decide how an operation is computed, and so what is saved for backward.
+    """Settings that select the kernels, and with them the tensors saved for backward.
 
     Attributes:
-        element_bytes: of weights and activations.
-        device: on CPU, torch composes RMSNorm of float32 operations that keep two copies.
-        wkv: form of the WKV-7 op.
+        element_bytes: size of one weight or activation.
+        device: on CPU, torch composes RMSNorm of float32 operations that save two copies.
+        wkv: implementation of the WKV-7 op.
     """
 
     element_bytes: int
@@ -65,20 +62,15 @@ class Numerics:
     def of(
         cls, precision: str, device: Literal["cuda", "cpu"], wkv: WKVForm | None = None
     ) -> Numerics:
-        """Numerics of a run; the WKV-7 form as `models/wkv7.py` chooses it where all are there."""
+        """Numerics of a run; without `wkv`, the form that models/wkv7.py would choose."""
         half = precision != "fp32"
         if wkv is None:
             wkv = "cpp" if device == "cpu" else "fla" if half else "chunked"
         return cls(ELEMENT_BYTES[precision], device, wkv)
 
-    @property
-    def norm_copies_input(self) -> bool:
-        """True if RMSNorm saves a float32 copy of its input rather than the input."""
-        return self.device == "cpu" and self.element_bytes < 4
-
 
 def rms_norm(model: ModelConfig, numerics: Numerics) -> PerToken:
-    """RMSNorm: its input and one float32 a row; on CPU also the normalised input, in float32."""
+    """RMSNorm: input and one float32 a row; on CPU input and normalised input, both in float32."""
     if numerics.device == "cpu":
         return PerToken(2 * 4 * model.hidden_size + 4)
     return PerToken(numerics.element_bytes * model.hidden_size + 4)
@@ -86,69 +78,10 @@ def rms_norm(model: ModelConfig, numerics: Numerics) -> PerToken:
 
 @dataclass(frozen=True)
 class Halves:
-    """A block's two halves, each with its norm and the residual stream that this reads."""
+    """The two halves of a block, each with its norm and residual input."""
 
     mixer: PerToken
     feed_forward: PerToken
-
-
-def block(
-    model: ModelConfig,
-    kind: LayerKind,
-    *,
-    creates_v_first: bool,
-    numerics: Numerics,
-    form: SequenceForm,
-) -> Halves:
-    """One block. v_first is kept by the layer that creates it, and counted there."""
-    norm = rms_norm(model, numerics)
-    mixer = (
-        _attention(model, numerics, form)
-        if kind == "transformer"
-        else _time_mix(model, creates_v_first, numerics, form)
-    )
-    return Halves(norm + mixer, norm + _feed_forward(model, kind, numerics))
-
-
-def rotary_angle_elements(model: ModelConfig, numerics: Numerics) -> int:
-    """Cosine and sine of a position, whatever the number of samples."""
-    return 2 * numerics.element_bytes * model.head_dim
-
-
-def passed_states(model: ModelConfig, numerics: Numerics, sequence: int) -> float:
-    """Bytes saved of a sample to pass the state between `sequence` ranks.
-
-    They are the states that enter each rank, as they were combined and as they were stacked, and
-    what was gathered, if it is read.
-    """
-    state = 4 * model.head_dim * model.hidden_size
-    gathered = 2 * sequence * state if sequence > 2 else 0  # of two ranks, the first adds to zero
-    stacked = sequence * state
-    if numerics.element_bytes < 4:  # read in that type
-        stacked = numerics.element_bytes * model.head_dim * model.hidden_size
-    return (sequence - 1) * state + stacked + gathered
-
-
-def carried_state(model: ModelConfig, numerics: Numerics) -> PerToken:
-    """Bytes saved of an RWKV block where a recomputed span begins, for each sample: the
-    recurrent state and the last inputs of both halves. Not per token but per border."""
-    last = numerics.element_bytes * model.hidden_size
-    return PerToken(2 * last, 4 * model.head_dim * model.hidden_size)
-
-
-def before_blocks(model: ModelConfig, numerics: Numerics) -> PerToken:
-    """Token ids and embedding norm."""
-    return rms_norm(model, numerics) + PerToken(8)
-
-
-def after_blocks(model: ModelConfig, numerics: Numerics) -> PerToken:
-    """Final norm, and the gradient of the hidden states that the loss forms in its forward pass."""
-    return rms_norm(model, numerics) + PerToken(numerics.element_bytes * model.hidden_size)
-
-
-def block_input_bytes(model: ModelConfig, numerics: Numerics) -> int:
-    """Bytes per token that activation checkpointing saves of a block: its input."""
-    return numerics.element_bytes * model.hidden_size
 
 
 def _time_mix(
@@ -171,14 +104,14 @@ def _time_mix(
 
 
 def _wkv(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> float:
-    """The WKV-7 op's inputs, and what its form keeps besides."""
+    """Inputs of the WKV-7 op, and the states that its implementation saves."""
     size = numerics.element_bytes
     width = model.hidden_size
-    values = 2 if form == "state" else 1  # V + K of them in place of V
-    # of r, k and v, which the bonus keeps as they are: those that the op reads as another tensor
+    values = 2 if form == "state" else 1  # V + K values a head in place of V
+    # r, k and v are saved for the bonus as well: number of them that the op reads in a copy
     apart = {"whole": 0, "heads": 3, "state": 1}[form]
-    passing = size * width if form == "state" else 0  # what the entering state meets
-    if numerics.wkv == "cpp":  # all in float32: six inputs, S a, a state for each tile
+    passing = size * width if form == "state" else 0  # receptance, to apply the entering state
+    if numerics.wkv == "cpp":  # all in float32: six inputs, S a, one state for each tile
         apart = 3 if size < 4 else apart
         states = 4 * values * width * model.head_dim / CPP_TILE_TOKENS
         return (5 + 2 * values) * 4 * width + states + apart * size * width + passing
@@ -189,11 +122,11 @@ def _wkv(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> float:
 
 
 def _attention(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> PerToken:
-    """Flash attention keeps query, key, value, output and one float32 a head."""
+    """Query, key, value, output and one float32 a head, as flash attention saves them."""
     size = numerics.element_bytes
     width = model.hidden_size
     kv_width = model.num_kv_heads * model.head_dim
-    outputs = 1 if form == "whole" else 2  # before it goes back to its tokens, and after
+    outputs = 1 if form == "whole" else 2  # before and after heads are exchanged back for tokens
     per_head = size * ((1 + outputs) * width + 2 * kv_width) + 4 * model.num_heads
     return PerToken(size * width, per_head)
 
@@ -205,32 +138,32 @@ def _feed_forward(model: ModelConfig, kind: LayerKind, numerics: Numerics) -> Pe
     shift = PerToken(size * 2 * width if kind == "rwkv" else 0)  # x and its shift
     if moe is None:
         return shift + PerToken(size * width, size * 2 * model.ffn_hidden_size)
-    # float32 input and logits of the router, and indices: 40 bytes for each choice
+    # router: float32 input and logits, and indices (40 bytes for each of the top-k choices)
     router = 4 * width + 8 * moe.num_experts + 8 + 40 * moe.top_k
-    # tensor ranks share out the tokens that they route
+    # each tensor rank routes its share of the tokens
     return shift + PerToken(0, router + moe.top_k * routed_row(model, numerics))
 
 
 def routed_row(model: ModelConfig, numerics: Numerics) -> int:
-    """Bytes kept for one row that reaches an expert: input, both inner activations, output."""
-    assert model.moe is not None, "a dense model routes nothing"
+    """Bytes saved for one row sent to an expert: input, both inner activations, output."""
+    assert model.moe is not None, "a dense model has no router"
     return numerics.element_bytes * 2 * (model.hidden_size + model.moe.expert_hidden_size)
 
 
 class BlockKind(NamedTuple):
-    """Properties of a block that its activations follow from."""
+    """Properties of a block that determine its activations."""
 
     kind: LayerKind
     creates_v_first: bool
 
 
-class KeptActivations:
-    """Activations of one configuration; what does not depend on the layout is computed once.
+class SavedActivations:
+    """Activation memory of one configuration; results that no layout changes are cached.
 
     Args:
         config: of the run.
-        numerics: how operations are computed.
-        stages: gives the blocks of each stage of a pipeline of so many.
+        numerics: kernels and element type.
+        stages: function from a number of pipeline stages to the blocks of each.
     """
 
     def __init__(
@@ -245,8 +178,7 @@ class KeptActivations:
         self._has_rwkv = first_rwkv is not None
         self._block_kinds = [BlockKind(kind, i == first_rwkv) for i, kind in enumerate(kinds)]
         self._stages = stages
-        self._before = before_blocks(self.model, numerics)
-        self._after = after_blocks(self.model, numerics)
+        self._stream = numerics.element_bytes * self.model.hidden_size  # of one token
         self._kinds_on: dict[tuple[int, int], Counter[BlockKind]] = {}
         self._halves: dict[tuple[BlockKind, SequenceForm], Halves] = {}
 
@@ -256,7 +188,7 @@ class KeptActivations:
         return tokens // layout.degrees.sequence
 
     def sequence_form(self, degrees: Degrees) -> SequenceForm:
-        """Form in which a recurrence meets the tokens of other ranks."""
+        """Exchange by which a recurrence crosses sequence ranks."""
         return sequence_form(
             self.model,
             sequence_length=self.training.sequence_length,
@@ -264,124 +196,140 @@ class KeptActivations:
             element_bytes=self.numerics.element_bytes,
         )
 
-    def spans(self, layout: Layout) -> int:
-        """Spans in which a rank's part of a sample is recomputed."""
+    def spans(self, layout: Layout) -> tuple[int, int]:
+        """Number of spans in which a rank recomputes its part of a sample, and the tokens of a
+        micro-batch in the longest one."""
         part = self.training.sequence_length // layout.degrees.sequence
-        return -(-part // (layout.sequence_checkpoint_tokens or part))
-
-    def span_tokens(self, layout: Layout) -> int:
-        """Tokens of a rank's micro-batch in the longest of its spans."""
-        part = self.tokens(layout) // layout.micro_batch_size
         span = min(layout.sequence_checkpoint_tokens or part, part)
-        return span * layout.micro_batch_size
+        return -(-part // span), span * layout.micro_batch_size
 
     def on_stage(self, layout: Layout, stage: int) -> int:
-        """Bytes of the micro-batches that are in flight at a stage."""
+        """Bytes of all micro-batches in flight at a stage."""
         degrees = layout.degrees
         tokens = self.tokens(layout)
         in_flight = self.in_flight(layout, stage)
-        border = block_input_bytes(self.model, self.numerics)
-        v_first = border // degrees.tensor * tokens if self._has_rwkv else 0
+        v_first = self._stream // degrees.tensor * tokens if self._has_rwkv else 0
         if layout.activation_checkpointing:
-            borders, unit = self._recomputed(layout, stage)
-            total = in_flight * (borders + v_first) + unit
+            inputs, unit = self._recomputed(layout, stage)
+            total = in_flight * (inputs + v_first) + unit
         else:
-            # v_first counts with the block that makes it, or is received
+            # v_first counts with the block that creates it, or is received from the stage before
             total = in_flight * (self.of_blocks(layout, stage) + (v_first if stage else 0))
+        norm = rms_norm(self.model, self.numerics)
         if stage == 0:
-            total += in_flight * self._before.on(degrees.tensor) * tokens
+            token_ids = PerToken(8)
+            total += in_flight * (norm + token_ids).on(degrees) * tokens
         if stage == degrees.pipeline - 1:
-            # the loss forms the embedding's gradient, float32, in its forward pass
+            # the loss forms the gradients of the embedding (float32) and of the hidden states
+            # already in its forward pass
             total += 4 * self.model.vocab_size * self.model.hidden_size / degrees.tensor
-            total += self._after.on(degrees.tensor) * tokens
+            total += (norm + PerToken(self._stream)).on(degrees) * tokens
         return int(total)
 
     def in_flight(self, layout: Layout, stage: int) -> int:
-        """Micro-batches of which a stage keeps activations: one forward, one backward in turn, as
-        many are started as stages follow, this one included."""
+        """Micro-batches whose activations a stage holds at a time.
+
+        Under the 1F1B schedule a stage starts as many as there are stages from it to the end.
+        """
         started = layout.degrees.pipeline - stage
         return min(started, layout.gradient_accumulation_steps)
 
     def of_blocks(self, layout: Layout, stage: int) -> float:
-        """Bytes that the blocks of a stage keep of a micro-batch, none of them recomputed."""
+        """Bytes of one micro-batch in the blocks of a stage, without recomputation."""
         degrees = layout.degrees
         tokens = self.tokens(layout)
         total = 0.0
         for kind, number in self.kinds_on(degrees.pipeline, stage).items():
-            halves = self._block(kind, degrees)
-            kept = (halves.mixer + halves.feed_forward).on(degrees.tensor) * tokens
-            total += number * (kept + self._besides(kind, layout))
+            halves = self._halves_of(kind, degrees)
+            per_token = (halves.mixer + halves.feed_forward).on(degrees) * tokens
+            total += number * (per_token + self._per_sample(kind, layout))
         return total
 
     def segment_mask(self, layout: Layout) -> int:
-        """Bytes of the mask that keeps documents apart in one attention.
+        """Bytes of the mask that separates the documents of a sample in one attention layer.
 
-        It is [B, 1, T, T] in the type of the activations, of all tokens of a sample, whatever ranks
-        share its heads or tokens.
+        Its shape is [B, 1, T, T] in the type of the activations, over all tokens of a sample on
+        every rank: neither tensor nor sequence ranks split it.
         """
         if not self._segments_documents:
             return 0
         pairs = layout.micro_batch_size * self.training.sequence_length**2
         return self.numerics.element_bytes * pairs
 
-    def _recomputed(self, layout: Layout, stage: int) -> tuple[float, float]:
-        """Bytes that recomputed blocks of a stage keep of a micro-batch, and those of the largest
-        unit while it is recomputed: a block, a span of it, or its mixer with a span of the rest."""
-        degrees = layout.degrees
-        tokens = self.tokens(layout)
-        spans = self.spans(layout)
-        span = self.span_tokens(layout)
-        border = block_input_bytes(self.model, self.numerics)
-        # what is recomputed reads its border, unless its norm copies it
-        twice = 0 if self.numerics.norm_copies_input else border
-        carried = carried_state(self.model, self.numerics).on(degrees.tensor)
-        carried *= (spans - 1) * layout.micro_batch_size
-        borders = unit = 0.0
-        for kind, number in self.kinds_on(degrees.pipeline, stage).items():
-            halves = self._block(kind, degrees)
-            mixer, feed_forward = (
-                half.on(degrees.tensor) for half in (halves.mixer, halves.feed_forward)
-            )
-            besides = self._besides(kind, layout)
-            borders += number * border * tokens
-            if spans == 1:
-                unit = max(unit, (mixer + feed_forward - twice) * tokens + besides)
-            elif kind.kind == "rwkv" and self.sequence_form(degrees) == "whole":
-                borders += number * carried
-                unit = max(unit, (mixer + feed_forward - twice) * span)
-            else:  # the mixer sees all tokens at once, and leaves a border for the feed-forward
-                mixed = (mixer - twice + border) * tokens + besides
-                unit = max(unit, mixed + (feed_forward - twice) * span)
-        return borders, unit
-
     def kinds_on(self, pipeline: int, stage: int) -> Counter[BlockKind]:
         """Number of blocks of each kind on a stage."""
         key = (pipeline, stage)
         if key not in self._kinds_on:
-            here = self._stages(pipeline)[stage]
-            self._kinds_on[key] = Counter(self._block_kinds[layer] for layer in here)
+            layers = self._stages(pipeline)[stage]
+            self._kinds_on[key] = Counter(self._block_kinds[layer] for layer in layers)
         return self._kinds_on[key]
 
-    def _block(self, kind: BlockKind, degrees: Degrees) -> Halves:
+    def _recomputed(self, layout: Layout, stage: int) -> tuple[float, float]:
+        """Bytes with activation checkpointing: block inputs of one micro-batch, and the largest
+        unit while it is recomputed (a block, a span of it, or its mixer and a span of the rest)."""
+        degrees = layout.degrees
+        tokens = self.tokens(layout)
+        spans, span = self.spans(layout)
+        stream = self._stream
+        # The norm reads the block's input, which is counted already, unless torch's CPU norm
+        # saves a float32 copy of it.
+        copies_input = self.numerics.device == "cpu" and self.numerics.element_bytes < 4
+        twice = 0 if copies_input else stream
+        # An RWKV block saves at each span but the first: the recurrent state in float32 and the
+        # last input of both halves.
+        state = PerToken(2 * stream, 4 * self.model.head_dim * self.model.hidden_size)
+        states = state.on(degrees) * ((spans - 1) * layout.micro_batch_size)
+        inputs = unit = 0.0
+        for kind, number in self.kinds_on(degrees.pipeline, stage).items():
+            halves = self._halves_of(kind, degrees)
+            mixer = halves.mixer.on(degrees)
+            feed_forward = halves.feed_forward.on(degrees)
+            per_sample = self._per_sample(kind, layout)
+            inputs += number * stream * tokens
+            if spans == 1:
+                unit = max(unit, (mixer + feed_forward - twice) * tokens + per_sample)
+            elif kind.kind == "rwkv" and self.sequence_form(degrees) == "whole":
+                inputs += number * states
+                unit = max(unit, (mixer + feed_forward - twice) * span)
+            else:  # the mixer reads all tokens at once; its output is the feed-forward's input
+                mixed = (mixer - twice + stream) * tokens + per_sample
+                unit = max(unit, mixed + (feed_forward - twice) * span)
+        return inputs, unit
+
+    def _halves_of(self, kind: BlockKind, degrees: Degrees) -> Halves:
         form = self.sequence_form(degrees)
         if (kind, form) not in self._halves:
-            self._halves[kind, form] = block(
-                self.model,
-                kind.kind,
-                creates_v_first=kind.creates_v_first,
-                numerics=self.numerics,
-                form=form,
+            model = self.model
+            norm = rms_norm(model, self.numerics)
+            mixer = (
+                _attention(model, self.numerics, form)
+                if kind.kind == "transformer"
+                else _time_mix(model, kind.creates_v_first, self.numerics, form)
             )
+            feed_forward = norm + _feed_forward(model, kind.kind, self.numerics)
+            self._halves[kind, form] = Halves(norm + mixer, feed_forward)
         return self._halves[kind, form]
 
-    def _besides(self, kind: BlockKind, layout: Layout) -> float:
-        """Bytes kept of a mixer that are not per token here: rotary angles of all positions and the
-        mask of documents, or the states that sequence ranks gather."""
+    def _per_sample(self, kind: BlockKind, layout: Layout) -> float:
+        """Bytes that a mixer saves independently of its rank's tokens.
+
+        Attention saves cosine and sine of all positions and the mask of documents; a recurrence
+        over sequence ranks saves the states that it combines: those entering each rank, the stacked
+        ones, and the gathered ones where they are read.
+        """
         degrees = layout.degrees
+        model = self.model
+        size = self.numerics.element_bytes
         if kind.kind == "transformer":
-            a_position = rotary_angle_elements(self.model, self.numerics)
-            return a_position * self.training.sequence_length + self.segment_mask(layout)
+            angles = 2 * size * model.head_dim * self.training.sequence_length
+            return angles + self.segment_mask(layout)
         if self.sequence_form(degrees) != "state":
             return 0.0
-        kept = passed_states(self.model, self.numerics, degrees.sequence)
-        return kept * layout.micro_batch_size / degrees.tensor
+        sequence = degrees.sequence
+        state = 4 * model.head_dim * model.hidden_size
+        gathered = 2 * sequence * state if sequence > 2 else 0  # of two ranks, the first adds to 0
+        stacked = sequence * state
+        if size < 4:  # the op reads the state in the type of the activations
+            stacked = size * model.head_dim * model.hidden_size
+        states = (sequence - 1) * state + stacked + gathered
+        return states * layout.micro_batch_size / degrees.tensor

@@ -1,7 +1,4 @@
-"""Clusters that a run is planned for: devices, their memory and speed, and their links.
-
-Memory that a rank needs, by part, and a check that it fits.
-"""
+"""Clusters to plan for (devices, memory, speed, links), and the memory of a rank by part."""
 
 from __future__ import annotations
 
@@ -21,15 +18,15 @@ class Cluster:
     """Equal nodes of equal devices.
 
     Attributes:
-        name: preset, or what the sizes were given as.
-        device: "cuda" (ROCm goes by that name too) or "cpu".
+        name: name of the preset, or a description of custom sizes.
+        device: "cuda" (also for ROCm) or "cpu".
         nodes: number of nodes.
         gpus_per_node: ranks of a node, one per device.
         memory_gib: memory of one device as torch reports it (GiB).
         intra_bandwidth: within a node, per device and direction (bytes per second).
         inter_bandwidth: between nodes, per device and direction (bytes per second).
         peak_flops: dense matrix products by precision, sums in float32 (FLOP per second).
-        host_memory_gib: memory of one node's host, for what is offloaded (GiB).
+        host_memory_gib: host memory of one node, for offloading and copies (GiB).
     """
 
     name: str
@@ -44,7 +41,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Ranks, one per device."""
+        """Number of ranks, one per device."""
         return self.nodes * self.gpus_per_node
 
     @property
@@ -67,7 +64,7 @@ def _preset(
     host: float,
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> Cluster:
-    """One node of eight; bandwidths in GB/s, peaks in TFLOP/s."""
+    """Builds a node of eight devices; bandwidths in GB/s, peaks in TFLOP/s."""
     flops = {"bf16": half * 1e12, "fp16": half * 1e12, "fp32": single * 1e12}
     return Cluster(name, device, 1, 8, memory_gib, intra * 1e9, inter * 1e9, flops, host)
 
@@ -104,9 +101,10 @@ PRESETS: dict[str, Cluster] = {
 def make_cluster(
     *, nodes: int, gpus_per_node: int, gpu: str | None = None, gpu_memory_gib: float | None = None
 ) -> Cluster:
-    """A cluster of a preset's devices, of devices of a given memory, or of a preset changed so.
+    """Builds a cluster from a preset, from a memory size, or from a preset with another size.
 
-    With memory alone, speed is that of the smallest preset that has as much.
+    A memory size alone takes the speed of the smallest accelerator preset that has as much, less
+    5 % for the driver's share; above all presets, that of the largest.
 
     Args:
         nodes: number of nodes.
@@ -115,7 +113,7 @@ def make_cluster(
         gpu_memory_gib: memory of one device as torch reports it (GiB).
 
     Raises:
-        PlanError: if the preset is unknown or a size is not positive, naming all that is wrong.
+        PlanError: if the preset is unknown or a size is not positive, with all problems.
     """
     problems = [
         f"--{name} {value:g}: allowed is a number from 1"
@@ -125,14 +123,24 @@ def make_cluster(
     if gpu_memory_gib is not None and not 0 < gpu_memory_gib < float("inf"):
         problems.append(f"--gpu-memory-gib {gpu_memory_gib:g}: allowed is a number above 0")
     if gpu is not None and gpu not in PRESETS:
-        problems.append(_unknown_preset(gpu))
+        (near,) = difflib.get_close_matches(gpu.lower(), PRESETS, n=1, cutoff=0)
+        problems.append(
+            f"--gpu {gpu}: unknown preset. Did you mean '{near}'? Known: {', '.join(PRESETS)}. Or "
+            "give --gpu-memory-gib M"
+        )
     if gpu is None and gpu_memory_gib is None:
         problems.append(f"give --gpu PRESET ({', '.join(PRESETS)}) or --gpu-memory-gib M")
     if problems:
         raise PlanError("\n".join(problems))
-    preset = PRESETS[gpu] if gpu is not None else _like(gpu_memory_gib or 0)
     if gpu_memory_gib is None:
-        return replace(preset, nodes=nodes, gpus_per_node=gpus_per_node)
+        return replace(PRESETS[gpu or ""], nodes=nodes, gpus_per_node=gpus_per_node)
+    if gpu is not None:
+        preset = PRESETS[gpu]
+    else:
+        accelerators = [each for each in PRESETS.values() if each.device == "cuda"]
+        accelerators.sort(key=lambda each: each.memory_gib)
+        enough = (each for each in accelerators if each.memory_gib >= 0.95 * gpu_memory_gib)
+        preset = next(enough, accelerators[-1])
     return replace(
         preset,
         name=f"{preset.name} at {gpu_memory_gib:g} GiB" if gpu else f"device like {preset.name}",
@@ -143,25 +151,8 @@ def make_cluster(
 
 
 def processes(number: int) -> Cluster:
-    """Ranks that are CPU processes of one machine."""
+    """Builds a cluster of CPU processes on one machine."""
     return make_cluster(nodes=1, gpus_per_node=number, gpu="cpu")
-
-
-def _like(memory_gib: float) -> Cluster:
-    """The smallest accelerator that has the memory, but for what a driver keeps; else the
-    largest."""
-    accelerators = [preset for preset in PRESETS.values() if preset.device == "cuda"]
-    accelerators.sort(key=lambda preset: preset.memory_gib)
-    enough = (preset for preset in accelerators if preset.memory_gib >= 0.95 * memory_gib)
-    return next(enough, accelerators[-1])
-
-
-def _unknown_preset(gpu: str) -> str:
-    near = difflib.get_close_matches(gpu.lower(), PRESETS, n=1, cutoff=0)
-    return (
-        f"--gpu {gpu}: unknown preset. Did you mean '{near[0]}'? Known: {', '.join(PRESETS)}. Or "
-        "give --gpu-memory-gib M"
-    )
 
 
 @dataclass(frozen=True)
@@ -170,13 +161,13 @@ class Memory:
 
     Attributes:
         weights: flat buffers of the weights.
-        gradients: what is kept from one micro-step to the next.
+        gradients: gradients that last from one micro-step to the next.
         optimizer: float32 masters and both moments.
-        activations: what autograd keeps of the micro-batches in flight.
-        buffers: by kind, what comes and goes within a step, and allowances.
-        host: of the rank's host, for what is offloaded.
-        checkpoint: of the rank's host, for the copy that is written in the background; on CPUs it
-            is among the buffers.
+        activations: tensors that autograd saves for the micro-batches in flight.
+        buffers: temporary allocations of a step by kind, and allowances.
+        host: offloaded states in host memory.
+        checkpoint: copy of a checkpoint in host memory, which is written in the background; on CPUs
+            it is among the buffers.
     """
 
     weights: int
@@ -189,12 +180,12 @@ class Memory:
 
     @property
     def saves_in_background(self) -> bool:
-        """True if there is room for a copy of a checkpoint."""
+        """True if a copy of a checkpoint is part of the memory."""
         return self.checkpoint > 0 or "checkpoint_copy" in self.buffers
 
     @property
     def on_host(self) -> int:
-        """Bytes of the rank's host beside its device."""
+        """Bytes in host memory."""
         return self.host + self.checkpoint
 
     @property
@@ -204,15 +195,15 @@ class Memory:
         return states + self.activations + sum(self.buffers.values())
 
     def fits(self, cluster: Cluster, *, share: float) -> bool:
-        """True if it stays within `share` of the device's memory, and of the host's."""
+        """True if it is within `share` of the device's memory, and of the host's."""
         return self.total <= share * cluster.memory_bytes and self.fits_host(cluster, share=share)
 
     def fits_host(self, cluster: Cluster, *, share: float) -> bool:
-        """True if all ranks of a host stay within `share` of its memory."""
+        """True if all ranks of a host are within `share` of its memory."""
         return self.on_host * cluster.gpus_per_node <= share * cluster.host_memory_gib * GIB
 
     def to_json(self) -> dict[str, Any]:
-        """Bytes by part as plain values."""
+        """Returns bytes by part as plain values."""
         return {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -223,7 +214,7 @@ class Memory:
         }
 
     def described(self) -> Iterator[tuple[str, int]]:
-        """Each part with its bytes, buffers by kind."""
+        """Lists each part with its bytes, buffers by kind."""
         yield "weights", self.weights
         yield "gradients", self.gradients
         yield "optimizer", self.optimizer

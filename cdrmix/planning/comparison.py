@@ -1,4 +1,4 @@
-"""The best plan of a run on a cluster beside its runners-up, as `cdrmix plan` shows them."""
+"""Compares the best plan of a run on a cluster with its runners-up, for `cdrmix plan`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ from cdrmix.planning import rules
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.plan import Plan
-from cdrmix.planning.profile import all_plans, combination_of, explained, memory_reason
+from cdrmix.planning.profile import (
+    all_plans,
+    combination_of,
+    explained,
+    memory_reason,
+    with_stage_b,
+)
 from cdrmix.planning.rules import UNAVAILABLE
 from cdrmix.planning.search import search
-from cdrmix.planning.stage_b_memory import stage_b_layout
 
 RUNNERS_UP = 4
-# How many times the nodes may be doubled in looking for a cluster that would do.
+# Largest number of times that the nodes are doubled in search of a cluster that fits.
 _DOUBLINGS = 5
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All plans of a run on a cluster, compared.
+    """Best plan of a run on a cluster, and its alternatives.
 
     Attributes:
         config: of the run.
-        cluster: where it would run.
-        plan: the one to run with, or the nearest to one if nothing fits.
-        runners_up: other plans that this version carries out, best first.
-        later: the best plans that it cannot carry out yet.
-        num_layouts: legal layouts that were compared (count).
-        changes: what would have to change, one line each; empty where the plan fits.
+        cluster: devices and links.
+        plan: plan to run with, or the nearest one if none fits.
+        runners_up: other plans that this version can run, best first.
+        later: best plans that this version cannot run.
+        num_layouts: number of legal layouts compared.
+        changes: changes that would make the plan fit, one line each; empty if it fits.
     """
 
     config: Config
@@ -52,11 +57,11 @@ class Comparison:
 
     @property
     def stage_b_fits(self) -> bool:
-        """True if Stage B, where there is one, stays within the usable memory too."""
+        """True if Stage B fits the usable memory, or the run has none."""
         return self.plan.stage_b is None or self.plan.stage_b.fits
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as `cdrmix plan --json` prints them."""
+        """Returns plain values for `cdrmix plan --json`."""
         cluster = self.cluster
         stage_b = {}
         if self.plan.stage_b is not None:
@@ -83,11 +88,10 @@ class Comparison:
 
 
 def compare(config: Config, cluster: Cluster) -> Comparison:
-    """Plans a run on a cluster in all legal ways; what the configuration gives is kept.
+    """Compares all legal plans of a run on a cluster, with the settings that `config` fixes.
 
     Raises:
-        PlanError: if what the configuration gives cannot be laid out on the cluster, naming
-            everything that is wrong with the nearest legal plan.
+        PlanError: if there is none, with the reasons that rule out the plainest one.
     """
     plans = all_plans(config, cluster)
     best = plans[0]
@@ -97,8 +101,7 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
     later.sort(key=lambda plan: not plan.fits)  # stable: the best that fit come first
     if best.missing:
         reasons = (*unavailable(best, config, cluster), memory_reason(best, config, cluster))
-        stage_b = stage_b_layout(config, cluster, zero_stage=best.zero_stage)
-        plan = replace(best, reasons=reasons, stage_b=stage_b)
+        plan = with_stage_b(replace(best, reasons=reasons), config, cluster)
     else:
         plan = explained(best, config, cluster)
     compared = Comparison(
@@ -114,7 +117,7 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
 
 
 def unavailable(plan: Plan, config: Config, cluster: Cluster) -> list[str]:
-    """Messages about what this version lacks for a plan; none if it can run it."""
+    """Messages about the features that this version lacks for a plan."""
     try:
         rules.check(combination_of(plan, config, cluster))
     except PlanError as error:
@@ -131,11 +134,11 @@ def _unlike(plans: list[Plan]) -> tuple[Plan, ...]:
 
 
 def _changes(compared: Comparison) -> Iterator[str]:
-    """Changes that would let this version run it, and what will fit later."""
+    """Changes that would make the plan fit, and a plan that fits but that this version lacks."""
     plan = compared.plan
     training = compared.config.training
     cluster = compared.cluster
-    if plan.fits:  # what this version lacks for it is among the reasons, with what to try
+    if plan.fits:  # the reasons name the features that this version lacks, with advice
         return
     fitting = next((other for other in compared.later if other.fits), None)
     if fitting is not None:
@@ -156,71 +159,27 @@ def _changes(compared: Comparison) -> Iterator[str]:
     if more is not None:
         nodes, wider = more
         yield f"would fit on {nodes} such nodes: {wider.describe()}"
-    needed_gib, host_gib = (
-        math.ceil(size / training.memory_share / GIB)
-        for size in (memory.total, memory.on_host * cluster.gpus_per_node)
-    )
-    hosts = (
-        ""
-        if memory.fits_host(cluster, share=training.memory_share)
-        else f", with {host_gib} GiB a host"
-    )
-    yield f"would fit on {cluster.world_size} devices of {needed_gib} GiB{hosts}"
+    device_gib = math.ceil(memory.total / training.memory_share / GIB)
+    hosts = ""
+    if not memory.fits_host(cluster, share=training.memory_share):
+        on_host = memory.on_host * cluster.gpus_per_node
+        hosts = f", with {math.ceil(on_host / training.memory_share / GIB)} GiB a host"
+    yield f"would fit on {cluster.world_size} devices of {device_gib} GiB{hosts}"
 
 
 def _on_more_nodes(compared: Comparison) -> tuple[int, Plan] | None:
-    """The fewest nodes, by doubling, on which a layout fits, and the best there; None if the batch
-    does not reach that far."""
+    """Doubles the nodes until a layout fits; returns their number and the best plan there."""
     training = compared.config.training
     least: dict[str, Any] = {"micro_batch_size": training.micro_batch_size or 1}
     if "activation_checkpointing" not in training.model_fields_set:
         least["activation_checkpointing"] = True
-    # what takes least is found in a tenth of the time
+    # only the smallest layouts: a tenth of the time of a whole search
     lean = compared.config.model_copy(update={"training": training.model_copy(update=least)})
     for times in (2**doubling for doubling in range(1, _DOUBLINGS + 1)):
         wider = replace(compared.cluster, nodes=compared.cluster.nodes * times)
         if any(each.fits and not each.missing for each in search(lean, wider)):
             return wider.nodes, search(compared.config, wider)[0]
     return None
-
-
-# --- for people -----------------------------------------------------------------------------------
-
-
-def plan_text(compared: Comparison, *, explain: bool = False) -> str:
-    """The plan as a page; `explain` adds every buffer, what is exchanged, and what was assumed."""
-    plan = compared.plan
-    lines = [
-        f"{compared.config.name} on {compared.cluster}: {_verdict(compared)}",
-        "",
-        f"  {plan.describe()}",
-    ]
-    lines += [
-        "",
-        *_memory_lines(compared, explain=explain),
-        "",
-        *_time_lines(compared, explain=explain),
-    ]
-    lines += ["", "why", *(f"  - {reason}" for reason in plan.reasons)]
-    if compared.changes:
-        lines += [
-            "",
-            "what would have to change",
-            *(f"  - {change}" for change in compared.changes),
-        ]
-    lines += _others("runners-up", compared.runners_up)
-    lines += _others(UNAVAILABLE, compared.later)
-    if explain:
-        lines += ["", f"{compared.num_layouts} legal layouts compared. {_ASSUMPTIONS}"]
-    return "\n".join(lines)
-
-
-def _verdict(compared: Comparison) -> str:
-    fits = {True: "fits", False: "does NOT fit"}
-    stage_a = UNAVAILABLE if compared.plan.fits and not compared.fits else fits[compared.fits]
-    if compared.plan.stage_b is None:
-        return stage_a
-    return f"Stage A {stage_a}, Stage B {fits[compared.stage_b_fits]}"
 
 
 _ASSUMPTIONS = (
@@ -230,17 +189,49 @@ _ASSUMPTIONS = (
 )
 
 
+def plan_text(compared: Comparison, *, explain: bool = False) -> str:
+    """Formats a comparison as a page of text.
+
+    Args:
+        compared: plan and its alternatives.
+        explain: True adds every buffer, the traffic, and the assumptions.
+    """
+    plan = compared.plan
+    fits = {True: "fits", False: "does NOT fit"}
+    verdict = UNAVAILABLE if plan.fits and not compared.fits else fits[compared.fits]
+    if plan.stage_b is not None:
+        verdict = f"Stage A {verdict}, Stage B {fits[compared.stage_b_fits]}"
+    lines = [
+        f"{compared.config.name} on {compared.cluster}: {verdict}",
+        "",
+        f"  {plan.describe()}",
+        "",
+        *_memory_lines(compared, explain=explain),
+        "",
+        *_time_lines(compared, explain=explain),
+        "",
+        "why",
+        *(f"  - {reason}" for reason in plan.reasons),
+    ]
+    if compared.changes:
+        changes = (f"  - {change}" for change in compared.changes)
+        lines += ["", "what would have to change", *changes]
+    lines += _alternatives("runners-up", compared.runners_up)
+    lines += _alternatives(UNAVAILABLE, compared.later)
+    if explain:
+        lines += ["", f"{compared.num_layouts} legal layouts compared. {_ASSUMPTIONS}"]
+    return "\n".join(lines)
+
+
 def _memory_lines(compared: Comparison, *, explain: bool) -> list[str]:
     (memory, _) = compared.plan.estimates()
-    there = compared.cluster.memory_bytes
+    usable = compared.config.training.memory_share * compared.cluster.memory_bytes
     parts = dict(memory.described()) if explain else memory.to_json()
     parts["total"] = memory.total
     title = "per rank" if compared.plan.stage_b is None else "per rank in Stage A"
     lines = [f"  {title:26}     GiB"]
     lines += [f"  {part:26} {size / GIB:7.2f}" for part, size in parts.items()]
-    lines.append(
-        f"  {'may be filled':26} {compared.config.training.memory_share * there / GIB:7.2f}"
-    )
+    lines.append(f"  {'may be filled':26} {usable / GIB:7.2f}")
     if memory.on_host:
         lines.append(f"  {'on the host':26} {memory.on_host / GIB:7.2f}")
     return lines
@@ -270,7 +261,7 @@ def _time_lines(compared: Comparison, *, explain: bool) -> list[str]:
     return lines
 
 
-def _others(title: str, plans: tuple[Plan, ...]) -> list[str]:
+def _alternatives(title: str, plans: tuple[Plan, ...]) -> list[str]:
     if not plans:
         return []
     width = max(len(title) - 2, *(len(plan.describe()) for plan in plans))

@@ -1,8 +1,8 @@
-"""Reads a DeepSpeed profile, and refuses what DeepSpeed would pass over in silence.
+"""Reads a DeepSpeed profile and refuses keys that DeepSpeed would silently ignore.
 
-DeepSpeed 0.19.8 ignores every top-level key that it does not know, and a key that belongs to the
-run (a batch size, a precision) would stand in two places. So the keys that a profile may hold are
-listed here, with the kind of their values; a test compares the list with the installed DeepSpeed.
+DeepSpeed 0.19.8 ignores unknown top-level keys, and a key that belongs to the run (batch size,
+precision) would be set in two places. So the allowed keys of a profile are listed here with the
+kind of their values; a test compares the list with the installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cdrmix.errors import PlanError
 
 DEEPSPEED_VERSION = "0.19.8"
 
-# By key: a type, a tuple of values, a dict of keys in turn, or `dict` for a section whose keys
+# By key: a type, a tuple of values, a dict of nested keys, or `dict` for a section whose keys
 # DeepSpeed itself checks.
 Allowed = dict[str, Any]
 
@@ -99,7 +99,7 @@ PROFILE_KEYS: Allowed = {
 }
 
 _OLD_NAME = "an old name. Give"
-# Settings of DeepSpeed that no profile may hold, with the reason and what to do.
+# Settings that a profile must not have, with the reason and advice.
 REFUSED_ZERO_KEYS = {
     "zero_optimization.compute_grad_norm": "the gradient norm is always taken: it is logged",
     "zero_optimization.zenflow": "ZenFlow is not supported",
@@ -110,7 +110,7 @@ REFUSED_ZERO_KEYS = {
         f"{_OLD_NAME} stage3_gather_16bit_weights_on_model_save"
     ),
 }
-# Values with an owner elsewhere: key of DeepSpeed -> path in the YAML.
+# Settings of the run: key of DeepSpeed -> path in the YAML.
 OWNED_BY_YAML = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
@@ -138,10 +138,10 @@ _KINDS = {
 
 
 def profile_path(profile: str) -> Path:
-    """File of a profile given by its shipped name or as a path to a JSON file.
+    """Returns the file of a profile from its shipped name, or from a path to a JSON file.
 
     Raises:
-        PlanError: if there is no such profile.
+        PlanError: if there is no shipped profile of that name.
     """
     if profile.endswith(".json") or "/" in profile:
         return Path(profile)
@@ -156,25 +156,28 @@ def profile_path(profile: str) -> Path:
     )
 
 
+class _DuplicateKeyError(Exception):
+    """Key that stands twice in a JSON object."""
+
+
 def read_profile(path: Path) -> dict[str, Any]:
-    """DeepSpeed settings of a profile.
+    """Reads the DeepSpeed settings of a profile.
 
     Raises:
         PlanError: naming everything in the file that is no setting of a profile, one to a line.
     """
-    values = _parsed(path)
-    if not isinstance(values, dict):
-        raise PlanError(f"{path}: given {shown(values)}, allowed is an object of settings")
-    problems = list(_problems(values, PROFILE_KEYS, ""))
-    if problems:
-        raise PlanError("\n".join(f"{path}: {problem}" for problem in problems))
-    return values
 
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise _DuplicateKeyError(key)
+            values[key] = value
+        return values
 
-def _parsed(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        values = json.loads(text, object_pairs_hook=without_duplicates)
     except FileNotFoundError:
         raise PlanError(f"{path}: no such file") from None
     except OSError as error:
@@ -187,54 +190,42 @@ def _parsed(path: Path) -> Any:
         raise PlanError("\n  ".join([where, *lines])) from None
     except _DuplicateKeyError as error:
         raise PlanError(f"{path}: {error}: this key stands here a second time") from None
-
-
-class _DuplicateKeyError(Exception):
-    """A JSON object names a key twice."""
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise _DuplicateKeyError(key)
-        values[key] = value
+    if not isinstance(values, dict):
+        raise PlanError(f"{path}: given {shown(values)}, allowed is an object of settings")
+    problems = list(_problems(values, PROFILE_KEYS, ""))
+    if problems:
+        raise PlanError("\n".join(f"{path}: {problem}" for problem in problems))
     return values
 
 
 def _problems(values: dict[str, Any], allowed: Allowed, path: str) -> Iterator[str]:
     for key, value in values.items():
         place = f"{path}{key}"
+        kind = allowed.get(key)
         if place in OWNED_BY_YAML:
             yield f"{place}: belongs to the run, not to a profile. Set {OWNED_BY_YAML[place]}"
         elif place in REFUSED_ZERO_KEYS:
             yield f"{place}: {REFUSED_ZERO_KEYS[place]}"
-        elif key not in allowed:
-            yield f"{place}: {_unknown(key, allowed)}"
-        else:
-            yield from _value_problems(value, allowed[key], place)
+        elif kind is None:
+            near = difflib.get_close_matches(key, allowed, n=1)
+            advice = f" Did you mean '{near[0]}'?" if near else ""
+            yield (
+                f"{place}: unknown key (DeepSpeed would ignore it).{advice} "
+                f"Known: {', '.join(sorted(allowed))}"
+            )
+        elif isinstance(kind, dict) and isinstance(value, dict):
+            yield from _problems(value, kind, f"{place}.")
+        elif isinstance(kind, tuple):
+            if isinstance(value, bool) or value not in kind:
+                words = ", ".join(map(str, kind))
+                yield f"{place}: given {shown(value)}, allowed is one of {words}"
+        elif not _has_kind(value, kind):
+            words = _KINDS[dict if isinstance(kind, dict) else kind]
+            yield f"{place}: given {shown(value)}, allowed is {words}"
 
 
-def _unknown(key: str, allowed: Allowed) -> str:
-    near = difflib.get_close_matches(key, allowed, n=1)
-    advice = f" Did you mean '{near[0]}'?" if near else ""
-    return f"unknown key (DeepSpeed would ignore it).{advice} Known: {', '.join(sorted(allowed))}"
-
-
-def _value_problems(value: Any, kind: Any, place: str) -> Iterator[str]:
-    if isinstance(kind, dict) and isinstance(value, dict):
-        yield from _problems(value, kind, f"{place}.")
-    elif isinstance(kind, tuple):
-        if isinstance(value, bool) or value not in kind:
-            yield f"{place}: given {shown(value)}, allowed is one of {', '.join(map(str, kind))}"
-    else:
-        kind = dict if isinstance(kind, dict) else kind
-        if not _is(value, kind):
-            yield f"{place}: given {shown(value)}, allowed is {_KINDS[kind]}"
-
-
-def _is(value: Any, kind: type) -> bool:
+def _has_kind(value: Any, kind: Any) -> bool:
     if kind not in (int, float):
-        return isinstance(value, kind)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and value >= 0 and (kind is float or float(value).is_integer())
+        return isinstance(value, dict if isinstance(kind, dict) else kind)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value >= 0 and (kind is float or float(value).is_integer())

@@ -1,17 +1,15 @@
-"""The combination that rules look at, and the layout that a plan comes to.
+"""Parallel layout of a run: degrees, pipeline stages, and the exchange of sequence ranks.
 
-Exchange of sequence ranks for a recurrence, in one of two forms.
+Sequence ranks exchange data for a recurrence in one of two forms:
 
-heads   tokens of a rank and all heads become all tokens and heads of a rank: r, lw, k, v, a, b
-        there and y back, in their own types (lw is float32)
-state   every rank runs its own tokens and says what they add to the state and how they map the one
-        that enters: [V + K, K] a head, float32, gathered by all
+heads   all-to-all from a rank's tokens with all heads to all tokens with a rank's heads: r, lw, k,
+        v, a, b there and y back, in their own types (lw is float32)
+state   each rank runs its own tokens and computes their contribution to the state and the map that
+        they apply to the entering one: [V + K, K] a head, float32, gathered by all ranks
 
-Attention exchanges heads in both. Bytes are of what a rank receives, its own part included, in a
-forward pass; a backward pass takes as many. The state's form also runs the recurrence over V + K
-values a head instead of V.
-
-Blocks of each pipeline stage, and values that cross the stage boundaries.
+Attention always exchanges heads. Byte counts are those that a rank receives in a forward pass, its
+own part included; a backward pass receives as many. The state form also runs the recurrence over
+V + K values a head instead of V.
 """
 
 from __future__ import annotations
@@ -26,11 +24,14 @@ from cdrmix.planning.counts import forward_flops_by_layer, head_flops
 
 # Axes of parallelism, as the configuration names them.
 AXES = ("data", "tensor", "pipeline", "sequence", "expert")
+# Optimizer groups, as `engines/optim.py` makes them.
+Group = Literal["matrices", "vectors", "experts"]
+GROUPS: tuple[Group, ...] = ("matrices", "vectors", "experts")
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Parallel degrees (ranks). Sequence and expert groups lie inside the ranks of the others."""
+    """Parallel degrees (ranks). Sequence and expert groups are subsets of the other ranks."""
 
     data: int = 1
     tensor: int = 1
@@ -40,12 +41,12 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the layout needs."""
+        """Total number of ranks."""
         return self.data * self.tensor * self.pipeline
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that share out one copy of the model's dense part."""
+        """Ranks over which the dense part of the model is split."""
         return self.tensor * self.pipeline
 
     @property
@@ -55,21 +56,34 @@ class Degrees:
 
     @property
     def sample_ranks(self) -> int:
-        """Data ranks that read samples of their own; sequence ranks share one."""
+        """Data ranks that read different samples; the ranks of a sequence group share one."""
         return max(1, self.data // self.sequence)
+
+    @property
+    def num_model_axes(self) -> int:
+        """Number of axes above one, the data axis left out."""
+        return sum(getattr(self, axis) > 1 for axis in AXES if axis != "data")
+
+    def split_ranks(self, group: Group) -> int:
+        """Ranks over which the parameters of an optimizer group are split."""
+        return self.expert if group == "experts" else self.tensor
+
+    def optimizer_ranks(self, group: Group) -> int:
+        """Ranks over which ZeRO partitions gradients and optimizer states of a group."""
+        return self.stage_ranks // self.expert if group == "experts" else self.data
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Configuration, degrees and DeepSpeed settings for a world.
+    """Configuration, degrees and DeepSpeed settings that are checked together.
 
     Attributes:
         config: of the run.
-        degrees: as given, or chosen where they were left out.
+        degrees: parallel degrees, configured or chosen.
         deepspeed: settings of the profile.
-        profile: its name or file, for messages.
-        world_size: ranks that were started, or are planned.
-        device: "cpu" or "cuda"; None where it is not known.
+        profile: name or file of the profile, for messages.
+        world_size: number of ranks, started or planned.
+        device: "cpu" or "cuda"; None: unknown.
     """
 
     config: Config
@@ -95,29 +109,24 @@ class Combination:
         return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
 
     def offloads(self, what: str) -> bool:
-        """True if `offload_optimizer` or `offload_param` moves something off the device."""
-        return offloads(self.deepspeed, what)
-
-
-def offloads(deepspeed: dict[str, Any], what: str) -> bool:
-    """True if DeepSpeed's settings move `offload_optimizer` or `offload_param` off the device."""
-    section = deepspeed.get("zero_optimization", {}).get(what, {})
-    return bool(section.get("device", "none") != "none")
+        """True if `what` (`offload_optimizer` or `offload_param`) moves states off the device."""
+        section = self.deepspeed.get("zero_optimization", {}).get(what, {})
+        return bool(section.get("device", "none") != "none")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Spread of a run over ranks and steps, from which its memory and its time follow.
+    """Settings of a run that determine its memory and its time.
 
     Attributes:
         degrees: parallel degrees.
         zero_stage: 1, 2 or 3.
         micro_batch_size: samples per data rank and forward pass.
         gradient_accumulation_steps: forward passes per optimizer step.
-        activation_checkpointing: whether blocks are recomputed in the backward pass.
+        activation_checkpointing: True if blocks are recomputed in the backward pass.
         sequence_checkpoint_tokens: tokens of a sample that are recomputed together; None: all.
-        offloads_optimizer: whether masters and moments live on the host.
-        offloads_parameters: whether the shares of the weights do too (ZeRO-3).
+        offloads_optimizer: True if master weights and moments are on the host.
+        offloads_parameters: True if partitions of the weights are too (ZeRO-3).
         bucket_elements: DeepSpeed's `reduce_bucket_size` (elements).
     """
 
@@ -132,30 +141,30 @@ class Layout:
     bucket_elements: int = 500_000_000  # DeepSpeed's default
 
 
-SequenceForm = Literal["whole", "heads", "state"]  # whole: one rank has the sequence
+SequenceForm = Literal["whole", "heads", "state"]  # whole: nothing is exchanged
 FLOAT32_BYTES = 4
 
 
 def recurrence_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> int:
-    """Bytes of the exchange of heads for `tokens` tokens of a rank, one RWKV layer."""
+    """Bytes of one RWKV layer's exchange of heads for `tokens` tokens of a rank."""
     return tokens * model.hidden_size * (6 * element_bytes + FLOAT32_BYTES)
 
 
 def attention_bytes(model: ModelConfig, tokens: int, element_bytes: int) -> int:
-    """Bytes of the exchange of heads for `tokens` tokens of a rank, one Transformer layer."""
+    """Bytes of one Transformer layer's exchange of heads for `tokens` tokens of a rank."""
     kv_width = model.num_kv_heads * model.head_dim
     return tokens * 2 * (model.hidden_size + kv_width) * element_bytes
 
 
 def state_bytes(model: ModelConfig, samples: int, sequence: int) -> int:
-    """Bytes of the states of `samples` samples, gathered from `sequence` ranks, one RWKV layer."""
+    """Bytes of one RWKV layer's states of `samples` samples, gathered from `sequence` ranks."""
     return sequence * samples * 2 * model.head_dim * model.hidden_size * FLOAT32_BYTES
 
 
 def sequence_form(
     model: ModelConfig, *, sequence_length: int, sequence: int, element_bytes: int
 ) -> SequenceForm:
-    """The form that exchanges fewer bytes where a sequence is spread over `sequence` ranks."""
+    """Form that exchanges fewer bytes when `sequence` ranks share a sample."""
     if sequence == 1:
         return "whole"
     by_heads = recurrence_bytes(model, sequence_length // sequence, element_bytes)
@@ -163,39 +172,36 @@ def sequence_form(
 
 
 def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> list[range]:
-    """Blocks of each stage, contiguous and at least one, so that FLOPs are spread evenly.
+    """Cuts the blocks into contiguous stages of about equal FLOPs, each with at least one block.
 
     Args:
         model: dimensions.
         sequence_length: tokens of a sample, on which the FLOPs of attention depend.
-        pipeline: stages, at most as many as there are blocks.
+        pipeline: number of stages, at most the number of blocks.
     """
     flops = forward_flops_by_layer(model, sequence_length)
-    return _even_cuts(flops, head_flops(model), pipeline)
-
-
-def border_values(model: ModelConfig, stages: list[range], degrees: Degrees) -> list[int]:
-    """Values of a token that cross the border before each stage, and after the last one: of its
-    residual stream, and of v_first once it is made. At the ends there is no border.
-
-    Args:
-        model: dimensions.
-        stages: blocks of each stage.
-        degrees: whose tensor ranks share out the heads of v_first.
-    """
-    kinds = model.layer_kinds()
-    width = model.hidden_size
-    made = ["rwkv" in kinds[: stage.start] for stage in stages[1:]]
-    return [0, *(width + there * width // degrees.tensor for there in made), 0]
-
-
-def _even_cuts(flops: list[int], head: int, pipeline: int) -> list[range]:
-    """Contiguous blocks for each stage, each stage with one at least; the last has the head too."""
+    head = head_flops(model)  # computed by the last stage
     reached = list(accumulate(flops))
     share = (reached[-1] + head) / pipeline
     cuts = [0]
     for stage in range(1, pipeline):
-        left = range(cuts[-1] + 1, len(flops) - (pipeline - stage) + 1)
-        cuts.append(min(left, key=lambda cut: abs(reached[cut - 1] - share * stage)))  # noqa: B023
-    cuts.append(len(flops))
-    return [range(*pair) for pair in pairwise(cuts)]
+        open_cuts = range(cuts[-1] + 1, len(flops) - (pipeline - stage) + 1)
+        distances = {cut: abs(reached[cut - 1] - share * stage) for cut in open_cuts}
+        cuts.append(min(distances, key=distances.__getitem__))
+    return [range(*pair) for pair in pairwise([*cuts, len(flops)])]
+
+
+def boundary_values(model: ModelConfig, stages: list[range], degrees: Degrees) -> list[int]:
+    """Values per token that cross the boundary before each stage, and after the last one (0).
+
+    They are the residual stream, and v_first behind the RWKV block that creates it.
+
+    Args:
+        model: dimensions.
+        stages: blocks of each stage.
+        degrees: layout; tensor ranks split the heads of v_first.
+    """
+    kinds = model.layer_kinds()
+    width = model.hidden_size
+    has_v_first = ["rwkv" in kinds[: stage.start] for stage in stages[1:]]
+    return [0, *(width + created * width // degrees.tensor for created in has_v_first), 0]

@@ -1,16 +1,18 @@
-"""A plan: how a run is spread over ranks and steps, what that takes, and why."""
+"""Plan of a run: layout, memory, time, DeepSpeed settings, reasons."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cdrmix.planning.cluster import Memory
 from cdrmix.planning.cost import Cost
 from cdrmix.planning.deepspeed_json import profile_path
 from cdrmix.planning.layout import AXES, Degrees, Layout
-from cdrmix.planning.stage_b_memory import StageBLayout
+
+if TYPE_CHECKING:  # a run without Stage B imports none of its modules
+    from cdrmix.planning.stage_b_memory import StageBLayout
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,14 @@ class Plan:
         layout: degrees, batch sizes, recomputation.
         memory: estimated bytes on the fullest rank; None: not estimated.
         cost: estimated time of a step; None: not estimated.
-        saves_in_background: whether training goes on while a checkpoint is copied and written.
+        saves_in_background: True if training continues while a checkpoint is copied and written.
         deepspeed: complete settings for `deepspeed.initialize`.
-        fits: whether memory stays within the usable share of the device's, and of the host's.
-        missing: what this version cannot carry out yet; empty if it can.
-        is_usual: whether the layout is what the model's size asks for (`scale`).
-        reasons: why each part was chosen, one line each; empty in plans that are only compared.
-        warnings: what runs at a cost that the user may not expect, one line each.
-        stage_b: how Stage B is spread; None where there is none, or in plans only compared.
+        fits: True if memory is within the usable share of device and host.
+        missing: features that this version lacks for the layout; empty if it can run.
+        is_usual: True if the layout is usual for the model's size (`zero`).
+        reasons: one line for each choice; empty in plans that are only compared.
+        warnings: settings with a cost that the user may not expect, one line each.
+        stage_b: layout of Stage B; None without Stage B, and in plans that are only compared.
     """
 
     profile: str
@@ -87,7 +89,7 @@ class Plan:
 
     @property
     def stage_b_pipeline(self) -> int:
-        """Stages that share out the backbone in Stage B."""
+        """Pipeline stages of the backbone in Stage B."""
         return self.stage_b.degrees.pipeline if self.stage_b else 1
 
     def estimates(self) -> tuple[Memory, Cost]:
@@ -96,7 +98,7 @@ class Plan:
         return self.memory, self.cost
 
     def describe(self) -> str:
-        """The layout in one line, with the names of the configuration."""
+        """Describes the layout in one line, with the names of the configuration."""
         degrees = {axis: getattr(self.degrees, axis) for axis in AXES}
         spread = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
         recomputed = ", activation checkpointing" if self.activation_checkpointing else ""
@@ -106,7 +108,7 @@ class Plan:
         return f"{self.name}, {spread or 'one rank'}, {batch}{recomputed}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values of a run's plan, as they stand in plan.json."""
+        """Returns the plain values of plan.json."""
         return {
             "profile": self.name,
             "profile_path": str(self.path),
@@ -118,7 +120,7 @@ class Plan:
         }
 
     def estimates_to_json(self) -> dict[str, Any]:
-        """Plain values of a layout, its memory and its time, as `cdrmix plan --json` has them."""
+        """Returns layout, memory and time as plain values for `cdrmix plan --json`."""
         memory, cost = self.estimates()
         return {
             "profile": self.name,

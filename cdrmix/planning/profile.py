@@ -1,7 +1,7 @@
-"""Config and cluster -> DeepSpeed profile, degrees, batch sizes, and why.
+"""Chooses the plan of a run on a cluster: DeepSpeed profile, degrees, batch sizes, and reasons.
 
-What the configuration gives is kept; the rest is what a search over all layouts prefers (`search`),
-by the rules of the model's size (`scale`) among those that fit the memory.
+Settings of the configuration are fixed; the others are the best of a search over all layouts that
+fit the memory (`search`), with the rules by model size (`zero`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from cdrmix.planning.layout import (
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.search import combinations, search
-from cdrmix.planning.stage_b_memory import check_stage_b, stage_b_layout, stage_b_reason
 
 
 def choose(config: Config, cluster: Cluster, *, profile: str | None = None) -> Plan:
-    """The best plan of a run on a cluster; what the configuration gives is kept.
+    """Chooses the best plan of a run on a cluster, with the settings that the configuration fixes.
 
     Args:
         config: of the run.
-        cluster: where it runs.
-        profile: name of a shipped profile or path of a JSON file; chosen when left out.
+        cluster: devices and links.
+        profile: name of a shipped profile or path of a JSON file; None: chosen.
 
     Raises:
-        PlanError: if the combination cannot run, naming everything that is wrong with it.
+        PlanError: if the combination cannot run, with all reasons.
     """
     best = all_plans(config, cluster, profile)[0]
     rules.check(combination_of(best, config, cluster))
@@ -49,17 +48,17 @@ def choose(config: Config, cluster: Cluster, *, profile: str | None = None) -> P
 def check_legal(
     config: Config, *, world_size: int, profile: str | None = None, device: str | None = None
 ) -> None:
-    """Refuse what cannot run on so many ranks, before it is known how large their devices are.
+    """Checks a run against the rules, before the memory of the devices is known.
 
-    Only the rules are asked: neither memory nor time is estimated.
+    Neither memory nor time is estimated.
 
     Args:
         config: of the run.
         world_size: number of ranks.
-        profile: name or path of a DeepSpeed profile; null: whatever suits.
-        device: "cpu" or "cuda"; None where it is not known.
+        profile: name or path of a DeepSpeed profile; None: any.
+        device: "cpu" or "cuda"; None: unknown.
     Raises:
-        PlanError: naming everything that is wrong with it.
+        PlanError: if the run is impossible on these ranks, with all reasons.
     """
     plainest = _plainest(config, world_size, profile, device)
     legal = list(
@@ -71,16 +70,19 @@ def check_legal(
         rules.check(
             _combination(config, nearest.combination.degrees, nearest.profile, world_size, device)
         )
-    if device is not None:  # all combinations break a rule of the device, or none does
+    if device is not None:  # a rule about the device holds for all combinations alike
         rules.check(replace(legal[0].combination, device=device), of_this_version=False)
-    check_stage_b(config, world_size)
+    if config.stage_b is not None:  # a run without Stage B imports none of its modules
+        from cdrmix.planning.stage_b_memory import check_stage_b
+
+        check_stage_b(config, world_size)
 
 
 def all_plans(config: Config, cluster: Cluster, profile: str | None = None) -> list[Plan]:
-    """Every legal plan on a cluster, best first; at least one.
+    """Returns every legal plan on a cluster, best first.
 
     Raises:
-        PlanError: if there is none, naming what is wrong with the plainest one.
+        PlanError: if there is none, with the reasons that rule out the plainest one.
     """
     plans = search(config, cluster, profile=profile)
     _check_some_are_legal(plans, _plainest(config, cluster.world_size, profile, cluster.device))
@@ -88,9 +90,11 @@ def all_plans(config: Config, cluster: Cluster, profile: str | None = None) -> l
 
 
 def _check_some_are_legal(legal: Sequence[object], plainest: Combination) -> None:
+    """Raises PlanError if no layout is legal, or if only a cut of a small model is."""
     config = plainest.config
     world_size = plainest.world_size
-    # data ranks that do not divide the batch are no reason to cut a model that needs no cutting
+    # If nothing is fixed and data ranks alone do not divide the batch, the error about the batch is
+    # more useful than a model split over more axes than it needs.
     is_free = not config.parallel.model_fields_set
     if not legal or (is_free and world_size <= config.training.global_batch_size):
         rules.check(plainest, of_this_version=False)
@@ -101,7 +105,7 @@ def _check_some_are_legal(legal: Sequence[object], plainest: Combination) -> Non
 def _plainest(
     config: Config, world_size: int, profile: str | None, device: str | None
 ) -> Combination:
-    """Degrees as given, and otherwise nothing but data ranks, and experts spread as usual."""
+    """Combination with the configured degrees; without them, data ranks and usual experts."""
     parallel = config.parallel
     degrees = Degrees(
         tensor=parallel.tensor, pipeline=parallel.pipeline, sequence=parallel.sequence
@@ -115,21 +119,32 @@ def _plainest(
 
 
 def explained(plan: Plan, config: Config, cluster: Cluster, profile: str | None = None) -> Plan:
-    """A plan of the search with its reasons, its warnings, and the layout of Stage B."""
+    """Completes a plan of the search with reasons, warnings and the layout of Stage B."""
     warnings = rules.advise(combination_of(plan, config, cluster))
     if not plan.fits:
         warnings.append(memory_reason(plan, config, cluster))
     reasons = _reasons(plan, config, cluster, profile)
-    stage_b = stage_b_layout(config, cluster, zero_stage=plan.zero_stage)
-    if stage_b is not None:
-        reasons.append(stage_b_reason(config, cluster, stage_b))
-        if not stage_b.fits:  # better told before Stage A than after it
+    plan = with_stage_b(plan, config, cluster)
+    if plan.stage_b is not None:
+        from cdrmix.planning.stage_b_memory import stage_b_reason
+
+        reasons.append(stage_b_reason(config, cluster, plan.stage_b))
+        if not plan.stage_b.fits:  # a warning before Stage A saves the time of training it
             warnings.append(reasons[-1])
-    return replace(plan, reasons=tuple(reasons), warnings=tuple(warnings), stage_b=stage_b)
+    return replace(plan, reasons=tuple(reasons), warnings=tuple(warnings))
+
+
+def with_stage_b(plan: Plan, config: Config, cluster: Cluster) -> Plan:
+    """Adds the layout of Stage B to a plan, if the run has a Stage B."""
+    if config.stage_b is None:
+        return plan
+    from cdrmix.planning.stage_b_memory import stage_b_layout
+
+    return replace(plan, stage_b=stage_b_layout(config, cluster, zero_stage=plan.zero_stage))
 
 
 def combination_of(plan: Plan, config: Config, cluster: Cluster) -> Combination:
-    """The combination that rules look at for a plan."""
+    """Combination of a plan, for the rules."""
     return _combination(config, plan.degrees, plan.profile, cluster.world_size, cluster.device)
 
 
@@ -142,142 +157,119 @@ def _combination(
 
 
 def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) -> list[str]:
-    """Why each part of a layout is what it is."""
+    """Explains each part of a layout, one line each."""
     layout = plan.layout
     degrees = plan.degrees
-    batch = config.training.global_batch_size
-    shared = f" / sequence {degrees.sequence}" if degrees.sequence > 1 else ""
+    training = config.training
+    total = count(config.model, training.sequence_length).total_params
+    stage, by_size = zero.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
+    if profile is not None:
+        by_size = "--profile as given"
+    elif layout.zero_stage != stage or layout.offloads_optimizer:
+        by_size = "takes less memory"
+    expert, by_experts = zero.expert_degree(config, degrees)
+    if degrees.expert != expert:
+        by_experts = "takes less memory"
+    by_speed = "the fastest that fits" if plan.fits else "what takes least"
+    if training.micro_batch_size is not None:
+        by_speed = "training.micro_batch_size as given"
     reasons = [
-        f"profile {plan.name}: {_profile_reason(plan, config, profile)}",
+        f"profile {plan.name}: {by_size}",
         f"degrees: data {degrees.data} = {cluster.world_size} ranks / (tensor {degrees.tensor} * "
         f"pipeline {degrees.pipeline}), sequence {degrees.sequence}",
-        f"expert {degrees.expert}: {_expert_reason(config, degrees)}",
-        f"micro batch {layout.micro_batch_size}: {_micro_batch_reason(plan, config)}",
+        f"expert {degrees.expert}: {by_experts}",
+        f"micro batch {layout.micro_batch_size}: {by_speed}",
         memory_reason(plan, config, cluster),
     ]
     if layout.activation_checkpointing:
-        reasons.append("activation checkpointing: " + _checkpointing_reason(config))
+        why = "what it saves lets a larger micro batch fit, which is faster"
+        if training.activation_checkpointing:
+            why = "training.activation_checkpointing as given"
+        reasons.append(f"activation checkpointing: {why}")
     if config.checkpoint.background is None and not plan.saves_in_background:
-        reasons.append("checkpoints: " + _saving_reason(layout, config, cluster))
-    return [
-        *reasons,
-        *_sequence_reasons(config, layout),
-        f"accumulation {layout.gradient_accumulation_steps} = global batch {batch} / "
-        f"(micro batch {layout.micro_batch_size} * {degrees.data} data ranks{shared})",
-    ]
-
-
-def _profile_reason(plan: Plan, config: Config, profile: str | None) -> str:
-    if profile is not None:
-        return "--profile as given"
-    layout = plan.layout
-    degrees = plan.degrees
-    total = count(config.model, config.training.sequence_length).total_params
-    stage, reason = zero.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
-    usual = layout.zero_stage == stage and not layout.offloads_optimizer
-    return reason if usual else "takes less memory"
-
-
-def _expert_reason(config: Config, degrees: Degrees) -> str:
-    expert, reason = zero.expert_degree(config, degrees)
-    return reason if degrees.expert == expert else "takes less memory"
-
-
-def _micro_batch_reason(plan: Plan, config: Config) -> str:
-    if config.training.micro_batch_size is not None:
-        return "training.micro_batch_size as given"
-    return "the fastest that fits" if plan.fits else "what takes least"
-
-
-def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
-    """Tells how much of a device, and of a host where something is offloaded, a plan fills."""
-    memory = plan.estimates()[0]
-    there = cluster.memory_bytes
-    used = memory.total
-    share = config.training.memory_share
-    verdict = "within" if used <= share * there else "NOT within"
-    told = (
-        f"memory: {used / GIB:.1f} GiB of {there / GIB:.1f} GiB a device, {verdict} the "
-        f"{100 * share:g} % that a plan may fill"
-    )
-    if not memory.host and memory.fits_host(cluster, share=share):
-        return told
-    used_by_all = memory.on_host * cluster.gpus_per_node
-    verdict = "within" if memory.fits_host(cluster, share=share) else "NOT within"
-    there_gib = cluster.host_memory_gib
-    return f"{told}; {used_by_all / GIB:.1f} GiB of {there_gib:g} GiB a host, {verdict} it"
-
-
-def _saving_reason(layout: Layout, config: Config, cluster: Cluster) -> str:
-    """Why training waits for the disk in each save."""
-    model = MemoryModel(config, cluster.device)
-    share = 100 * config.training.memory_share
-    copied = model.estimate(layout, has_copy=True)
-    if cluster.device == "cpu":
-        used = copied.total
-        there_gib = cluster.memory_gib
-        where = "a rank"
-    else:
-        used = copied.on_host * cluster.gpus_per_node
-        there_gib = cluster.host_memory_gib
-        where = "a host"
-    return (
-        "training waits for each save: with a copy to write in the background "
-        f"{used / GIB:.1f} GiB of {there_gib:g} GiB {where} would be filled, NOT within "
-        f"{share:g} %; checkpoint.background = true has it copied all the same"
-    )
-
-
-def _checkpointing_reason(config: Config) -> str:
-    if config.training.activation_checkpointing:
-        return "training.activation_checkpointing as given"
-    return "what it saves lets a larger micro batch fit, which is faster"
-
-
-def _sequence_reasons(config: Config, layout: Layout) -> list[str]:
-    """Reasons for the way that a recurrence is recomputed and meets the tokens of other ranks."""
-    reasons = []
-    degrees = layout.degrees
-    training = config.training
+        reasons.append(f"checkpoints: {_saving_reason(layout, config, cluster)}")
     if layout.sequence_checkpoint_tokens is not None:
         span, why = zero.sequence_checkpoint_tokens(
             config,
             sequence=degrees.sequence,
             recompute=layout.activation_checkpointing,
-            total_params=count(config.model, training.sequence_length).total_params,
+            total_params=total,
         )
         reasons.append(f"sequence checkpointing by {span:,} tokens: {why}")
-    if degrees.sequence == 1:
-        return reasons
-    model = config.model
-    length = training.sequence_length
-    size = ELEMENT_BYTES[training.precision]
-    form = sequence_form(
-        model, sequence_length=length, sequence=degrees.sequence, element_bytes=size
+    if degrees.sequence > 1:
+        reasons.append(_sequence_reason(config, degrees.sequence))
+    shared = f" / sequence {degrees.sequence}" if degrees.sequence > 1 else ""
+    reasons.append(
+        f"accumulation {layout.gradient_accumulation_steps} = global batch "
+        f"{training.global_batch_size} / (micro batch {layout.micro_batch_size} * {degrees.data} "
+        f"data ranks{shared})"
     )
-    state = state_bytes(model, 1, degrees.sequence) / 2**20
-    heads = recurrence_bytes(model, length // degrees.sequence, size) / 2**20
-    compared = f"{state:.3g} MiB of states a layer and sample, {heads:.3g} MiB of heads"
-    how = "recurrences pass their state" if form == "state" else "recurrences exchange heads"
-    return [*reasons, f"sequence {degrees.sequence}: {how}: {compared}"]
+    return reasons
+
+
+def _sequence_reason(config: Config, sequence: int) -> str:
+    """Compares the bytes of both exchanges of a recurrence between sequence ranks."""
+    model = config.model
+    length = config.training.sequence_length
+    size = ELEMENT_BYTES[config.training.precision]
+    form = sequence_form(model, sequence_length=length, sequence=sequence, element_bytes=size)
+    exchange = "recurrences pass their state" if form == "state" else "recurrences exchange heads"
+    state = state_bytes(model, 1, sequence) / 2**20
+    heads = recurrence_bytes(model, length // sequence, size) / 2**20
+    return (
+        f"sequence {sequence}: {exchange}: {state:.3g} MiB of states a layer and sample, "
+        f"{heads:.3g} MiB of heads"
+    )
+
+
+def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
+    """Compares the memory of a plan with that of a device, and of a host if it offloads."""
+    memory = plan.estimates()[0]
+    share = config.training.memory_share
+    verdict = "within" if memory.total <= share * cluster.memory_bytes else "NOT within"
+    of_device = (
+        f"memory: {memory.total / GIB:.1f} GiB of {cluster.memory_bytes / GIB:.1f} GiB a device, "
+        f"{verdict} the {100 * share:g} % that a plan may fill"
+    )
+    fits_host = memory.fits_host(cluster, share=share)
+    if not memory.host and fits_host:
+        return of_device
+    used = memory.on_host * cluster.gpus_per_node / GIB
+    verdict = "within" if fits_host else "NOT within"
+    return f"{of_device}; {used:.1f} GiB of {cluster.host_memory_gib:g} GiB a host, {verdict} it"
+
+
+def _saving_reason(layout: Layout, config: Config, cluster: Cluster) -> str:
+    """Explains that no copy of a checkpoint fits, so that training waits for each save."""
+    copied = MemoryModel(config, cluster.device).estimate(layout, has_copy=True)
+    used = copied.on_host * cluster.gpus_per_node
+    limit = f"{cluster.host_memory_gib:g} GiB a host"
+    if cluster.device == "cpu":
+        used = copied.total
+        limit = f"{cluster.memory_gib:g} GiB a rank"
+    return (
+        "training waits for each save: with a copy to write in the background "
+        f"{used / GIB:.1f} GiB of {limit} would be filled, NOT within "
+        f"{100 * config.training.memory_share:g} %; checkpoint.background = true has it copied all "
+        "the same"
+    )
 
 
 def smaller_micro_batch(plan: Plan, micro: int) -> int:
-    """The largest micro batch that is at most half of `micro` and divides a rank's samples of a
-    step; 1 where there is none."""
+    """Largest micro batch up to half of `micro` that divides a rank's samples of a step."""
     samples = plan.micro_batch_size * plan.gradient_accumulation_steps
     return max((n for n in range(1, micro // 2 + 1) if samples % n == 0), default=1)
 
 
 def with_micro_batch(plan: Plan, config: Config, micro: int, *, device: str, reason: str) -> Plan:
-    """The same layout in other micro batches; the global batch and the order of samples stay.
+    """Changes the micro batch of a plan; the global batch and the order of samples stay.
 
     Args:
-        plan: as planned.
+        plan: of the run.
         config: of the run.
-        micro: samples per data rank and forward pass; divides what a rank takes of a step.
+        micro: samples per data rank and forward pass; divides a rank's samples of a step.
         device: "cpu" or "cuda".
-        reason: why.
+        reason: of the change, for the plan's reasons.
     """
     steps, rest = divmod(plan.micro_batch_size * plan.gradient_accumulation_steps, micro)
     assert rest == 0, f"micro batch {micro} does not divide a rank's samples"
@@ -291,5 +283,5 @@ def with_micro_batch(plan: Plan, config: Config, micro: int, *, device: str, rea
         ),
         deepspeed=plan.deepspeed | batches,
         reasons=(*plan.reasons, f"micro batch {micro} instead, accumulation {steps}: {reason}"),
-        cost=None,  # of the batches that were planned
+        cost=None,  # its estimate was for the planned batches
     )

@@ -1,7 +1,7 @@
-"""The table of combinations that are refused, each with its reason and source.
+"""Rules that refuse combinations of settings, each with its reason and source.
 
-A rule looks at a whole combination: configuration, degrees, DeepSpeed settings, world. All that are
-broken are reported at once, before any process group starts.
+A rule reads a whole combination: configuration, degrees, DeepSpeed settings, number of ranks. All
+broken rules are reported at once, before any process group starts.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from cdrmix.planning.counts import count
 from cdrmix.planning.layout import Combination
 
 UNAVAILABLE = "not available in this version"
-_OF_RANKS = "layout of ranks"  # as the source of a rule
-THIS_VERSION = "this version"  # as the source of a rule: nothing but our own state speaks for it
+# Sources of rules that no library states.
+_OF_RANKS = "layout of ranks"
+THIS_VERSION = "this version"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One combination.
+    """A kind of combination that is refused, or warned of.
 
     Attributes:
-        id: short name, stable, for tests and documents.
-        applies: True where the combination is present.
-        message: what is given, why it is refused, what to try.
-        source: where the reason comes from.
-        about: what the message is about: the configuration or the profile.
+        id: short stable name for tests and documents.
+        applies: function that is True for such a combination.
+        message: function that returns the settings, the reason and advice.
+        source: origin of the reason.
+        about: place named in the message: the configuration or the profile.
     """
 
     id: str
@@ -41,41 +42,41 @@ class Rule:
 
     @property
     def is_about_this_version(self) -> bool:
-        """True if the combination is sound, and only not built yet."""
+        """True if the combination is valid but not implemented yet."""
         return self.source == THIS_VERSION
 
-    def told(self, combination: Combination) -> str:
-        """The message with its place: name of the configuration, or profile."""
+    def report(self, combination: Combination) -> str:
+        """Returns the message with its place: name of the configuration, or profile."""
         place = combination.config.name if self.about == "config" else combination.profile
         return f"{place}: {self.message(combination)}"
 
 
 def check(combination: Combination, *, of_this_version: bool = True) -> None:
-    """Refuse a combination that cannot run.
+    """Checks that a combination can run.
 
     Args:
-        combination: what is checked.
-        of_this_version: whether to refuse also what is sound, and only not built yet.
+        combination: settings of a run.
+        of_this_version: False lets pass combinations that are valid but not implemented yet.
 
     Raises:
-        PlanError: naming every rule that is broken, one to a line.
+        PlanError: with the messages of all broken rules, one to a line.
     """
-    asked = [rule for rule in RULES if of_this_version or not rule.is_about_this_version]
-    broken = [rule for rule in asked if rule.applies(combination)]
+    rules = [rule for rule in RULES if of_this_version or not rule.is_about_this_version]
+    broken = [rule for rule in rules if rule.applies(combination)]
     if any(rule.source == _OF_RANKS for rule in broken):
-        # how many ranks read samples is not known before the degrees are right
+        # the number of ranks that read samples follows from the degrees
         broken = [rule for rule in broken if rule.id != "batch-divides"]
     if broken:
-        raise PlanError("\n".join(rule.told(combination) for rule in broken))
+        raise PlanError("\n".join(rule.report(combination) for rule in broken))
 
 
 def advise(combination: Combination) -> list[str]:
-    """Warnings about what runs at a cost that the user may not expect, one line each."""
-    return [rule.told(combination) for rule in WARNINGS if rule.applies(combination)]
+    """Warns of settings with a cost that the user may not expect, one line each."""
+    return [rule.report(combination) for rule in WARNINGS if rule.applies(combination)]
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of `number` on both sides of `wanted`, in words: '2 or 4'."""
+    """Formats the divisors of `number` below and above `wanted`: '2 or 4'."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = sorted({*low, *(number // n for n in low)})
     below = [n for n in divisors if n < wanted][-1:]
@@ -88,7 +89,7 @@ def _nearest_multiples(step: int, wanted: int) -> str:
     return " or ".join(str(n) for n in (lower, lower + step) if n)
 
 
-# What a degree must divide: name, number, why. Experts of a dense model have a rule of their own.
+# A number that a degree must divide: name, value, reason. A dense model is exempt for experts.
 _Divided = tuple[str, Callable[[Combination], int], str]
 _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
     "tensor": (
@@ -133,93 +134,76 @@ _MUST_DIVIDE: dict[str, tuple[_Divided, ...]] = {
 def _must_divide(degree: str, divided: _Divided) -> Rule:
     target, number, why = divided
 
-    def given(combination: Combination) -> int:
-        return int(getattr(combination.degrees, degree))
+    def applies(combination: Combination) -> bool:
+        return number(combination) % getattr(combination.degrees, degree) != 0
 
     def message(combination: Combination) -> str:
+        value = getattr(combination.degrees, degree)
         common = math.gcd(*(other(combination) for _, other, _ in _MUST_DIVIDE[degree]))
-        legal = nearest_divisors(common, given(combination))
         return (
-            f"parallel.{degree} = {given(combination)} does not divide {target} = "
-            f"{number(combination)} ({why}). Try parallel.{degree} = {legal}"
+            f"parallel.{degree} = {value} does not divide {target} = {number(combination)} "
+            f"({why}). Try parallel.{degree} = {nearest_divisors(common, value)}"
         )
 
     name = target.split(" / ")[0].rsplit(".", 1)[-1].replace("_", "-")
-    return Rule(
-        f"{degree}-divides-{name}",
-        lambda combination: number(combination) % given(combination) != 0,
-        message,
-        _OF_RANKS,
-    )
-
-
-def _world_differs(combination: Combination) -> bool:
-    return combination.degrees.world_size != combination.world_size
+    return Rule(f"{degree}-divides-{name}", applies, message, _OF_RANKS)
 
 
 def _world_message(combination: Combination) -> str:
     degrees = combination.degrees
     world = combination.world_size
-    inner = degrees.tensor * degrees.pipeline
+    inner = degrees.model_ranks
     needs = (
         f"parallel.data * tensor * pipeline = {degrees.data} * {degrees.tensor} * "
         f"{degrees.pipeline} = {degrees.world_size} is not the number of ranks, {world}"
     )
     if world % inner:
         return f"{needs}. Try {_nearest_multiples(inner, world)} ranks"
-    outer = world // inner
-    is_open = not {"tensor", "pipeline"} <= _given(combination)
-    legal = str(outer)
-    if is_open and outer % degrees.data:  # what it leaves over, the other axes may take
-        legal = nearest_divisors(outer, degrees.data)
+    data = world // inner
+    legal = str(data)
+    is_open = not {"tensor", "pipeline"} <= combination.config.parallel.model_fields_set
+    if is_open and data % degrees.data:  # the remaining factor can go to the open axes
+        legal = nearest_divisors(data, degrees.data)
     return f"{needs}. Try parallel.data = {legal}, or leave it out"
-
-
-def _given(combination: Combination) -> set[str]:
-    return combination.config.parallel.model_fields_set
-
-
-def _batch_step(combination: Combination) -> int:
-    return (combination.training.micro_batch_size or 1) * combination.degrees.sample_ranks
 
 
 def _batch_message(combination: Combination) -> str:
     batch = combination.training.global_batch_size
     ranks = combination.degrees.sample_ranks
     micro = combination.training.micro_batch_size or 1
-    given = (
+    problem = (
         f"training.global_batch_size = {batch} is no multiple of {micro} * {ranks} (micro batch * "
         "data ranks with samples of their own)"
     )
     if batch % ranks == 0:
         legal = nearest_divisors(batch // ranks, micro)
-        return f"{given}. Try training.micro_batch_size = {legal}"
+        return f"{problem}. Try training.micro_batch_size = {legal}"
     return (
-        f"{given}. Try training.global_batch_size = {_nearest_multiples(ranks * micro, batch)}, "
+        f"{problem}. Try training.global_batch_size = {_nearest_multiples(ranks * micro, batch)}, "
         f"or {nearest_divisors(batch, ranks)} such ranks"
     )
 
 
-def _borders_are_split(combination: Combination) -> bool:
-    """True if tensor ranks share out what crosses a stage boundary, as DeepSpeed has by default."""
+def _splits_boundaries(combination: Combination) -> bool:
+    """True if DeepSpeed splits stage boundaries over tensor ranks, as it does by default."""
     pipeline = combination.deepspeed.get("pipeline", {})
-    split = any(pipeline.get(key, True) for key in ("pipe_partitioned", "grad_partitioned"))
-    return split and combination.degrees.pipeline > 1 and combination.degrees.tensor > 1
+    splits = any(pipeline.get(key, True) for key in ("pipe_partitioned", "grad_partitioned"))
+    return splits and combination.degrees.pipeline > 1 and combination.degrees.tensor > 1
 
 
-def _clipped_wrongly(combination: Combination) -> bool:
+def _clips_wrongly(combination: Combination) -> bool:
     spread = combination.degrees.expert > 1 or combination.degrees.pipeline > 1
     return combination.zero_stage == 0 and combination.training.gradient_clipping > 0 and spread
 
 
-def _unfused(combination: Combination) -> bool:
-    halved = combination.training.precision != "fp32"
-    return combination.zero_stage == 0 and halved and combination.degrees.pipeline == 1
+def _is_unfused(combination: Combination) -> bool:
+    is_half = combination.training.precision != "fp32"
+    return combination.zero_stage == 0 and is_half and combination.degrees.pipeline == 1
 
 
 # Settings of ZeRO that DeepSpeed's MoE layer asserts, and whose other value is not its default.
 _NEEDED_BY_EXPERTS = ("contiguous_gradients", "reduce_scatter")
-# Settings of ZeRO++: what they keep beside a rank's share is not in our checkpoints.
+# Settings of ZeRO++: its secondary partitions and quantised copies are not in our checkpoints.
 _ZERO_PLUS_PLUS = (
     "zero_hpz_partition_size",
     "zero_quantized_weights",
@@ -237,33 +221,26 @@ def _withheld_from_experts(combination: Combination) -> list[str]:
     return [name for name in _NEEDED_BY_EXPERTS if not _zero(combination).get(name, True)]
 
 
-def _quantized_or_doubled(combination: Combination) -> list[str]:
+def _zero_plus_plus(combination: Combination) -> list[str]:
     # a group of one rank is DeepSpeed's default
-    return [
-        name
-        for name in _ZERO_PLUS_PLUS
-        if _zero(combination).get(name, 0) > (name.endswith("size"))
+    values = {name: _zero(combination).get(name, 0) for name in _ZERO_PLUS_PLUS}
+    return [name for name, value in values.items() if value > name.endswith("size")]
+
+
+def _offloads(combination: Combination, device: str | None = None) -> list[str]:
+    """Sections of DeepSpeed's settings that offload, to any device or to the given one."""
+    sections = [
+        name for name in ("offload_optimizer", "offload_param") if combination.offloads(name)
     ]
+    zero_settings = _zero(combination)
+    return [name for name in sections if device in (None, zero_settings[name]["device"])]
 
 
-def _offloads(combination: Combination) -> list[str]:
-    return [what for what in ("offload_optimizer", "offload_param") if combination.offloads(what)]
-
-
-def _to_nvme(combination: Combination) -> list[str]:
-    return [what for what in _offloads(combination) if _zero(combination)[what]["device"] == "nvme"]
-
-
-def _partly_offloaded(combination: Combination) -> bool:
-    section = _zero(combination).get("offload_optimizer", {})
-    return section.get("ratio", 1.0) != 1.0 or section.get("super_offload", False)
-
-
-def _keeps_a_large_models_activations(combination: Combination) -> bool:
+def _stores_a_large_models_activations(combination: Combination) -> bool:
     training = combination.training
     if "activation_checkpointing" not in training.model_fields_set:  # the plan decides
         return False
-    if training.activation_checkpointing or training.stage == "b":  # which trains little of it
+    if training.activation_checkpointing or training.stage == "b":  # Stage B trains little of it
         return False
     return _total_params(combination) >= zero.STAGED_PARAMS
 
@@ -273,7 +250,12 @@ def _total_params(combination: Combination) -> int:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("world-is-the-product", _world_differs, _world_message, _OF_RANKS),
+    Rule(
+        "world-is-the-product",
+        lambda x: x.degrees.world_size != x.world_size,
+        _world_message,
+        _OF_RANKS,
+    ),
     *(_must_divide(degree, one) for degree, many in _MUST_DIVIDE.items() for one in many),
     Rule(
         "experts-of-a-dense-model",
@@ -295,13 +277,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "batch-divides",
-        lambda x: x.training.global_batch_size % _batch_step(x) != 0,
+        lambda x: (
+            x.training.global_batch_size
+            % ((x.training.micro_batch_size or 1) * x.degrees.sample_ranks)
+            != 0
+        ),
         _batch_message,
         "the global batch is the same on every cluster",
     ),
     Rule(
         "large-without-recomputation",
-        _keeps_a_large_models_activations,
+        _stores_a_large_models_activations,
         lambda x: (
             f"training.activation_checkpointing = false with {_total_params(x) / 1e9:.3g}B "
             f"parameters: from {zero.STAGED_PARAMS / 1e9:.0f}B on every block is recomputed, as "
@@ -332,7 +318,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "split-borders",
-        _borders_are_split,
+        _splits_boundaries,
         lambda x: (
             "pipeline.pipe_partitioned and grad_partitioned must be false with "
             f"parallel.pipeline = {x.degrees.pipeline} and parallel.tensor = {x.degrees.tensor}: "
@@ -343,7 +329,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stage-0-clips-wrongly",
-        _clipped_wrongly,
+        _clips_wrongly,
         lambda x: (
             "zero_optimization.stage = 0 takes a wrong gradient norm to clip by with "
             f"parallel.expert = {x.degrees.expert} and parallel.pipeline = {x.degrees.pipeline}. "
@@ -355,7 +341,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stage-0-in-half-precision",
-        _unfused,
+        _is_unfused,
         lambda x: (
             f"zero_optimization.stage = 0 with training.precision = {x.training.precision} takes "
             "DeepSpeed's unfused fp16 optimizer, which leaves experts out of the gradient norm. "
@@ -375,7 +361,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "round-robin-gradients",
-        lambda x: bool(x.deepspeed.get("zero_optimization", {}).get("round_robin_gradients")),
+        lambda x: bool(_zero(x).get("round_robin_gradients")),
         lambda x: (
             "zero_optimization.round_robin_gradients = true makes DeepSpeed lose track of which "
             "rank holds which weights, so that no checkpoint could be trusted. Try false"
@@ -418,7 +404,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "partly-offloaded",
-        lambda x: x.offloads("offload_optimizer") and _partly_offloaded(x),
+        lambda x: (
+            x.offloads("offload_optimizer")
+            and (
+                _zero(x)["offload_optimizer"].get("ratio", 1.0) != 1.0
+                or _zero(x)["offload_optimizer"].get("super_offload", False)
+            )
+        ),
         lambda x: (
             "zero_optimization.offload_optimizer with ratio below 1 or super_offload needs "
             "DeepSpeed's own Adam, and the loop's is torch's. Try ratio = 1 without super_offload"
@@ -428,9 +420,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "nvme-unavailable",
-        lambda x: bool(_to_nvme(x)),
+        lambda x: bool(_offloads(x, "nvme")),
         lambda x: (
-            f"zero_optimization.{_to_nvme(x)[0]}.device = nvme: offloading to a disk is "
+            f"zero_optimization.{_offloads(x, 'nvme')[0]}.device = nvme: offloading to a disk is "
             f"{UNAVAILABLE}. Try device = cpu"
         ),
         THIS_VERSION,
@@ -448,9 +440,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "zero-plus-plus-unavailable",
-        lambda x: bool(_quantized_or_doubled(x)),
+        lambda x: bool(_zero_plus_plus(x)),
         lambda x: (
-            f"zero_optimization.{_quantized_or_doubled(x)[0]}: ZeRO++ is {UNAVAILABLE}. "
+            f"zero_optimization.{_zero_plus_plus(x)[0]}: ZeRO++ is {UNAVAILABLE}. "
             "Try leaving it out"
         ),
         THIS_VERSION,
@@ -467,7 +459,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "stage-0-unavailable",
-        lambda x: x.zero_stage == 0 and not _clipped_wrongly(x) and not _unfused(x),
+        lambda x: x.zero_stage == 0 and not _clips_wrongly(x) and not _is_unfused(x),
         lambda x: (
             f"zero_optimization.stage = 0: checkpoints of unpartitioned optimizers are "
             f"{UNAVAILABLE}. Try profile 'zero1', which holds the same on one rank"

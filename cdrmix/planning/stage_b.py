@@ -1,7 +1,6 @@
-"""Layout of Stage B: lessons over data ranks, each of which holds the whole backbone, or over
-pipelines, whose stages share out the blocks of a frozen one.
+"""Layout of Stage B: data ranks with different lessons, or pipelines over a frozen backbone.
 
-Whatever layout Stage A had, its checkpoint is read into this one.
+The checkpoint of Stage A is read into this layout whatever its own layout was.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ from cdrmix.planning.stage_b_memory import stage_b_window
 
 
 def stage_b_layers(config: Config, pipeline: int) -> list[range]:
-    """Blocks of each stage of a pipeline in Stage B, cut as Stage A cuts them."""
+    """Cuts the blocks into pipeline stages for Stage B, by the rule of Stage A."""
     return stage_layers(config.model, stage_b_window(config), pipeline)
 
 
 def stage_b_plan(config: Config, plan: Plan, *, world_size: int) -> Plan:
-    """The layout of Stage B on the ranks of a run.
+    """Derives the plan of Stage B from that of Stage A.
 
     Args:
-        config: with a Stage B.
-        plan: of Stage A on the same ranks; its ZeRO stage is kept where Stage B has it.
-        world_size: number of ranks, which the stages of Stage B divide.
+        config: of the run, with a Stage B.
+        plan: of Stage A on the same ranks; ZeRO-3 becomes ZeRO-2.
+        world_size: number of ranks, a multiple of the stages of Stage B.
     """
-    assert config.stage_b is not None, "Stage B has its section"
+    assert config.stage_b is not None, "called for runs with Stage B"
     lessons = config.stage_b.training.lessons_per_step
     pipeline = plan.stage_b_pipeline
     data = world_size // pipeline
-    # where data ranks do not divide the lessons, some micro-steps stay empty
+    # some micro-steps are empty where the data ranks do not divide the lessons
     slots = -(-lessons // data)
     name = "zero1" if plan.zero_stage <= 1 else "zero2"
-    kept = ("bf16", "fp16", "data_types")  # follow from the precision
-    settings = {key: plan.deepspeed[key] for key in kept if key in plan.deepspeed} | {
+    precision = ("bf16", "fp16", "data_types")
+    settings = {key: plan.deepspeed[key] for key in precision if key in plan.deepspeed} | {
         "train_batch_size": slots * data,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": slots,
-        "gradient_clipping": 0.0,  # each part is clipped by itself
+        "gradient_clipping": 0.0,  # Stage B clips each part by itself
     }
     held = f"data {data}: every rank holds the whole backbone"
     if pipeline > 1:

@@ -1,20 +1,16 @@
-"""Size of a lesson of Stage B: tokens that are learned from with a graph kept.
+"""Memory of Stage B: tokens of a lesson, bytes per rank, number of pipeline stages.
 
-Whole texts are read only where nothing is learned from the reading: when the agent plays. What the
-other phases learn from is some segments of each text, two windows with a question, and rows of the
-corpus.
+A lesson keeps its graph until its one backward pass, so its activations follow from the tokens that
+it learns from: some segments of each text, two windows with a question, and rows of the corpus.
+Whole texts are read without a graph, when the agent plays.
 
-Bytes per rank in Stage B, and how many stages the backbone is shared out over.
+Data ranks take different lessons. Each holds the whole backbone if it fits; a frozen backbone that
+does not fit is split over pipeline stages. The embedding, which is also the head, and the parts of
+Stage B are on every stage, but for the adapters, which are with their layers.
 
-Data ranks share out lessons, and each holds the whole backbone, if it fits; of a frozen one that
-does not, a pipeline of ranks hold the blocks. Everything beside the blocks is on every stage: the
-embedding, which is the head, and the parts of Stage B but for the adapters, which lie with their
-layers.
-
-Weights, gradients and optimizer are those of what Stage B trains, the backbone among them only if
-it has a rate. The graph of all that a lesson reads stays until its one backward pass; blocks are
-not recomputed. Activations of the blocks are those of a backbone that is trained, for the largest
-lesson: a frozen one keeps less, its adapters about as much more
+Weights, gradients and optimizer are those of the trained parameters, the backbone's among them if
+it has a learning rate. Blocks are not recomputed. Activations are those of a trained backbone for
+the largest lesson: a frozen one saves less, its adapters about as much more
 (tests/parity/test_stage_b_memory.py).
 """
 
@@ -28,46 +24,47 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning.cluster import GIB, Cluster, Memory
 from cdrmix.planning.counts import parameters, stage_b_params
-from cdrmix.planning.layout import Degrees, Layout, border_values
+from cdrmix.planning.layout import Degrees, Layout, boundary_values
 from cdrmix.planning.memory import CONTEXT_BYTES, FRAGMENTED_SHARE, MemoryModel
 from cdrmix.planning.rules import nearest_divisors
 
 LARGEST_SEGMENT = 64  # tokens
 SEGMENTS_PER_WINDOW = 4
-# Segments of a text in all phases but the policy's: enough to confuse one with another.
+# Segments of a text in all phases but the policy's: enough that retrieval can pick a wrong one.
 TRAINED_SEGMENTS = 6
-# One row of plain text for so many tasks.
+# Tasks of a lesson for each row of plain text.
 TASKS_PER_ROW = 8
-# Further windows for each task, of evidence, question and answer, for a backbone that learns: to
-# answer from a window takes many times the examples that retrieval takes.
+# Further windows for each task, of evidence, question and answer, where the backbone is trained:
+# learning to answer from a window takes many times the examples that retrieval takes.
 DRILLS_PER_TASK = 4
-# Plain text is read over so many windows at most.
+# Largest number of windows of a row of plain text.
 _WINDOWS_OF_TEXT = 4
-# Tokens of a question, an answer and the marks around them, about.
+# Approximate tokens of a question, an answer and the marks around them.
 _QUESTION_TOKENS = 64
+_STATE_BYTES = 4  # fast weights are float32
 
 
 def segment_tokens(window_tokens: int) -> int:
-    """Length of the longest segment: several fit into a window, and one says one thing (tokens)."""
+    """Length of the longest segment, of which several fit into a window (tokens)."""
     return min(LARGEST_SEGMENT, window_tokens // SEGMENTS_PER_WINDOW)
 
 
 def rows_of_text(texts: int) -> int:
-    """Rows of plain text in a lesson of so many texts."""
+    """Number of rows of plain text in a lesson of `texts` texts."""
     return max(1, texts // TASKS_PER_ROW)
 
 
 def row_tokens(window_tokens: int, sequence_length: int) -> int:
-    """Tokens of a row of plain text: of the corpus's row, those of its first windows."""
+    """Tokens of a row of plain text: the first windows of a row of the corpus."""
     return min(sequence_length, _WINDOWS_OF_TEXT * window_tokens)
 
 
 def lesson_tokens(training: StageBTraining, *, window_tokens: int, sequence_length: int) -> int:
-    """Tokens that the backbone reads in a lesson of the joint phase, the largest, at most.
+    """Upper bound of the tokens read in a lesson of the joint phase, the largest phase.
 
     Args:
         training: of Stage B.
-        window_tokens: tokens read at a time.
+        window_tokens: tokens of a window.
         sequence_length: tokens of a row of the corpus.
     """
     segment = segment_tokens(window_tokens)
@@ -75,24 +72,22 @@ def lesson_tokens(training: StageBTraining, *, window_tokens: int, sequence_leng
     window = min(window_tokens, TRAINED_SEGMENTS * (segment + 1) + _QUESTION_TOKENS)
     tokens = texts * (TRAINED_SEGMENTS * segment + 2 * window)
     plain = rows_of_text(texts) * row_tokens(window_tokens, sequence_length)
-    if training.backbone_lr_scale > 0:  # it keeps its language, and learns to read windows, alone
+    if training.backbone_lr_scale > 0:
+        # plain text twice more, so that it keeps its language, and drills without memory
         return tokens + 2 * plain + texts * DRILLS_PER_TASK * window
     return tokens + plain
 
 
-_STATE_BYTES = 4  # fast weights are float32
-
-
 @dataclass(frozen=True)
 class StageBLayout:
-    """Spread of Stage B over ranks.
+    """Layout of Stage B with its memory.
 
     Attributes:
-        degrees: data ranks share out the lessons, stages of a pipeline the backbone's blocks.
+        degrees: data ranks for lessons, pipeline stages for the blocks of the backbone.
         memory: bytes on the fullest rank.
-        fits: whether memory stays within the usable share of the device's, and of the host's.
-        is_given: whether the configuration says so.
-        whole: bytes on a rank that held the whole backbone.
+        fits: True if `memory` is within the usable share of device and host.
+        is_given: True if the configuration sets the number of stages.
+        whole: bytes on a rank that would hold the whole backbone.
     """
 
     degrees: Degrees
@@ -103,53 +98,59 @@ class StageBLayout:
 
 
 def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> StageBLayout | None:
-    """The layout with the fewest stages that fits, or, if none does, that takes least of a device;
-    None where the run has no Stage B.
+    """Chooses the fewest stages that fit, or, if none do, those with the least memory.
 
     Args:
-        config: of the run; the number of stages that it gives is kept.
-        cluster: all of whose ranks take part.
-        zero_stage: of Stage A; Stage B takes 1 where that is 1, else 2.
+        config: of the run; stage_b.pipeline fixes the number of stages.
+        cluster: all its ranks take part.
+        zero_stage: of Stage A; Stage B uses 1 if that is 1, else 2.
+    Returns:
+        The layout; None if the run has no Stage B.
     Raises:
-        PlanError: if the stages that it gives are no layout of these ranks.
+        PlanError: if stage_b.pipeline is impossible on these ranks.
     """
     stage_b = config.stage_b
     if stage_b is None or config.training.stage == "a":
         return None
     check_stage_b(config, cluster.world_size)
     world = cluster.world_size
-    given = stage_b.pipeline
     share = config.training.memory_share
     is_frozen = stage_b.training.backbone_lr_scale == 0
     most = config.model.num_layers if is_frozen else 1
-    sizes = [given] if given else [n for n in range(1, most + 1) if world % n == 0]
+    sizes = [n for n in range(1, most + 1) if world % n == 0]
+    if stage_b.pipeline is not None:
+        sizes = [stage_b.pipeline]
     model = _Model(config, cluster, zero_stage)
-    found = []
+    candidates = []
     for pipeline in sizes:
-        found.append((model.estimate(pipeline), pipeline))
-        if found[-1][0].fits(cluster, share=share):
+        candidates.append((model.estimate(pipeline), pipeline))
+        if candidates[-1][0].fits(cluster, share=share):
             break
-    memory, pipeline = found[-1]
+    memory, pipeline = candidates[-1]
     if not memory.fits(cluster, share=share):
-        memory, pipeline = min(found, key=lambda each: each[0].total)
+        memory, pipeline = min(candidates, key=lambda each: each[0].total)
     whole = memory if pipeline == 1 else model.estimate(1)
     degrees = Degrees(data=world // pipeline, pipeline=pipeline)
     return StageBLayout(
-        degrees, memory, memory.fits(cluster, share=share), given is not None, whole
+        degrees=degrees,
+        memory=memory,
+        fits=memory.fits(cluster, share=share),
+        is_given=stage_b.pipeline is not None,
+        whole=whole,
     )
 
 
 def stage_b_window(config: Config) -> int:
-    """Tokens that are read at a time."""
+    """Tokens of a window in Stage B."""
     assert config.stage_b is not None, "Stage B has its section"
     return config.stage_b.training.window_tokens or config.training.sequence_length
 
 
 def check_stage_b(config: Config, world_size: int) -> None:
-    """Refuse stages of Stage B that are no layout of these ranks.
+    """Checks that `stage_b.pipeline`, if set, is possible on these ranks.
 
     Raises:
-        PlanError: if `stage_b.pipeline` is given, and cannot be.
+        PlanError: if it is not.
     """
     if config.stage_b is None or config.stage_b.pipeline is None or config.training.stage == "a":
         return
@@ -168,19 +169,20 @@ def check_stage_b(config: Config, world_size: int) -> None:
 
 
 class _Model:
-    """Estimates for one configuration on one cluster."""
+    """Memory estimates of Stage B for one configuration on one cluster."""
 
     def __init__(self, config: Config, cluster: Cluster, zero_stage: int) -> None:
-        assert config.stage_b is not None, "asked of a run with Stage B"
+        assert config.stage_b is not None, "estimated for runs with Stage B"
         self._config = config
         self._stage_b = config.stage_b
         self._cluster = cluster
-        self._zero_stage, self._window = zero_stage, stage_b_window(config)
+        self._zero_stage = zero_stage
+        self._window = stage_b_window(config)
         self._is_frozen = config.stage_b.training.backbone_lr_scale == 0
         one_window = config.training.model_copy(update={"sequence_length": self._window})
-        # lessons are single texts
-        apart = config.data.model_copy(update={"segment_documents": False})
-        lessons = config.model_copy(update={"training": one_window, "data": apart})
+        # a lesson reads single texts, so there are no documents to separate
+        data = config.data.model_copy(update={"segment_documents": False})
+        lessons = config.model_copy(update={"training": one_window, "data": data})
         self._memory = MemoryModel(lessons, cluster.device)
         self._tokens = lesson_tokens(
             config.stage_b.training,
@@ -188,65 +190,57 @@ class _Model:
             sequence_length=config.training.sequence_length,
         )
         self._whole = self._memory.on_stage(_layout(1), 0)
-        self._params = Counter[int | None]()  # by block; None: those around them
+        self._params = Counter[int | None]()  # by block; None: outside the blocks
         for parameter in parameters(config.model):
             self._params[parameter.layer] += parameter.num_elements
 
     def estimate(self, pipeline: int) -> Memory:
-        """Bytes on the fullest rank of so many stages."""
+        """Bytes on the fullest rank of a number of stages."""
         stages = range(pipeline)
         return max((self._on_stage(pipeline, stage) for stage in stages), key=lambda m: m.total)
 
     def _on_stage(self, pipeline: int, stage: int) -> Memory:
-        lesson = self._stage_b.training
+        training = self._stage_b.training
         size = self._memory.numerics.element_bytes
         layers = self._memory.stages(pipeline)[stage]
         data = self._cluster.world_size // pipeline
         backbone = self._params[None] + sum(self._params[layer] for layer in layers)
         sizes = stage_b_params(self._config.model, self._stage_b, layers)
-        trained = sizes.total_params + (backbone if lesson.backbone_lr_scale > 0 else 0)
-        summed = 4 * trained if size == 2 else 0  # in float32 beside those of the backward pass
-        zero1 = self._zero_stage <= 1
-        rows = lesson.texts_per_lesson * lesson.group_size  # rollouts of the policy's phase
-        activations = self._activations(pipeline, stage) * self._tokens // self._window
-        plastic_state = _STATE_BYTES * rows * sizes.plastic_state
-        return Memory(
-            weights=size * (backbone + sizes.total_params),
-            gradients=size * trained + summed if zero1 else 4 * -(-trained // data),
-            optimizer=12 * -(-trained // data),
-            activations=activations,
-            buffers={
-                "plastic_state": plastic_state,
-                **self._buffers(pipeline, stage, moving=activations + plastic_state),
-            },
-        )
+        trained = sizes.total_params + (0 if self._is_frozen else backbone)
+        summed = 4 * trained if size == 2 else 0  # in float32, besides those of the backward pass
+        is_zero1 = self._zero_stage <= 1
+        rollouts = training.texts_per_lesson * training.group_size  # of the policy phase
+        plastic_state = _STATE_BYTES * rollouts * sizes.plastic_state
 
-    def _activations(self, pipeline: int, stage: int) -> int:
-        """Bytes of a window: of the blocks here, of what enters them, and of all around them."""
-        kept = self._memory.kept
+        # Activations of a window: the blocks of this stage, their input, and all outside the blocks
+        activations = self._memory.activations
+        outside = self._whole.activations - activations.of_blocks(_layout(1), 0)
+        if self._is_frozen:  # the head's gradient, which the loss forms, is absent too
+            outside -= 4 * self._config.model.vocab_size * self._config.model.hidden_size
         stages = self._memory.stages(pipeline)
-        around = self._whole.activations - kept.of_blocks(_layout(1), 0)
-        if self._is_frozen:  # so is the head, whose gradient would be formed with the loss
-            around -= 4 * self._config.model.vocab_size * self._config.model.hidden_size
-        entering = border_values(self._config.model, stages, Degrees())[stage] * self._window
-        entering *= self._memory.numerics.element_bytes
-        return int(around + kept.of_blocks(_layout(pipeline), stage)) + entering
+        entering = boundary_values(self._config.model, stages, Degrees())[stage] * self._window
+        of_window = int(outside + activations.of_blocks(_layout(pipeline), stage)) + entering * size
+        saved = of_window * self._tokens // self._window
 
-    def _buffers(self, pipeline: int, stage: int, *, moving: int) -> dict[str, int]:
-        """Bytes that come and go beside `moving`; logits are on every stage."""
-        model = self._memory
-        cut = _layout(pipeline)
+        layout = _layout(pipeline)
         buffers = {
-            "workspace": model.on_stage(cut, stage).buffers["workspace"],
-            "logits": self._whole.buffers["logits"],
+            "workspace": self._memory.on_stage(layout, stage).buffers["workspace"],
+            "logits": self._whole.buffers["logits"],  # on every stage
         }
         if self._is_frozen:
-            buffers["workspace"] -= model.block_gradients(cut, stage)
-            buffers["logits"] -= model.head_gradient(cut.degrees)
-        if model.numerics.device == "cuda":
-            buffers["fragmentation"] = int(FRAGMENTED_SHARE * (moving + sum(buffers.values())))
+            buffers["workspace"] -= self._memory.block_gradients(layout, stage)
+            buffers["logits"] -= self._memory.head_gradient(layout.degrees)
+        if self._cluster.device == "cuda":
+            moving = saved + plastic_state + sum(buffers.values())
+            buffers["fragmentation"] = int(FRAGMENTED_SHARE * moving)
             buffers["context"] = CONTEXT_BYTES
-        return buffers
+        return Memory(
+            weights=size * (backbone + sizes.total_params),
+            gradients=size * trained + summed if is_zero1 else 4 * -(-trained // data),
+            optimizer=12 * -(-trained // data),
+            activations=saved,
+            buffers={"plastic_state": plastic_state, **buffers},
+        )
 
 
 def _layout(pipeline: int) -> Layout:
@@ -254,8 +248,7 @@ def _layout(pipeline: int) -> Layout:
 
 
 def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> str:
-    """Tells how much of a device Stage B fills, and what would take less if that is too much."""
-    there = cluster.memory_bytes
+    """Describes the memory of Stage B on a device, with advice where it does not fit."""
     memory = layout.memory
     share = config.training.memory_share
     held = "as every rank holds the whole backbone"
@@ -264,21 +257,21 @@ def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> st
         if layout.is_given:
             why = "stage_b.pipeline as given"
         held = f"as {layout.degrees.pipeline} stages share out the frozen backbone ({why})"
-    told = (
-        f"Stage B: {memory.total / GIB:.1f} GiB of {there / GIB:.1f} GiB a device: "
+    text = (
+        f"Stage B: {memory.total / GIB:.1f} GiB of {cluster.memory_bytes / GIB:.1f} GiB a device: "
         f"{memory.weights / GIB:.1f} of weights, {held}, "
         f"{memory.activations / GIB:.1f} of activations of a lesson"
     )
     if layout.fits:
-        return f"{told}: within the {100 * share:g} % that a plan may fill"
-    told += f": NOT within the {100 * share:g} % that a plan may fill"
-    assert config.stage_b is not None, "Stage B has its section"
+        return f"{text}: within the {100 * share:g} % that a plan may fill"
+    text += f": NOT within the {100 * share:g} % that a plan may fill"
+    assert config.stage_b is not None, "described for runs with Stage B"
     if config.stage_b.training.backbone_lr_scale > 0:
-        told += ". A frozen backbone (backbone_lr_scale = 0) can be shared out over stages"
+        text += ". A frozen backbone (backbone_lr_scale = 0) can be shared out over stages"
     least = (memory.total - memory.activations) / share
-    if least < there:
-        return f"{told}. Try fewer stage_b.training.texts_per_lesson or a smaller window_tokens"
+    if least < cluster.memory_bytes:
+        return f"{text}. Try fewer stage_b.training.texts_per_lesson or a smaller window_tokens"
     return (
-        f"{told}. It takes devices of more than {least / GIB:.0f} GiB; training.stage = a leaves "
+        f"{text}. It takes devices of more than {least / GIB:.0f} GiB; training.stage = a leaves "
         "it out"
     )

@@ -1,14 +1,12 @@
-"""Bytes that ZeRO-3 and offloading keep, and those that ZeRO-3 exchanges: DeepSpeed 0.19.8.
+"""ZeRO-3 and offloading in DeepSpeed 0.19.8 (memory and traffic), and layout rules by model size.
 
-Read off runtime/zero/stage3.py, stage_1_and_2.py and partitioned_param_coordinator.py; the states
-are equal to the byte in tests/parity/test_memory.py, the exchanged bytes within 1 % in
-tests/distributed/test_communication.py.
+Memory and traffic are read off runtime/zero/stage3.py, stage_1_and_2.py and
+partitioned_param_coordinator.py. States are equal to the byte in tests/parity/test_memory.py,
+communicated bytes within 1 % in tests/distributed/test_communication.py.
 
-Demands of a model's size alone: ZeRO stage, expert degree, axes of parallelism.
-
-Rules of the product, so that a layout does not hang on the second digit of an estimate:
-below 1e9 parameters ZeRO-1; up to 5e10 (the 1B and 4B variants) ZeRO-2 with accumulation; beyond
-(40B) tensor and pipeline with ZeRO-1, activation and sequence checkpointing; from 5e11 (200B)
+The rules by size keep the choice of a layout independent of the second digit of an estimate: below
+1e9 parameters ZeRO-1; up to 5e10 (the 1B and 4B variants) ZeRO-2 with accumulation; beyond (40B)
+tensor and pipeline parallelism with ZeRO-1, activation and sequence checkpointing; from 5e11 (200B)
 sequence and expert parallelism as well.
 """
 
@@ -24,15 +22,15 @@ from cdrmix.planning.counts import params_by_part
 from cdrmix.planning.layout import Degrees
 
 # DeepSpeed's defaults for ZeRO-3 (elements), which no shipped profile changes.
-PERSISTENT_ELEMENTS = 100_000  # parameters up to here are kept whole between steps
-REUSE_DISTANCE = 1_000_000_000  # what is read again after fewer elements is not let go
+PERSISTENT_ELEMENTS = 100_000  # parameters up to this size stay whole between steps
+REUSE_DISTANCE = 1_000_000_000  # a parameter read again within so many is not released
 PREFETCH_ELEMENTS = 50_000_000
 SUB_GROUP_ELEMENTS = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of what a rank holds between micro-steps: on its device, and for it on the host."""
+    """Bytes of a rank's states between micro-steps, on its device and on its host."""
 
     weights: int
     gradients: int
@@ -43,43 +41,39 @@ class States:
 def zero3_states(
     groups: Iterable[Sequence[int]], *, data: int, element_bytes: int, gradient_bytes: int
 ) -> States:
-    """States under ZeRO-3, nothing offloaded.
+    """States under ZeRO-3 without offloading.
 
-    Each parameter is cut by itself and padded to a multiple of the ranks. Small ones are kept whole
-    beside their shares.
+    Each parameter is partitioned by itself and padded to a multiple of the ranks. Small parameters
+    stay whole besides their partitions.
 
     Args:
         groups: elements of each parameter, by optimizer group.
-        data: ranks that share parameters out.
+        data: ranks that partition the parameters.
         element_bytes: of a weight.
         gradient_bytes: of an accumulated gradient.
     """
-    listed = [[-(-elements // data) for elements in group] for group in groups]
-    shared = sum(map(sum, listed))
-    steps = sum(map(_sub_groups, listed))  # each has a step count of its own
-    whole = persistent(groups) if data > 1 else 0  # one rank's share is the whole
+    partitions = [[-(-elements // data) for elements in group] for group in groups]
+    shared = sum(map(sum, partitions))
+    sub_groups = 0  # stepped one by one, each with a step count; closed as soon as large enough
+    for group in partitions:
+        filled = 0
+        for elements in group:
+            filled += elements
+            if filled >= SUB_GROUP_ELEMENTS:
+                sub_groups += 1
+                filled = 0
+        sub_groups += filled > 0
+    whole = persistent(groups) if data > 1 else 0  # the partition of a single rank is whole already
     return States(
         weights=element_bytes * (shared + whole),
         gradients=gradient_bytes * shared,
-        optimizer=12 * shared + 4 * steps,
+        optimizer=12 * shared + 4 * sub_groups,
     )
 
 
 def persistent(groups: Iterable[Sequence[int]]) -> int:
-    """Elements of the parameters that are kept whole."""
+    """Elements of the parameters that stay whole on every rank."""
     return sum(n for group in groups for n in group if n <= PERSISTENT_ELEMENTS)
-
-
-def _sub_groups(shares: Sequence[int]) -> int:
-    """Parts in which an optimizer group is stepped: closed as soon as they are large enough."""
-    count = 0
-    filled = 0
-    for share in shares:
-        filled += share
-        if filled >= SUB_GROUP_ELEMENTS:
-            count = count + 1
-            filled = 0
-    return count + (filled > 0)
 
 
 def zero3_offloaded(
@@ -91,18 +85,18 @@ def zero3_offloaded(
     optimizer: bool,
     parameters: bool,
 ) -> States:
-    """States under ZeRO-3 with the optimizer, and the weights' shares, moved to the host.
+    """States under ZeRO-3 with the optimizer, the weights' partitions, or both on the host.
 
     Args:
-        states: nothing offloaded.
-        shared: elements of this rank's shares.
-        whole: elements that the device keeps whole, if the shares leave it.
+        states: without offloading.
+        shared: elements of this rank's partitions.
+        whole: elements that stay whole on the device if the partitions move.
         element_bytes: of a weight.
-        optimizer: whether gradients, masters and moments move.
-        parameters: whether the weights' shares move.
+        optimizer: True if gradients, masters and moments move.
+        parameters: True if the weights' partitions move.
     """
     if optimizer:
-        # float32 gradients for the optimizer, beside those that accumulate
+        # float32 gradients for the optimizer, besides the accumulated ones
         moved = states.gradients + 4 * shared + states.optimizer
         states = replace(states, gradients=0, optimizer=0, host=states.host + moved)
     if parameters:
@@ -119,29 +113,29 @@ def offloaded(
     accumulated: int,
     element_bytes: int,
 ) -> States:
-    """States under ZeRO-2 with the optimizer moved to the host.
+    """States under ZeRO-2 with the optimizer on the host.
 
     Args:
-        states: nothing offloaded; gradients are those that stay.
+        states: without offloading; the gradients are those that stay on the device.
         shared: elements of this rank's partitions.
         largest: elements of the largest parameter.
-        accumulated: elements of the gradients that are summed over micro-steps on the host.
+        accumulated: elements of the gradients that the host sums over micro-steps.
         element_bytes: of a weight.
     """
     host = states.optimizer + 4 * shared  # with float32 gradients
-    # updated weights on their way back, and one gradient on its way
+    # transfer buffers: updated weights, and one gradient
     host += element_bytes * (shared + largest + accumulated)
     return replace(states, optimizer=0, host=host)
 
 
 def gathered(total: int, *, largest: int) -> int:
-    """Elements that are whole at a time under ZeRO-3, at most, beside persistent ones.
+    """Upper bound of the elements that ZeRO-3 has gathered at a time, persistent ones left out.
 
-    The last layers of the forward pass are not let go, because the backward pass reads them soon.
+    The last layers of the forward pass stay gathered, because the backward pass reads them soon.
 
     Args:
         total: elements of all parameters that are not persistent.
-        largest: of one parameter.
+        largest: elements of the largest parameter.
     """
     return min(total, REUSE_DISTANCE // 2 + PREFETCH_ELEMENTS + largest)
 
@@ -149,32 +143,32 @@ def gathered(total: int, *, largest: int) -> int:
 def gathered_in_a_micro_step(blocks: int, *, embedding: int, recompute: bool) -> int:
     """Elements that a rank gathers under ZeRO-3 in one micro-step, persistent ones left out.
 
-    A block's parameter is gathered for the forward pass, and again for the backward pass unless it
-    is read again within the reuse distance: between the two readings what lies above is read twice,
-    with recomputation three times. The embedding is read first and as the head, and in the backward
-    pass as the head and last; the head's two readings follow each other.
+    A block's parameter is gathered for the forward pass, and again for the backward pass unless
+    both uses are within the reuse distance: in between, the layers above are read twice, with
+    recomputation three times. The embedding is read first and as the head, in the backward pass as
+    the head and last; the two uses as the head follow each other.
 
     Args:
         blocks: elements of all blocks.
-        embedding: of the embedding; 0 if it is persistent.
-        recompute: whether blocks are recomputed in the backward pass.
+        embedding: elements of the embedding; 0 if it is persistent.
+        recompute: True if blocks are recomputed in the backward pass.
     """
     passes = 3 if recompute else 2
-    kept = min(blocks, max(0, REUSE_DISTANCE // passes - embedding))
+    reused = min(blocks, max(0, REUSE_DISTANCE // passes - embedding))
     again = 2 * embedding if blocks >= REUSE_DISTANCE else 0
-    return blocks + (blocks - kept) + embedding + again
+    return blocks + (blocks - reused) + embedding + again
 
 
-# Total parameters from which gradients are worth spreading: 1e9 are 2 GB of them in bf16 on every
-# rank, which costs a reduction in each micro-step.
+# Total parameters from which ZeRO-2 is used: it costs a reduction in each micro-step, and 1e9
+# parameters have 2 GB of bf16 gradients on every rank.
 LARGE_PARAMS = 1_000_000_000
-# Total parameters from which a model is cut into stages and matrices, and into tokens too.
+# Total parameters from which tensor and pipeline, and from which sequence parallelism is usual.
 STAGED_PARAMS = 50_000_000_000
 SEQUENCED_PARAMS = 500_000_000_000
-# Tokens of a sample that a large model recomputes together at most: enough to keep its matrices
-# busy. Of a shorter part of a sample, half.
+# Most tokens of a sample that a large model recomputes together, enough for efficient matrix
+# products; of a shorter part of a sample, half.
 SPAN_TOKENS = 2_048
-# Experts are held whole by every rank up to here; weight and gradient in bf16 are 4 bytes.
+# Up to this size every rank has all experts; a parameter's weight and gradient in bf16 are 4 bytes.
 WHOLE_EXPERT_BYTES = GIB
 EXPERT_BYTES_PER_PARAM = 4
 # Expert groups stay inside a node of 8 devices, where all-to-all is cheap.
@@ -182,7 +176,7 @@ LARGEST_EXPERT_GROUP = 8
 
 
 def zero_stage(total_params: int, *, data: int, pipeline: int) -> tuple[int, str]:
-    """ZeRO stage, 1 or 2, and why."""
+    """Chooses ZeRO stage 1 or 2, with the reason."""
     if pipeline > 1:
         return 1, "DeepSpeed's pipeline engine partitions no gradients"
     if data == 1:
@@ -204,7 +198,7 @@ def profile_name(stage: int, degrees: Degrees, *, offloaded: bool = False) -> st
 def sequence_checkpoint_tokens(
     config: Config, *, sequence: int, recompute: bool, total_params: int
 ) -> tuple[int | None, str]:
-    """Tokens of a sample that a rank recomputes together, None for all of them, and why."""
+    """Chooses the tokens of a sample that are recomputed together (None: all), with the reason."""
     training = config.training
     if "sequence_checkpoint_tokens" in training.model_fields_set:
         return training.sequence_checkpoint_tokens, "training.sequence_checkpoint_tokens as given"
@@ -219,18 +213,17 @@ def sequence_checkpoint_tokens(
 
 
 def expert_degree(config: Config, degrees: Degrees) -> tuple[int, str]:
-    """Expert degree for the other degrees of a layout, and why."""
+    """Chooses the expert degree for the other degrees of a layout, with the reason."""
     model = config.model
-    given = config.parallel.expert
-    if given is not None:
-        return given, "parallel.expert as given"
+    if config.parallel.expert is not None:
+        return config.parallel.expert, "parallel.expert as given"
     if model.moe is None:
         return 1, "a dense model has no experts"
-    held_bytes = params_by_part(model)["experts"] // degrees.model_ranks * EXPERT_BYTES_PER_PARAM
-    gib = held_bytes / GIB
+    expert_bytes = params_by_part(model)["experts"] // degrees.model_ranks * EXPERT_BYTES_PER_PARAM
+    gib = expert_bytes / GIB
     amount = f"{gib:,.0f}" if gib > 10 else f"{gib:.2g}"
     size = f"all experts take {amount} GiB of weights and gradients"
-    if held_bytes <= WHOLE_EXPERT_BYTES:
+    if expert_bytes <= WHOLE_EXPERT_BYTES:
         return 1, f"{size}, which every rank can hold: no exchange of tokens"
     common = math.gcd(model.moe.num_experts, degrees.stage_ranks)
     degree = max(n for n in range(1, LARGEST_EXPERT_GROUP + 1) if common % n == 0)
@@ -243,14 +236,14 @@ def expert_degree(config: Config, degrees: Degrees) -> tuple[int, str]:
 
 
 def has_axes_of_its_size(config: Config, degrees: Degrees, total_params: int) -> bool:
-    """True if a layout is cut along the axes that its size asks for, where they are left open."""
+    """True if the axes that the configuration leaves open are used as usual for the size."""
     is_staged = total_params >= STAGED_PARAMS
     is_sequenced = total_params >= SEQUENCED_PARAMS
-    wanted = {"tensor": is_staged, "pipeline": is_staged, "sequence": is_sequenced}
+    usual = {"tensor": is_staged, "pipeline": is_staged, "sequence": is_sequenced}
     if is_sequenced:
-        wanted["expert"] = config.model.moe is not None
+        usual["expert"] = config.model.moe is not None
     return all(
         (getattr(degrees, axis) > 1) == is_cut
-        for axis, is_cut in wanted.items()
+        for axis, is_cut in usual.items()
         if axis not in config.parallel.model_fields_set
     )

@@ -89,7 +89,7 @@ def test_attention_keeps_the_mask_that_is_counted() -> None:
         del out
     given = config("tiny", "data.segment_documents=true", "training.sequence_length=48")
     model = MemoryModel(given, "cpu")
-    counted = model.kept.segment_mask(arranged(micro=2, stage=1))
+    counted = model.activations.segment_mask(arranged(micro=2, stage=1))
     assert sizes[1] - sizes[0] == counted == 4 * 2 * 48**2
 
 
