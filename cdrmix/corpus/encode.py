@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cdrmix.corpus.stage import close_synced, read_documents
+from cdrmix.corpus.build_tasks import Task
 from cdrmix.corpus.steps.minhash import mix
-from cdrmix.corpus.tasks_of_sources import Task
+from cdrmix.corpus.task_run import close_synced, read_documents
 from cdrmix.data.document import (
     Document,
     FimConfig,

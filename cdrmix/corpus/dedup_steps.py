@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from cdrmix.corpus.stage import document_id
 from cdrmix.corpus.steps.dedup import (
     Deduplicate,
     Method,
@@ -23,6 +22,7 @@ from cdrmix.corpus.steps.dedup import (
     find_duplicates,
     find_same_urls,
 )
+from cdrmix.corpus.task_run import document_id
 from cdrmix.data.document import Step
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cdrmix import log
+from cdrmix.corpus.build_tasks import Deadline, Task, TooSlow
 from cdrmix.corpus.recipe import StepConfig, make_step
-from cdrmix.corpus.tasks_of_sources import Deadline, Task, TooSlow
 from cdrmix.data.document import Document, Step, parted
 from cdrmix.data.folders import new_folder, open_new
 from cdrmix.data.shards import write_file
@@ -32,7 +32,7 @@ _logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class StageJob:
+class TaskJob:
     """One task on its way through consecutive steps.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Dropped:
         self._file.write(json.dumps(entry) + "\n")
 
 
-def run_stage(job: StageJob) -> None:
+def run_task(job: TaskJob) -> None:
     """Do a job whose result is not there yet.
 
     A document that a step takes too long for is set aside. What the steps had of the task is lost
@@ -168,7 +168,7 @@ class _Timed:
             self.deadline.begin()
 
 
-def leave_out_last(job: StageJob) -> bool:
+def leave_out_last(job: TaskJob) -> bool:
     """Leave out what a job was reading when its process was killed.
 
     Returns:
@@ -185,7 +185,7 @@ def leave_out_last(job: StageJob) -> bool:
     return True
 
 
-def _left_out(job: StageJob) -> list[str]:
+def _left_out(job: TaskJob) -> list[str]:
     try:
         names: list[str] = json.loads(job.left_out.read_bytes())
     except FileNotFoundError:
@@ -193,7 +193,7 @@ def _left_out(job: StageJob) -> list[str]:
     return names
 
 
-def _run_without(slow: Mapping[str, str], timed: _Timed, job: StageJob) -> None:
+def _run_without(slow: Mapping[str, str], timed: _Timed, job: TaskJob) -> None:
     with (
         new_folder(job.out) as folder,
         (folder / DROPPED_FILE).open("w", encoding="utf-8") as dropped_file,
@@ -233,7 +233,7 @@ def _write_mark(path: Path, name: str) -> None:
         file.write(json.dumps(name).encode())
 
 
-def _steps(job: StageJob, folder: Path) -> Iterator[tuple[int, str, Step]]:
+def _steps(job: TaskJob, folder: Path) -> Iterator[tuple[int, str, Step]]:
     if job.decision is not None:
         number, config, path = job.decision
         yield number, config.name, make_step(config).after(path)
