@@ -1,9 +1,7 @@
-"""A limit on the processor time that one document may take.
+"""Cuts the sources of a recipe into tasks: groups of files, or parts of a stream.
 
-A recipe's sources cut into tasks: groups of files, or parts of a stream.
-
-A task is named by everything that its documents follow from, so that what has been done for it is
-found again, and never taken for something else.
+A task has the hash of all its inputs as its name. A finished result is therefore found again, and
+never taken for the result of other inputs.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import hashlib
 import json
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,23 +27,28 @@ from cdrmix.corpus.source import (
     is_saved_dataset,
     local_path,
 )
-from cdrmix.corpus.steps.read import read_file
+from cdrmix.corpus.steps.read import count_shards, read_file, read_shard, shard_name
 from cdrmix.data.document import Document
 
 # The slowest steps read some hundred kB of ordinary text a second, and documents have 32 MiB at
 # most unless a recipe allows more.
 DOCUMENT_SECONDS = 300.0
+# Enough tasks for many workers to share a small corpus, and no millions of them for a large one:
+# each is a folder on a shared file system.
+_WANTED_TASKS = 512
+_MIN_TASK_BYTES = 2**22
+_MAX_TASK_BYTES = 2**28
 
 
 class TooSlow(Exception):
-    """A document took longer than allowed; raised wherever the process is then."""
+    """A document took longer than allowed; raised at any place in the code."""
 
 
 class Deadline:
-    """Raises `TooSlow` where too much time passes between two calls of `begin`; a context.
+    """Raises `TooSlow` if too much time passes between two calls of `begin`; a context manager.
 
-    Time of the processor in this process, so that a busy machine and a slow disk change nothing.
-    Python hears signals in its main thread alone: in another one there is no limit.
+    Counts processor time of this process, so a busy machine or a slow disk changes nothing. Python
+    delivers signals to its main thread only: there is no limit in another thread.
     """
 
     def __init__(self, seconds: float = DOCUMENT_SECONDS) -> None:
@@ -53,8 +56,11 @@ class Deadline:
         self._is_usable = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
+        def raise_too_slow(number: int, frame: FrameType | None) -> None:
+            raise TooSlow(f"more than {self._seconds:g} s of processor time")
+
         if self._is_usable:
-            self._before = signal.signal(signal.SIGVTALRM, self._raise)
+            self._before = signal.signal(signal.SIGVTALRM, raise_too_slow)
             self.begin()
         return self
 
@@ -64,29 +70,21 @@ class Deadline:
             signal.signal(signal.SIGVTALRM, self._before)
 
     def begin(self) -> None:
-        """Begin the next document."""
+        """Starts the time of the next document."""
         if self._is_usable:
-            # Again and again: an exception raised in a destructor is lost.
+            # Repeated: Python ignores an exception that is raised in a destructor.
             signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds, self._seconds)
-
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        raise TooSlow(f"more than {self._seconds:g} s of processor time")
-
-
-_WANTED_TASKS = 512
-_MIN_TASK_BYTES = 2**22
-_MAX_TASK_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class Task:
-    """Documents that are read, stepped and encoded together by one process.
+    """Documents that one process reads, passes through the steps and encodes.
 
     Attributes:
-        source: where they are from.
+        source: source of the documents.
         files: files to read, in order; none for a part of a stream.
         shard: (number, of how many) part of a stream; None for files.
-        key: names the task by its content (hex).
+        key: hash of all inputs (hex).
     """
 
     source: SourceConfig
@@ -101,107 +99,91 @@ class Task:
         left_out: Collection[str] = (),
         begin: Callable[[str], None] = lambda name: None,
     ) -> Iterator[Document]:
-        """Read the task's documents, in order.
+        """Reads the documents of the task, in order.
 
         Args:
-            set_aside: told of what cannot be read, and of files that take too long.
+            set_aside: called for each input that cannot be read, or takes too long.
             left_out: names of files, or of the shard, that ended a process and are not read.
-            begin: told of each name before it is read.
+            begin: called with each name before it is read.
         """
-        for name, documents in self._parts(set_aside):
+        parts: Iterator[tuple[str, Iterator[Document]]]
+        if self.shard is not None:
+            stream = read_shard(self.source, *self.shard, set_aside)
+            parts = iter([(shard_name(self.shard[0]), stream)])
+        else:
+            parts = ((file.name, read_file(file, self.source, set_aside)) for file in self.files)
+        for name, documents in parts:
             if name in left_out:
                 set_aside(name, None, "ended the process that read it", "most likely by its size")
                 continue
             begin(name)
+            # Catches the time of reading only: an exception in a step is not raised in here.
             try:
                 yield from documents
-            except TooSlow as error:  # while reading: what steps raise does not come by here
+            except TooSlow as error:
                 set_aside(name, None, "takes too long to read", str(error))
-
-    def _parts(self, set_aside: SetAside) -> Iterator[tuple[str, Iterator[Document]]]:
-        if self.shard is not None:
-            from cdrmix.corpus.steps.read import read_shard, shard_name
-
-            yield shard_name(self.shard[0]), read_shard(self.source, *self.shard, set_aside)
-        for file in self.files:
-            yield file.name, read_file(file, self.source, set_aside)
 
 
 def make_tasks(
     recipe: Recipe, *, out: Path, task_bytes: int | None = None
 ) -> tuple[list[Task], dict[str, SourceListing]]:
-    """Tasks in corpus order, and what was met where files were looked for (by source).
+    """Cuts all sources of a recipe into tasks.
 
     Args:
         out: folder of the build, which is no part of a source that it lies in.
-        task_bytes: files are put together up to this size; a larger file is a task of its own.
-            None: by the size of the corpus.
+        task_bytes: files are grouped up to this size; a larger file is a task by itself. None: by
+            the size of the corpus.
+    Returns:
+        The tasks in corpus order, and the listings of the local sources by name.
     Raises:
         DataError: if a source is missing or empty.
     """
-    found = {
+    listings = {
         source.name: find_files(source, leave_out=out)
         for source in recipe.sources
-        if not _streams(source)
+        if source.type != "huggingface" or is_saved_dataset(local_path(source))
     }
-    task_bytes = task_bytes or _task_bytes(found.values())
+    if not task_bytes:
+        total = sum(file.state[0] for listing in listings.values() for file in listing.files)
+        # A power of two, so that a few more files leave most tasks, and their results, as they are.
+        power = (total // _WANTED_TASKS).bit_length()
+        task_bytes = min(max(2**power, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
     tasks: list[Task] = []
     for source in recipe.sources:
-        if source.name not in found:
+        if source.name not in listings:
             tasks += _stream_tasks(source)
             continue
-        for files in _grouped(found[source.name].files, task_bytes):
+        groups: list[list[SourceFile]] = []
+        size = 0
+        for file in listings[source.name].files:
+            if not groups or size + file.state[0] > task_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(file)
+            size += file.state[0]
+        for files in groups:
             state = [(file.name, file.kind, file.state) for file in files]
             tasks.append(Task(source, tuple(files), None, content_key(source.model_dump(), state)))
-    return tasks, found
-
-
-def content_key(*parts: Any) -> str:
-    """Name for what follows from plain values and this version of the package (hex)."""
-    text = json.dumps([__version__, *parts], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _streams(source: SourceConfig) -> bool:
-    return source.type == "huggingface" and not is_saved_dataset(local_path(source))
-
-
-def _task_bytes(found: Iterable[SourceListing]) -> int:
-    """Some hundred tasks for a usual corpus, so that many workers share a small one and a large one
-    has no millions of them. A power of two, so that a few files more leave tasks as they are."""
-    total = sum(file.state[0] for met in found for file in met.files)
-    power = (total // _WANTED_TASKS).bit_length()
-    return min(max(2**power, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
+    return tasks, listings
 
 
 def _stream_tasks(source: SourceConfig) -> Iterator[Task]:
-    from cdrmix.corpus.steps.read import count_shards
-
     num_shards = count_shards(source)
-    # Of a folder, the files say whether it is still the same; of the hub, the revision.
+    # The files of a folder show a change of it; a data set on the hub has its revision.
     folder = local_path(source)
-    state = sorted(_states(folder)) if folder.is_dir() else None
+    state = None
+    if folder.is_dir():
+        statuses = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
+        state = sorted(
+            (path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns)
+            for path, status in statuses
+        )
     for number in range(num_shards):
         shard = (number, num_shards)
         yield Task(source, (), shard, content_key(source.model_dump(), shard, state))
 
 
-def _states(folder: Path) -> Iterator[tuple[str, int, int]]:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            status = path.stat()
-            yield path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns
-
-
-def _grouped(files: Iterable[SourceFile], task_bytes: int) -> Iterator[list[SourceFile]]:
-    group: list[SourceFile] = []
-    size = 0
-    for file in files:
-        if group and size + file.state[0] > task_bytes:
-            yield group
-            group = []
-            size = 0
-        group.append(file)
-        size += file.state[0]
-    if group:
-        yield group
+def content_key(*parts: Any) -> str:
+    """Returns a name for the result of plain values and this version of the package (hex)."""
+    text = json.dumps([__version__, *parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -1,7 +1,7 @@
-"""Steps that look at the whole corpus before they drop anything.
+"""The steps `dedup` and `url_dedup`, which look at the whole corpus before they drop a document.
 
 Such a step has three phases: a pass over each task that takes notes, one decision over all notes,
-and a pass over each task that carries the decision out. The first and last are ordinary steps.
+and a pass over each task that carries the decision out. The first and the last are ordinary steps.
 """
 
 from __future__ import annotations
@@ -27,34 +27,48 @@ from cdrmix.data.document import Step
 
 
 class CorpusStep(Protocol):
-    """A step in three phases; `notes` are files, one per task, with names that differ, each in the
-    folder of the documents that it is about."""
+    """A step in three phases.
+
+    Notes are files, one per task, in the folder of the documents that they describe; no two have
+    the same name.
+    """
 
     name: str
 
     def before(self, notes: Path) -> Step:
-        """The pass that writes a task's notes."""
+        """Returns the step that writes the notes of a task."""
         ...
 
     def decide(self, notes: Sequence[Path], out: Path) -> dict[str, Any]:
-        """Decide from the notes of all tasks, in corpus order, and write the decision into the
-        folder `out`.
+        """Decides from the notes of all tasks, in corpus order, and writes files into `out`.
 
         Returns:
-            What was found, plain values for the report.
+            Plain values for the report.
         """
         ...
 
     def decision(self, notes: Path, out: Path) -> Path:
-        """The file with the decision on one task."""
+        """Returns the file in `out` with the decision on one task."""
         ...
 
     def after(self, decision: Path) -> Step:
-        """The pass that carries a task's decision out."""
+        """Returns the step that carries out the decision on a task."""
         ...
 
 
-class Dedup:
+class _DropsListed:
+    """Last phase of a step whose decision is a list of documents to drop."""
+
+    def decision(self, notes: Path, out: Path) -> Path:
+        """Returns the list of the documents that a task drops."""
+        return drops_path(out, notes)
+
+    def after(self, decision: Path) -> Step:
+        """Returns the step that drops the listed documents."""
+        return Deduplicate(decision)
+
+
+class Dedup(_DropsListed):
     """Drops each document that equals or resembles an earlier one of the corpus.
 
     Args:
@@ -79,29 +93,35 @@ class Dedup:
         max_distance: int | None = None,
         memory_bytes: int = 2**28,
     ) -> None:
-        of_minhash = {
-            "num_bands": num_bands,
-            "rows_per_band": rows_per_band,
-            "min_jaccard": min_jaccard,
+        by_method = {
+            "minhash": {
+                "num_bands": num_bands,
+                "rows_per_band": rows_per_band,
+                "min_jaccard": min_jaccard,
+            },
+            "simhash": {"max_distance": max_distance},
         }
-        of_simhash = {"max_distance": max_distance}
-        own, others = (of_minhash, of_simhash)[:: 1 if method == "minhash" else -1]
-        foreign = [name for name, value in others.items() if value is not None]
-        if foreign:
-            raise ValueError(f"{foreign[0]} is not a parameter of {method}")
-        given: dict[str, Any] = {"shingle_words": shingle_words} | own
-        given = {name: value for name, value in given.items() if value is not None}
-        self._method: Method = MinHash(**given) if method == "minhash" else SimHash(**given)
+        parameters: dict[str, Any] = {"shingle_words": shingle_words} | by_method.pop(method)
+        # Refused rather than passed over: the user has another method in mind.
+        for name, value in next(iter(by_method.values())).items():
+            if value is not None:
+                raise ValueError(f"{name} is not a parameter of {method}")
+        parameters = {name: value for name, value in parameters.items() if value is not None}
+        method_class = MinHash if method == "minhash" else SimHash
+        self._method: Method = method_class(**parameters)
         self._memory_bytes = memory_bytes
 
     def before(self, notes: Path) -> Step:
-        """Sign each document."""
+        """Returns the step that signs each document."""
         return Sign(notes, self._method)
 
     def decide(self, notes: Sequence[Path], out: Path) -> dict[str, Any]:
-        """Find the duplicates; the first of each cluster stays."""
-        found = find_duplicates(notes, out, method=self._method, memory_bytes=self._memory_bytes)
-        values = asdict(found)
+        """Finds the duplicates; the first document of each cluster stays."""
+        duplicates = find_duplicates(
+            notes, out, method=self._method, memory_bytes=self._memory_bytes
+        )
+        values = asdict(duplicates)
+        # The search knows places only; ids are read for the few clusters that the report shows.
         for kind in ("exact", "near"):
             values[kind]["largest"] = [
                 {"documents": size, "first": document_id(notes[file].parent, row)}
@@ -109,20 +129,12 @@ class Dedup:
             ]
         return values
 
-    def decision(self, notes: Path, out: Path) -> Path:
-        """The list of a task's duplicates."""
-        return drops_path(out, notes)
 
-    def after(self, decision: Path) -> Step:
-        """Drop what is listed."""
-        return Deduplicate(decision)
+class UrlDedup(_DropsListed):
+    """Keeps one document per web address, and a limited number of pages per host.
 
-
-class UrlDedup:
-    """Keeps one document per web address, and at most so many pages per host.
-
-    Documents without an address pass. Pages are told apart as `cdrmix.corpus.steps.url.url_key`
-    does, whether the step `url` came before or not.
+    Documents without an address pass. `cdrmix.corpus.steps.url.url_key` decides if two addresses
+    are of the same page, with or without the step `url` before.
 
     Args:
         max_per_host: most pages of a host, chosen by hash; None: all.
@@ -138,19 +150,11 @@ class UrlDedup:
         self._memory_bytes = memory_bytes
 
     def before(self, notes: Path) -> Step:
-        """Note each document's address."""
+        """Returns the step that notes the address of each document."""
         return SignUrls(notes)
 
     def decide(self, notes: Sequence[Path], out: Path) -> dict[str, Any]:
-        """Find the documents of one page, and the hosts with too many."""
+        """Finds the documents of the same page, and the hosts with too many pages."""
         return find_same_urls(
             notes, out, max_per_host=self.max_per_host, memory_bytes=self._memory_bytes
         )
-
-    def decision(self, notes: Path, out: Path) -> Path:
-        """The list of what a task drops."""
-        return drops_path(out, notes)
-
-    def after(self, decision: Path) -> Step:
-        """Drop what is listed."""
-        return Deduplicate(decision)

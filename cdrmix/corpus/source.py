@@ -120,8 +120,8 @@ class SourceConfig(Section):
         return encoding
 
 
-# Records an input that cannot be read: (file, row or None for the whole file, reason in a few words,
-# detail).
+# Records an input that cannot be read: (file, row or None for the whole file, reason in a few
+# words, detail).
 SetAside = Callable[[str, int | None, str, str], None]
 
 

@@ -1,7 +1,7 @@
-"""What a process does with one task: read, step and write its documents.
+"""Runs one task through the steps of one pass: reads, changes and writes its documents.
 
-A result is a folder that appears whole or not at all, so that its being there is the mark of
-completion. It follows from the task and the steps alone, not from who made it or when.
+A result is a folder that appears by one rename, so a folder that exists is complete. It depends on
+the task and the steps only, not on the process that made it or on the time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from cdrmix.data.shards import write_file
 DOCUMENTS_FILE = "documents.jsonl"
 DROPPED_FILE = "dropped.jsonl"
 RECORD_FILE = "record.json"
+# The report shows examples of each reason; all dropped text would be as large as the corpus.
 _SAMPLES_PER_REASON = 3
 _SAMPLE_CHARACTERS = 500
 _logger = log.get_logger(__name__)
@@ -33,16 +34,16 @@ _logger = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class TaskJob:
-    """One task on its way through consecutive steps.
+    """One task and the steps of one pass.
 
     Attributes:
-        before: result of the stage before; None: the task is read from its source.
+        before: result of the pass before; None: the task is read from its source.
         decision: (number in the recipe, step over the corpus, its decision on this task), carried
             out first.
         steps: (number in the recipe, step) each.
         notes_of: step over the corpus that takes notes last; None at the end.
-        out: folder of the result, named by what it follows from.
-        keep_dropped: keep dropped documents whole, all of them.
+        out: folder of the result, named by a hash of all its inputs.
+        keep_dropped: write all dropped documents whole, not a few excerpts.
     """
 
     task: Task
@@ -54,33 +55,37 @@ class TaskJob:
     keep_dropped: bool
 
     def is_done(self) -> bool:
-        """Whether the result is there."""
+        """Returns True if the result exists."""
         return self.out.is_dir()
 
     @property
     def mark(self) -> Path:
-        """File that names what is being read; it outlives a process that is killed."""
+        """File with the name of the input that is being read; outlives a killed process."""
         return self.out.with_name(f".{self.out.name}.reading")
 
     @property
     def left_out(self) -> Path:
-        """File with the names of what is not read because it ended a process."""
+        """File with the names of inputs that ended a process and are not read again."""
         return self.out.with_name(f".{self.out.name}.left_out")
 
-    @property
-    def notes(self) -> Path:
-        """Where the step over the corpus puts its notes."""
-        return notes_path(self.out)
+    def names_left_out(self) -> list[str]:
+        """Returns the names in `left_out`."""
+        try:
+            names: list[str] = json.loads(self.left_out.read_bytes())
+        except FileNotFoundError:
+            return []
+        return names
 
 
 def notes_path(out: Path) -> Path:
-    """The notes of a result; named by the task, since those of all tasks are looked at together."""
+    """Returns the path of the notes in a result folder."""
+    # Named by the task, since the step over the corpus looks at the notes of all tasks together.
     return out / f"{out.name}.notes"
 
 
 @dataclass
 class StepCounts:
-    """Documents in and out of one step over one task, and why the others went no further."""
+    """Numbers of documents into and out of one step over one task, and the reasons of drops."""
 
     number: int
     name: str
@@ -88,74 +93,13 @@ class StepCounts:
     documents_out: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "name": self.name,
-            "in": self.documents_in,
-            "out": self.documents_out,
-            "dropped": dict(sorted(self.dropped.items())),
-        }
-
-
-class _Dropped:
-    """Writes down what was dropped: everything, or an excerpt of the first of each reason."""
-
-    def __init__(self, file: TextIO, *, keep_all: bool) -> None:
-        self._file = file
-        self._keep_all = keep_all
-        self._num_kept: Counter[tuple[int, str]] = Counter()
-
-    def add(self, counts: StepCounts, document: Document, reason: str) -> None:
-        self._num_kept[counts.number, reason] += 1
-        if not self._keep_all and self._num_kept[counts.number, reason] > _SAMPLES_PER_REASON:
-            return
-        text = document.text if self._keep_all else document.text[:_SAMPLE_CHARACTERS]
-        entry = {
-            "step": counts.number,
-            "name": counts.name,
-            "reason": reason,
-            "id": document.id,
-            "domain": document.domain,
-            "metadata": document.metadata,
-            "text": text,
-        }
-        self._file.write(json.dumps(entry) + "\n")
-
-
-def run_task(job: TaskJob) -> None:
-    """Do a job whose result is not there yet.
-
-    A document that a step takes too long for is set aside. What the steps had of the task is lost
-    with it, so the job begins again without it.
-
-    Raises:
-        DataError: what the user can mend: a missing package, a connection that stays broken.
-        OSError: if the result cannot be written.
-    """
-    if job.is_done():
-        return
-    slow: dict[str, str] = {}  # ids of such documents, and what is told of each
-    while not job.is_done():
-        documents = _Timed(slow)
-        try:
-            with documents.deadline:
-                _run_without(slow, documents, job)
-        except TooSlow as error:
-            if documents.now is None or documents.now in slow:
-                raise  # it is none of the documents
-            _logger.warning("%s: set aside: %s", documents.now, error)
-            slow[documents.now] = str(error)
-        finally:
-            job.mark.unlink(missing_ok=True)
-
 
 class _Timed:
-    """Passes documents on, each with a time of its own; leaves out those that had theirs."""
+    """Passes documents on with a time limit for each, and leaves out those that exceeded it."""
 
     def __init__(self, slow: Collection[str]) -> None:
         self.deadline = Deadline()
-        self.now: str | None = None  # id of the document that the steps have
+        self.now: str | None = None  # id of the document in the steps
         self._slow = slow
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
@@ -165,19 +109,45 @@ class _Timed:
                 self.deadline.begin()
                 yield document
                 self.now = None
+            # Also before the next one is read, which has a limit of its own.
             self.deadline.begin()
 
 
+def run_task(job: TaskJob) -> None:
+    """Runs a job, unless its result exists.
+
+    A document that a step takes too long for is set aside. The exception ends the steps with all
+    that they hold of the task, so the job starts again without that document.
+
+    Raises:
+        DataError: for causes outside: a missing package, a connection that stays broken.
+        OSError: if the result cannot be written.
+    """
+    slow: dict[str, str] = {}  # id and message of each such document
+    while not job.is_done():
+        timed = _Timed(slow)
+        try:
+            with timed.deadline:
+                _run_once(job, timed, slow)
+        except TooSlow as error:
+            if timed.now is None or timed.now in slow:
+                raise  # no document is the cause
+            _logger.warning("%s: set aside: %s", timed.now, error)
+            slow[timed.now] = str(error)
+        finally:
+            job.mark.unlink(missing_ok=True)
+
+
 def leave_out_last(job: TaskJob) -> bool:
-    """Leave out what a job was reading when its process was killed.
+    """Leaves out the input that a job was reading when its process was killed.
 
     Returns:
-        True if there is such a file, so that the job can be run again without it.
+        True if there is such an input, so that the job can run again without it.
     """
     if job.before is not None or not job.mark.exists():
         return False
     name = json.loads(job.mark.read_bytes())
-    write_file(job.left_out, json.dumps([*_left_out(job), name]).encode())
+    write_file(job.left_out, json.dumps([*job.names_left_out(), name]).encode())
     job.mark.unlink()
     _logger.warning(
         "%s/%s: ended the process that read it, twice; it is set aside", job.task.source.name, name
@@ -185,130 +155,120 @@ def leave_out_last(job: TaskJob) -> bool:
     return True
 
 
-def _left_out(job: TaskJob) -> list[str]:
-    try:
-        names: list[str] = json.loads(job.left_out.read_bytes())
-    except FileNotFoundError:
-        return []
-    return names
+def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
+    """Runs the steps of a job over all documents but the slow ones, and writes the result."""
+    # One entry per file and reason: the first row in detail, then a count. A damaged file of
+    # 10^8 rows must not give a report of that size.
+    unread: dict[tuple[str, str], dict[str, Any]] = {}
 
+    def set_aside(file: str, row: int | None, reason: str, detail: str) -> None:
+        new = {"file": file, "reason": reason, "row": row, "detail": detail, "count": 0}
+        unread.setdefault((file, reason), new)["count"] += 1
 
-def _run_without(slow: Mapping[str, str], timed: _Timed, job: TaskJob) -> None:
+    def write_mark(name: str) -> None:
+        # Not synced: it must outlive the process, not the machine.
+        with open_new(job.mark) as file:
+            file.write(json.dumps(name).encode())
+
+    for document_id, message in slow.items():
+        file, _, row = document_id.removeprefix(f"{job.task.source.name}/").rpartition("#")
+        set_aside(file, int(row), "takes too long", message)
+    if job.before is None:
+        documents = job.task.read(set_aside, left_out=job.names_left_out(), begin=write_mark)
+    else:
+        documents = read_documents(job.before, job.task)
+    documents = timed(documents)
     with (
         new_folder(job.out) as folder,
-        (folder / DROPPED_FILE).open("w", encoding="utf-8") as dropped_file,
+        (folder / DROPPED_FILE).open("w", encoding="utf-8") as dropped,
     ):
-        set_aside = _SetAsideCounts()
-        for document_id, why in slow.items():
-            file, _, row = document_id.removeprefix(f"{job.task.source.name}/").rpartition("#")
-            set_aside(file, int(row), "takes too long", why)
-        dropped = _Dropped(dropped_file, keep_all=job.keep_dropped)
-        all_counts: list[StepCounts] = []
-        if job.before is None:
-            documents = job.task.read(
-                set_aside,
-                left_out=_left_out(job),
-                begin=lambda name: _write_mark(job.mark, name),
-            )
-        else:
-            documents = read_documents(job.before, job.task)
-        documents = timed(documents)
-        for number, name, step in _steps(job, folder):
-            counts = StepCounts(number, name)
-            in_parts = job.task.source.chain_of_thought is not None
-            documents = _through(documents, step, counts, dropped, in_parts=in_parts)
-            # The pass that takes notes drops nothing and is not a step of the recipe.
-            all_counts += [counts] if number >= 0 else []
+        steps: list[tuple[StepCounts, Step]] = []
+        if job.decision is not None:
+            number, config, path = job.decision
+            steps.append((StepCounts(number, config.name), make_step(config).after(path)))
+        steps += [(StepCounts(n, config.name), make_step(config)) for n, config in job.steps]
+        all_counts = [counts for counts, _ in steps]
+        if job.notes_of is not None:
+            # Taking notes drops nothing and is not a step of the recipe, so it is not counted.
+            take_notes = make_step(job.notes_of).before(folder / notes_path(job.out).name)
+            steps.append((StepCounts(-1, "notes"), take_notes))
+        for counts, step in steps:
+            documents = _apply(step, documents, job, counts, dropped)
         record = _write_documents(folder / DOCUMENTS_FILE, documents)
-        _sync_file(dropped_file)
-        _check_complete(all_counts)
-        record["steps"] = [counts.as_json() for counts in all_counts]
-        record["set_aside"] = set_aside.as_json()
+        close_synced(dropped)
+        for counts in all_counts:
+            accounted = counts.documents_out + counts.dropped.total()
+            assert counts.documents_in == accounted, (
+                f"step {counts.name} took {counts.documents_in} documents and gave or dropped "
+                f"{accounted}"
+            )
+        record["steps"] = [
+            {
+                "number": counts.number,
+                "name": counts.name,
+                "in": counts.documents_in,
+                "out": counts.documents_out,
+                "dropped": dict(sorted(counts.dropped.items())),
+            }
+            for counts in all_counts
+        ]
+        record["set_aside"] = list(unread.values())
         write_file(folder / RECORD_FILE, json.dumps(record, sort_keys=True).encode())
 
 
-def _write_mark(path: Path, name: str) -> None:
-    # Not synced: it has to outlive the process, not the machine.
-    with open_new(path) as file:
-        file.write(json.dumps(name).encode())
-
-
-def _steps(job: TaskJob, folder: Path) -> Iterator[tuple[int, str, Step]]:
-    if job.decision is not None:
-        number, config, path = job.decision
-        yield number, config.name, make_step(config).after(path)
-    for number, config in job.steps:
-        yield number, config.name, make_step(config)
-    if job.notes_of is not None:
-        yield -1, "notes", make_step(job.notes_of).before(folder / job.notes.name)
-
-
-def _through(
-    documents: Iterable[Document],
+def _apply(
     step: Step,
+    documents: Iterable[Document],
+    job: TaskJob,
     counts: StepCounts,
-    dropped: _Dropped,
-    *,
-    in_parts: bool,
+    dropped: TextIO,
 ) -> Iterator[Document]:
-    """What a step passes on; of documents in parts, those whose parts it has kept apart."""
-    taken: Document | None = None
+    """Passes documents through a step, counts them, and writes what it drops to `dropped`."""
+    last: Document | None = None
 
     def counted() -> Iterator[Document]:
-        nonlocal taken
+        nonlocal last
         for document in documents:
             counts.documents_in += 1
-            taken = document
+            last = document
             yield document
 
     def drop(document: Document, reason: str) -> None:
         counts.dropped[reason] += 1
-        dropped.add(counts, document, reason)
+        if not job.keep_dropped and counts.dropped[reason] > _SAMPLES_PER_REASON:
+            return
+        entry = {
+            "step": counts.number,
+            "name": counts.name,
+            "reason": reason,
+            "id": document.id,
+            "domain": document.domain,
+            "metadata": document.metadata,
+            "text": document.text if job.keep_dropped else document.text[:_SAMPLE_CHARACTERS],
+        }
+        dropped.write(json.dumps(entry) + "\n")
 
     try:
         for document in step(counted(), drop):
-            if in_parts and parted(document.text) is None:
+            # A step changes text as a whole and may delete the marks between prompt and thought.
+            if job.task.source.chain_of_thought is not None and parted(document.text) is None:
                 drop(document, "parts of the chain of thought lost")
                 continue
             counts.documents_out += 1
             yield document
     except Exception as error:
-        # A fault of ours in one of 10^9 documents is to be found again.
-        if taken is not None and not getattr(error, "__notes__", None):
-            error.add_note(f"step {counts.name}, which took document {taken.id} last")
+        # Without the id, a defect at one of 10^9 documents could not be found again. Only the
+        # innermost step adds it: the exception passes through all steps after it.
+        if last is not None and not getattr(error, "__notes__", None):
+            error.add_note(f"step {counts.name}, which took document {last.id} last")
         raise
 
 
-def _check_complete(all_counts: list[StepCounts]) -> None:
-    for counts in all_counts:
-        accounted = counts.documents_out + counts.dropped.total()
-        assert counts.documents_in == accounted, (
-            f"step {counts.name} took {counts.documents_in} documents and gave or dropped "
-            f"{accounted}"
-        )
-
-
-class _SetAsideCounts:
-    """What could not be read, by file and reason: the first of them whole, then a count."""
-
-    def __init__(self) -> None:
-        self._entries: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def __call__(self, file: str, row: int | None, reason: str, detail: str) -> None:
-        entry = self._entries.setdefault(
-            (file, reason),
-            {"file": file, "reason": reason, "row": row, "detail": detail, "count": 0},
-        )
-        entry["count"] += 1
-
-    def as_json(self) -> list[dict[str, Any]]:
-        return list(self._entries.values())
-
-
 def _write_documents(path: Path, documents: Iterable[Document]) -> dict[str, Any]:
-    """Write documents, one JSON object to a line; counts and digest of them."""
+    """Writes documents as lines of JSON and returns their counts and digest."""
     digest = hashlib.sha256()
-    num_documents = text_bytes = 0
+    num_documents = 0
+    text_bytes = 0
     lengths: Counter[int] = Counter()
     languages: Counter[str] = Counter()
     with path.open("wb") as file:
@@ -318,11 +278,11 @@ def _write_documents(path: Path, documents: Iterable[Document]) -> dict[str, Any
             file.write(line)
             digest.update(line)
             size = len(document.text.encode())
-            num_documents = num_documents + 1
-            text_bytes = text_bytes + size
+            num_documents += 1
+            text_bytes += size
             lengths[size.bit_length()] += 1
             languages[str(document.metadata.get("language", "unknown"))] += 1
-        _sync_file(file)
+        close_synced(file)
     return {
         "documents": num_documents,
         "text_bytes": text_bytes,
@@ -333,7 +293,7 @@ def _write_documents(path: Path, documents: Iterable[Document]) -> dict[str, Any
 
 
 def read_documents(folder: Path, task: Task) -> Iterator[Document]:
-    """The documents of a result."""
+    """Reads the documents of a result."""
     with (folder / DOCUMENTS_FILE).open("rb") as file:
         for line in file:
             entry = json.loads(line)
@@ -347,24 +307,20 @@ def read_documents(folder: Path, task: Task) -> Iterator[Document]:
 
 
 def document_id(folder: Path, row: int) -> str:
-    """Id of one document of a result, by its place among them."""
+    """Returns the id of the document at a place of a result."""
     with (folder / DOCUMENTS_FILE).open("rb") as file:
         line = next(itertools.islice(file, row, None))
     return str(json.loads(line)["id"])
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Counts of a result."""
+    """Reads the counts of a result."""
     record: dict[str, Any] = json.loads((folder / RECORD_FILE).read_bytes())
     return record
 
 
 def close_synced(file: Any) -> None:
-    """Close a file once it is on the disk."""
+    """Closes a file after its content is on the disk."""
     with file:
-        _sync_file(file)
-
-
-def _sync_file(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
