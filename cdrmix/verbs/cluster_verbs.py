@@ -1,4 +1,7 @@
-"""`cdrmix launch`, `slurm` and `doctor`: runs on hosts."""
+"""The verbs `cdrmix launch`, `slurm` and `doctor`, for runs on one or many hosts.
+
+The modules that do the work are imported when a verb runs: the help must not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_launch(verbs: Verbs) -> None:
-    """`cdrmix launch`: train, and start again what is lost."""
+    """Adds `cdrmix launch`: trains, and restarts a lost run."""
     parser = verbs.add_parser(
         "launch",
         help="train under the deepspeed launcher, restarted where it is lost",
@@ -39,6 +42,7 @@ def add_launch(verbs: Verbs) -> None:
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.cluster.launch import launch, make_job
 
+        # Last, so that the flag wins over --set.
         overrides = list(arguments.overrides)
         if arguments.max_steps is not None:
             overrides.append(f"training.max_steps={arguments.max_steps}")
@@ -52,6 +56,7 @@ def add_launch(verbs: Verbs) -> None:
             run_dir=arguments.run_dir,
             resume=arguments.resume,
         )
+        # Exit codes of a run pass through: batch scripts decide by them.
         code = launch(job)
         if code != EXIT_DONE:
             raise SystemExit(code)
@@ -60,7 +65,7 @@ def add_launch(verbs: Verbs) -> None:
 
 
 def add_slurm(verbs: Verbs) -> None:
-    """`cdrmix slurm`: write a batch script for a run, and queue it."""
+    """Adds `cdrmix slurm`: writes a batch script for a run, and submits it."""
     parser = verbs.add_parser(
         "slurm",
         help="write a batch script for a run, and queue it with --submit",
@@ -96,14 +101,14 @@ def add_slurm(verbs: Verbs) -> None:
 
 
 def _add_run_flags(parser: argparse.ArgumentParser, *, restarts: str) -> None:
-    """What a run is started with, however; `restarts` is the help of its flag."""
+    """Adds the flags of every way to start a run; `restarts` is the help of --max-restarts."""
     parser.add_argument("--max-restarts", type=at_least(0), default=3, metavar="R", help=restarts)
     parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
     parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
 
 
 def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """What a batch script asks SLURM for."""
+    """Adds the flags for the resources and options of a batch job."""
     parser.add_argument("--nodes", type=at_least(1), metavar="N", required=True, help="nodes")
     parser.add_argument(
         "--gpus-per-node",
@@ -138,7 +143,7 @@ def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_doctor(verbs: Verbs) -> None:
-    """`cdrmix doctor`: is this machine, or are the hosts of a hostfile, ready for a run?"""
+    """Adds `cdrmix doctor`: checks that this machine, or each host of a hostfile, can run."""
     parser = verbs.add_parser(
         "doctor",
         help="check this machine, or every host of a hostfile, before a run",

@@ -290,7 +290,7 @@ def test_a_build_stops_at_once_with_its_workers(
         process.send_signal(signum)
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == 75
-    assert "start again to go on" in stderr
+    assert "start again to continue" in stderr
     assert "Traceback" not in stderr
     psutil.wait_procs(workers, timeout=20)
     assert not [worker for worker in workers if worker.is_running()]
@@ -305,7 +305,7 @@ def test_a_full_disk_is_named_and_loses_nothing(recipe: Path, built: Path, tmp_p
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "DataError" in stderr
-    assert "What is done stays" in stderr
+    assert "Finished work stays" in stderr
     assert finished_tasks(out)
     build_dataset(recipe, out, workers=1, task_bytes=TASK_BYTES)
     assert digests(out) == digests(built)
