@@ -24,7 +24,6 @@ from cdrmix.corpus.encode import (
     SPLITS,
     EncodeJob,
     StreamJob,
-    read_ngrams,
     read_stream,
     run_encode,
     split_of,
@@ -212,6 +211,7 @@ class _Build:
         self._work = out / "work"
         self._tasks, self._listings = make_tasks(recipe, out=out, task_bytes=task_bytes)
         self._share = recipe.shards.validation_share
+        # Recorded in the report: a second start compares it with the sources and the recipe.
         self._key = content_key(
             config_hash(recipe),
             [task.key for task in self._tasks],
@@ -371,6 +371,7 @@ class _Build:
         for leftover in (*self._work.glob("*.json"), *shards):
             leftover.unlink()
         streams = []
+        # Sorted: the order of shards in the manifest must not depend on the order of sources.
         for split in SPLITS:
             for domain in sorted({task.source.domain for task in self._tasks}):
                 of_domain = (job for job in jobs if job.task.source.domain == domain)
@@ -395,7 +396,8 @@ class _Build:
         content = (tokenizer.folder / TOKENIZER_FILE).read_bytes()
         file = write_file(self._out / TOKENIZER_FILE, content)
         records = [read_record(folder) for folder in results[-1]]
-        shards = [shard for stream in streams for shard in read_stream(stream)]
+        outcomes = {stream: read_stream(stream) for stream in streams}
+        shards = [shard for of_stream, _ in outcomes.values() for shard in of_stream]
         manifest = new_manifest(
             [shard for shard, _ in shards],
             vocab_size=tokenizer.vocab_size,
@@ -412,7 +414,8 @@ class _Build:
             found=self._listings,
             results=list(zip(self._tasks, *results, strict=True)),
             decisions=self._decisions,
-            ngrams={s.domain: read_ngrams(s) for s in streams if s.split == SPLITS[0]},
+            # Of the training split: the other has too few tokens to compare domains by.
+            ngrams={s.domain: out[1] for s, out in outcomes.items() if s.split == SPLITS[0]},
         )
         # Last of all files: a folder with a manifest is a finished data set.
         write_manifest(self._out, manifest)
@@ -421,6 +424,7 @@ class _Build:
         _logger.info("data build: %s; tokens: %s", self._out, tokens)
         trained_on = {shard.domain for shard in manifest.shards if shard.split == SPLITS[0]}
         for domain in sorted({source.domain for source in self._recipe.sources} - trained_on):
+            # No error: a filter may rightly drop a small domain as a whole.
             _logger.warning("data build: no document of domain %s is left to train on", domain)
         if "validation" not in manifest.splits:
             _logger.warning(

@@ -138,6 +138,7 @@ def make_tasks(
     Raises:
         DataError: if a source is missing or empty.
     """
+    # Data sets on the hub have no listing: their files are not on this machine.
     listings = {
         source.name: find_files(source, leave_out=out)
         for source in recipe.sources

@@ -49,6 +49,7 @@ class CorpusStep(Protocol):
 
     def decision(self, notes: Path, out: Path) -> Path:
         """Returns the file in `out` with the decision on one task."""
+        # A file per task, so that a pass need not read the decisions on all others.
         ...
 
     def after(self, decision: Path) -> Step:
@@ -91,9 +92,11 @@ class Dedup(_DropsListed):
         rows_per_band: int | None = None,
         min_jaccard: float | None = None,
         max_distance: int | None = None,
+        # The search sorts on disk beyond this: a corpus has more signatures than memory.
         memory_bytes: int = 2**28,
     ) -> None:
-        by_method = {
+        # None for a parameter of the recipe: the method's class has the default.
+        by_method: dict[str, dict[str, Any]] = {
             "minhash": {
                 "num_bands": num_bands,
                 "rows_per_band": rows_per_band,

@@ -21,14 +21,7 @@ from numpy.typing import NDArray
 from cdrmix.corpus.build_tasks import Task
 from cdrmix.corpus.steps.minhash import mix
 from cdrmix.corpus.task_run import close_synced, read_documents
-from cdrmix.data.document import (
-    FimConfig,
-    draw_by_key,
-    encoded,
-    fields_of,
-    rearranged,
-    restored,
-)
+from cdrmix.data.document import FimConfig, draw_by_key, encoded, fields_of, rearranged, restored
 from cdrmix.data.folders import new_folder
 from cdrmix.data.shards import (
     REBUILD,
@@ -205,6 +198,7 @@ def _count_sources(
     pieces: Iterable[tuple[str, int]], shards: Iterable[ShardInfo]
 ) -> list[dict[str, int]]:
     """Returns the number of documents from each source in each shard."""
+    # Documents stand in the order of their sources, so two queues side by side tell the counts.
     queue = iter(pieces)
     source = ""
     available = 0
@@ -223,17 +217,18 @@ def _count_sources(
     return all_counts
 
 
-def read_stream(job: StreamJob) -> list[tuple[ShardInfo, dict[str, int]]]:
-    """Reads the shards of a finished job, each with its documents by source."""
+def read_stream(
+    job: StreamJob,
+) -> tuple[list[tuple[ShardInfo, dict[str, int]]], dict[str, Any] | None]:
+    """Reads the result of a finished job.
+
+    Returns:
+        The shards, each with its number of documents by source, and the result of `ngram_entropy`;
+        None if there are no shards.
+    """
     result = json.loads(job.result.read_bytes())
     shards = [ShardInfo.model_validate(shard) for shard in result["shards"]]
-    return list(zip(shards, result["sources"], strict=True))
-
-
-def read_ngrams(job: StreamJob) -> dict[str, Any] | None:
-    """Reads the result of `ngram_entropy` for a finished job; None if it has no shards."""
-    ngrams: dict[str, Any] | None = json.loads(job.result.read_bytes())["ngrams"]
-    return ngrams
+    return list(zip(shards, result["sources"], strict=True)), result["ngrams"]
 
 
 def write_roles(
@@ -246,6 +241,7 @@ def write_roles(
     Returns:
         The shards, with their files of roles.
     """
+    # Pieces end at tasks, shards at a number of tokens: a piece may belong to two shards.
     pieces = (piece for piece in roles if len(piece))
     rest: NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
     written = []
@@ -334,6 +330,7 @@ def export_tars(folder: Path, out: Path) -> int:
     if out.exists():
         raise DataError(f"{out}: exists already. Give another --out.")
     manifest = read_manifest(folder)
+    # Damaged tokens would decode to text that looks right.
     verify_shards(folder, manifest)
     tokenizer = load_tokenizer(folder)
     num_documents = 0
@@ -381,6 +378,6 @@ def _documents(folder: Path, manifest: Manifest) -> Iterator[_Text]:
             if piece[-1] == manifest.eos_id:
                 del current.ids[-1]
                 yield current
-                current = None
+                current = None  # a shard may end within a document: the next one continues it
     if current is not None:
         raise DataError(f"{folder}: its last document does not end with EOS. {REBUILD}")

@@ -39,6 +39,8 @@ STEPS = {
     "url": "cdrmix.corpus.steps.url:Url",
     "url_dedup": "cdrmix.corpus.dedup_steps:UrlDedup",
 }
+# Clean text first, since all later steps compare it; duplicates last, since their search is the
+# most expensive step and sees the fewest documents there.
 DEFAULT_STEPS = ("normalise", "url", "boilerplate", "filter", "scrub", "dedup")
 
 
@@ -62,6 +64,7 @@ class TokenizerConfig(Section):
     path: str | None = Field(
         None, description="Folder with a tokenizer.json that this package has trained; null: train."
     )
+    # At least 256 bytes and 10 special tokens.
     vocab_size: int | None = Field(
         None, ge=266, description="Slots of a tokenizer that is trained; null: 50,272."
     )
@@ -112,6 +115,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _names_are_known(self) -> Recipe:
         names = [source.name for source in self.sources]
+        # The name of the source begins the id of each of its documents.
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
             raise ValueError(f"sources: two are named '{doubled[0]}'; ids of documents need one")
@@ -119,6 +123,8 @@ class Recipe(Section):
         phases = self.mixture.phases if self.mixture else ()
         users += [("mixture", tuple(phase.weights or ())) for phase in phases]
         users += [("fim", self.fim.domains or ())] if self.fim else []
+        # Told together with the name of the section: a domain that is only misspelt would make a
+        # step, a weight or infilling silently apply to nothing.
         known = {source.domain for source in self.sources}
         for user, domains in users:
             unknown = sorted(set(domains) - known)
@@ -213,6 +219,7 @@ def _parameter_section(name: str) -> type[Section]:
             ... if parameter.default is parameter.empty else parameter.default,
         )
         for parameter in inspect.signature(constructor).parameters.values()
+        # Steps take their parameters by keyword, so `self` and the like are left out here.
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     return create_model(name, __base__=Section, **fields)
@@ -246,6 +253,7 @@ def is_corpus_step(config: StepConfig) -> bool:
 
 def identity(config: StepConfig) -> Any:
     """Returns all inputs of a step: its entry, and the digests of the files that it names."""
+    # The content of a file, such as a blocklist, may change while its path stays.
     fields = _parameter_section(config.name).model_fields
     files = {
         name: hashlib.sha256(Path(value).read_bytes()).hexdigest()

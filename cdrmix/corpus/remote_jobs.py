@@ -108,6 +108,7 @@ class Pool:
             DataError: if workers die again and again; and all that a job raises, after which no
                 job starts.
         """
+        # disable=None: no bar where the output is not a terminal.
         with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
             # A job that may kill its process gets a worker, even if it is the only one.
             if self._workers == 1 or (len(jobs) == 1 and blame is None):
@@ -202,6 +203,7 @@ def _end_with_build(lifeline: Connection) -> None:
         except EOFError:
             os._exit(1)
 
+    # A thread, since the worker's main thread waits for jobs and runs them.
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 

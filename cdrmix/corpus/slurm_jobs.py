@@ -21,13 +21,7 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from cdrmix import log
-from cdrmix.corpus.remote_jobs import (
-    J,
-    errors_in,
-    run_call,
-    run_in_rounds,
-    write_calls,
-)
+from cdrmix.corpus.remote_jobs import J, errors_in, run_call, run_in_rounds, write_calls
 from cdrmix.errors import DataError
 
 # SLURM's own limit on the tasks of an array is 1,001; where there are more jobs, a task takes some.

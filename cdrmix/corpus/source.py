@@ -41,7 +41,9 @@ _SUFFIXES = {
 _KIND_OF_SUFFIX = {
     suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes.split()
 }
+# Source code by its whole name, for lack of a suffix.
 _CODE_FILES = {"Makefile", "Dockerfile", "CMakeLists.txt", "Rakefile", "Gemfile", "configure.ac"}
+# Compiled files, and packages of others, in the middle of source code.
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 
 
@@ -88,6 +90,7 @@ class SourceConfig(Section):
         description="What is not valid in that encoding: set the file or row aside, or replace "
         "the bytes with U+FFFD.",
     )
+    # Steps hold a document in memory several times over, in each worker.
     max_document_bytes: int = Field(
         2**25, ge=1, description="Largest file of text, row or line that is read (bytes)."
     )
@@ -216,6 +219,7 @@ def find_files(source: SourceConfig, *, leave_out: Path | None = None) -> Source
             "source code" if kind == "code" else suffixes.replace(" ", ", ")
             for kind, suffixes in _SUFFIXES.items()
         )
+        # Lists the files that are there instead, so that a wrong path shows.
         raise DataError(
             f"source '{source.name}': {root}: no file that can be read"
             f"{f'; other kinds: {others}' if others else ''}"
@@ -289,6 +293,7 @@ def _walk(
     for entry in entries:
         path = Path(entry.path)
         name = name_of(path)
+        # Names with a dot are version control, caches and editors' files.
         if entry.name.startswith(".") or any(fnmatch(name, pattern) for pattern in source.skip):
             continue
         try:

@@ -146,6 +146,7 @@ def leave_out_last(job: TaskJob) -> bool:
     """
     if job.before is not None or not job.mark.exists():
         return False
+    # Only reading leaves a mark: a later pass has no part of a file that it could leave out.
     name = json.loads(job.mark.read_bytes())
     write_file(job.left_out, json.dumps([*job.names_left_out(), name]).encode())
     job.mark.unlink()
@@ -194,6 +195,7 @@ def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
             steps.append((StepCounts(-1, "notes"), take_notes))
         for counts, step in steps:
             documents = _apply(step, documents, job, counts, dropped)
+        # All generators so far: this loop alone moves documents, one at a time, through all steps.
         record = _write_documents(folder / DOCUMENTS_FILE, documents)
         close_synced(dropped)
         for counts in all_counts:
@@ -217,11 +219,7 @@ def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
 
 
 def _apply(
-    step: Step,
-    documents: Iterable[Document],
-    job: TaskJob,
-    counts: StepCounts,
-    dropped: TextIO,
+    step: Step, documents: Iterable[Document], job: TaskJob, counts: StepCounts, dropped: TextIO
 ) -> Iterator[Document]:
     """Passes documents through a step, counts them, and writes what it drops to `dropped`."""
     last: Document | None = None
@@ -276,7 +274,7 @@ def _write_documents(path: Path, documents: Iterable[Document]) -> dict[str, Any
             entry = {"id": document.id, "text": document.text, "metadata": document.metadata}
             line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
             file.write(line)
-            digest.update(line)
+            digest.update(line)  # lets the manifest name the corpus by its content
             size = len(document.text.encode())
             num_documents += 1
             text_bytes += size

@@ -15,7 +15,7 @@ import numpy as np
 
 from cdrmix.errors import DataError
 
-# Pairs to collect before a merge into the sorted table. Each merge sorts the whole table, so a merge
+# Pairs to collect before a merge into the sorted table. A merge sorts the whole table, so one merge
 # per batch would take quadratic time. 4M int64 keys are 32 MiB.
 _PAIRS_PER_MERGE = 1 << 22
 

@@ -22,6 +22,7 @@ from cdrmix.objectives.router import router_monitors
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_nats
 
+# Fixed, so that evaluations of different runs read the same samples.
 _ROW_ORDER_KEY = (0,)
 _NUM_TOKEN_SUMS = 3  # before the router statistics in the sums of a batch
 

@@ -74,8 +74,10 @@ def load_trained(source: Path) -> TrainedModel:
     with CheckpointReader(newest.path) as reader:
         config = _config_of(reader)
         tokenizer, digest = _tokenizer_of(newest.path, reader.state, config)
+        # Made on the device: a large model need not fit into the host's memory.
         with torch.device(runtime.device()):
             model = Backbone(config.model)
+        # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
         stage_b = frozenset(filter(is_stage_b, reader.names()))
         engine_state.load_module(model, reader, logical_name, others=stage_b)
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
@@ -114,6 +116,7 @@ def _tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tu
         StateError: if there is none, or it is not the one that the checkpoint was trained with.
         DataError: if it cannot be read.
     """
+    # A tokenizer of the same size but other merges would give wrong text without any error.
     expected = state.get("tokenizer")
     folders = [checkpoint, checkpoint.parent]
     if checkpoint.parent.name == "checkpoints":
@@ -155,7 +158,8 @@ def continue_text(
     """Generates the continuation of `prompt` by a trained model."""
     trained = load_trained(source)
     tokenizer = trained.tokenizer
-    ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]  # documents follow an EOS in training
+    # In training each document follows an EOS.
+    ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
     new = generate(
         trained.model,
         torch.tensor([ids], device=runtime.device()),
@@ -192,6 +196,7 @@ def evaluate_run(
             f"{manifest.tokenizer.sha256[:12]} here, {trained.tokenizer_digest[:12]} in "
             f"{trained.checkpoint}. Give --data DIR, a data set built with the tokenizer.json there"
         )
+    # Only the shards to be read: the training split may be a thousand times as large.
     held_out = tuple(shard for shard in manifest.shards if shard.split == "validation")
     verify_shards(folder, manifest.model_copy(update={"shards": held_out}))
     logger.info("%s: step %d on %s", source, trained.step, folder)
@@ -220,6 +225,7 @@ def _evaluation_data(trained: TrainedModel, data: str | None) -> Path:
             f"{folder}: the data set that {trained.checkpoint} was trained on is not here. Give "
             "--data DIR, or build the sample corpus with `cdrmix data sample`"
         )
+    # A cache names the URL of its data set, which would be opened without the user's knowledge.
     if remote_files(folder) is not None:
         raise DataError(
             f"{folder}: is a cache of a data set behind a URL, which would be opened for what is "

@@ -111,6 +111,7 @@ def _add_build(kinds: Verbs) -> None:
     )
 
     def run(arguments: argparse.Namespace) -> None:
+        # By the parser, so that it ends as any wrong flag does, before files are touched.
         if wrong := [option for option in arguments.sbatch if "=" not in option]:
             parser.error(f"--sbatch {wrong[0]}: give OPTION=VALUE")
         _build(arguments)
@@ -142,6 +143,7 @@ def _build(arguments: argparse.Namespace) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    # The page is no part of the data set: the manifest does not name it.
     write_data_page(out, inspect_folder(out))
     print(out)
 
