@@ -13,9 +13,9 @@ from cdrmix.corpus.remote_jobs import (
     J,
     error_as_json,
     error_from_json,
-    pack_object,
+    pack_job,
     run_in_rounds,
-    unpack_object,
+    run_packed,
 )
 
 # Rows are a job's description and its error; the least that Ray allows is 75 MB.
@@ -66,7 +66,7 @@ class RayEngine:
         """
 
         def run_round(remaining: Sequence[J], show: Callable[[], None]) -> None:
-            rows = [{"call": pack_object(function, job)} for job in remaining]
+            rows = [{"call": pack_job(function, job)} for job in remaining]
             tasks_at_a_time = ray.data.TaskPoolStrategy(size=min(self._max_tasks, len(rows)))
             # A block per row: Ray starts and repeats whole blocks.
             results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
@@ -82,5 +82,5 @@ class RayEngine:
 
 def _run_row(row: dict[str, bytes]) -> dict[str, bytes]:
     # An error is part of the row: Ray would wrap one that is raised, and repeat the job.
-    error = unpack_object(row["call"]).run()
+    error = run_packed(row["call"])
     return {"error": b"" if error is None else error_as_json(error)}

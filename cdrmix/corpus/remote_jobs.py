@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -207,38 +206,21 @@ def _end_with_build(lifeline: Connection) -> None:
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-@dataclass(frozen=True)
-class Call:
-    """A job on its way to another process.
-
-    Attributes:
-        function: of module level.
-        folder: working directory of the build; relative paths of recipe and result start there.
-    """
-
-    function: Callable[[Any], None]
-    job: Any
-    folder: Path
-
-    def run(self) -> TrainingError | OSError | None:
-        """Runs the job; returns an error that a user can correct instead of raising it."""
-        try:
-            with contextlib.chdir(self.folder):
-                self.function(self.job)
-        except (TrainingError, OSError) as error:
-            return error
-        return None
+def pack_job(function: Callable[[J], None], job: J) -> bytes:
+    """Returns a call as bytes, for `run_packed` in a process of another machine."""
+    # Relative paths of recipe and result start at the working directory of the build.
+    return pickle.dumps((function, job, Path.cwd()))
 
 
-def pack_object(function: Callable[[J], None], job: J) -> bytes:
-    """Returns a job as bytes, for `unpack_object` in a process of another machine."""
-    return pickle.dumps(Call(function, job, Path.cwd()))
-
-
-def unpack_object(content: bytes) -> Call:
-    """Returns the job that `pack_object` packed."""
-    call: Call = pickle.loads(content)
-    return call
+def run_packed(content: bytes) -> TrainingError | OSError | None:
+    """Runs a job of `pack_job`; returns an error that a user can correct instead of raising it."""
+    function, job, folder = pickle.loads(content)
+    try:
+        with contextlib.chdir(folder):
+            function(job)
+    except (TrainingError, OSError) as error:
+        return error
+    return None
 
 
 def run_in_rounds(
@@ -296,7 +278,7 @@ def write_calls(folder: Path, function: Callable[[J], None], jobs: Sequence[J]) 
     # For the owner alone: the jobs are executed.
     folder.mkdir(parents=True, mode=0o700)
     for number, job in enumerate(jobs):
-        write_file(folder / f"{number}.job", pack_object(function, job))
+        write_file(folder / f"{number}.job", pack_job(function, job))
 
 
 def run_call(folder: Path, number: int) -> None:
@@ -312,7 +294,7 @@ def run_call(folder: Path, number: int) -> None:
             f"0700): its jobs are code. It is of user {status.st_uid}, mode "
             f"{stat.S_IMODE(status.st_mode):04o}. Delete it and start the build again."
         )
-    error = unpack_object((folder / f"{number}.job").read_bytes()).run()
+    error = run_packed((folder / f"{number}.job").read_bytes())
     if error is not None:
         write_file(folder / f"{number}.error", error_as_json(error))
         raise error

@@ -24,7 +24,9 @@ from cdrmix.parallel.zero3 import next_token_nats
 
 # Fixed, so that evaluations of different runs read the same samples.
 _ROW_ORDER_KEY = (0,)
-_NUM_TOKEN_SUMS = 3  # before the router statistics in the sums of a batch
+# One vector for all sums of a batch, so that a single all-reduce adds them: nats, predicted tokens
+# and tokens read come first, then the router statistics.
+_NUM_TOKEN_SUMS = 3
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def add_slurm(verbs: Verbs) -> None:
             chain=arguments.chain,
             options=arguments.options,
         )
+        # Written in any case: it stays in the run directory as the record of what was submitted.
         script = write_script(batch)
         print(submit(script) if arguments.submit else script)
 
@@ -125,6 +126,7 @@ def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
         help="srun: a task per rank; deepspeed: its launcher on each node; default srun",
     )
     parser.add_argument("--time", default="24:00:00", help="time limit; default 24:00:00")
+    # For sites that forbid a job to requeue itself.
     parser.add_argument(
         "--chain",
         type=at_least(1),
@@ -182,6 +184,7 @@ def add_doctor(verbs: Verbs) -> None:
         from cdrmix.cluster.hosts import read_hostfile
 
         hosts = read_hostfile(arguments.hostfile) if arguments.hostfile else []
+        # Before the checks: the leftovers hold the ports and the memory that these look at.
         if arguments.remove_leftovers:
             for removed in remove_leftovers_on_hosts(hosts):
                 print(f"removed {removed}", file=sys.stderr)
@@ -192,6 +195,7 @@ def add_doctor(verbs: Verbs) -> None:
             with_all_reduce=not arguments.no_all_reduce,
         )
         print(report_json(findings) if arguments.json else as_table(findings))
+        # As a wrong configuration: a start on these hosts, and any restart, would fail.
         if not is_ready(findings):
             raise SystemExit(EXIT_USER_ERROR)
 

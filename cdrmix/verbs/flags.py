@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    # argparse has no public name for it.
     Verbs: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
