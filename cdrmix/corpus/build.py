@@ -319,6 +319,7 @@ class _Build:
         config = self._recipe.tokenizer
         key = content_key([folder.name for folder in folders], config.model_dump(), self._share)
         path = self._work / "tokenizer" / key
+        num_slots = config.vocab_size or DEFAULT_VOCAB_SIZE
         if config.path is not None:
             path = Path(config.path)
         elif not path.is_dir():
@@ -333,15 +334,14 @@ class _Build:
                 if split_of(document.id, self._share) == "train"
                 and draw_by_key(document.id, "tokenizer") < share
             )
-            vocab_size = config.vocab_size or DEFAULT_VOCAB_SIZE
-            _logger.info("data build: training a tokenizer of %d tokens", vocab_size)
-            trained = train_tokenizer(texts, vocab_size)
+            _logger.info("data build: training a tokenizer of %d tokens", num_slots)
+            new_tokenizer = train_tokenizer(texts, num_slots)
             with new_folder(path) as new:
-                write_file(new / TOKENIZER_FILE, trained.to_str(pretty=True).encode())
-        loaded = load_tokenizer(path)
+                write_file(new / TOKENIZER_FILE, new_tokenizer.to_str(pretty=True).encode())
+        tokenizer = load_tokenizer(path)
         # A small corpus gives fewer tokens than there are slots; the model has all slots.
-        vocab_size = loaded.vocab_size if config.path else config.vocab_size or DEFAULT_VOCAB_SIZE
-        return _Tokenizer(path, vocab_size, loaded.vocab_size, loaded.eos_id)
+        vocab_size = tokenizer.vocab_size if config.path else num_slots
+        return _Tokenizer(path, vocab_size, tokenizer.vocab_size, tokenizer.eos_id)
 
     def _write_shards(self, folders: list[Path], tokenizer: _Tokenizer) -> list[StreamJob]:
         """Encodes all tasks and writes their shards.

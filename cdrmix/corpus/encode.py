@@ -244,7 +244,7 @@ def write_roles(
     # Pieces end at tasks, shards at a number of tokens: a piece may belong to two shards.
     pieces = (piece for piece in roles if len(piece))
     rest: NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
-    written = []
+    with_roles = []
     for shard in shards:
         of_shard = []
         missing = shard.tokens
@@ -254,9 +254,9 @@ def write_roles(
             rest = rest[missing:]
             missing -= len(of_shard[-1])
         file = write_pieces(folder / f"{shard.stem}.roles", of_shard)
-        written.append(shard.model_copy(update={"roles": file}))
+        with_roles.append(shard.model_copy(update={"roles": file}))
     assert not len(rest) and next(pieces, None) is None, "as many roles as tokens"
-    return written
+    return with_roles
 
 
 def ngram_entropy(

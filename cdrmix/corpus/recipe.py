@@ -116,22 +116,22 @@ class Recipe(Section):
     def _names_are_known(self) -> Recipe:
         names = [source.name for source in self.sources]
         # The name of the source begins the id of each of its documents.
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
-            raise ValueError(f"sources: two are named '{doubled[0]}'; ids of documents need one")
+        twins = sorted({name for name in names if names.count(name) > 1})
+        if twins:
+            raise ValueError(f"sources: two are named '{twins[0]}'; ids of documents need one")
         users = [(f"steps: {step.name}", step.domains or ()) for step in self.steps]
         phases = self.mixture.phases if self.mixture else ()
         users += [("mixture", tuple(phase.weights or ())) for phase in phases]
         users += [("fim", self.fim.domains or ())] if self.fim else []
         # Told together with the name of the section: a domain that is only misspelt would make a
         # step, a weight or infilling silently apply to nothing.
-        known = {source.domain for source in self.sources}
+        domains_of_sources = {source.domain for source in self.sources}
         for user, domains in users:
-            unknown = sorted(set(domains) - known)
+            unknown = sorted(set(domains) - domains_of_sources)
             if unknown:
                 raise ValueError(
                     f"{user}: no source has the domain '{unknown[0]}'. "
-                    f"Known: {', '.join(sorted(known))}"
+                    f"Known: {', '.join(sorted(domains_of_sources))}"
                 )
         return self
 
@@ -197,15 +197,15 @@ def _read_step(entry: Any, path: tuple[str, ...], problems: list[Problem]) -> di
     # `domains` belongs to the entry, except where the step has a parameter of that name.
     if "domains" not in section.model_fields and "domains" in parameters:
         values["domains"] = parameters.pop("domains")
-    checked, others = validate(parameters, section)
+    section_values, others = validate(parameters, section)
     problems += [Problem(path + problem.path, problem.text) for problem in others]
-    if checked is not None:
+    if section_values is not None:
         # The constructor checks what types cannot: ranges, and parameters that exclude others.
         try:
-            step_class(name)(**{key: getattr(checked, key) for key in section.model_fields})
+            step_class(name)(**{key: getattr(section_values, key) for key in section.model_fields})
         except (TrainingError, ValueError) as error:
             problems.append(Problem(path, str(error)))
-        values["parameters"] = checked.model_dump(mode="json")
+        values["parameters"] = section_values.model_dump(mode="json")
     return values
 
 
@@ -233,12 +233,12 @@ def step_class(name: str) -> type[Any]:
     """
     module, _, attribute = STEPS[name].partition(":")
     try:
-        imported: type[Any] = getattr(importlib.import_module(module), attribute)
+        step: type[Any] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"step '{name}' needs the package '{error.name}': pip install 'cdrmix[data]'"
         ) from None
-    return imported
+    return step
 
 
 def make_step(config: StepConfig) -> Any:
@@ -279,10 +279,10 @@ def built_mixture(manifest: Manifest) -> MixtureConfig | None:
     Raises:
         DataError: if the manifest holds an invalid mixture.
     """
-    recorded = manifest.source.get("mixture")
-    if recorded is None:
+    values = manifest.source.get("mixture")
+    if values is None:
         return None
-    mixture, problems = validate(recorded, MixtureConfig)
+    mixture, problems = validate(values, MixtureConfig)
     if mixture is None:
         text = "; ".join(f"{'.'.join(problem.path)}: {problem.text}" for problem in problems)
         raise DataError(f"{MANIFEST_FILE}: source.mixture: {text}")

@@ -259,9 +259,9 @@ def run_in_rounds(
             failures = failures + 1 if len(unfinished) == len(remaining) else 0
             # A first failure says little: queues lose and preempt jobs.
             again = [job for job in unfinished if job in suspects]
-            blamed = [job for job in again if blame is not None and blame(job)]
-            suspects = [job for job in unfinished if job not in blamed]
-            failures = 0 if blamed else failures
+            culprits = [job for job in again if blame is not None and blame(job)]
+            suspects = [job for job in unfinished if job not in culprits]
+            failures = 0 if culprits else failures
             if failures == _MAX_ROUNDS:
                 raise DataError(
                     f"{what}: {len(unfinished)} jobs ended {failures} times without a result: "

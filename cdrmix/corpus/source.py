@@ -200,14 +200,14 @@ def find_files(source: SourceConfig, *, leave_out: Path | None = None) -> Source
     elif root.is_file():
         listing.add(root, root.name)
     else:
-        skipped = [leave_out] if leave_out is not None else []
+        skip = [leave_out] if leave_out is not None else []
         if source.path == STANDARD_LIBRARY:
-            skipped += [root / name for name in _INSTALLED_FOLDERS]
+            skip += [root / name for name in _INSTALLED_FOLDERS]
         _walk(
             listing,
             root,
             source=source,
-            hidden={_identity(path) for path in skipped if path.exists()},
+            hidden={_identity(path) for path in skip if path.exists()},
             above={_identity(root)},
         )
     # The order of a folder's entries differs between file systems; the corpus must not.

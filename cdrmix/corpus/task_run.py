@@ -181,7 +181,7 @@ def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
     documents = timed(documents)
     with (
         new_folder(job.out) as folder,
-        (folder / DROPPED_FILE).open("w", encoding="utf-8") as dropped,
+        (folder / DROPPED_FILE).open("w", encoding="utf-8") as drops,
     ):
         steps: list[tuple[StepCounts, Step]] = []
         if job.decision is not None:
@@ -194,10 +194,10 @@ def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
             take_notes = make_step(job.notes_of).before(folder / notes_path(job.out).name)
             steps.append((StepCounts(-1, "notes"), take_notes))
         for counts, step in steps:
-            documents = _apply(step, documents, job, counts, dropped)
+            documents = _apply(step, documents, job, counts, drops)
         # All generators so far: this loop alone moves documents, one at a time, through all steps.
         record = _write_documents(folder / DOCUMENTS_FILE, documents)
-        close_synced(dropped)
+        close_synced(drops)
         for counts in all_counts:
             accounted = counts.documents_out + counts.dropped.total()
             assert counts.documents_in == accounted, (
@@ -219,9 +219,9 @@ def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
 
 
 def _apply(
-    step: Step, documents: Iterable[Document], job: TaskJob, counts: StepCounts, dropped: TextIO
+    step: Step, documents: Iterable[Document], job: TaskJob, counts: StepCounts, drops: TextIO
 ) -> Iterator[Document]:
-    """Passes documents through a step, counts them, and writes what it drops to `dropped`."""
+    """Passes documents through a step, counts them, and writes what it drops to `drops`."""
     last: Document | None = None
 
     def counted() -> Iterator[Document]:
@@ -244,7 +244,7 @@ def _apply(
             "metadata": document.metadata,
             "text": document.text if job.keep_dropped else document.text[:_SAMPLE_CHARACTERS],
         }
-        dropped.write(json.dumps(entry) + "\n")
+        drops.write(json.dumps(entry) + "\n")
 
     try:
         for document in step(counted(), drop):

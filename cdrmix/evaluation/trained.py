@@ -156,12 +156,12 @@ def continue_text(
     source: Path, prompt: str, *, max_new_tokens: int, temperature: float, seed: int
 ) -> str:
     """Generates the continuation of `prompt` by a trained model."""
-    trained = load_trained(source)
-    tokenizer = trained.tokenizer
+    run = load_trained(source)
+    tokenizer = run.tokenizer
     # In training each document follows an EOS.
     ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
     new = generate(
-        trained.model,
+        run.model,
         torch.tensor([ids], device=runtime.device()),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -184,45 +184,45 @@ def evaluate_run(
         StateError: if there is no checkpoint.
         DataError: if the data set is missing, damaged, or of another tokenizer.
     """
-    trained = load_trained(source)
+    run = load_trained(source)
     if max_tokens is None:
-        max_tokens = trained.config.evaluation.final_tokens
-    length = trained.config.training.sequence_length
-    folder = _evaluation_data(trained, data)
+        max_tokens = run.config.evaluation.final_tokens
+    length = run.config.training.sequence_length
+    folder = _evaluation_data(run, data)
     manifest = read_manifest(folder)
-    if manifest.tokenizer.sha256 != trained.tokenizer_digest:
+    if manifest.tokenizer.sha256 != run.tokenizer_digest:
         raise DataError(
             f"{folder}: its tokens are of another tokenizer than the model's: sha256 "
-            f"{manifest.tokenizer.sha256[:12]} here, {trained.tokenizer_digest[:12]} in "
-            f"{trained.checkpoint}. Give --data DIR, a data set built with the tokenizer.json there"
+            f"{manifest.tokenizer.sha256[:12]} here, {run.tokenizer_digest[:12]} in "
+            f"{run.checkpoint}. Give --data DIR, a data set built with the tokenizer.json there"
         )
     # Only the shards to be read: the training split may be a thousand times as large.
     held_out = tuple(shard for shard in manifest.shards if shard.split == "validation")
     verify_shards(folder, manifest.model_copy(update={"shards": held_out}))
-    logger.info("%s: step %d on %s", source, trained.step, folder)
+    logger.info("%s: step %d on %s", source, run.step, folder)
     return evaluate(
-        trained.model,
+        run.model,
         TokenDataset(folder, "validation", length),
         max_tokens=max_tokens,
         batch_size=8,
-        segment_documents=trained.config.data.segment_documents,
+        segment_documents=run.config.data.segment_documents,
     )
 
 
-def _evaluation_data(trained: TrainedModel, data: str | None) -> Path:
+def _evaluation_data(run: TrainedModel, data: str | None) -> Path:
     """Returns the folder of the data set to evaluate on; opens a URL of the caller only."""
     if data is not None and "://" in data:
         config = DataConfig(path=data, order="sequential")
-        return local_folder(config, trained.config.training.sequence_length)
-    folder = _local_data(trained.config) if data is None else Path(data)
+        return local_folder(config, run.config.training.sequence_length)
+    folder = _local_data(run.config) if data is None else Path(data)
     if folder is None:
         raise DataError(
-            f"{trained.checkpoint}: was trained on a data set behind a URL, and one that a "
+            f"{run.checkpoint}: was trained on a data set behind a URL, and one that a "
             "checkpoint names is not opened. Give --data with that URL or a folder"
         )
     if data is None and not folder.is_dir():
         raise DataError(
-            f"{folder}: the data set that {trained.checkpoint} was trained on is not here. Give "
+            f"{folder}: the data set that {run.checkpoint} was trained on is not here. Give "
             "--data DIR, or build the sample corpus with `cdrmix data sample`"
         )
     # A cache names the URL of its data set, which would be opened without the user's knowledge.
