@@ -69,7 +69,7 @@ class TokenizerConfig(Section):
         None, ge=266, description="Slots of a tokenizer that is trained; null: 50,272."
     )
     training_bytes: int = Field(
-        100_000_000, ge=1, description="Text that it is trained on, spread over the corpus (bytes)."
+        100_000_000, ge=1, description="Size of its training text, spread over the corpus (bytes)."
     )
 
     @model_validator(mode="after")
@@ -85,6 +85,7 @@ class ShardsConfig(Section):
     validation_share: float = Field(
         0.01, ge=0, lt=1, description="Share of the documents held out, by hash of their id."
     )
+    # Lengths of documents within a shard are int32.
     max_tokens: int = Field(
         MAX_SHARD_TOKENS, ge=1, le=2**31 - 1, description="Largest shard (tokens)."
     )
@@ -93,16 +94,15 @@ class ShardsConfig(Section):
 class Recipe(Section):
     """All settings of a data build."""
 
-    sources: tuple[SourceConfig, ...] = Field(min_length=1, description="Where texts are from.")
+    sources: tuple[SourceConfig, ...] = Field(min_length=1, description="Sources of the texts.")
     steps: tuple[StepConfig, ...] = Field(
-        description="What is done with each document, in order; when left out: "
-        f"{', '.join(DEFAULT_STEPS)}."
+        description=f"Steps for each document, in order; default: {', '.join(DEFAULT_STEPS)}."
     )
     tokenizer: TokenizerConfig = TokenizerConfig()
     mixture: MixtureConfig | None = Field(
         None,
-        description="Shares of the domains in training, where the run has no data.mixture of its "
-        "own; null: every sample once per epoch.",
+        description="Shares of the domains in training, unless the run sets data.mixture; null: "
+        "every sample once per epoch.",
     )
     fim: FimConfig | None = Field(
         None, description="Rearrange training documents for infilling; null: none."
@@ -123,8 +123,7 @@ class Recipe(Section):
         phases = self.mixture.phases if self.mixture else ()
         users += [("mixture", tuple(phase.weights or ())) for phase in phases]
         users += [("fim", self.fim.domains or ())] if self.fim else []
-        # Told together with the name of the section: a domain that is only misspelt would make a
-        # step, a weight or infilling silently apply to nothing.
+        # A misspelt domain would make a step, a weight or infilling silently apply to nothing.
         domains_of_sources = {source.domain for source in self.sources}
         for user, domains in users:
             unknown = sorted(set(domains) - domains_of_sources)

@@ -50,9 +50,9 @@ _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 class ChainOfThoughtConfig(Section):
     """Keys or columns with the parts of a chain of thought; dots lead into nested objects."""
 
-    prompt: str = Field("prompt", description="What is asked.")
-    thought: str = Field("thought", description="The way to the answer.")
-    answer: str = Field("answer", description="The answer.")
+    prompt: str = Field("prompt", description="Key of the question.")
+    thought: str = Field("thought", description="Key of the thought.")
+    answer: str = Field("answer", description="Key of the answer.")
 
 
 class SourceConfig(Section):
@@ -77,29 +77,30 @@ class SourceConfig(Section):
         "text", description="Key or column with the text; dots lead into nested objects."
     )
     chain_of_thought: ChainOfThoughtConfig | None = Field(
-        None, description="Documents of three parts, in fields of their own; null: of one text."
+        None, description="Fields of documents in three parts; null: documents of one text."
     )
     metadata_fields: tuple[str, ...] = Field(
         ("url", "title", "language", "license"),
-        description="Keys or columns kept beside the text, where a row has them; dots lead into "
+        description="Keys or columns stored beside the text, if a row has them; dots lead into "
         "nested objects, and the last part is the name.",
     )
     encoding: str = Field("utf-8", description="Encoding of text files.")
     encoding_errors: Literal["set_aside", "replace"] = Field(
         "set_aside",
-        description="What is not valid in that encoding: set the file or row aside, or replace "
-        "the bytes with U+FFFD.",
+        description="For bytes that are not valid in that encoding: set the file or row aside, or "
+        "replace them with U+FFFD.",
     )
     # Steps hold a document in memory several times over, in each worker.
     max_document_bytes: int = Field(
-        2**25, ge=1, description="Largest file of text, row or line that is read (bytes)."
+        2**25, ge=1, description="Largest text file, row or line to read (bytes)."
     )
     skip: tuple[str, ...] = Field(
-        (), description="Patterns of files left out, such as */test/*; * also stands for slashes."
+        (), description="Patterns of files to skip, such as */test/*; * also matches slashes."
     )
     subset: str | None = Field(None, description="Configuration of a Hugging Face data set.")
     split: str = Field("train", description="Split of a Hugging Face data set.")
     revision: str | None = Field(None, description="Commit of a data set on the hub; pin it.")
+    # The default bridges three minutes without a connection: 1 + 2 + ... + 32 + 60 + 60 s.
     retries: int = Field(
         8, ge=0, description="Attempts after a failed read of a stream, 1, 2, 4 ... 60 s apart."
     )
