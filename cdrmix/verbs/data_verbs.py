@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,20 +111,17 @@ def _add_build(kinds: Verbs) -> None:
         help="option of sbatch, such as partition=cpu or time=02:00:00; may be repeated",
     )
 
-    def run(arguments: argparse.Namespace) -> None:
-        # By the parser, so that it ends as any wrong flag does, before files are touched.
-        if wrong := [option for option in arguments.sbatch if "=" not in option]:
-            parser.error(f"--sbatch {wrong[0]}: give OPTION=VALUE")
-        _build(arguments)
-
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=partial(_build, parser))
 
 
-def _build(arguments: argparse.Namespace) -> None:
+def _build(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     from cdrmix.corpus.build import build_dataset
     from cdrmix.corpus.inspection import inspect_folder
     from cdrmix.corpus.inspection_page import write_data_page
 
+    # By the parser, so that it ends as any wrong flag does, before files are touched.
+    if wrong := [option for option in arguments.sbatch if "=" not in option]:
+        parser.error(f"--sbatch {wrong[0]}: give OPTION=VALUE")
     out = arguments.out or Path("data") / arguments.config.stem
     # Containers and batch systems give a process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0))
