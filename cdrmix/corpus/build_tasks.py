@@ -186,5 +186,6 @@ def _stream_tasks(source: SourceConfig) -> Iterator[Task]:
 
 def content_key(*parts: Any) -> str:
     """Returns a name for the result of plain values and this version of the package (hex)."""
+    # Another version may give another result for the same values.
     text = json.dumps([__version__, *parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]

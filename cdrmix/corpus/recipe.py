@@ -264,6 +264,7 @@ def identity(config: StepConfig) -> Any:
 
 def recipe_yaml(recipe: Recipe) -> str:
     """Returns the recipe as YAML with all defaults; loading it gives an equal recipe."""
+    # A step has one parameter `domains` at most: its own, or that of the entry.
     values = recipe.model_dump(mode="json")
     values["steps"] = [
         {step.name: ({"domains": list(step.domains)} if step.domains else {}) | step.parameters}

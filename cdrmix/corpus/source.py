@@ -43,7 +43,7 @@ _KIND_OF_SUFFIX = {
 }
 # Source code by its whole name, for lack of a suffix.
 _CODE_FILES = {"Makefile", "Dockerfile", "CMakeLists.txt", "Rakefile", "Gemfile", "configure.ac"}
-# Compiled files, and packages of others, in the middle of source code.
+# Compiled files, and third-party packages, in the middle of source code.
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 
 
@@ -252,7 +252,7 @@ def saved_arrow_files(folder: Path, split: str) -> list[Path]:
     try:
         state: dict[str, Any] = json.loads((part / "state.json").read_bytes())
         names = [entry["filename"] for entry in state["_data_files"]]
-        # A data set may be of anybody: its state.json must not name files elsewhere.
+        # The data set may be of an untrusted author: state.json must not name files elsewhere.
         if others := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{others[0]!r} is not the name of a file in this folder")
         return [part / name for name in names]

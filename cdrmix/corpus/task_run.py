@@ -108,6 +108,7 @@ class _Timed:
                 self.now = document.id
                 self.deadline.begin()
                 yield document
+                # Too much time from here on is that of reading, which `Task.read` sets aside.
                 self.now = None
             # Also before the next one is read, which has a limit of its own.
             self.deadline.begin()
@@ -295,6 +296,7 @@ def read_documents(folder: Path, task: Task) -> Iterator[Document]:
     with (folder / DOCUMENTS_FILE).open("rb") as file:
         for line in file:
             entry = json.loads(line)
+            # Source and domain are those of the task, so the lines do not repeat them.
             yield Document(
                 text=entry["text"],
                 id=entry["id"],

@@ -122,6 +122,7 @@ def evaluate(
     Raises:
         DataError: on every rank, if a shard is missing or truncated for any of them.
     """
+    # Called in the middle of a training run, too.
     was_training = model.training
     model.eval()
     samples = held_out_rows(dataset, max_tokens)

@@ -1,7 +1,7 @@
 """Loads a trained run as one plain model, for text, evaluation and export in one process.
 
-A checkpoint may come from anybody. Its configuration describes the model, but no URL in it is
-opened, nothing is written to its paths, and its tokenizer is checked by digest.
+A checkpoint may be of an untrusted author. Its configuration describes the model, but no URL in it
+is opened, nothing is written to its paths, and its tokenizer is checked by digest.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ def _tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tu
 def _local_data(config: Config) -> Path | None:
     """Returns the folder of a run's data set; None if its data set is behind a URL."""
     if config.data.path == "sample":
+        # Built at the first use, into the folder of `cdrmix data sample`.
         return Path("data") / f"sample-{config.model.vocab_size}"
     return None if "://" in config.data.path else Path(config.data.path)
 

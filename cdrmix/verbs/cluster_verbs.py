@@ -69,8 +69,8 @@ def add_slurm(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "slurm",
         help="write a batch script for a run, and queue it with --submit",
-        description="Writes RUN_DIR/job.sbatch: the run saves before its time limit, goes back to "
-        "the queue and goes on. Configuration and layout are checked before.",
+        description="Writes RUN_DIR/job.sbatch: the run saves before its time limit, returns to "
+        "the queue and continues. Configuration and layout are checked before.",
     )
     add_config_flags(parser)
     _add_batch_flags(parser)
