@@ -1,1 +1,1 @@
-"""From raw text to token shards: recipes, steps, engines."""
+"""Builds of token shards from raw text: recipes, steps and engines."""

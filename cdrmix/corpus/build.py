@@ -1,9 +1,9 @@
-"""From a recipe to a folder of token shards, by processes of this machine or of many.
+"""Builds a folder of token shards from a recipe, in processes of one machine or of many.
 
-Work in progress lies in `<out>/work`: a folder per task and stage, named by what it follows from.
-What is there is done and is not done again, after a kill as after a change of later steps. The
-manifest, written last, makes the result whole and ends the work folder. The result depends on the
-sources and the recipe, not on what runs the jobs, or how many at a time.
+`<out>/work` holds the work in progress: one folder per task and pass, named by a hash of all its
+inputs. A folder that exists is complete and is not built again, neither after a kill nor after a
+change of later steps. The manifest is written last; then the work folder is removed. The result
+depends on the sources and the recipe only, not on the engine or the number of workers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from cdrmix import log
 from cdrmix.config.load import config_hash
+from cdrmix.corpus.build_tasks import content_key, make_tasks
 from cdrmix.corpus.encode import (
     SPLITS,
     EncodeJob,
     StreamJob,
-    read_ngrams,
     read_stream,
     run_encode,
     split_of,
@@ -39,22 +39,20 @@ from cdrmix.corpus.recipe import (
     make_step,
 )
 from cdrmix.corpus.remote_jobs import Engine, Pool
-from cdrmix.corpus.stage import (
-    StageJob,
+from cdrmix.corpus.steps.filter import Filter
+from cdrmix.corpus.task_run import (
+    TaskJob,
     leave_out_last,
     notes_path,
     read_documents,
     read_record,
-    run_stage,
+    run_task,
 )
-from cdrmix.corpus.steps.filter import Filter
-from cdrmix.corpus.tasks_of_sources import content_key, make_tasks
 from cdrmix.data.document import draw_by_key
 from cdrmix.data.folders import locked, new_folder
 from cdrmix.data.shards import (
     MANIFEST_FILE,
     SHARD_SUFFIXES,
-    Dtype,
     Manifest,
     TokenizerInfo,
     new_manifest,
@@ -82,71 +80,68 @@ def build_dataset(
     sbatch: Mapping[str, str] | None = None,
     task_bytes: int | None = None,
 ) -> Manifest:
-    """Build a recipe's token shards into `out`, or go on with a build that was interrupted.
+    """Builds the token shards of a recipe into `out`, or continues an interrupted build.
 
     Args:
         recipe_file: YAML of the recipe.
         workers: processes; 1 works in this one. With another engine, most jobs at a time.
-        engine: what runs the jobs: processes of this machine, SLURM, Ray, or one of your own.
+        engine: runs the jobs: processes of this machine, SLURM, Ray, or an object of the caller.
         sbatch: options of sbatch, for SLURM.
-        task_bytes: files are put together into tasks up to this size; None: by the size of the
-            corpus.
+        task_bytes: files are grouped into tasks up to this size; None: by the size of the corpus.
     Raises:
         ConfigError: if the recipe is wrong.
-        DataError: if a source cannot be used, nothing is left of the corpus, `out` is something
-            else or in use, or it cannot be written.
+        DataError: if a source cannot be used, the steps drop every document, or `out` holds
+            something else, is in use or cannot be written.
     """
     recipe = load_recipe(recipe_file)
     if workers < 1:
         raise DataError(f"--workers {workers}: at least 1 is needed")
-    if out.exists() and not _can_hold_build(out):
-        raise DataError(f"{out}: exists and is not the folder of a data build. Give another --out.")
-    if link := next(_links_below(out), None):
-        raise DataError(
-            f"{link}: is a symbolic link, which a build never makes; it would write where that "
-            "leads. Remove it, or give another --out."
-        )
-    _check_early(recipe)
-    try:
-        with locked(out / ".lock", blocking=False) as held:
-            if not held:
-                raise DataError(
-                    f"{out}: another build is writing there. Wait for it, or give another --out."
-                )
-            if isinstance(engine, str):
-                engine = _engine(engine, workers, out / "work", sbatch or {})
-            with engine as pool:
-                return _Build(recipe, recipe_file.stem, out, pool, task_bytes).run()
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or out}: {error.strerror}. What is done stays in {out}: mend this "
-            "and start again, to go on from there."
-        ) from error
-
-
-def _check_early(recipe: Recipe) -> None:
-    """Tell now what would otherwise be told hours later.
-
-    Raises:
-        DataError: if the tokenizer that is named cannot be used, or a step has no way with a
-            domain.
-    """
+    if out.exists():
+        # The lock is the first file of a build, so it marks a folder that a build may write to.
+        if not out.is_dir() or (not (out / ".lock").exists() and any(out.iterdir())):
+            raise DataError(
+                f"{out}: exists and is not the folder of a data build. Give another --out."
+            )
+        for parent, folders, files in os.walk(out):
+            for path in (Path(parent, name) for name in (*folders, *files)):
+                if path.is_symlink():
+                    raise DataError(
+                        f"{path}: is a symbolic link, which a build never makes; the build would "
+                        "write to its target. Remove it, or give another --out."
+                    )
+    # Checked first: a build would meet these errors hours later.
     if recipe.tokenizer.path is not None:
         load_tokenizer(Path(recipe.tokenizer.path))
     domains = {source.domain for source in recipe.sources}
     for config in recipe.steps:
         if config.name == Filter.name:
             make_step(config).check_domains(sorted(filter(config.takes, domains)))
+    try:
+        with locked(out / ".lock", blocking=False) as is_locked:
+            if not is_locked:
+                raise DataError(
+                    f"{out}: another build is writing there. Wait for it, or give another --out."
+                )
+            if isinstance(engine, str):
+                engine = _make_engine(engine, workers, out / "work", sbatch or {})
+            with engine as running:
+                return _Build(recipe, recipe_file.stem, out, running, task_bytes).run()
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or out}: {error.strerror}. Finished work stays in {out}: correct "
+            "this and start again to continue from there."
+        ) from error
 
 
-def _engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str, str]) -> Engine:
-    """What runs the jobs of a build.
+def _make_engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str, str]) -> Engine:
+    """Returns the engine that runs the jobs of a build.
 
     Raises:
-        DataError: if it is not installed here.
+        DataError: if its package is not installed.
     """
     if sbatch and name != "slurm":
         raise DataError(f"--sbatch {', '.join(sbatch)}: is for --engine slurm")
+    # Imported here, since a core installation has neither datatrove nor Ray.
     try:
         if name == "slurm":
             from cdrmix.corpus.slurm_jobs import SlurmEngine
@@ -164,20 +159,15 @@ def _engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str, str
     return Pool(workers)
 
 
-def _can_hold_build(out: Path) -> bool:
-    return out.is_dir() and ((out / ".lock").exists() or not any(out.iterdir()))
-
-
-def _links_below(folder: Path) -> Iterator[Path]:
-    for parent, folders, files in os.walk(folder):
-        paths = (Path(parent, name) for name in (*folders, *files))
-        yield from (path for path in paths if path.is_symlink())
-
-
 @dataclass(frozen=True)
-class _Stage:
-    """Steps that a task takes in one go: the end of a step over the corpus, ordinary steps, and
-    the beginning of the next step over the corpus."""
+class _Pass:
+    """Steps that a task takes in one job.
+
+    Attributes:
+        decided_by: step over the corpus whose decision is carried out first.
+        steps: ordinary steps.
+        notes_of: step over the corpus that takes its notes last.
+    """
 
     decided_by: Numbered | None
     steps: tuple[Numbered, ...]
@@ -186,125 +176,129 @@ class _Stage:
 
 @dataclass(frozen=True)
 class _Tokenizer:
-    """The tokenizer of a build: its folder, the slots asked for, and what it has."""
+    """The tokenizer of a build: its folder, the slots for tokens, and the tokens in use."""
 
     folder: Path
     vocab_size: int
     num_tokens: int
     eos_id: int
 
-    @property
-    def dtype(self) -> Dtype:
-        return smallest_dtype(self.vocab_size)
 
-
-def _stages(recipe: Recipe) -> Iterator[_Stage]:
-    """The recipe's steps, cut where one looks at the whole corpus."""
+def _passes(recipe: Recipe) -> Iterator[_Pass]:
+    """Cuts the steps of a recipe after each step that looks at the whole corpus."""
     decided_by: Numbered | None = None
     steps: list[Numbered] = []
     for numbered in enumerate(recipe.steps):
         if is_corpus_step(numbered[1]):
-            yield _Stage(decided_by, tuple(steps), numbered)
+            yield _Pass(decided_by, tuple(steps), numbered)
             decided_by = numbered
             steps = []
         else:
             steps.append(numbered)
-    yield _Stage(decided_by, tuple(steps), None)
+    yield _Pass(decided_by, tuple(steps), None)
 
 
 class _Build:
     """One build, under its lock."""
 
     def __init__(
-        self, recipe: Recipe, name: str, out: Path, pool: Engine, task_bytes: int | None
+        self, recipe: Recipe, name: str, out: Path, engine: Engine, task_bytes: int | None
     ) -> None:
         self._recipe = recipe
         self._out = out
-        self._pool = pool
+        self._engine = engine
         self._name = name
         self._work = out / "work"
-        self._tasks, self._found = make_tasks(recipe, out=out, task_bytes=task_bytes)
+        self._tasks, self._listings = make_tasks(recipe, out=out, task_bytes=task_bytes)
         self._share = recipe.shards.validation_share
+        # Recorded in the report: a second start compares it with the sources and the recipe.
         self._key = content_key(
             config_hash(recipe),
             [task.key for task in self._tasks],
             [identity(step) for step in recipe.steps],
         )
-        self._decisions: dict[int, Any] = {}  # what steps over the corpus found, by number
+        # Reports of the steps over the corpus, by their number in the recipe.
+        self._decisions: dict[int, Any] = {}
 
     def run(self) -> Manifest:
-        """Go through all phases, each of which takes up what is there."""
+        """Runs all phases; each continues from the results on disk.
+
+        Raises:
+            DataError: if `out` holds the finished build of another recipe or of other sources, or
+                the steps drop every document.
+        """
         if (self._out / MANIFEST_FILE).exists():
-            return self._finished()
+            if read_report(self._out).get("key") != self._key:
+                raise DataError(
+                    f"{self._out}: holds a finished data set of another recipe, or of sources that "
+                    "have changed since. Give another --out, or delete it."
+                )
+            shutil.rmtree(self._work, ignore_errors=True)
+            _logger.info("data build: %s is finished already", self._out)
+            return read_manifest(self._out)
+        # Folders that a killed process was writing; the lock says that it is gone.
         for leftover in self._work.glob("*/.*.building-*"):
             shutil.rmtree(leftover)
         _logger.info(
             "data build: %d tasks from %d sources", len(self._tasks), len(self._recipe.sources)
         )
-        parts = self._run_stages()
-        self._check_not_empty(parts)
-        tokenizer = self._tokenizer(parts[-1])
-        streams = self._write_shards(parts[-1], tokenizer)
-        return self._finish(parts, tokenizer, streams)
-
-    def _finished(self) -> Manifest:
-        """The manifest of a build that is done.
-
-        Raises:
-            DataError: if it is of another recipe or other sources.
-        """
-        if read_report(self._out).get("key") != self._key:
+        results = self._run_passes()
+        if not any(read_record(folder)["documents"] for folder in results[-1]):
+            reasons: set[str] = set()
+            for record in (read_record(folder) for done in results for folder in done):
+                for step in record["steps"]:
+                    reasons.update(f"{step['name']}: {reason}" for reason in step["dropped"])
+                reasons.update(f"read: {entry['reason']}" for entry in record["set_aside"])
             raise DataError(
-                f"{self._out}: holds a finished data set of another recipe, or of sources that "
-                "have changed since. Give another --out, or delete it."
+                f"{self._out}: no document is left of the corpus. Reasons: "
+                f"{', '.join(sorted(reasons)[:10])}. Look at the steps of the recipe, and at the "
+                "domains that they are for."
             )
-        shutil.rmtree(self._work, ignore_errors=True)
-        _logger.info("data build: %s is finished already", self._out)
-        return read_manifest(self._out)
+        tokenizer = self._make_tokenizer(results[-1])
+        streams = self._write_shards(results[-1], tokenizer)
+        return self._finish(results, tokenizer, streams)
 
-    def _run_stages(self) -> list[list[Path]]:
-        """The results of each stage, by task in corpus order."""
-        parts: list[list[Path]] = []
-        decided: list[Path | None] = [None] * len(self._tasks)
-        for number, stage in enumerate(_stages(self._recipe)):
-            jobs = [
-                self._stage_job(number, stage, place, parts[-1][place] if parts else None, decision)
-                for place, decision in enumerate(decided)
-            ]
-            self._pool.run_all(run_stage, jobs, what=f"stage {number + 1}", blame=leave_out_last)
-            parts.append([job.out for job in jobs])
-            if stage.notes_of is not None:
-                decided = self._decide(stage.notes_of, jobs)
-        return parts
+    def _run_passes(self) -> list[list[Path]]:
+        """Returns the result folders of each pass, by task in corpus order."""
+        results: list[list[Path]] = []
+        decisions: list[Path | None] = [None] * len(self._tasks)
+        for number, steps_of_pass in enumerate(_passes(self._recipe)):
+            jobs = []
+            for place, (task, decision) in enumerate(zip(self._tasks, decisions, strict=True)):
+                domain = task.source.domain
+                before = results[-1][place] if results else None
+                steps = tuple(step for step in steps_of_pass.steps if step[1].takes(domain))
+                notes_of = steps_of_pass.notes_of and steps_of_pass.notes_of[1]
+                if notes_of is not None and not notes_of.takes(domain):
+                    notes_of = None
+                # All that the result follows from. The name of the result before has the same of
+                # the earlier passes, so a change of a late step leaves early results valid.
+                key = content_key(
+                    before.name if before else task.key,
+                    hashlib.sha256(decision.read_bytes()).hexdigest() if decision else None,
+                    [(step_number, identity(step)) for step_number, step in steps],
+                    identity(notes_of) if notes_of else None,
+                    self._recipe.keep_dropped,
+                )
+                decided_by = steps_of_pass.decided_by
+                job = TaskJob(
+                    task=task,
+                    before=before,
+                    decision=(*decided_by, decision) if decided_by and decision else None,
+                    steps=steps,
+                    notes_of=notes_of,
+                    out=self._work / f"pass-{number}" / key,
+                    keep_dropped=self._recipe.keep_dropped,
+                )
+                jobs.append(job)
+            self._engine.run_all(run_task, jobs, what=f"pass {number + 1}", blame=leave_out_last)
+            results.append([job.out for job in jobs])
+            if steps_of_pass.notes_of is not None:
+                decisions = self._decide(steps_of_pass.notes_of, jobs)
+        return results
 
-    def _stage_job(
-        self, number: int, stage: _Stage, place: int, before: Path | None, decision: Path | None
-    ) -> StageJob:
-        task = self._tasks[place]
-        domain = task.source.domain
-        steps = tuple(numbered for numbered in stage.steps if numbered[1].takes(domain))
-        notes_of = None
-        if stage.notes_of is not None and stage.notes_of[1].takes(domain):
-            notes_of = stage.notes_of[1]
-        key = content_key(
-            before.name if before else task.key,
-            hashlib.sha256(decision.read_bytes()).hexdigest() if decision else None,
-            [(step_number, identity(step)) for step_number, step in steps],
-            identity(notes_of) if notes_of else None,
-            self._recipe.keep_dropped,
-        )
-        return StageJob(
-            task=task,
-            before=before,
-            decision=(*stage.decided_by, decision) if stage.decided_by and decision else None,
-            steps=steps,
-            notes_of=notes_of,
-            out=self._work / f"stage-{number}" / key,
-            keep_dropped=self._recipe.keep_dropped,
-        )
-
-    def _decide(self, numbered: Numbered, jobs: Sequence[StageJob]) -> list[Path | None]:
-        """The decision of a step over the corpus on each task that takes it."""
+    def _decide(self, numbered: Numbered, jobs: Sequence[TaskJob]) -> list[Path | None]:
+        """Returns the decision of a step over the corpus for each task that takes it."""
         number, config = numbered
         step = make_step(config)
         notes = {i: notes_path(job.out) for i, job in enumerate(jobs) if job.notes_of}
@@ -313,101 +307,97 @@ class _Build:
         if not out.is_dir():
             _logger.info("data build: %s over %d tasks", config.name, len(notes))
             with new_folder(out) as folder:
-                found = step.decide(list(notes.values()), folder)
-                write_file(folder / "found.json", json.dumps(found).encode())
+                summary = step.decide(list(notes.values()), folder)
+                write_file(folder / "found.json", json.dumps(summary).encode())
+        # Read back even if just written: JSON makes text of integer keys, and a build that was
+        # interrupted must give the same report as one that was not.
         self._decisions[number] = json.loads((out / "found.json").read_bytes())
         return [step.decision(notes[i], out) if i in notes else None for i in range(len(jobs))]
 
-    def _check_not_empty(self, parts: list[list[Path]]) -> None:
-        if any(read_record(part)["documents"] for part in parts[-1]):
-            return
-        records = [read_record(part) for stage in parts for part in stage]
-        reasons = sorted({reason for record in records for reason in _reasons(record)})
-        raise DataError(
-            f"{self._out}: no document is left of the corpus. Reasons: {', '.join(reasons[:10])}. "
-            "Look at the steps of the recipe, and at the domains that they are for."
-        )
-
-    def _tokenizer(self, parts: list[Path]) -> _Tokenizer:
-        """The tokenizer that the recipe names, or one trained on the corpus."""
+    def _make_tokenizer(self, folders: list[Path]) -> _Tokenizer:
+        """Loads the tokenizer that the recipe names, or trains one on the corpus."""
         config = self._recipe.tokenizer
-        key = content_key([part.name for part in parts], config.model_dump(), self._share)
-        folder = self._work / "tokenizer" / key
+        key = content_key([folder.name for folder in folders], config.model_dump(), self._share)
+        path = self._work / "tokenizer" / key
+        num_slots = config.vocab_size or DEFAULT_VOCAB_SIZE
         if config.path is not None:
-            folder = Path(config.path)
-        elif not folder.is_dir():
-            vocab_size = config.vocab_size or DEFAULT_VOCAB_SIZE
-            _logger.info("data build: training a tokenizer of %d tokens", vocab_size)
-            trained = train_tokenizer(self._training_texts(parts), vocab_size)
-            with new_folder(folder) as new:
-                write_file(new / TOKENIZER_FILE, trained.to_str(pretty=True).encode())
-        loaded = load_tokenizer(folder)
-        vocab_size = loaded.vocab_size if config.path else config.vocab_size or DEFAULT_VOCAB_SIZE
-        return _Tokenizer(folder, vocab_size, loaded.vocab_size, loaded.eos_id)
+            path = Path(config.path)
+        elif not path.is_dir():
+            # Training needs all texts in memory, so a large corpus gives a sample of them: the
+            # same documents on every machine, since the hash of the id draws them.
+            num_bytes = sum(read_record(folder)["text_bytes"] for folder in folders)
+            share = config.training_bytes / max(1, num_bytes)
+            texts = (
+                document.text
+                for task, folder in zip(self._tasks, folders, strict=True)
+                for document in read_documents(folder, task)
+                if split_of(document.id, self._share) == "train"
+                and draw_by_key(document.id, "tokenizer") < share
+            )
+            _logger.info("data build: training a tokenizer of %d tokens", num_slots)
+            new_tokenizer = train_tokenizer(texts, num_slots)
+            with new_folder(path) as new:
+                write_file(new / TOKENIZER_FILE, new_tokenizer.to_str(pretty=True).encode())
+        tokenizer = load_tokenizer(path)
+        # A small corpus gives fewer tokens than there are slots; the model has all slots.
+        vocab_size = tokenizer.vocab_size if config.path else num_slots
+        return _Tokenizer(path, vocab_size, tokenizer.vocab_size, tokenizer.eos_id)
 
-    def _training_texts(self, parts: list[Path]) -> Iterator[str]:
-        """Texts of the training split; a share of them by hash where there are more than asked."""
-        num_bytes = sum(read_record(part)["text_bytes"] for part in parts)
-        share = self._recipe.tokenizer.training_bytes / max(1, num_bytes)
-        for task, part in zip(self._tasks, parts, strict=True):
-            for document in read_documents(part, task):
-                in_training = split_of(document.id, self._share) == "train"
-                if in_training and draw_by_key(document.id, "tokenizer") < share:
-                    yield document.text
+    def _write_shards(self, folders: list[Path], tokenizer: _Tokenizer) -> list[StreamJob]:
+        """Encodes all tasks and writes their shards.
 
-    def _write_shards(self, parts: list[Path], tokenizer: _Tokenizer) -> list[StreamJob]:
-        """The finished jobs, one for each split and domain."""
+        Returns:
+            The finished jobs, one for each split and domain.
+        """
         digest = hashlib.sha256((tokenizer.folder / TOKENIZER_FILE).read_bytes()).hexdigest()
         fim = self._recipe.fim and self._recipe.fim.model_dump()
+        dtype = smallest_dtype(tokenizer.vocab_size)
         jobs = [
             EncodeJob(
                 task=task,
-                documents=part,
+                documents=folder,
                 tokenizer=tokenizer.folder,
-                dtype=tokenizer.dtype,
+                dtype=dtype,
                 validation_share=self._share,
                 fim=self._recipe.fim,
-                out=self._work / "tokens" / content_key(part.name, digest, self._share, fim),
+                out=self._work / "tokens" / content_key(folder.name, digest, self._share, fim),
             )
-            for task, part in zip(self._tasks, parts, strict=True)
+            for task, folder in zip(self._tasks, folders, strict=True)
         ]
-        self._pool.run_all(run_encode, jobs, what="encode")
-        # Shards are written in place: their results go first, lest one speak for a shard half made.
+        self._engine.run_all(run_encode, jobs, what="encode")
+        # Shards are written in place: their results are deleted first, so that none of them
+        # declares a shard complete that is half written.
         shards = (path for suffix in SHARD_SUFFIXES for path in self._out.glob(f"*.{suffix}"))
         for leftover in (*self._work.glob("*.json"), *shards):
             leftover.unlink()
-        streams = [
-            self._stream_job(split, domain, jobs, tokenizer.eos_id)
-            for split in SPLITS
-            for domain in sorted({task.source.domain for task in self._tasks})
-        ]
-        self._pool.run_all(write_stream, streams, what="shards")
+        streams = []
+        # Sorted: the order of shards in the manifest must not depend on the order of sources.
+        for split in SPLITS:
+            for domain in sorted({task.source.domain for task in self._tasks}):
+                of_domain = (job for job in jobs if job.task.source.domain == domain)
+                stream = StreamJob(
+                    parts=tuple((job.task.source.name, job.out) for job in of_domain),
+                    split=split,
+                    domain=domain,
+                    dtype=dtype,
+                    eos_id=tokenizer.eos_id,
+                    max_tokens=self._recipe.shards.max_tokens,
+                    out=self._out,
+                    result=self._work / f"{split}-{domain}.json",
+                )
+                streams.append(stream)
+        self._engine.run_all(write_stream, streams, what="shards")
         return streams
 
-    def _stream_job(
-        self, split: str, domain: str, jobs: Sequence[EncodeJob], eos_id: int
-    ) -> StreamJob:
-        return StreamJob(
-            parts=tuple(
-                (job.task.source.name, job.out) for job in jobs if job.task.source.domain == domain
-            ),
-            split=split,
-            domain=domain,
-            dtype=jobs[0].dtype,
-            eos_id=eos_id,
-            max_tokens=self._recipe.shards.max_tokens,
-            out=self._out,
-            result=self._work / f"{split}-{domain}.json",
-        )
-
     def _finish(
-        self, parts: list[list[Path]], tokenizer: _Tokenizer, streams: list[StreamJob]
+        self, results: list[list[Path]], tokenizer: _Tokenizer, streams: list[StreamJob]
     ) -> Manifest:
-        """Write tokenizer, report and, last, the manifest; the work folder is of no more use."""
+        """Writes tokenizer, report and manifest, and removes the work folder."""
         content = (tokenizer.folder / TOKENIZER_FILE).read_bytes()
         file = write_file(self._out / TOKENIZER_FILE, content)
-        records = [read_record(part) for part in parts[-1]]
-        shards = [shard for stream in streams for shard in read_stream(stream)]
+        records = [read_record(folder) for folder in results[-1]]
+        outcomes = {stream: read_stream(stream) for stream in streams}
+        shards = [shard for of_stream, _ in outcomes.values() for shard in of_stream]
         manifest = new_manifest(
             [shard for shard, _ in shards],
             vocab_size=tokenizer.vocab_size,
@@ -421,21 +411,20 @@ class _Build:
             self._out,
             key=self._key,
             recipe=self._recipe,
-            found=self._found,
-            results=list(zip(self._tasks, *parts, strict=True)),
+            found=self._listings,
+            results=list(zip(self._tasks, *results, strict=True)),
             decisions=self._decisions,
-            ngrams={s.domain: read_ngrams(s) for s in streams if s.split == SPLITS[0]},
+            # Of the training split: the other has too few tokens to compare domains by.
+            ngrams={s.domain: out[1] for s, out in outcomes.items() if s.split == SPLITS[0]},
         )
+        # Last of all files: a folder with a manifest is a finished data set.
         write_manifest(self._out, manifest)
         shutil.rmtree(self._work)
-        self._log_result(manifest)
-        return manifest
-
-    def _log_result(self, manifest: Manifest) -> None:
         tokens = ", ".join(f"{info.tokens:,} {split}" for split, info in manifest.splits.items())
         _logger.info("data build: %s; tokens: %s", self._out, tokens)
-        left = {shard.domain for shard in manifest.shards if shard.split == SPLITS[0]}
-        for domain in sorted({source.domain for source in self._recipe.sources} - left):
+        trained_on = {shard.domain for shard in manifest.shards if shard.split == SPLITS[0]}
+        for domain in sorted({source.domain for source in self._recipe.sources} - trained_on):
+            # No error: a filter may rightly drop a small domain as a whole.
             _logger.warning("data build: no document of domain %s is left to train on", domain)
         if "validation" not in manifest.splits:
             _logger.warning(
@@ -443,9 +432,4 @@ class _Build:
                 "raise shards.validation_share above %g",
                 self._share,
             )
-
-
-def _reasons(record: dict[str, Any]) -> Iterator[str]:
-    for step in record["steps"]:
-        yield from (f"{step['name']}: {reason}" for reason in step["dropped"])
-    yield from (f"read: {entry['reason']}" for entry in record["set_aside"])
+        return manifest

@@ -1,4 +1,4 @@
-"""The jobs of a build as rows of a Ray data set."""
+"""Runs the jobs of a data build as rows of a Ray data set."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cdrmix.corpus.remote_jobs import (
     J,
     error_as_json,
     error_from_json,
-    pack_object,
+    pack_job,
     run_in_rounds,
-    unpack_object,
+    run_packed,
 )
 
 # Rows are a job's description and its error; the least that Ray allows is 75 MB.
@@ -36,14 +36,15 @@ class RayEngine:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
         try:
             ray.init(address="auto", **quiet)
-        except ConnectionError:  # no cluster is running
+        except ConnectionError:  # no cluster is running: start one of this machine alone
             ray.init(
                 num_cpus=self._max_tasks,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 **quiet,
             )
-        ray.data.DataContext.get_current().enable_progress_bars = False  # we have our own
+        # The build shows its own progress.
+        ray.data.DataContext.get_current().enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.WARNING)
         return self
 
@@ -58,15 +59,16 @@ class RayEngine:
         what: str,
         blame: Callable[[J], bool] | None = None,
     ) -> None:
-        """Run every job that is not done; a job whose worker dies is started again by Ray.
+        """Runs all jobs without a result; Ray itself restarts a job whose worker died.
 
         Raises:
-            DataError: if jobs end without a result; and what a job raises.
+            DataError: if jobs end without a result; and all that a job raises.
         """
 
         def run_round(remaining: Sequence[J], show: Callable[[], None]) -> None:
-            rows = [{"call": pack_object(function, job)} for job in remaining]
+            rows = [{"call": pack_job(function, job)} for job in remaining]
             tasks_at_a_time = ray.data.TaskPoolStrategy(size=min(self._max_tasks, len(rows)))
+            # A block per row: Ray starts and repeats whole blocks.
             results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
                 _run_row, compute=tasks_at_a_time
             )
@@ -79,5 +81,6 @@ class RayEngine:
 
 
 def _run_row(row: dict[str, bytes]) -> dict[str, bytes]:
-    error = unpack_object(row["call"]).run()
+    # An error is part of the row: Ray would wrap one that is raised, and repeat the job.
+    error = run_packed(row["call"])
     return {"error": b"" if error is None else error_as_json(error)}

@@ -1,7 +1,7 @@
-"""The data recipe: which sources become token shards, by which steps.
+"""The data recipe: the sources and the steps that make a data set.
 
-Its YAML is as strict as a training configuration's: unknown keys, parameters that a step does not
-have and values of another kind are told together, each with its place and what is allowed.
+Its YAML is as strict as a training configuration: unknown keys, unknown parameters of a step and
+values of a wrong type are reported together, each with its place and the allowed values.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from cdrmix.data.document import FimConfig
 from cdrmix.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, Manifest
 from cdrmix.errors import ConfigError, DataError, TrainingError
 
-# The name of a step in a recipe -> the class that does it, imported when a recipe asks for it.
+# Class of each step, by its name in a recipe. Imported only for a recipe that uses it, since some
+# need packages of the [data] extra.
 STEPS = {
     "blocklist": "cdrmix.corpus.steps.url:Blocklist",
     "boilerplate": "cdrmix.corpus.steps.normalise:Boilerplate",
-    "dedup": "cdrmix.corpus.corpus_steps:Dedup",
+    "dedup": "cdrmix.corpus.dedup_steps:Dedup",
     "filter": "cdrmix.corpus.steps.filter:Filter",
     "length": "cdrmix.corpus.steps.normalise:Length",
     "language": "cdrmix.corpus.steps.language:Language",
     "normalise": "cdrmix.corpus.steps.normalise:Normalise",
     "scrub": "cdrmix.corpus.steps.scrub:Scrub",
     "url": "cdrmix.corpus.steps.url:Url",
-    "url_dedup": "cdrmix.corpus.corpus_steps:UrlDedup",
+    "url_dedup": "cdrmix.corpus.dedup_steps:UrlDedup",
 }
+# Clean text first, since all later steps compare it; duplicates last, since their search is the
+# most expensive step and sees the fewest documents there.
 DEFAULT_STEPS = ("normalise", "url", "boilerplate", "filter", "scrub", "dedup")
 
 
 class StepConfig(Section):
-    """One step and what it is told."""
+    """One step with its parameters."""
 
     name: str = Field(description="Name of a step.")
     domains: tuple[str, ...] | None = Field(
@@ -51,21 +54,22 @@ class StepConfig(Section):
     parameters: dict[str, Any] = Field({}, description="Parameters of the step, all of them.")
 
     def takes(self, domain: str) -> bool:
-        """Whether documents of a domain take this step."""
+        """Returns True if documents of the domain take this step."""
         return self.domains is None or domain in self.domains
 
 
 class TokenizerConfig(Section):
-    """The tokenizer that texts are encoded with: trained on the corpus, or taken as it is."""
+    """The tokenizer of a data set: trained on the corpus, or an existing one."""
 
     path: str | None = Field(
         None, description="Folder with a tokenizer.json that this package has trained; null: train."
     )
+    # At least 256 bytes and 10 special tokens.
     vocab_size: int | None = Field(
         None, ge=266, description="Slots of a tokenizer that is trained; null: 50,272."
     )
     training_bytes: int = Field(
-        100_000_000, ge=1, description="Text that it is trained on, spread over the corpus (bytes)."
+        100_000_000, ge=1, description="Size of its training text, spread over the corpus (bytes)."
     )
 
     @model_validator(mode="after")
@@ -76,29 +80,29 @@ class TokenizerConfig(Section):
 
 
 class ShardsConfig(Section):
-    """How tokens are laid down."""
+    """Size of the shards and of the validation split."""
 
     validation_share: float = Field(
         0.01, ge=0, lt=1, description="Share of the documents held out, by hash of their id."
     )
+    # Lengths of documents within a shard are int32.
     max_tokens: int = Field(
         MAX_SHARD_TOKENS, ge=1, le=2**31 - 1, description="Largest shard (tokens)."
     )
 
 
 class Recipe(Section):
-    """From sources to token shards."""
+    """All settings of a data build."""
 
-    sources: tuple[SourceConfig, ...] = Field(min_length=1, description="Where texts are from.")
+    sources: tuple[SourceConfig, ...] = Field(min_length=1, description="Sources of the texts.")
     steps: tuple[StepConfig, ...] = Field(
-        description="What is done with each document, in order; when left out: "
-        f"{', '.join(DEFAULT_STEPS)}."
+        description=f"Steps for each document, in order; default: {', '.join(DEFAULT_STEPS)}."
     )
     tokenizer: TokenizerConfig = TokenizerConfig()
     mixture: MixtureConfig | None = Field(
         None,
-        description="Shares of the domains in training, where the run has no data.mixture of its "
-        "own; null: every sample once per epoch.",
+        description="Shares of the domains in training, unless the run sets data.mixture; null: "
+        "every sample once per epoch.",
     )
     fim: FimConfig | None = Field(
         None, description="Rearrange training documents for infilling; null: none."
@@ -111,79 +115,144 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _names_are_known(self) -> Recipe:
         names = [source.name for source in self.sources]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
-            raise ValueError(f"sources: two are named '{doubled[0]}'; ids of documents need one")
+        # The name of the source begins the id of each of its documents.
+        twins = sorted({name for name in names if names.count(name) > 1})
+        if twins:
+            raise ValueError(f"sources: two are named '{twins[0]}'; ids of documents need one")
         users = [(f"steps: {step.name}", step.domains or ()) for step in self.steps]
         phases = self.mixture.phases if self.mixture else ()
         users += [("mixture", tuple(phase.weights or ())) for phase in phases]
         users += [("fim", self.fim.domains or ())] if self.fim else []
-        known = {source.domain for source in self.sources}
+        # A misspelt domain would make a step, a weight or infilling silently apply to nothing.
+        domains_of_sources = {source.domain for source in self.sources}
         for user, domains in users:
-            unknown = sorted(set(domains) - known)
+            unknown = sorted(set(domains) - domains_of_sources)
             if unknown:
                 raise ValueError(
                     f"{user}: no source has the domain '{unknown[0]}'. "
-                    f"Known: {', '.join(sorted(known))}"
+                    f"Known: {', '.join(sorted(domains_of_sources))}"
                 )
         return self
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """The recipe in a YAML file, every default filled in.
+    """Loads a recipe from a YAML file and fills in all defaults.
 
     Raises:
-        ConfigError: naming every problem of the file, one to a line.
+        ConfigError: names every problem of the file, one to a line.
     """
     path = Path(path)
     values = parse_yaml(read_config_text(path, folder="model_configs/data"), place=str(path))
     problems: list[Problem] = []
+    # Steps come first: their parameters depend on their classes, which the schema does not know.
     if isinstance(values, dict) and isinstance(values.get("steps", []), list):
         steps = [
-            _step(entry, ("steps", str(number)), problems)
+            _read_step(entry, ("steps", str(number)), problems)
             for number, entry in enumerate(values.get("steps", DEFAULT_STEPS))
         ]
         values = values | {"steps": [step for step in steps if step is not None]}
-    recipe, found = validate(values, Recipe)
-    problems += found
+    recipe, others = validate(values, Recipe)
+    problems += others
     if recipe is None or problems:
-        raise ConfigError("\n".join(_placed(problem, path) for problem in problems))
+        lines = (
+            f"{path}: {'.'.join(problem.path)}{': ' if problem.path else ''}{problem.text}"
+            for problem in problems
+        )
+        raise ConfigError("\n".join(lines))
     return recipe
 
 
-def built_mixture(manifest: Manifest) -> MixtureConfig | None:
-    """The mixture in the recipe that a folder was built by, if it had one.
+def _read_step(entry: Any, path: tuple[str, ...], problems: list[Problem]) -> dict[str, Any] | None:
+    """Returns the values of a `StepConfig` for an entry of `steps`.
+
+    Args:
+        entry: `name` or `{name: parameters}`.
+        path: place of the entry in the recipe.
+        problems: the problems of the entry are appended here.
+    """
+    if isinstance(entry, str):
+        entry = {entry: None}
+    if not isinstance(entry, dict) or len(entry) != 1:
+        text = f"given {shown(entry)}, allowed is `name` or `name: {{parameter: value}}`"
+        problems.append(Problem(path, text))
+        return None
+    [(name, parameters)] = entry.items()
+    if name not in STEPS:
+        near = difflib.get_close_matches(str(name), STEPS, n=1)
+        advice = f" Did you mean '{near[0]}'?" if near else ""
+        problems.append(Problem(path, f"no step '{name}'.{advice} Known: {', '.join(STEPS)}"))
+        return None
+    path = (*path, name)
+    if parameters is not None and not isinstance(parameters, dict):
+        problems.append(Problem(path, f"given {shown(parameters)}, allowed are parameters"))
+        return None
+    try:
+        section = _parameter_section(name)
+    except ConfigError as error:
+        problems.append(Problem(path, str(error)))
+        return None
+    parameters = dict(parameters or {})
+    values: dict[str, Any] = {"name": name, "parameters": {}}
+    # `domains` belongs to the entry, except where the step has a parameter of that name.
+    if "domains" not in section.model_fields and "domains" in parameters:
+        values["domains"] = parameters.pop("domains")
+    section_values, others = validate(parameters, section)
+    problems += [Problem(path + problem.path, problem.text) for problem in others]
+    if section_values is not None:
+        # The constructor checks what types cannot: ranges, and parameters that exclude others.
+        try:
+            step_class(name)(**{key: getattr(section_values, key) for key in section.model_fields})
+        except (TrainingError, ValueError) as error:
+            problems.append(Problem(path, str(error)))
+        values["parameters"] = section_values.model_dump(mode="json")
+    return values
+
+
+def _parameter_section(name: str) -> type[Section]:
+    """Returns the keyword parameters of a step's constructor as a section."""
+    constructor = step_class(name).__init__
+    hints = get_type_hints(constructor)
+    fields: dict[str, Any] = {
+        parameter.name: (
+            hints[parameter.name],
+            ... if parameter.default is parameter.empty else parameter.default,
+        )
+        for parameter in inspect.signature(constructor).parameters.values()
+        # Steps take their parameters by keyword, so `self` and the like are left out here.
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    return create_model(name, __base__=Section, **fields)
+
+
+def step_class(name: str) -> type[Any]:
+    """Imports the class of a step in `STEPS`.
 
     Raises:
-        DataError: if the manifest holds something else in its place.
+        ConfigError: if a package that it needs is not installed.
     """
-    given = manifest.source.get("mixture")
-    if given is None:
-        return None
-    mixture, problems = validate(given, MixtureConfig)
-    if mixture is None:
-        told = "; ".join(f"{'.'.join(problem.path)}: {problem.text}" for problem in problems)
-        raise DataError(f"{MANIFEST_FILE}: source.mixture: {told}")
-    return mixture
-
-
-def recipe_yaml(recipe: Recipe) -> str:
-    """The whole recipe as YAML, defaults in it; loads to an equal recipe."""
-    values = recipe.model_dump(mode="json")
-    values["steps"] = [
-        {step.name: ({"domains": list(step.domains)} if step.domains else {}) | step.parameters}
-        for step in recipe.steps
-    ]
-    return dump_yaml(values)
+    module, _, attribute = STEPS[name].partition(":")
+    try:
+        step: type[Any] = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"step '{name}' needs the package '{error.name}': pip install 'cdrmix[data]'"
+        ) from None
+    return step
 
 
 def make_step(config: StepConfig) -> Any:
-    """The step that an entry of a recipe asks for: a `Step` or a `CorpusStep`."""
+    """Makes the `Step` or `CorpusStep` of an entry of a recipe."""
     return step_class(config.name)(**config.parameters)
 
 
+def is_corpus_step(config: StepConfig) -> bool:
+    """Returns True if a step looks at the whole corpus: a `dedup_steps.CorpusStep`."""
+    return hasattr(step_class(config.name), "decide")
+
+
 def identity(config: StepConfig) -> Any:
-    """What a step's results follow from: its entry, and the content of files that it names."""
+    """Returns all inputs of a step: its entry, and the digests of the files that it names."""
+    # The content of a file, such as a blocklist, may change while its path stays.
     fields = _parameter_section(config.name).model_fields
     files = {
         name: hashlib.sha256(Path(value).read_bytes()).hexdigest()
@@ -193,92 +262,28 @@ def identity(config: StepConfig) -> Any:
     return [config.model_dump(), files]
 
 
-def is_corpus_step(config: StepConfig) -> bool:
-    """Whether a step looks at the whole corpus (`cdrmix.corpus.corpus_steps.CorpusStep`)."""
-    return hasattr(step_class(config.name), "decide")
+def recipe_yaml(recipe: Recipe) -> str:
+    """Returns the recipe as YAML with all defaults; loading it gives an equal recipe."""
+    # A step has one parameter `domains` at most: its own, or that of the entry.
+    values = recipe.model_dump(mode="json")
+    values["steps"] = [
+        {step.name: ({"domains": list(step.domains)} if step.domains else {}) | step.parameters}
+        for step in recipe.steps
+    ]
+    return dump_yaml(values)
 
 
-def step_class(name: str) -> type[Any]:
-    """Class of the step with a name in `STEPS`.
+def built_mixture(manifest: Manifest) -> MixtureConfig | None:
+    """Returns the mixture in the recipe of a built folder; None if the recipe had none.
 
     Raises:
-        ConfigError: if a package that it needs is not installed.
+        DataError: if the manifest holds an invalid mixture.
     """
-    module, _, attribute = STEPS[name].partition(":")
-    try:
-        found: type[Any] = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"step '{name}' needs the package '{error.name}': pip install 'cdrmix[data]'"
-        ) from None
-    return found
-
-
-def _placed(problem: Problem, file: Path) -> str:
-    return f"{file}: {'.'.join(problem.path)}{': ' if problem.path else ''}{problem.text}"
-
-
-def _step(entry: Any, path: tuple[str, ...], problems: list[Problem]) -> dict[str, Any] | None:
-    """An entry of `steps`, either `name` or `{name: parameters}`, as a StepConfig's values."""
-    if isinstance(entry, str):
-        name = entry
-        given = None
-    elif isinstance(entry, dict) and len(entry) == 1:
-        name, given = next(iter(entry.items()))
-    else:
-        text = f"given {shown(entry)}, allowed is `name` or `name: {{parameter: value}}`"
-        problems.append(Problem(path, text))
+    values = manifest.source.get("mixture")
+    if values is None:
         return None
-    if name not in STEPS:
-        near = difflib.get_close_matches(str(name), STEPS, n=1)
-        advice = f" Did you mean '{near[0]}'?" if near else ""
-        problems.append(Problem(path, f"no step '{name}'.{advice} Known: {', '.join(STEPS)}"))
-        return None
-    if given is not None and not isinstance(given, dict):
-        problems.append(Problem((*path, name), f"given {shown(given)}, allowed are parameters"))
-        return None
-    try:
-        section = _parameter_section(name)
-    except ConfigError as error:
-        problems.append(Problem((*path, name), str(error)))
-        return None
-    parameters = dict(given or {})
-    values = {"name": name}
-    if "domains" not in section.model_fields and "domains" in parameters:
-        values["domains"] = parameters.pop("domains")
-    checked = _parameters(name, section, parameters, (*path, name), problems)
-    return values | {"parameters": checked}
-
-
-def _parameters(
-    name: str,
-    section: type[Section],
-    given: dict[str, Any],
-    path: tuple[str, ...],
-    problems: list[Problem],
-) -> dict[str, Any]:
-    """All parameters of a step, checked against its constructor and by it."""
-    parameters, found = validate(given, section)
-    problems += [Problem(path + problem.path, problem.text) for problem in found]
-    if parameters is None:
-        return {}
-    try:
-        step_class(name)(**{key: getattr(parameters, key) for key in section.model_fields})
-    except (TrainingError, ValueError) as error:
-        problems.append(Problem(path, str(error)))
-    return parameters.model_dump(mode="json")
-
-
-def _parameter_section(name: str) -> type[Section]:
-    """The keyword parameters of a step's constructor, as a section."""
-    constructor = step_class(name).__init__
-    hints = get_type_hints(constructor)
-    fields: dict[str, Any] = {
-        parameter.name: (
-            hints[parameter.name],
-            ... if parameter.default is parameter.empty else parameter.default,
-        )
-        for parameter in inspect.signature(constructor).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
-    return create_model(name, __base__=Section, **fields)
+    mixture, problems = validate(values, MixtureConfig)
+    if mixture is None:
+        text = "; ".join(f"{'.'.join(problem.path)}: {problem.text}" for problem in problems)
+        raise DataError(f"{MANIFEST_FILE}: source.mixture: {text}")
+    return mixture

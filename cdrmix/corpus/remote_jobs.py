@@ -1,9 +1,7 @@
-"""Jobs on processes of this machine, such that a killed one loses nothing.
+"""Runs the jobs of a data build, in processes of this machine or of many that share its files.
 
-Jobs of a build on machines that share its file system, started by an engine of others.
-
-A job's result says by itself that it is there, so an engine may lose, repeat or kill what it runs:
-after each round, what has no result is run again.
+Each job makes a result that shows by itself that it exists. An engine may therefore lose, repeat
+or kill jobs: those without a result run again in the next round.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -35,11 +32,43 @@ Job = TypeVar("Job")
 _MAX_DEATHS = 3
 # Deaths of the worker that had a job for itself, after which the job is to blame.
 _DEATHS_TO_BLAME = 2
+# Rounds in a row without a result that end a build.
+_MAX_ROUNDS = 3
 _logger = log.get_logger(__name__)
 
 
+class RemoteJob(Protocol):
+    """Argument of one call of a job's function; picklable."""
+
+    def is_done(self) -> bool:
+        """Returns True if the result exists as a whole."""
+        ...
+
+
+J = TypeVar("J", bound=RemoteJob)
+
+
+class Engine(Protocol):
+    """Runs the jobs of a build; a context manager, whose end ends all running jobs."""
+
+    def __enter__(self) -> Engine: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def run_all(
+        self,
+        function: Callable[[J], None],
+        jobs: Sequence[J],
+        *,
+        what: str,
+        blame: Callable[[J], bool] | None = None,
+    ) -> None:
+        """Runs `function(job)` for every job, in any order; see `Pool.run_all`."""
+        ...
+
+
 class Pool:
-    """Worker processes, begun with the first jobs; leaving the context ends them.
+    """Worker processes of this machine, started with the first jobs; a context manager.
 
     Args:
         workers: processes; with one, jobs run in this process.
@@ -64,21 +93,23 @@ class Pool:
         what: str,
         blame: Callable[[Job], bool] | None = None,
     ) -> None:
-        """Run `function(job)` for every job, in any order.
+        """Runs `function(job)` for every job, in any order.
 
-        A job whose process was killed runs again, so it must put its result in place at once and
-        leave a result alone that is there.
+        A job whose process was killed runs again, so its result must appear at once, and a second
+        run must leave an existing result alone.
 
         Args:
             function: of module level, as are its jobs' classes.
             what: name of the jobs in messages.
-            blame: told of a job that has killed its process, alone, twice; True if the job will
-                leave out what did it.
+            blame: called with a job that has killed its process, alone, twice; returns True if the
+                job will leave out the input that caused it.
         Raises:
-            DataError: if workers keep dying; and what a job raises, after which no job begins.
+            DataError: if workers die again and again; and all that a job raises, after which no
+                job starts.
         """
+        # disable=None: no bar where the output is not a terminal.
         with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
-            # What may kill its process gets one, even where it is the only job.
+            # A job that may kill its process gets a worker, even if it is the only one.
             if self._workers == 1 or (len(jobs) == 1 and blame is None):
                 for job in jobs:
                     function(job)
@@ -91,9 +122,9 @@ class Pool:
                 if not self._run_until_a_death(function, remaining, progress):
                     continue
                 deaths = deaths + 1 if len(remaining) == num_before else 1
-                _tell_of_death(deaths, what, len(remaining))
-                # Workers take jobs in order, so these are what they had. One at a time they show
-                # which of them did it, if it was not all of them together.
+                _report_death(deaths, what, len(remaining))
+                # Workers take jobs in order, so they had the first of these. Run one at a time,
+                # they show which of them was the cause, unless it was all of them together.
                 for number in list(remaining)[: self._workers]:
                     deaths_alone = 0
                     while self._run_until_a_death(function, {number: jobs[number]}, progress):
@@ -102,68 +133,67 @@ class Pool:
                             deaths = deaths_alone = 0
                             continue
                         deaths += 1
-                        _tell_of_death(deaths, what, len(remaining))
+                        _report_death(deaths, what, len(remaining))
                     del remaining[number]
                     deaths = 0
 
     def _run_until_a_death(
         self, function: Callable[[Job], None], remaining: dict[int, Job], progress: tqdm
     ) -> bool:
-        """Run the remaining jobs and take out those that are done; True if a process died."""
+        """Runs the remaining jobs and removes finished ones; returns True if a process died."""
         futures: dict[Future[None], int] = {}
         try:
-            executor = self._executor or self._begin()
+            if self._executor is None:
+                # Forked workers would inherit the locks of threads that they do not have.
+                context = multiprocessing.get_context("spawn")
+                self._pipe = context.Pipe(duplex=False)
+                self._executor = ProcessPoolExecutor(
+                    self._workers, context, _end_with_build, (self._pipe[0],)
+                )
             for number, job in remaining.items():
-                futures[executor.submit(function, job)] = number
+                futures[self._executor.submit(function, job)] = number
             for future in as_completed(futures):
                 future.result()
                 del remaining[futures[future]]
                 progress.update()
         except BrokenProcessPool:
             self._end()
+            # One death breaks all futures that are open, but some were done and not yet removed.
             for future, number in futures.items():
                 if number in remaining and future.done() and future.exception() is None:
                     del remaining[number]
                     progress.update()
             return True
         except BaseException:
-            self._end()  # what is half done is of no use: do not wait for it
+            self._end()  # half a result is of no use: do not wait for it
             raise
         return False
 
-    def _begin(self) -> ProcessPoolExecutor:
-        # Forked workers would inherit the locks of threads that they do not have.
-        context = multiprocessing.get_context("spawn")
-        self._pipe = context.Pipe(duplex=False)
-        self._executor = ProcessPoolExecutor(
-            self._workers, context, _end_with_build, (self._pipe[0],)
-        )
-        return self._executor
-
     def _end(self) -> None:
-        """End the workers at once."""
+        """Ends the workers at once."""
         if self._executor is None or self._pipe is None:
             return
-        theirs, ours = self._pipe
-        ours.close()
+        workers_end, own_end = self._pipe
+        # Closing this end is what ends the workers, so it comes before the wait for them.
+        own_end.close()
         self._executor.shutdown(cancel_futures=True)
-        theirs.close()
+        workers_end.close()
         self._executor = self._pipe = None
 
 
-def _tell_of_death(deaths: int, what: str, num_remaining: int) -> None:
+def _report_death(deaths: int, what: str, num_remaining: int) -> None:
     if deaths >= _MAX_DEATHS:
         raise DataError(
             f"{what}: a worker process was killed {deaths} times without a task done between; "
-            "most likely the machine ran out of memory. What is done stays: start again with "
+            "most likely the machine ran out of memory. Finished work stays: start again with "
             "fewer --workers."
         )
     _logger.warning("%s: a worker was killed; %d tasks are left", what, num_remaining)
 
 
 def _end_with_build(lifeline: Connection) -> None:
-    """Begin a worker: it ends as soon as the build closes its end of the pipe, or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build hears it too, and closes the pipe
+    """Prepares a worker: it ends as soon as the build closes its end of the pipe, or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build receives it too, and closes the pipe
     log.configure()
 
     def wait() -> None:
@@ -172,80 +202,25 @@ def _end_with_build(lifeline: Connection) -> None:
         except EOFError:
             os._exit(1)
 
+    # A thread, since the worker's main thread waits for jobs and runs them.
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def pack_job(function: Callable[[J], None], job: J) -> bytes:
+    """Returns a call as bytes, for `run_packed` in a process of another machine."""
+    # Relative paths of recipe and result start at the working directory of the build.
+    return pickle.dumps((function, job, Path.cwd()))
 
 
-# Rounds in a row without a result that end a build.
-_MAX_ROUNDS = 3
-
-
-class RemoteJob(Protocol):
-    """What one call of a job's function works on; picklable."""
-
-    def is_done(self) -> bool:
-        """Whether the result is in place, whole."""
-        ...
-
-
-J = TypeVar("J", bound=RemoteJob)
-
-
-class Engine(Protocol):
-    """What runs the jobs of a build; a context, whose end ends what still runs."""
-
-    def __enter__(self) -> Engine: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def run_all(
-        self,
-        function: Callable[[J], None],
-        jobs: Sequence[J],
-        *,
-        what: str,
-        blame: Callable[[J], bool] | None = None,
-    ) -> None:
-        """Run `function(job)` for every job, in any order; see `cdrmix.corpus.remote_jobs.Pool`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Call:
-    """A job on its way to another process.
-
-    Attributes:
-        function: of module level.
-        folder: where relative paths of recipe and build begin.
-    """
-
-    function: Callable[[Any], None]
-    job: Any
-    folder: Path
-
-    def run(self) -> TrainingError | OSError | None:
-        """Do the job; what a user can mend is given back rather than raised."""
-        try:
-            with contextlib.chdir(self.folder):
-                self.function(self.job)
-        except (TrainingError, OSError) as error:
-            return error
-        return None
-
-
-def pack_object(function: Callable[[J], None], job: J) -> bytes:
-    """A job as bytes, for `unpack` in a process of another machine."""
-    return pickle.dumps(Call(function, job, Path.cwd()))
-
-
-def unpack_object(content: bytes) -> Call:
-    """The job in what `pack` gave."""
-    call: Call = pickle.loads(content)
-    return call
+def run_packed(content: bytes) -> TrainingError | OSError | None:
+    """Runs a job of `pack_job`; returns an error that a user can correct instead of raising it."""
+    function, job, folder = pickle.loads(content)
+    try:
+        with contextlib.chdir(folder):
+            function(job)
+    except (TrainingError, OSError) as error:
+        return error
+    return None
 
 
 def run_in_rounds(
@@ -256,67 +231,61 @@ def run_in_rounds(
     logs: str,
     blame: Callable[[J], bool] | None = None,
 ) -> None:
-    """Run all jobs that are not done, and again those that a round leaves without a result.
+    """Runs all jobs without a result, and again those that a round leaves without one.
 
     Args:
         run_round: starts the given jobs, each in a process of its own, and waits for their end;
-            calls its second argument now and then, to show what is done.
+            calls its second argument now and then, to show the progress.
         what: name of the jobs in messages.
-        logs: where the engine's own messages are.
-        blame: told of each job that two rounds in a row have left without a result; True if it
-            will leave out what did it.
+        logs: place of the engine's own messages.
+        blame: called with each job that two rounds in a row have left without a result; returns
+            True if the job will leave out the input that caused it.
     Raises:
-        DataError: if nothing comes of three rounds.
+        DataError: after three rounds in a row without any result.
     """
-    remaining = _unfinished(jobs)
+    remaining = [job for job in jobs if not job.is_done()]
     failures = 0
     suspects: list[J] = []
     with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
 
         def show() -> None:
-            progress.update(len(jobs) - len(_unfinished(remaining)) - progress.n)
+            num_open = sum(not job.is_done() for job in remaining)
+            progress.update(len(jobs) - num_open - progress.n)
 
         while remaining:
             run_round(remaining, show)
             show()
-            left = _unfinished(remaining)
-            failures = failures + 1 if len(left) == len(remaining) else 0
-            again = [job for job in left if job in suspects]
-            blamed = [job for job in again if blame is not None and blame(job)]
-            suspects = [job for job in left if job not in blamed]
-            failures = 0 if blamed else failures
+            unfinished = [job for job in remaining if not job.is_done()]
+            failures = failures + 1 if len(unfinished) == len(remaining) else 0
+            # A first failure says little: queues lose and preempt jobs.
+            again = [job for job in unfinished if job in suspects]
+            culprits = [job for job in again if blame is not None and blame(job)]
+            suspects = [job for job in unfinished if job not in culprits]
+            failures = 0 if culprits else failures
             if failures == _MAX_ROUNDS:
                 raise DataError(
-                    f"{what}: {len(left)} jobs ended {failures} times without a result: killed, "
-                    f"most likely for want of memory or time, or broken. See {logs}. What is done "
-                    "stays: start again to go on."
+                    f"{what}: {len(unfinished)} jobs ended {failures} times without a result: "
+                    f"killed, most likely for want of memory or time, or broken. See {logs}. "
+                    "Finished work stays: start again to continue."
                 )
-            if left:
-                _logger.warning("%s: %d jobs ended without a result; again", what, len(left))
-            remaining = left
-
-
-def _unfinished(jobs: Sequence[J]) -> list[J]:
-    return [job for job in jobs if not job.is_done()]
-
-
-def make_private(folder: Path) -> None:
-    """Make a folder that only its owner can look into, as what lies there is executed."""
-    folder.mkdir(parents=True, mode=0o700)
+            if unfinished:
+                _logger.warning("%s: %d jobs ended without a result; again", what, len(unfinished))
+            remaining = unfinished
 
 
 def write_calls(folder: Path, function: Callable[[J], None], jobs: Sequence[J]) -> None:
-    """Write each job to a file of its own, so that whoever runs one need not read them all."""
-    make_private(folder)
+    """Writes each job to a file of its own, so that its process need not read the others."""
+    # For the owner alone: the jobs are executed.
+    folder.mkdir(parents=True, mode=0o700)
     for number, job in enumerate(jobs):
-        write_file(folder / f"{number}.job", pack_object(function, job))
+        write_file(folder / f"{number}.job", pack_job(function, job))
 
 
 def run_call(folder: Path, number: int) -> None:
-    """Run a job that `write_calls` wrote; an error of the user's is also kept beside it.
+    """Runs a job that `write_calls` wrote; writes an error that a user can correct beside it.
 
     Raises:
-        DataError: if others than this user could have written there.
+        DataError: if other users than this one could have written into the folder.
     """
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -325,34 +294,37 @@ def run_call(folder: Path, number: int) -> None:
             f"0700): its jobs are code. It is of user {status.st_uid}, mode "
             f"{stat.S_IMODE(status.st_mode):04o}. Delete it and start the build again."
         )
-    error = unpack_object((folder / f"{number}.job").read_bytes()).run()
+    error = run_packed((folder / f"{number}.job").read_bytes())
     if error is not None:
         write_file(folder / f"{number}.error", error_as_json(error))
         raise error
 
 
 def errors_in(folder: Path) -> Iterator[TrainingError | OSError]:
-    """The errors that `run_call` kept."""
+    """Reads the errors that `run_call` wrote."""
     for path in sorted(folder.glob("*.error")):
         yield error_from_json(path.read_bytes())
 
 
 def error_as_json(error: TrainingError | OSError) -> bytes:
-    """An error of the user's, for a process of another machine."""
+    """Returns an error as JSON, for a process of another machine."""
+    # JSON rather than pickle: reading an error must not execute code of the other machine.
     values: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
     if isinstance(error, OSError):
         filename = None if error.filename is None else os.fsdecode(error.filename)
         numbered = [error.errno, error.strerror, filename]
+        # pyarrow raises OSError without a number.
         values = {"kind": "OSError", "arguments": [str(error)] if error.errno is None else numbered}
     return json.dumps(values).encode()
 
 
 def error_from_json(content: bytes) -> TrainingError | OSError:
-    """The error in what `error_as_json` gave; a DataError where its class is not one of ours."""
+    """Returns the error of `error_as_json`; a DataError if its class is not in `cdrmix.errors`."""
     values = json.loads(content)
     if values["kind"] == "OSError":
         return OSError(*values["arguments"])
-    kind = getattr(errors, values["kind"], DataError)
-    is_ours = isinstance(kind, type) and issubclass(kind, TrainingError)
-    error: TrainingError = (kind if is_ours else DataError)(values["text"])
+    kind = getattr(errors, values["kind"], None)
+    if not (isinstance(kind, type) and issubclass(kind, TrainingError)):
+        kind = DataError
+    error: TrainingError = kind(values["text"])
     return error

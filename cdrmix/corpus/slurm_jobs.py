@@ -1,7 +1,7 @@
-"""The jobs of a build as a datatrove pipeline, one rank each, under its SLURM executor.
+"""Runs the jobs of a data build as ranks of a datatrove pipeline, by its SLURM executor.
 
-The build itself waits on a login node (datatrove refuses to submit from within a job), submits an
-array of tasks for each of its phases, and goes on when the queue has none of them left.
+The build itself stays on a login node, since datatrove refuses to submit from within a job. It
+submits an array of tasks for each round and continues when the queue holds none of them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from cdrmix import log
-from cdrmix.corpus.remote_jobs import (
-    J,
-    errors_in,
-    make_private,
-    run_call,
-    run_in_rounds,
-    write_calls,
-)
+from cdrmix.corpus.remote_jobs import J, errors_in, run_call, run_in_rounds, write_calls
 from cdrmix.errors import DataError
 
 # SLURM's own limit on the tasks of an array is 1,001; where there are more jobs, a task takes some.
 _MAX_ARRAY_TASKS = 1_000
+# SLURM asks its users not to query the controller in a tight loop.
 _POLL_SECONDS = 2.0
+# A busy controller answers after tens of seconds.
 _SQUEUE_TIMEOUT_SECONDS = 60
 _logger = log.get_logger(__name__)
 # Makes the executor of a step's ranks: (step, number of ranks, folder of its logs).
@@ -41,11 +36,9 @@ NewExecutor = Callable[[PipelineStep, int, Path], PipelineExecutor]
 
 
 class RunJobs(PipelineStep):
-    """A datatrove step whose rank r does job r of a folder.
+    """A datatrove step whose rank r runs job r of a folder."""
 
-    datatrove knows a step by `type` and `name`, and counts what `stat_update` is told.
-    """
-
+    # datatrove shows a step by these names in its logs.
     type = "CDRmix"
     name = "build jobs"
 
@@ -54,7 +47,7 @@ class RunJobs(PipelineStep):
         self._folder = folder
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
-        """Do one job; passes on what it was given, so that it can stand in a longer pipeline."""
+        """Runs one job and returns `data` unchanged, as a step of a longer pipeline has to."""
         with self.track_time():
             run_call(self._folder, rank)
         self.stat_update("jobs", unit="job")
@@ -65,9 +58,10 @@ class DatatroveEngine:
     """Runs jobs by executors of datatrove.
 
     Args:
-        folder: for jobs, logs and datatrove's completion marks; a number per round in it.
+        folder: for jobs, logs and datatrove's completion marks; has a subfolder for each round.
         new_executor: makes the executor of a round; its `run` submits the ranks or runs them.
-        wait: called after that until they are over, with what shows the progress.
+        wait: called after that with a function that shows the progress; returns when the ranks
+            have ended.
     """
 
     def __init__(
@@ -83,7 +77,8 @@ class DatatroveEngine:
 
     def __enter__(self) -> Self:
         shutil.rmtree(self._folder, ignore_errors=True)  # of a build that was interrupted
-        make_private(self._folder)  # datatrove's own description of the tasks is code, too
+        # For the owner alone: datatrove's own description of the tasks is code, too.
+        self._folder.mkdir(parents=True, mode=0o700)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -97,10 +92,10 @@ class DatatroveEngine:
         what: str,
         blame: Callable[[J], bool] | None = None,
     ) -> None:
-        """Run every job that is not done.
+        """Runs all jobs without a result.
 
         Raises:
-            DataError: if jobs end without a result; and what a job raises.
+            DataError: if jobs end without a result; and all that a job raises.
         """
 
         def run_round(remaining: Sequence[J], show: Callable[[], None]) -> None:
@@ -110,17 +105,19 @@ class DatatroveEngine:
             try:
                 executor.run()
                 self._wait(executor, show)
-            except Exception as error:  # a local executor raises what its ranks raise
-                raise next(errors_in(folder / "jobs"), error) from None
-            for told in errors_in(folder / "jobs"):
-                raise told
+            except Exception as raised:  # a local executor raises the errors of its ranks
+                raise next(errors_in(folder / "jobs"), raised) from None
+            for error in errors_in(folder / "jobs"):
+                raise error
 
         run_in_rounds(run_round, jobs, what=what, logs=str(self._folder), blame=blame)
 
 
 class _ArrayExecutor(SlurmPipelineExecutor):
-    """datatrove's executor without its second job, which adds up statistics that we do not read
-    and would wait in the queue for ever where a task has failed."""
+    """datatrove's executor without its second job, which merges statistics.
+
+    Nothing reads them, and the job would wait in the queue for ever after a task that failed.
+    """
 
     def launch_job(self) -> None:
         try:
@@ -135,9 +132,9 @@ class _ArrayExecutor(SlurmPipelineExecutor):
         pass
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
-        """The directives; those that datatrove writes without a value, SLURM has defaults for."""
-        given = super().get_sbatch_args(max_array)
-        return {name: value for name, value in given.items() if value is not None}
+        """Returns the directives with a value; for the others, SLURM has defaults."""
+        directives = super().get_sbatch_args(max_array)
+        return {name: value for name, value in directives.items() if value is not None}
 
 
 class SlurmEngine(DatatroveEngine):
@@ -158,23 +155,24 @@ class SlurmEngine(DatatroveEngine):
                 f"--engine slurm: {', '.join(missing)}: not found on this machine. Start the build "
                 "on a node from which jobs are submitted, or take --engine local."
             )
-        self._max_tasks, self._sbatch = max_tasks, dict(sbatch)
-        # By this name a build finds what an earlier one, killed, has left in the queue.
+        self._max_tasks = max_tasks
+        self._sbatch = dict(sbatch)
+        # By this name a build finds the tasks that an earlier, killed build left in the queue.
         place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
         self._job_name = f"cdrmix-data-{place[:12]}"
-        super().__init__(folder, self._array, lambda executor, show: self._wait_for_queue(show))
+        super().__init__(folder, self._new_array, lambda executor, show: self._wait_for_queue(show))
 
     def __enter__(self) -> Self:
-        asked = self._ask_queue()
-        if asked.returncode != 0:
-            raise DataError(f"--engine slurm: squeue: {asked.stderr.strip()}")
+        answer = self._ask_queue()
+        if answer.returncode != 0:
+            raise DataError(f"--engine slurm: squeue: {answer.stderr.strip()}")
         self._cancel()
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         self._cancel()
 
-    def _array(self, step: PipelineStep, num_tasks: int, folder: Path) -> PipelineExecutor:
+    def _new_array(self, step: PipelineStep, num_tasks: int, folder: Path) -> PipelineExecutor:
         return _ArrayExecutor(
             pipeline=[step],
             tasks=num_tasks,
@@ -192,24 +190,25 @@ class SlurmEngine(DatatroveEngine):
         )
 
     def _wait_for_queue(self, show: Callable[[], None]) -> None:
-        """Wait until none of the tasks is in the queue."""
+        """Waits until none of the tasks is in the queue."""
         while self._in_queue():
             time.sleep(_POLL_SECONDS)
             show()
 
     def _cancel(self) -> None:
-        """End what is in the queue, and wait for its end."""
+        """Ends the tasks in the queue and waits until they are gone."""
         if self._in_queue():
             subprocess.run(["scancel", "--me", "--name", self._job_name], check=False)
             self._wait_for_queue(lambda: None)
 
     def _in_queue(self) -> bool:
-        """Whether any task is pending, running or ending; True where the controller is away."""
-        asked = self._ask_queue()
-        if asked.returncode != 0:
-            _logger.warning("squeue: %s; asking again", asked.stderr.strip())
+        """Returns True if any task is pending, running or ending."""
+        answer = self._ask_queue()
+        # A controller that is away for a while must not end a build of days: its tasks still run.
+        if answer.returncode != 0:
+            _logger.warning("squeue: %s; asking again", answer.stderr.strip())
             time.sleep(_POLL_SECONDS)
-        return asked.returncode != 0 or bool(asked.stdout.strip())
+        return answer.returncode != 0 or bool(answer.stdout.strip())
 
     def _ask_queue(self) -> subprocess.CompletedProcess[str]:
         command = ["squeue", "--noheader", "--me", "--name", self._job_name, "--format", "%i"]

@@ -1,4 +1,4 @@
-"""A source of a data recipe, and the files that a local one consists of."""
+"""The settings of one source of a data recipe, and the search for its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,7 +19,8 @@ from cdrmix.config.model import Section
 from cdrmix.errors import DataError
 
 STANDARD_LIBRARY = "python:stdlib"
-_INSTALLED_FOLDERS = ("site-packages", "dist-packages")  # stand in it, and are others' code
+# Installed packages lie below the standard library, under licences of their own.
+_INSTALLED_FOLDERS = ("site-packages", "dist-packages")
 _SUFFIXES = {
     "text": ".txt .text .md .markdown .rst",
     "html": ".html .htm .xhtml",
@@ -40,20 +41,22 @@ _SUFFIXES = {
 _KIND_OF_SUFFIX = {
     suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes.split()
 }
+# Source code by its whole name, for lack of a suffix.
 _CODE_FILES = {"Makefile", "Dockerfile", "CMakeLists.txt", "Rakefile", "Gemfile", "configure.ac"}
+# Compiled files, and third-party packages, in the middle of source code.
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 
 
 class ChainOfThoughtConfig(Section):
     """Keys or columns with the parts of a chain of thought; dots lead into nested objects."""
 
-    prompt: str = Field("prompt", description="What is asked.")
-    thought: str = Field("thought", description="The way to the answer.")
-    answer: str = Field("answer", description="The answer.")
+    prompt: str = Field("prompt", description="Key of the question.")
+    thought: str = Field("thought", description="Key of the thought.")
+    answer: str = Field("answer", description="Key of the answer.")
 
 
 class SourceConfig(Section):
-    """Where documents come from and how they are read."""
+    """One source of documents: its place, its format and the limits of reading."""
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9_-]*$",
@@ -74,28 +77,30 @@ class SourceConfig(Section):
         "text", description="Key or column with the text; dots lead into nested objects."
     )
     chain_of_thought: ChainOfThoughtConfig | None = Field(
-        None, description="Documents of three parts, in fields of their own; null: of one text."
+        None, description="Fields of documents in three parts; null: documents of one text."
     )
     metadata_fields: tuple[str, ...] = Field(
         ("url", "title", "language", "license"),
-        description="Keys or columns kept beside the text, where a row has them; dots lead into "
+        description="Keys or columns stored beside the text, if a row has them; dots lead into "
         "nested objects, and the last part is the name.",
     )
     encoding: str = Field("utf-8", description="Encoding of text files.")
     encoding_errors: Literal["set_aside", "replace"] = Field(
         "set_aside",
-        description="What is not valid in that encoding: set the file or row aside, or replace "
-        "the bytes with U+FFFD.",
+        description="For bytes that are not valid in that encoding: set the file or row aside, or "
+        "replace them with U+FFFD.",
     )
+    # Steps hold a document in memory several times over, in each worker.
     max_document_bytes: int = Field(
-        2**25, ge=1, description="Largest file of text, row or line that is read (bytes)."
+        2**25, ge=1, description="Largest text file, row or line to read (bytes)."
     )
     skip: tuple[str, ...] = Field(
-        (), description="Patterns of files left out, such as */test/*; * also stands for slashes."
+        (), description="Patterns of files to skip, such as */test/*; * also matches slashes."
     )
     subset: str | None = Field(None, description="Configuration of a Hugging Face data set.")
     split: str = Field("train", description="Split of a Hugging Face data set.")
     revision: str | None = Field(None, description="Commit of a data set on the hub; pin it.")
+    # The default bridges three minutes without a connection: 1 + 2 + ... + 32 + 60 + 60 s.
     retries: int = Field(
         8, ge=0, description="Attempts after a failed read of a stream, 1, 2, 4 ... 60 s apart."
     )
@@ -105,7 +110,7 @@ class SourceConfig(Section):
 
     @property
     def text_fields(self) -> tuple[str, ...]:
-        """The fields that a document's text is made of, in order."""
+        """Returns the names of the fields that make up a document's text, in order."""
         parts = self.chain_of_thought
         return (self.text_field,) if parts is None else (parts.prompt, parts.thought, parts.answer)
 
@@ -119,15 +124,19 @@ class SourceConfig(Section):
         return encoding
 
 
-# (file, row or None for the whole file, reason in a few words, what exactly)
+# Records an input that cannot be read: (file, row or None for the whole file, reason in a few
+# words, detail).
 SetAside = Callable[[str, int | None, str, str], None]
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source; `name` is its path below the source's, with slashes.
+    """A file of a source.
 
-    `state` (size in bytes, time of change in ns) tells whether it is still the same file.
+    Attributes:
+        name: path relative to the source, with slashes.
+        kind: format, a key of `_SUFFIXES`.
+        state: (size in bytes, time of change in ns); a change of either makes it another file.
     """
 
     path: Path
@@ -138,29 +147,44 @@ class SourceFile:
 
 @dataclass
 class SourceListing:
-    """What a walk through a source has met.
+    """Result of the search for the files of one source.
 
     Attributes:
-        files: what can be tried, sorted by name.
-        unreadable: (name, reason) of what could not even be looked at.
-        other_kinds: files of suffixes that no reader is for (count by suffix).
+        files: files of a known kind, sorted by name.
+        unreadable: (name, reason) of files and folders that cannot be opened.
+        other_kinds: number of files of unknown kinds, by suffix.
     """
 
     files: list[SourceFile] = field(default_factory=list)
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     other_kinds: dict[str, int] = field(default_factory=dict)
 
+    def add(self, path: Path, name: str) -> None:
+        """Adds a file, by the kind that its name says."""
+        plain = path.name.lower().removesuffix(".gz").removesuffix(".zst")
+        kind = "code" if path.name in _CODE_FILES else _KIND_OF_SUFFIX.get(Path(plain).suffix)
+        # These have a compression of their own, and their readers seek, which a stream cannot.
+        if plain != path.name.lower() and kind in ("docx", "parquet", "arrow"):
+            kind = None
+        if kind is None:
+            suffix = path.suffix.lower() or "(no suffix)"
+            self.other_kinds[suffix] = self.other_kinds.get(suffix, 0) + 1
+        elif not stat.S_ISREG(path.stat().st_mode):  # a reader would wait for a pipe for ever
+            self.unreadable.append((name, "not a regular file"))
+        else:
+            self.files.append(_source_file(path, name, kind))
+
 
 def find_files(source: SourceConfig, *, leave_out: Path | None = None) -> SourceListing:
-    """The files of a local source, or of a Hugging Face data set saved to disk.
+    """Finds the files of a local source, or of a Hugging Face data set saved to disk.
 
-    Links are followed; one that leads back to a folder above it is set aside. Names that begin
-    with a dot are passed over.
+    Follows symbolic links, except one that leads to a folder above it. Skips names that begin with
+    a dot.
 
     Args:
-        leave_out: a folder that is not looked into, such as the one that is being built.
+        leave_out: a folder to skip, such as the one that is being built.
     Raises:
-        DataError: if the path does not exist, or nothing below it is of a kind that can be read.
+        DataError: if the path does not exist, or holds no file of a known kind.
     """
     root = local_path(source)
     if not root.exists():
@@ -168,40 +192,58 @@ def find_files(source: SourceConfig, *, leave_out: Path | None = None) -> Source
             f"source '{source.name}': {root}: no such file or folder. Relative paths start at the "
             f"working directory, {Path.cwd()}."
         )
-    found = SourceListing()
+    listing = SourceListing()
     if source.type == "huggingface":
-        found.files = [
+        listing.files = [
             _source_file(path, path.relative_to(root).as_posix(), "arrow")
             for path in saved_arrow_files(root, source.split)
         ]
     elif root.is_file():
-        _add(found, root, root.name)
+        listing.add(root, root.name)
     else:
-        passed_by = [leave_out] if leave_out is not None else []
+        skip = [leave_out] if leave_out is not None else []
         if source.path == STANDARD_LIBRARY:
-            passed_by += [root / name for name in _INSTALLED_FOLDERS]
-        hidden = {_identity(path) for path in passed_by if path.exists()}
-        _Walk(found, root, source, hidden).into(root, {_identity(root)})
-    found.files.sort(key=lambda file: file.name)
-    if not found.files:
-        raise DataError(_nothing_found(source, root, found))
-    return found
+            skip += [root / name for name in _INSTALLED_FOLDERS]
+        _walk(
+            listing,
+            root,
+            source=source,
+            hidden={_identity(path) for path in skip if path.exists()},
+            above={_identity(root)},
+        )
+    # The order of a folder's entries differs between file systems; the corpus must not.
+    listing.files.sort(key=lambda file: file.name)
+    if not listing.files:
+        others = ", ".join(f"{n} {suffix}" for suffix, n in sorted(listing.other_kinds.items()))
+        unreadable = "; ".join(f"{name}: {reason}" for name, reason in listing.unreadable[:5])
+        kinds = (
+            "source code" if kind == "code" else suffixes.replace(" ", ", ")
+            for kind, suffixes in _SUFFIXES.items()
+        )
+        # Lists the files that are there instead, so that a wrong path shows.
+        raise DataError(
+            f"source '{source.name}': {root}: no file that can be read"
+            f"{f'; other kinds: {others}' if others else ''}"
+            f"{f'; {unreadable}' if unreadable else ''}."
+            f" Kinds read: {', '.join(kinds)}; those of text also as .gz and .zst."
+        )
+    return listing
 
 
 def local_path(source: SourceConfig) -> Path:
-    """Path of a source on this machine."""
+    """Returns the path of a source on this machine."""
     if source.path == STANDARD_LIBRARY:
         return Path(sysconfig.get_path("stdlib"))
     return Path(source.path).expanduser()
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `datasets`' save_to_disk has written this folder."""
+    """Returns True if `save_to_disk` of the package `datasets` wrote this folder."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def saved_arrow_files(folder: Path, split: str) -> list[Path]:
-    """Arrow files of one split of a data set saved to disk.
+    """Returns the Arrow files of one split of a data set saved to disk.
 
     Raises:
         DataError: if it has no such split, or its state.json is damaged.
@@ -210,6 +252,7 @@ def saved_arrow_files(folder: Path, split: str) -> list[Path]:
     try:
         state: dict[str, Any] = json.loads((part / "state.json").read_bytes())
         names = [entry["filename"] for entry in state["_data_files"]]
+        # The data set may be of an untrusted author: state.json must not name files elsewhere.
         if others := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{others[0]!r} is not the name of a file in this folder")
         return [part / name for name in names]
@@ -223,64 +266,50 @@ def saved_arrow_files(folder: Path, split: str) -> list[Path]:
         raise DataError(f"{part / 'state.json'}: damaged: {error}") from None
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """A walk through the folders of a source; `hidden` are identities of those to pass by."""
+def _walk(
+    listing: SourceListing,
+    folder: Path,
+    *,
+    source: SourceConfig,
+    hidden: set[tuple[int, int]],
+    above: set[tuple[int, int]],
+) -> None:
+    """Adds the files below a folder to a listing.
 
-    found: SourceListing
-    root: Path
-    source: SourceConfig
-    hidden: set[tuple[int, int]]
+    Args:
+        hidden: identities of folders to skip.
+        above: identities of the folder and of those above it.
+    """
+    root = local_path(source)
 
-    def into(self, folder: Path, above: set[tuple[int, int]]) -> None:
-        """Look at what is in a folder, whose identity and those above it are in `above`."""
-        try:
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError as error:
-            self._set_aside(folder, f"cannot be read: {error.strerror}")
-            return
-        for entry in entries:
-            name = _name(Path(entry.path), self.root)
-            skipped = any(fnmatch(name, pattern) for pattern in self.source.skip)
-            if not skipped and not entry.name.startswith("."):
-                self._look_at(entry, name, above)
+    def name_of(path: Path) -> str:
+        # A name that is not valid UTF-8 must not stop the files that record it.
+        return path.relative_to(root).as_posix().encode(errors="backslashreplace").decode()
 
-    def _look_at(self, entry: os.DirEntry[str], name: str, above: set[tuple[int, int]]) -> None:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        listing.unreadable.append((name_of(folder), f"cannot be read: {error.strerror}"))
+        return
+    for entry in entries:
         path = Path(entry.path)
+        name = name_of(path)
+        # Names with a dot are version control, caches and editors' files.
+        if entry.name.startswith(".") or any(fnmatch(name, pattern) for pattern in source.skip):
+            continue
         try:
             identity = _identity(path)
             if not entry.is_dir():
-                _add(self.found, path, name)
-                return
+                listing.add(path, name)
+                continue
         except OSError as error:
-            self._set_aside(path, f"cannot be read: {error.strerror}")
-            return
+            listing.unreadable.append((name, f"cannot be read: {error.strerror}"))
+            continue
+        # Compared by device and inode, since a link gives a folder any number of paths.
         if identity in above:
-            self._set_aside(path, "symbolic link loop")
-        elif entry.name not in _SKIPPED_FOLDERS and identity not in self.hidden:
-            self.into(path, above | {identity})
-
-    def _set_aside(self, path: Path, reason: str) -> None:
-        self.found.unreadable.append((_name(path, self.root), reason))
-
-
-def _add(found: SourceListing, path: Path, name: str) -> None:
-    kind = _kind(path.name)
-    if kind is None:
-        suffix = path.suffix.lower() or "(no suffix)"
-        found.other_kinds[suffix] = found.other_kinds.get(suffix, 0) + 1
-    elif not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep a reader waiting for ever
-        found.unreadable.append((name, "not a regular file"))
-    else:
-        found.files.append(_source_file(path, name, kind))
-
-
-def _kind(name: str) -> str | None:
-    """Which reader a file name asks for; None: there is none."""
-    plain = name.lower().removesuffix(".gz").removesuffix(".zst")
-    kind = "code" if name in _CODE_FILES else _KIND_OF_SUFFIX.get(Path(plain).suffix)
-    # These have a compression of their own, and are read in any order.
-    return None if plain != name.lower() and kind in ("docx", "parquet", "arrow") else kind
+            listing.unreadable.append((name, "symbolic link loop"))
+        elif entry.name not in _SKIPPED_FOLDERS and identity not in hidden:
+            _walk(listing, path, source=source, hidden=hidden, above=above | {identity})
 
 
 def _source_file(path: Path, name: str, kind: str) -> SourceFile:
@@ -291,23 +320,3 @@ def _source_file(path: Path, name: str, kind: str) -> SourceFile:
 def _identity(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_dev, status.st_ino
-
-
-def _name(path: Path, root: Path) -> str:
-    # A name that is not valid UTF-8 must not stop the files that record it.
-    return path.relative_to(root).as_posix().encode(errors="backslashreplace").decode()
-
-
-def _nothing_found(source: SourceConfig, root: Path, found: SourceListing) -> str:
-    others = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.other_kinds.items()))
-    unreadable = "; ".join(f"{name}: {reason}" for name, reason in found.unreadable[:5])
-    return (
-        f"source '{source.name}': {root}: no file that can be read"
-        f"{f'; other kinds: {others}' if others else ''}{f'; {unreadable}' if unreadable else ''}."
-        f" Kinds read: {', '.join(_kinds())}; those of text also as .gz and .zst."
-    )
-
-
-def _kinds() -> Iterator[str]:
-    for kind, suffixes in _SUFFIXES.items():
-        yield "source code" if kind == "code" else suffixes.replace(" ", ", ")

@@ -1,1 +1,1 @@
-"""How good a model is on held-out tokens, and what counting alone would reach there."""
+"""Held-out loss, n-gram baselines, and trained runs as plain models."""

@@ -1,23 +1,22 @@
-"""Unigram and bigram baselines: the loss that counting reaches on the model's own predictions.
+"""Unigram and bigram baselines: the loss of count models at the positions that a model predicts.
 
-A language model that does not beat a smoothed bigram has not learned to use its context, so both
-are counted on the rows the model was trained on and judged at the positions it predicted: token t
-of a row, given token t - 1, for t = 1..T. Bigram counts are sparse: memory grows with the number
-of distinct bigrams, not with vocab_size squared.
+A language model that does not beat a smoothed bigram has not learned to use its context. Both
+baselines count the rows that the model was trained on, and predict token t of an evaluation row
+from token t - 1, for t = 1..T. Bigram counts are sparse: memory grows with the number of distinct
+bigrams, not with vocab_size squared.
 """
 
 # N rows, T predicted positions per row, M pairs (predicted positions of all rows)
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from cdrmix.errors import DataError
 
-# Pairs gathered before they are merged into the sorted table: a merge sorts the whole table, so
-# merging each batch by itself would be quadratic. 4M int64 keys are 32 MiB.
+# Pairs to collect before a merge into the sorted table. A merge sorts the whole table, so one merge
+# per batch would take quadratic time. 4M int64 keys are 32 MiB.
 _PAIRS_PER_MERGE = 1 << 22
 
 
@@ -34,13 +33,13 @@ class Baselines:
 def unigram_and_bigram(
     train_rows: Iterable[np.ndarray], eval_rows: Iterable[np.ndarray], vocab_size: int
 ) -> Baselines:
-    """Losses of a smoothed unigram and bigram model counted on the rows that were trained on.
+    """Computes the losses of a smoothed unigram and bigram model, counted on the training rows.
 
     Args:
-        train_rows: batches [N, T+1] of token ids, any integer type; each row that was trained on
-            once, however many epochs saw it: repeated rows hide which bigrams are rare, and the
-            discount is estimated from those.
-        eval_rows: batches [N, T+1] of the rows that the model is evaluated on.
+        train_rows: batches [N, T+1] of token ids, any integer type; each training row once, also
+            after many epochs: the discount is estimated from rare bigrams, and repeated rows hide
+            them.
+        eval_rows: batches [N, T+1] of evaluation rows.
         vocab_size: number of token ids.
     Raises:
         DataError: if a token id is outside the vocabulary, or either side holds no pair.
@@ -63,83 +62,71 @@ def unigram_and_bigram(
     )
 
 
-@dataclass(frozen=True, eq=False)
 class BigramCounts:
-    """How often each distinct pair (previous, following) was seen, and the two models on top.
+    """Counts of each distinct pair (previous, following), with the two models that use them.
 
-    Attributes:
+    Args:
         keys: previous * vocab_size + following, sorted, distinct, [U] int64.
-        counts: times each pair was seen, [U] int64.
+        counts: occurrences of each pair, [U] int64.
         vocab_size: number of token ids V.
     """
 
-    keys: np.ndarray
-    counts: np.ndarray
-    vocab_size: int
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """Predicted tokens counted."""
-        return int(self.counts.sum())
+    def __init__(self, keys: np.ndarray, counts: np.ndarray, vocab_size: int) -> None:
+        self.num_tokens = int(counts.sum())
+        self.keys = keys
+        self.counts = counts
+        self._vocab_size = vocab_size
+        self._discount = _discount(counts)
+        previous = keys // vocab_size
+        following = keys % vocab_size
+        # bincount adds weights in float64: exact up to 2**53 tokens.
+        self._token_counts = np.bincount(following, counts, vocab_size).astype(np.int64)
+        self._context_counts = np.bincount(previous, counts, vocab_size).astype(np.int64)
+        self._num_followers = np.bincount(previous, minlength=vocab_size)
+        # Lower order of the bigram: a token's number of distinct predecessors, discounted, [V].
+        # The discounted mass is spread evenly, so that it sums to 1.
+        predecessors = np.bincount(following, minlength=vocab_size)
+        present = predecessors[predecessors > 0]
+        discount = _discount(present)
+        held_back = discount * len(present) / vocab_size
+        self._continuation = (np.maximum(predecessors - discount, 0) + held_back) / len(keys)
 
     def unigram(self, following: np.ndarray) -> np.ndarray:
-        """Add-one probability of each token, [M] -> [M] float64."""
-        return (self._token_counts[following] + 1) / (self.num_tokens + self.vocab_size)
+        """Returns the add-one probability of each token, [M] -> [M] float64."""
+        return (self._token_counts[following] + 1) / (self.num_tokens + self._vocab_size)
 
     def bigram(self, previous: np.ndarray, following: np.ndarray) -> np.ndarray:
-        """Interpolated Kneser-Ney probability of `following` after `previous`, [M] -> [M] float64.
+        """Returns the interpolated Kneser-Ney probability of `following` after `previous`.
 
         One absolute discount for pairs, one for the lower order, which interpolates the number of
         distinct predecessors of a token with the uniform distribution. After a token that was
-        never seen as a predecessor the lower order stands alone. Three discounts ("modified")
-        were no better: 4.358 against 4.345 nats on 1.1M tokens of Python's standard library,
-        vocabulary 4,096.
+        never a predecessor the lower order stands alone. Three discounts ("modified") were no
+        better: 4.358 against 4.345 nats on 1.1M tokens of Python's standard library, vocabulary
+        4,096.
 
         Source: Chen and Goodman, An empirical study of smoothing techniques for language modeling,
         1999, section 2.7; parity with a plain loop in tests/unit/test_ngram.py.
+
+        Args:
+            previous, following: token ids, [M].
+        Returns:
+            [M] float64.
         """
-        wanted = previous.astype(np.int64) * self.vocab_size + following
-        at = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
-        seen = np.where(self.keys[at] == wanted, self.counts[at], 0)
-        discount = self._pair_discount
+        keys = previous.astype(np.int64) * self._vocab_size + following
+        # Of an unknown pair, the search gives the place of another: compared below.
+        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        pair_counts = np.where(self.keys[at] == keys, self.counts[at], 0)
         context = self._context_counts[previous]
-        known = np.maximum(context, 1)
-        direct = np.maximum(seen - discount, 0) / known
-        held_back = np.where(context > 0, discount * self._num_followers[previous] / known, 1.0)
+        divisor = np.maximum(context, 1)
+        direct = np.maximum(pair_counts - self._discount, 0) / divisor
+        held_back = np.where(
+            context > 0, self._discount * self._num_followers[previous] / divisor, 1.0
+        )
         return direct + held_back * self._continuation[following]
-
-    @cached_property
-    def _pair_discount(self) -> float:
-        return _discount(self.counts)
-
-    @cached_property
-    def _token_counts(self) -> np.ndarray:
-        return self._sum_by(self.keys % self.vocab_size, self.counts)
-
-    @cached_property
-    def _context_counts(self) -> np.ndarray:
-        return self._sum_by(self.keys // self.vocab_size, self.counts)
-
-    @cached_property
-    def _num_followers(self) -> np.ndarray:
-        return np.bincount(self.keys // self.vocab_size, minlength=self.vocab_size)
-
-    @cached_property
-    def _continuation(self) -> np.ndarray:
-        """Lower order: how many distinct tokens a token follows, discounted, [V], sums to 1."""
-        predecessors = np.bincount(self.keys % self.vocab_size, minlength=self.vocab_size)
-        present = predecessors[predecessors > 0]
-        discount = _discount(present)
-        held_back = discount * len(present) / self.vocab_size
-        return (np.maximum(predecessors - discount, 0) + held_back) / len(self.keys)
-
-    def _sum_by(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        # bincount weighs in float64: exact up to 2**53 tokens.
-        return np.bincount(tokens, weights=counts, minlength=self.vocab_size).astype(np.int64)
 
 
 def count_bigrams(rows: Iterable[np.ndarray], vocab_size: int) -> BigramCounts:
-    """Pair counts of batches [N, T+1], streamed.
+    """Counts the pairs of batches [N, T+1], one batch after the other.
 
     Raises:
         DataError: if a token id is outside the vocabulary or there is no pair at all.
@@ -155,7 +142,8 @@ def count_bigrams(rows: Iterable[np.ndarray], vocab_size: int) -> BigramCounts:
             keys, counts = _merge(keys, counts, pending)
             pending = []
             num_pending = 0
-    keys, counts = _merge(keys, counts, pending)
+    if pending:
+        keys, counts = _merge(keys, counts, pending)
     if len(keys) == 0:
         raise DataError("baselines: the training rows hold no predicted token")
     return BigramCounts(keys, counts, vocab_size)
@@ -164,8 +152,7 @@ def count_bigrams(rows: Iterable[np.ndarray], vocab_size: int) -> BigramCounts:
 def _merge(
     keys: np.ndarray, counts: np.ndarray, pending: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    if not pending:
-        return keys, counts
+    """Adds the pairs in `pending` to a sorted table of keys and counts."""
     new_keys, new_counts = np.unique(np.concatenate(pending), return_counts=True)
     merged, slot = np.unique(np.concatenate([keys, new_keys]), return_inverse=True)
     total = np.zeros(len(merged), np.int64)
@@ -174,7 +161,7 @@ def _merge(
 
 
 def _pairs(rows: Iterable[np.ndarray], vocab_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Flat int64 arrays (previous, following) of each batch, checked against the vocabulary."""
+    """Yields flat int64 arrays (previous, following) of each batch, checked to be in range."""
     for batch in rows:
         tokens = np.asarray(batch, dtype=np.int64)
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
@@ -187,9 +174,9 @@ def _pairs(rows: Iterable[np.ndarray], vocab_size: int) -> Iterator[tuple[np.nda
 
 
 def _discount(counts: np.ndarray) -> float:
-    """Absolute discount from how many counts are one and two: n1 / (n1 + 2 n2), in (0, 1)."""
+    """Returns the absolute discount n1 / (n1 + 2 n2) in (0, 1), of n1 counts of 1 and n2 of 2."""
     ones = int((counts == 1).sum())
     twos = int((counts == 2).sum())
     if ones == 0 or twos == 0:
-        return 0.5  # The estimate needs both. Zero would give what was not seen no probability.
+        return 0.5  # the estimate needs both; a discount of 0 would leave unseen pairs none
     return ones / (ones + 2 * twos)

@@ -1,4 +1,4 @@
-"""Loss of held-out text, and how the router treats it."""
+"""Loss of a model on held-out text, and the routing of its tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
 from cdrmix.data.loader import split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
-from cdrmix.models.backbone import LanguageModel, Output, TokenEmbedding
+from cdrmix.models.backbone import LanguageModel
 from cdrmix.models.moe import num_statistics
 from cdrmix.objectives.language_model import count_valid
 from cdrmix.objectives.router import router_monitors
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_nats
 
+# Fixed, so that evaluations of different runs read the same samples.
 _ROW_ORDER_KEY = (0,)
-_NUM_TOKEN_SUMS = 3  # before the router statistics in the sums of a batch
+# One vector for all sums of a batch, so that a single all-reduce adds them: nats, predicted tokens
+# and tokens read come first, then the router statistics.
+_NUM_TOKEN_SUMS = 3
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,11 @@ class Evaluation:
     layers: list[LayerRouting]
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as metrics.json holds them."""
+        """Returns the fields as in metrics.json."""
         return asdict(self)
 
     def table(self) -> str:
-        """The fields as lines for a person."""
+        """Returns the fields as lines of text for a person."""
         lines = [
             f"loss        {self.loss:.4f} nats per token over {self.tokens:,} tokens",
             f"perplexity  {self.perplexity:.2f}",
@@ -84,8 +87,10 @@ class Evaluation:
 
 
 def held_out_rows(dataset: TokenDataset, max_tokens: int) -> np.ndarray:
-    """Samples that an evaluation of at most `max_tokens` reads: the same ones each time, spread
-    over the whole split so that every domain is met; at least one."""
+    """Returns the numbers of the samples of an evaluation of at most `max_tokens`; at least one.
+
+    The same samples each time, spread over the whole split so that they cover every domain.
+    """
     count = max(1, min(dataset.num_samples, max_tokens // dataset.sequence_length))
     return Permutation(dataset.num_samples, _ROW_ORDER_KEY)(np.arange(count, dtype=np.int64))
 
@@ -100,11 +105,13 @@ def evaluate(
     segment_documents: bool = False,
     topology: Topology = ALONE,
 ) -> Evaluation:
-    """Loss over held-out samples, spread over the data ranks; equal in any layout, but for the
-    overflow of experts where tensor ranks share the tokens that a capacity is of.
+    """Measures the loss over held-out samples, spread over the data ranks.
+
+    Equal in any layout, except for the overflow of experts where tensor ranks share the tokens of
+    one capacity.
 
     Args:
-        model: the backbone; left in the mode it was in. Evaluation is dropless.
+        model: the backbone; its mode is restored at the end. Evaluation is dropless.
         dataset: the held-out split.
         max_tokens: most tokens read, all ranks together.
         batch_size: samples per forward pass.
@@ -115,53 +122,55 @@ def evaluate(
     Raises:
         DataError: on every rank, if a shard is missing or truncated for any of them.
     """
+    # Called in the middle of a training run, too.
     was_training = model.training
     model.eval()
-    batches = np.array_split(
-        rows := held_out_rows(dataset, max_tokens), -(-len(rows) // batch_size)
-    )
-    world = topology.degrees.data
-    rank = topology.data_rank
-    border_id = dataset.manifest.eos_id if segment_documents else None
+    samples = held_out_rows(dataset, max_tokens)
+    batches = np.array_split(samples, -(-len(samples) // batch_size))
+    num_ranks = topology.degrees.data
+    boundary_id = dataset.manifest.eos_id if segment_documents else None
+    # float64: float32 would lose tokens beyond 2^24.
     totals = torch.zeros(_NUM_TOKEN_SUMS, dtype=torch.float64, device=model.device)
     if (moe := model.config.moe) is not None:
         routing = totals.new_zeros(model.config.num_layers * num_statistics(moe))
         totals = torch.cat([totals, routing])
-    # every rank runs the same number of passes, because experts may live on another one
-    for turn in range(-(-len(batches) // world)):
-        place = turn * world + rank
-        there = place < len(batches)
-        rows = runtime.together(partial(dataset.rows, batches[place if there else 0]))
-        output, labels = _pass(model, rows, border_id=border_id)
-        if topology.is_last_stage:  # all of it: the head may be gathered by all data ranks
-            sums = _batch_sums(output, labels, model.embedding) * float(there)
-            # tensor ranks hold the same tokens, and each its share of what the router counted
+    # Every rank runs the same number of passes, since the experts of a layer may live on other
+    # ranks. A rank without a batch of its own runs the first one, at weight 0.
+    for turn in range(-(-len(batches) // num_ranks)):
+        place = turn * num_ranks + topology.data_rank
+        is_counted = place < len(batches)
+        rows = runtime.together(partial(dataset.rows, batches[place if is_counted else 0]))
+        sums = _batch_sums(model, rows, boundary_id, has_head=topology.is_last_stage)
+        if sums is not None:
+            sums *= float(is_counted)
+            # Tensor ranks hold the same tokens, but each has counted its share of the routing.
             sums[:_NUM_TOKEN_SUMS] *= float(topology.counts_tokens)
             totals += sums
     model.train(was_training)
     return _summarise(model.config, dataset, runtime.all_reduce_sum(totals))
 
 
-def _pass(
-    model: LanguageModel, rows: np.ndarray, *, border_id: int | None
-) -> tuple[Output, Tensor]:
-    """What the model gives for rows [n, T+1], and their labels [n, T].
+def _batch_sums(
+    model: LanguageModel, rows: np.ndarray, boundary_id: int | None, *, has_head: bool
+) -> Tensor | None:
+    """Runs a batch and returns [nats, predicted tokens, tokens read, router statistics...].
 
     Args:
-        border_id: the token that ends a document, to keep documents apart; None: they are not.
+        rows: token ids, [n, T+1].
+        boundary_id: token that ends a document, to keep documents apart; None: one context.
+        has_head: this rank has the last pipeline stage; other stages return None.
     """
     targets = rows[:, 1:]
     segment_ids = None
-    if border_id is not None:
-        targets, documents = split_documents(rows, border_id)
+    if boundary_id is not None:
+        targets, documents = split_documents(rows, boundary_id)
         segment_ids = torch.from_numpy(documents).to(model.device)
     output = model(torch.from_numpy(rows[:, :-1]).to(model.device), segment_ids=segment_ids)
-    return output, torch.from_numpy(targets).to(model.device)
-
-
-def _batch_sums(output: Output, labels: Tensor, embedding: TokenEmbedding) -> Tensor:
-    """[nats, predicted tokens, tokens read, router statistics...] of a pass, float64."""
-    nats = next_token_nats(embedding, output.hidden, labels)
+    labels = torch.from_numpy(targets).to(model.device)
+    if not has_head:
+        return None
+    # Also for a batch that does not count: all data ranks together may gather the head.
+    nats = next_token_nats(model.embedding, output.hidden, labels)
     sums = [nats.reshape(1), nats.new_tensor([int(count_valid(labels)), labels.numel()])]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
@@ -187,6 +196,7 @@ def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Ev
         ]
     return Evaluation(
         loss=loss,
+        # exp(709.8) is the largest float64; the loss of a diverged model is beyond it.
         perplexity=math.exp(min(loss, 700.0)),
         bits_per_byte=loss / math.log(2) / dataset.bytes_per_token,
         tokens=tokens,

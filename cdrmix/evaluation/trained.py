@@ -1,13 +1,12 @@
-"""A trained run as one plain model: for text, evaluation and export in a single process.
+"""Loads a trained run as one plain model, for text, evaluation and export in one process.
 
-A checkpoint may come from anybody. Its configuration says what the model is; no URL in it is
-opened, nothing is written where it says, and its tokenizer counts only by digest.
+A checkpoint may be of an untrusted author. Its configuration describes the model, but no URL in it
+is opened, nothing is written to its paths, and its tokenizer is checked by digest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,12 @@ class TrainedModel:
     """Model, configuration and tokenizer of one checkpoint.
 
     Attributes:
-        config: resolved configuration that it was trained with.
+        config: resolved configuration of the training.
         model: the whole backbone, float32, evaluation mode.
-        tokenizer: that it was trained with.
+        tokenizer: tokenizer of the training data.
         tokenizer_digest: sha256 of the tokenizer's file, hex.
-        checkpoint: folder that it was read from, verified.
-        step: optimizer steps it was trained for.
+        checkpoint: folder of the checkpoint, verified.
+        step: optimizer steps of the training.
     """
 
     config: Config
@@ -57,33 +56,35 @@ class TrainedModel:
 
 
 def load_trained(source: Path) -> TrainedModel:
-    """Load the newest checkpoint under `source` that verifies, whatever layout saved it.
+    """Loads the newest checkpoint under `source` that verifies, saved in any layout.
 
     Args:
         source: a run directory or a checkpoint.
     Raises:
-        StateError: if there is none, it is of no model, or its tokenizer is missing or another.
+        StateError: if there is none, it holds no model, or its tokenizer is missing or wrong.
     """
-    found = store.find_newest(source)
-    if found is None:
+    newest = store.find_newest(source)
+    if newest is None:
         raise StateError(
             f"{source}: holds no checkpoint. Give a run directory that has trained to its first "
             "save, or one of its checkpoints/<step> folders"
         )
-    for name, why in found.skipped:
-        logger.warning("skipped checkpoint %s: %s", name, why)
-    with CheckpointReader(found.path) as reader:
+    for name, reason in newest.skipped:
+        logger.warning("skipped checkpoint %s: %s", name, reason)
+    with CheckpointReader(newest.path) as reader:
         config = _config_of(reader)
-        tokenizer, digest = _tokenizer_of(found.path, reader.state, config)
+        tokenizer, digest = _tokenizer_of(newest.path, reader.state, config)
+        # Made on the device: a large model need not fit into the host's memory.
         with torch.device(runtime.device()):
             model = Backbone(config.model)
+        # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
         stage_b = frozenset(filter(is_stage_b, reader.names()))
         engine_state.load_module(model, reader, logical_name, others=stage_b)
-    return TrainedModel(config, model.eval(), tokenizer, digest, found.path, found.step)
+    return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
 
 
 def _config_of(reader: CheckpointReader) -> Config:
-    """Configuration in a checkpoint, of a model no larger than its tensors."""
+    """Reads the configuration in a checkpoint, of a model no larger than its tensors."""
     path = reader.path / "state.json"
     try:
         config = Config.model_validate(reader.state["config"])
@@ -94,27 +95,37 @@ def _config_of(reader: CheckpointReader) -> Config:
             f"{path}: its configuration is not one of this version: {error}. Use the version that "
             "environment.json of its run directory names"
         ) from error
+    # Checked before the model is made: a configuration of terabytes would take all memory.
     sizes = (torch.Size(reader.shape(name, reader.content_kind(name))) for name in reader.names())
-    held = sum(map(torch.Size.numel, sizes))
+    available = sum(map(torch.Size.numel, sizes))
     needed = count(config.model, 1).total_params
-    if needed > held:
+    if needed > available:
         raise StateError(
             f"{path}: its configuration has {needed:,} parameters, and the checkpoint holds "
-            f"{held:,}. Give the checkpoint of one run, as it was saved"
+            f"{available:,}. Give the checkpoint of one run, as it was saved"
         )
     return config
 
 
 def _tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tuple[Tokenizer, str]:
-    """Tokenizer that travels with a checkpoint, and its digest.
+    """Loads the tokenizer of a checkpoint.
 
+    Returns:
+        The tokenizer and its digest.
     Raises:
         StateError: if there is none, or it is not the one that the checkpoint was trained with.
         DataError: if it cannot be read.
     """
+    # A tokenizer of the same size but other merges would give wrong text without any error.
     expected = state.get("tokenizer")
-    places = list(_tokenizer_folders(checkpoint, config))
-    for folder in places:
+    folders = [checkpoint, checkpoint.parent]
+    if checkpoint.parent.name == "checkpoints":
+        folders.append(checkpoint.parent.parent)
+    # Run directories of older versions hold none: their data set does.
+    data = _local_data(config)
+    if data is not None:
+        folders.append(data)
+    for folder in folders:
         path = folder / TOKENIZER_FILE
         if not path.is_file():
             continue
@@ -129,25 +140,15 @@ def _tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tu
             )
         return load_tokenizer(folder), digest
     raise StateError(
-        f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, places))}. Put the "
+        f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, folders))}. Put the "
         f"tokenizer.json of its run directory or data set into {checkpoint}"
     )
 
 
-def _tokenizer_folders(checkpoint: Path, config: Config) -> Iterator[Path]:
-    """Folders where a checkpoint's tokenizer may be, in this order."""
-    yield checkpoint
-    yield checkpoint.parent
-    if checkpoint.parent.name == "checkpoints":
-        yield checkpoint.parent.parent
-    folder = _local_data(config)  # run directories of older versions hold none
-    if folder is not None:
-        yield folder
-
-
 def _local_data(config: Config) -> Path | None:
-    """Data set of a run on this machine; None if it is behind a URL, which nobody asked for."""
+    """Returns the folder of a run's data set; None if its data set is behind a URL."""
     if config.data.path == "sample":
+        # Built at the first use, into the folder of `cdrmix data sample`.
         return Path("data") / f"sample-{config.model.vocab_size}"
     return None if "://" in config.data.path else Path(config.data.path)
 
@@ -155,12 +156,13 @@ def _local_data(config: Config) -> Path | None:
 def continue_text(
     source: Path, prompt: str, *, max_new_tokens: int, temperature: float, seed: int
 ) -> str:
-    """The text that a trained model goes on with after `prompt`."""
-    trained = load_trained(source)
-    tokenizer = trained.tokenizer
-    ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]  # documents follow an EOS in training
+    """Generates the continuation of `prompt` by a trained model."""
+    run = load_trained(source)
+    tokenizer = run.tokenizer
+    # In training each document follows an EOS.
+    ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
     new = generate(
-        trained.model,
+        run.model,
         torch.tensor([ids], device=runtime.device()),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -173,56 +175,58 @@ def continue_text(
 def evaluate_run(
     source: Path, *, data: str | None = None, max_tokens: int | None = None
 ) -> Evaluation:
-    """Held-out loss of a trained model.
+    """Measures the held-out loss of a trained model.
 
     Args:
         source: a run directory or a checkpoint.
-        data: folder or URL of a data set; None: the folder that it was trained on.
-        max_tokens: most tokens read; None: as many as at the end of its training.
+        data: folder or URL of a data set; None: the folder of the training.
+        max_tokens: most tokens read; None: as many as at the end of the training.
     Raises:
         StateError: if there is no checkpoint.
         DataError: if the data set is missing, damaged, or of another tokenizer.
     """
-    trained = load_trained(source)
+    run = load_trained(source)
     if max_tokens is None:
-        max_tokens = trained.config.evaluation.final_tokens
-    length = trained.config.training.sequence_length
-    folder = _evaluation_data(trained, data)
+        max_tokens = run.config.evaluation.final_tokens
+    length = run.config.training.sequence_length
+    folder = _evaluation_data(run, data)
     manifest = read_manifest(folder)
-    if manifest.tokenizer.sha256 != trained.tokenizer_digest:
+    if manifest.tokenizer.sha256 != run.tokenizer_digest:
         raise DataError(
             f"{folder}: its tokens are of another tokenizer than the model's: sha256 "
-            f"{manifest.tokenizer.sha256[:12]} here, {trained.tokenizer_digest[:12]} in "
-            f"{trained.checkpoint}. Give --data DIR, a data set built with the tokenizer.json there"
+            f"{manifest.tokenizer.sha256[:12]} here, {run.tokenizer_digest[:12]} in "
+            f"{run.checkpoint}. Give --data DIR, a data set built with the tokenizer.json there"
         )
+    # Only the shards to be read: the training split may be a thousand times as large.
     held_out = tuple(shard for shard in manifest.shards if shard.split == "validation")
     verify_shards(folder, manifest.model_copy(update={"shards": held_out}))
-    logger.info("%s: step %d on %s", source, trained.step, folder)
+    logger.info("%s: step %d on %s", source, run.step, folder)
     return evaluate(
-        trained.model,
+        run.model,
         TokenDataset(folder, "validation", length),
         max_tokens=max_tokens,
         batch_size=8,
-        segment_documents=trained.config.data.segment_documents,
+        segment_documents=run.config.data.segment_documents,
     )
 
 
-def _evaluation_data(trained: TrainedModel, data: str | None) -> Path:
-    """Folder of the data set to evaluate on; a URL only where the caller names it."""
+def _evaluation_data(run: TrainedModel, data: str | None) -> Path:
+    """Returns the folder of the data set to evaluate on; opens a URL of the caller only."""
     if data is not None and "://" in data:
-        asked = DataConfig(path=data, order="sequential")
-        return local_folder(asked, trained.config.training.sequence_length)
-    folder = _local_data(trained.config) if data is None else Path(data)
+        config = DataConfig(path=data, order="sequential")
+        return local_folder(config, run.config.training.sequence_length)
+    folder = _local_data(run.config) if data is None else Path(data)
     if folder is None:
         raise DataError(
-            f"{trained.checkpoint}: was trained on a data set behind a URL, and one that a "
+            f"{run.checkpoint}: was trained on a data set behind a URL, and one that a "
             "checkpoint names is not opened. Give --data with that URL or a folder"
         )
     if data is None and not folder.is_dir():
         raise DataError(
-            f"{folder}: the data set that {trained.checkpoint} was trained on is not here. Give "
+            f"{folder}: the data set that {run.checkpoint} was trained on is not here. Give "
             "--data DIR, or build the sample corpus with `cdrmix data sample`"
         )
+    # A cache names the URL of its data set, which would be opened without the user's knowledge.
     if remote_files(folder) is not None:
         raise DataError(
             f"{folder}: is a cache of a data set behind a URL, which would be opened for what is "

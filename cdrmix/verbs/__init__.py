@@ -1,1 +1,1 @@
-"""Verbs of the `cdrmix` command, by what they are about."""
+"""Verbs of the `cdrmix` command, by subject."""

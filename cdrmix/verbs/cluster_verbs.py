@@ -1,4 +1,7 @@
-"""`cdrmix launch`, `slurm` and `doctor`: runs on hosts."""
+"""The verbs `cdrmix launch`, `slurm` and `doctor`, for runs on one or many hosts.
+
+The modules that do the work are imported when a verb runs: the help must not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_launch(verbs: Verbs) -> None:
-    """`cdrmix launch`: train, and start again what is lost."""
+    """Adds `cdrmix launch`: trains, and restarts a lost run."""
     parser = verbs.add_parser(
         "launch",
         help="train under the deepspeed launcher, restarted where it is lost",
@@ -39,6 +42,7 @@ def add_launch(verbs: Verbs) -> None:
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.cluster.launch import launch, make_job
 
+        # Last, so that the flag wins over --set.
         overrides = list(arguments.overrides)
         if arguments.max_steps is not None:
             overrides.append(f"training.max_steps={arguments.max_steps}")
@@ -52,6 +56,7 @@ def add_launch(verbs: Verbs) -> None:
             run_dir=arguments.run_dir,
             resume=arguments.resume,
         )
+        # Exit codes of a run pass through: batch scripts decide by them.
         code = launch(job)
         if code != EXIT_DONE:
             raise SystemExit(code)
@@ -60,12 +65,12 @@ def add_launch(verbs: Verbs) -> None:
 
 
 def add_slurm(verbs: Verbs) -> None:
-    """`cdrmix slurm`: write a batch script for a run, and queue it."""
+    """Adds `cdrmix slurm`: writes a batch script for a run, and submits it."""
     parser = verbs.add_parser(
         "slurm",
         help="write a batch script for a run, and queue it with --submit",
-        description="Writes RUN_DIR/job.sbatch: the run saves before its time limit, goes back to "
-        "the queue and goes on. Configuration and layout are checked before.",
+        description="Writes RUN_DIR/job.sbatch: the run saves before its time limit, returns to "
+        "the queue and continues. Configuration and layout are checked before.",
     )
     add_config_flags(parser)
     _add_batch_flags(parser)
@@ -89,6 +94,7 @@ def add_slurm(verbs: Verbs) -> None:
             chain=arguments.chain,
             options=arguments.options,
         )
+        # Written in any case: it stays in the run directory as the record of what was submitted.
         script = write_script(batch)
         print(submit(script) if arguments.submit else script)
 
@@ -96,14 +102,14 @@ def add_slurm(verbs: Verbs) -> None:
 
 
 def _add_run_flags(parser: argparse.ArgumentParser, *, restarts: str) -> None:
-    """What a run is started with, however; `restarts` is the help of its flag."""
+    """Adds the flags of every way to start a run; `restarts` is the help of --max-restarts."""
     parser.add_argument("--max-restarts", type=at_least(0), default=3, metavar="R", help=restarts)
     parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
     parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
 
 
 def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """What a batch script asks SLURM for."""
+    """Adds the flags for the resources and options of a batch job."""
     parser.add_argument("--nodes", type=at_least(1), metavar="N", required=True, help="nodes")
     parser.add_argument(
         "--gpus-per-node",
@@ -120,6 +126,7 @@ def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
         help="srun: a task per rank; deepspeed: its launcher on each node; default srun",
     )
     parser.add_argument("--time", default="24:00:00", help="time limit; default 24:00:00")
+    # For sites that forbid a job to requeue itself.
     parser.add_argument(
         "--chain",
         type=at_least(1),
@@ -138,7 +145,7 @@ def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_doctor(verbs: Verbs) -> None:
-    """`cdrmix doctor`: is this machine, or are the hosts of a hostfile, ready for a run?"""
+    """Adds `cdrmix doctor`: checks that this machine, or each host of a hostfile, can run."""
     parser = verbs.add_parser(
         "doctor",
         help="check this machine, or every host of a hostfile, before a run",
@@ -177,6 +184,7 @@ def add_doctor(verbs: Verbs) -> None:
         from cdrmix.cluster.hosts import read_hostfile
 
         hosts = read_hostfile(arguments.hostfile) if arguments.hostfile else []
+        # Before the checks: the leftovers hold the ports and the memory that these look at.
         if arguments.remove_leftovers:
             for removed in remove_leftovers_on_hosts(hosts):
                 print(f"removed {removed}", file=sys.stderr)
@@ -187,6 +195,7 @@ def add_doctor(verbs: Verbs) -> None:
             with_all_reduce=not arguments.no_all_reduce,
         )
         print(report_json(findings) if arguments.json else as_table(findings))
+        # As a wrong configuration: a start on these hosts, and any restart, would fail.
         if not is_ready(findings):
             raise SystemExit(EXIT_USER_ERROR)
 

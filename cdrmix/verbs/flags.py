@@ -1,4 +1,4 @@
-"""Flags that several verbs have."""
+"""Flags that several verbs share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    # argparse has no public name for it.
     Verbs: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """The flags of every verb that reads a configuration: --config FILE and --set PATH=VALUE."""
+    """Adds the flags of a verb that reads a configuration: --config FILE, --set PATH=VALUE."""
     parser.add_argument("--config", metavar="FILE", required=required, help="YAML configuration")
     parser.add_argument(
         "--set",
@@ -24,11 +25,12 @@ def add_config_flags(parser: argparse.ArgumentParser, *, required: bool = True) 
 
 
 def at_least(lowest: int | float) -> Callable[[str], int | float]:
-    """Reads a flag's number of the same type as `lowest`, and not below it."""
+    """Returns a reader of numbers of the type of `lowest`, and not below it."""
 
     def number(text: str) -> int | float:
         value = type(lowest)(text)
-        if not value >= lowest:  # so that it refuses nan
+        # Not `value < lowest`, which is false for nan.
+        if not value >= lowest:
             raise argparse.ArgumentTypeError(f"given {text}, allowed is a number from {lowest}")
         return value
 

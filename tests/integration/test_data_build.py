@@ -26,12 +26,12 @@ import pytest
 from cdrmix import cli
 from cdrmix.corpus import build as build_module
 from cdrmix.corpus import remote_jobs as pool_module
-from cdrmix.corpus import stage
+from cdrmix.corpus import task_run
 from cdrmix.corpus.build import build_dataset
+from cdrmix.corpus.build_tasks import Deadline
 from cdrmix.corpus.recipe import STEPS
 from cdrmix.corpus.remote_jobs import Pool
 from cdrmix.corpus.steps.normalise import Normalise
-from cdrmix.corpus.tasks_of_sources import Deadline
 from cdrmix.data.document import Document, Drop
 from cdrmix.data.shards import read_manifest
 from cdrmix.data.token_dataset import TokenDataset
@@ -200,9 +200,9 @@ def test_a_build_killed_at_any_time_goes_on_where_it_was(
             assert not [worker for worker in workers if worker.is_running()]
     done, made = finished_tasks(out), []
     assert len(done) >= 8
-    original = stage.new_folder
+    original = task_run.new_folder
     monkeypatch.setattr(
-        stage, "new_folder", lambda path: (made.append(path.name), original(path))[1]
+        task_run, "new_folder", lambda path: (made.append(path.name), original(path))[1]
     )
     build_dataset(recipe, out, workers=1, task_bytes=TASK_BYTES)
     assert made
@@ -244,10 +244,10 @@ class Killer:
             yield document
 
 
-def run_with_killer(job: stage.StageJob) -> None:
+def run_with_killer(job: task_run.TaskJob) -> None:
     STEPS["killer"] = f"{__name__}:Killer"
-    stage.Deadline = functools.partial(Deadline, 0.2)  # type: ignore[assignment, misc]
-    stage.run_stage(job)
+    task_run.Deadline = functools.partial(Deadline, 0.2)  # type: ignore[assignment, misc]
+    task_run.run_task(job)
 
 
 def test_a_file_that_kills_its_process_and_one_without_end_are_set_aside(
@@ -264,7 +264,7 @@ def test_a_file_that_kills_its_process_and_one_without_end_are_set_aside(
     recipe = {"sources": [entry], "steps": ["killer"], "tokenizer": {"vocab_size": 270}}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     monkeypatch.setitem(STEPS, "killer", f"{__name__}:Killer")
-    monkeypatch.setattr(build_module, "run_stage", run_with_killer)
+    monkeypatch.setattr(build_module, "run_task", run_with_killer)
     build_dataset(tmp_path / "recipe.yaml", tmp_path / "out", workers=2)
     lines = (tmp_path / "out" / "set_aside.jsonl").read_text().splitlines()
     assert {(entry["file"], entry["reason"]) for entry in map(json.loads, lines)} == {
@@ -290,7 +290,7 @@ def test_a_build_stops_at_once_with_its_workers(
         process.send_signal(signum)
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == 75
-    assert "start again to go on" in stderr
+    assert "start again to continue" in stderr
     assert "Traceback" not in stderr
     psutil.wait_procs(workers, timeout=20)
     assert not [worker for worker in workers if worker.is_running()]
@@ -305,7 +305,7 @@ def test_a_full_disk_is_named_and_loses_nothing(recipe: Path, built: Path, tmp_p
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "DataError" in stderr
-    assert "What is done stays" in stderr
+    assert "Finished work stays" in stderr
     assert finished_tasks(out)
     build_dataset(recipe, out, workers=1, task_bytes=TASK_BYTES)
     assert digests(out) == digests(built)

@@ -168,9 +168,9 @@ def test_a_build_on_slurm_killed_itself_goes_on_where_it_was(
         f"task_bytes={TASK_BYTES})"
     )
     with subprocess.Popen([sys.executable, "-c", code, recipe, out], cwd=ROOT) as process:
-        wait_until(lambda: list(out.glob("work/stage-0/[!.]*")), process)
+        wait_until(lambda: list(out.glob("work/pass-0/[!.]*")), process)
         process.kill()
-    done = {path: path.stat().st_ino for path in out.glob("work/stage-0/[!.]*")}
+    done = {path: path.stat().st_ino for path in out.glob("work/pass-0/[!.]*")}
     found: dict[Path, int] = {}
 
     class Looking(SlurmEngine):

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cdrmix.corpus import stage
+from cdrmix.corpus import task_run
 from cdrmix.corpus.build import build_dataset
+from cdrmix.corpus.build_tasks import Task
 from cdrmix.corpus.encode import export_tars
 from cdrmix.corpus.recipe import StepConfig
 from cdrmix.corpus.source import SourceConfig, find_files
-from cdrmix.corpus.stage import StageJob, read_record, run_stage
-from cdrmix.corpus.tasks_of_sources import Task
+from cdrmix.corpus.task_run import TaskJob, read_record, run_task
 from cdrmix.data.document import ROLES, encoded, fields_of, joined
 from cdrmix.data.shards import read_lengths, read_manifest, verify_shards
 from cdrmix.data.tokenizer import load_tokenizer
@@ -128,7 +128,7 @@ def test_a_step_that_takes_a_chain_apart_drops_it_with_a_reason(tmp_path: Path) 
         name="s", type="local", path=str(tmp_path), domain="maths", chain_of_thought={}
     )
     task = Task(source, tuple(find_files(source).files), None, "key")
-    job = StageJob(task, None, None, ((0, StepConfig(name="cut")),), None, tmp_path / "out", False)
+    job = TaskJob(task, None, None, ((0, StepConfig(name="cut")),), None, tmp_path / "out", False)
 
     class Cut:
         name = "cut"
@@ -139,8 +139,8 @@ def test_a_step_that_takes_a_chain_apart_drops_it_with_a_reason(tmp_path: Path) 
                 yield document
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "make_step", lambda config: Cut())
-        run_stage(job)
+        patch.setattr(task_run, "make_step", lambda config: Cut())
+        run_task(job)
     (counts,) = read_record(tmp_path / "out")["steps"]
     assert (counts["in"], counts["out"]) == (2, 1)
     assert counts["dropped"] == {"parts of the chain of thought lost": 1}

@@ -15,10 +15,10 @@ from cdrmix.corpus.remote_jobs import (
     error_as_json,
     error_from_json,
     errors_in,
-    pack_object,
+    pack_job,
     run_call,
     run_in_rounds,
-    unpack_object,
+    run_packed,
     write_calls,
 )
 from cdrmix.errors import DataError, StateError
@@ -76,9 +76,9 @@ def test_a_job_runs_where_the_build_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    packed = pack_object(make_file, Toy(Path("relative")))
+    packed = pack_job(make_file, Toy(Path("relative")))
     monkeypatch.chdir("/")
-    assert unpack_object(packed).run() is None
+    assert run_packed(packed) is None
     assert (tmp_path / "relative").exists()
     assert Path.cwd() == Path("/")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.corpus.corpus_steps import UrlDedup
+from cdrmix.corpus.dedup_steps import UrlDedup
 from cdrmix.corpus.steps.url import canonical_url, host_of, url_key
 from cdrmix.data.document import Document
 from cdrmix.errors import DataError

@@ -1,0 +1,326 @@
+"""Runs one task through the steps of one pass: reads, changes and writes its documents.
+
+A result is a folder that appears by one rename, so a folder that exists is complete. It depends on
+the task and the steps only, not on the process that made it or on the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from cdrmix import log
+from cdrmix.corpus.build_tasks import Deadline, Task, TooSlow
+from cdrmix.corpus.recipe import StepConfig, make_step
+from cdrmix.data.document import Document, Step, parted
+from cdrmix.data.folders import new_folder, open_new
+from cdrmix.data.shards import write_file
+
+DOCUMENTS_FILE = "documents.jsonl"
+DROPPED_FILE = "dropped.jsonl"
+RECORD_FILE = "record.json"
+# The report shows examples of each reason; all dropped text would be as large as the corpus.
+_SAMPLES_PER_REASON = 3
+_SAMPLE_CHARACTERS = 500
+_logger = log.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class TaskJob:
+    """One task and the steps of one pass.
+
+    Attributes:
+        before: result of the pass before; None: the task is read from its source.
+        decision: (number in the recipe, step over the corpus, its decision on this task), carried
+            out first.
+        steps: (number in the recipe, step) each.
+        notes_of: step over the corpus that takes notes last; None at the end.
+        out: folder of the result, named by a hash of all its inputs.
+        keep_dropped: write all dropped documents whole, not a few excerpts.
+    """
+
+    task: Task
+    before: Path | None
+    decision: tuple[int, StepConfig, Path] | None
+    steps: tuple[tuple[int, StepConfig], ...]
+    notes_of: StepConfig | None
+    out: Path
+    keep_dropped: bool
+
+    def is_done(self) -> bool:
+        """Returns True if the result exists."""
+        return self.out.is_dir()
+
+    @property
+    def mark(self) -> Path:
+        """File with the name of the input that is being read; outlives a killed process."""
+        return self.out.with_name(f".{self.out.name}.reading")
+
+    @property
+    def left_out(self) -> Path:
+        """File with the names of inputs that ended a process and are not read again."""
+        return self.out.with_name(f".{self.out.name}.left_out")
+
+    def names_left_out(self) -> list[str]:
+        """Returns the names in `left_out`."""
+        try:
+            names: list[str] = json.loads(self.left_out.read_bytes())
+        except FileNotFoundError:
+            return []
+        return names
+
+
+def notes_path(out: Path) -> Path:
+    """Returns the path of the notes in a result folder."""
+    # Named by the task, since the step over the corpus looks at the notes of all tasks together.
+    return out / f"{out.name}.notes"
+
+
+@dataclass
+class StepCounts:
+    """Numbers of documents into and out of one step over one task, and the reasons of drops."""
+
+    number: int
+    name: str
+    documents_in: int = 0
+    documents_out: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+class _Timed:
+    """Passes documents on with a time limit for each, and leaves out those that exceeded it."""
+
+    def __init__(self, slow: Collection[str]) -> None:
+        self.deadline = Deadline()
+        self.now: str | None = None  # id of the document in the steps
+        self._slow = slow
+
+    def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
+        for document in documents:
+            if document.id not in self._slow:
+                self.now = document.id
+                self.deadline.begin()
+                yield document
+                # Too much time from here on is that of reading, which `Task.read` sets aside.
+                self.now = None
+            # Also before the next one is read, which has a limit of its own.
+            self.deadline.begin()
+
+
+def run_task(job: TaskJob) -> None:
+    """Runs a job, unless its result exists.
+
+    A document that a step takes too long for is set aside. The exception ends the steps with all
+    that they hold of the task, so the job starts again without that document.
+
+    Raises:
+        DataError: for causes outside: a missing package, a connection that stays broken.
+        OSError: if the result cannot be written.
+    """
+    slow: dict[str, str] = {}  # id and message of each such document
+    while not job.is_done():
+        timed = _Timed(slow)
+        try:
+            with timed.deadline:
+                _run_once(job, timed, slow)
+        except TooSlow as error:
+            if timed.now is None or timed.now in slow:
+                raise  # no document is the cause
+            _logger.warning("%s: set aside: %s", timed.now, error)
+            slow[timed.now] = str(error)
+        finally:
+            job.mark.unlink(missing_ok=True)
+
+
+def leave_out_last(job: TaskJob) -> bool:
+    """Leaves out the input that a job was reading when its process was killed.
+
+    Returns:
+        True if there is such an input, so that the job can run again without it.
+    """
+    if job.before is not None or not job.mark.exists():
+        return False
+    # Only reading leaves a mark: a later pass has no part of a file that it could leave out.
+    name = json.loads(job.mark.read_bytes())
+    write_file(job.left_out, json.dumps([*job.names_left_out(), name]).encode())
+    job.mark.unlink()
+    _logger.warning(
+        "%s/%s: ended the process that read it, twice; it is set aside", job.task.source.name, name
+    )
+    return True
+
+
+def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
+    """Runs the steps of a job over all documents but the slow ones, and writes the result."""
+    # One entry per file and reason: the first row in detail, then a count. A damaged file of
+    # 10^8 rows must not give a report of that size.
+    unread: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def set_aside(file: str, row: int | None, reason: str, detail: str) -> None:
+        new = {"file": file, "reason": reason, "row": row, "detail": detail, "count": 0}
+        unread.setdefault((file, reason), new)["count"] += 1
+
+    def write_mark(name: str) -> None:
+        # Not synced: it must outlive the process, not the machine.
+        with open_new(job.mark) as file:
+            file.write(json.dumps(name).encode())
+
+    for document_id, message in slow.items():
+        file, _, row = document_id.removeprefix(f"{job.task.source.name}/").rpartition("#")
+        set_aside(file, int(row), "takes too long", message)
+    if job.before is None:
+        documents = job.task.read(set_aside, left_out=job.names_left_out(), begin=write_mark)
+    else:
+        documents = read_documents(job.before, job.task)
+    documents = timed(documents)
+    with (
+        new_folder(job.out) as folder,
+        (folder / DROPPED_FILE).open("w", encoding="utf-8") as drops,
+    ):
+        steps: list[tuple[StepCounts, Step]] = []
+        if job.decision is not None:
+            number, config, path = job.decision
+            steps.append((StepCounts(number, config.name), make_step(config).after(path)))
+        steps += [(StepCounts(n, config.name), make_step(config)) for n, config in job.steps]
+        all_counts = [counts for counts, _ in steps]
+        if job.notes_of is not None:
+            # Taking notes drops nothing and is not a step of the recipe, so it is not counted.
+            take_notes = make_step(job.notes_of).before(folder / notes_path(job.out).name)
+            steps.append((StepCounts(-1, "notes"), take_notes))
+        for counts, step in steps:
+            documents = _apply(step, documents, job, counts, drops)
+        # All generators so far: this loop alone moves documents, one at a time, through all steps.
+        record = _write_documents(folder / DOCUMENTS_FILE, documents)
+        close_synced(drops)
+        for counts in all_counts:
+            accounted = counts.documents_out + counts.dropped.total()
+            assert counts.documents_in == accounted, (
+                f"step {counts.name} took {counts.documents_in} documents and gave or dropped "
+                f"{accounted}"
+            )
+        record["steps"] = [
+            {
+                "number": counts.number,
+                "name": counts.name,
+                "in": counts.documents_in,
+                "out": counts.documents_out,
+                "dropped": dict(sorted(counts.dropped.items())),
+            }
+            for counts in all_counts
+        ]
+        record["set_aside"] = list(unread.values())
+        write_file(folder / RECORD_FILE, json.dumps(record, sort_keys=True).encode())
+
+
+def _apply(
+    step: Step, documents: Iterable[Document], job: TaskJob, counts: StepCounts, drops: TextIO
+) -> Iterator[Document]:
+    """Passes documents through a step, counts them, and writes what it drops to `drops`."""
+    last: Document | None = None
+
+    def counted() -> Iterator[Document]:
+        nonlocal last
+        for document in documents:
+            counts.documents_in += 1
+            last = document
+            yield document
+
+    def drop(document: Document, reason: str) -> None:
+        counts.dropped[reason] += 1
+        if not job.keep_dropped and counts.dropped[reason] > _SAMPLES_PER_REASON:
+            return
+        entry = {
+            "step": counts.number,
+            "name": counts.name,
+            "reason": reason,
+            "id": document.id,
+            "domain": document.domain,
+            "metadata": document.metadata,
+            "text": document.text if job.keep_dropped else document.text[:_SAMPLE_CHARACTERS],
+        }
+        drops.write(json.dumps(entry) + "\n")
+
+    try:
+        for document in step(counted(), drop):
+            # A step changes text as a whole and may delete the marks between prompt and thought.
+            if job.task.source.chain_of_thought is not None and parted(document.text) is None:
+                drop(document, "parts of the chain of thought lost")
+                continue
+            counts.documents_out += 1
+            yield document
+    except Exception as error:
+        # Without the id, a defect at one of 10^9 documents could not be found again. Only the
+        # innermost step adds it: the exception passes through all steps after it.
+        if last is not None and not getattr(error, "__notes__", None):
+            error.add_note(f"step {counts.name}, which took document {last.id} last")
+        raise
+
+
+def _write_documents(path: Path, documents: Iterable[Document]) -> dict[str, Any]:
+    """Writes documents as lines of JSON and returns their counts and digest."""
+    digest = hashlib.sha256()
+    num_documents = 0
+    text_bytes = 0
+    lengths: Counter[int] = Counter()
+    languages: Counter[str] = Counter()
+    with path.open("wb") as file:
+        for document in documents:
+            entry = {"id": document.id, "text": document.text, "metadata": document.metadata}
+            line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+            file.write(line)
+            digest.update(line)  # lets the manifest name the corpus by its content
+            size = len(document.text.encode())
+            num_documents += 1
+            text_bytes += size
+            lengths[size.bit_length()] += 1
+            languages[str(document.metadata.get("language", "unknown"))] += 1
+        close_synced(file)
+    return {
+        "documents": num_documents,
+        "text_bytes": text_bytes,
+        "sha256": digest.hexdigest(),
+        "lengths": {f"< {2**power} bytes": lengths[power] for power in sorted(lengths)},
+        "languages": dict(sorted(languages.items())),
+    }
+
+
+def read_documents(folder: Path, task: Task) -> Iterator[Document]:
+    """Reads the documents of a result."""
+    with (folder / DOCUMENTS_FILE).open("rb") as file:
+        for line in file:
+            entry = json.loads(line)
+            # Source and domain are those of the task, so the lines do not repeat them.
+            yield Document(
+                text=entry["text"],
+                id=entry["id"],
+                source=task.source.name,
+                domain=task.source.domain,
+                metadata=entry["metadata"],
+            )
+
+
+def document_id(folder: Path, row: int) -> str:
+    """Returns the id of the document at a place of a result."""
+    with (folder / DOCUMENTS_FILE).open("rb") as file:
+        line = next(itertools.islice(file, row, None))
+    return str(json.loads(line)["id"])
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Reads the counts of a result."""
+    record: dict[str, Any] = json.loads((folder / RECORD_FILE).read_bytes())
+    return record
+
+
+def close_synced(file: Any) -> None:
+    """Closes a file after its content is on the disk."""
+    with file:
+        file.flush()
+        os.fsync(file.fileno())
