@@ -20,7 +20,6 @@ from cdrmix.corpus.steps.read_bytes import bounded_lines
 from cdrmix.corpus.tasks_of_sources import Task
 from cdrmix.data.mixed import SEQUENCE_LENGTH, mixture_course
 from cdrmix.data.shards import (
-    MANIFEST_FILE,
     ShardInfo,
     check_regular,
     read_manifest,
@@ -222,10 +221,6 @@ def read_report(folder: Path) -> dict[str, Any]:
     return report
 
 
-_SHOWN_SET_ASIDE = 20
-_SHOWN_SHARDS = 20
-_SHOWN_CLUSTERS = 3
-_SHOWN_CHARACTERS = 160
 # A dropped document is kept whole where the recipe asks for it, with JSON's escapes.
 _MAX_ENTRY_BYTES = 2**30
 
@@ -288,135 +283,3 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}. Build the folder again.") from error
-
-
-def inspection_table(inspected: Mapping[str, Any]) -> str:
-    """A table of what `inspect_folder` found, for a terminal.
-
-    Raises:
-        DataError: if a part of it is of another kind than a build writes.
-    """
-    try:
-        text = "\n".join(_table_lines(inspected))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(
-            f"{REPORT_FILE}: not a report of this version ({type(error).__name__}: {error}). "
-            "Build the folder again."
-        ) from error
-    # Names and texts are of anybody, and a terminal obeys control characters.
-    return "".join(c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _table_lines(inspected: Mapping[str, Any]) -> list[str]:
-    lines = [*_token_lines(inspected["tokens"])]
-    if "steps" in inspected:
-        lines += ["", *_step_lines(inspected)]
-        lines += _cluster_lines(inspected["steps"])
-    if inspected["mixture"]:
-        lines += ["", *_mixture_lines(inspected["mixture"])]
-    if "shards" in inspected["source"]:
-        lines += ["", *_lineage_lines(inspected)]
-    if inspected["dropped"]:
-        lines += ["", "Dropped, for example:"]
-        for entry in inspected["dropped"]:
-            text = " ".join(entry["text"].split())[:_SHOWN_CHARACTERS]
-            lines += [f"  {entry['name']}: {entry['reason']}: {entry['id']}", f"    {text}"]
-    return lines
-
-
-def _token_lines(tokens: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{'domain':<16}{'split':<12}{'tokens':>16}{'documents':>14}{'bytes of text':>18}"
-    for domain, splits in sorted(tokens.items()):
-        for split, counts in splits.items():
-            yield (
-                f"{domain:<16}{split:<12}{counts['tokens']:>16,}{counts['documents']:>14,}"
-                f"{counts['text_bytes']:>18,}"
-            )
-
-
-def _step_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
-    read = inspected["read"]
-    yield f"{'step':<28}{'in':>14}{'out':>14}"
-    yield f"{'read':<28}{'':>14}{read['documents']:>14,}"
-    yield from _reason_lines(read["set_aside"])
-    for source, kinds in read["other_kinds"].items():
-        shown = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items())
-        yield f"  {source}: files of other kinds: {shown}"
-    for step in inspected["steps"]:
-        yield f"{step['name']:<28}{step['in']:>14,}{step['out']:>14,}"
-        yield from _reason_lines(step["dropped"])
-    if inspected["set_aside"]:
-        yield ""
-        yield "Set aside:"
-    for entry in inspected["set_aside"][:_SHOWN_SET_ASIDE]:
-        row = "" if entry["row"] is None else f", row {entry['row']}"
-        more = f" (and {entry['count'] - 1:,} more)" if entry["count"] > 1 else ""
-        detail = f" ({entry['detail']})" if entry["detail"] else ""
-        yield f"  {entry['source']}/{entry['file']}{row}: {entry['reason']}{detail}{more}"
-    hidden = len(inspected["set_aside"]) - _SHOWN_SET_ASIDE
-    if hidden > 0:
-        yield f"  and {hidden:,} more; see {SET_ASIDE_FILE}"
-
-
-def _cluster_lines(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    for step in steps:
-        if "pages" in step.get("found", {}):
-            yield ""
-            yield f"{step['name']}: {_address_counts(step['found'])}"
-        for kind in ("exact", "near"):
-            clusters = step.get("found", {}).get(kind)
-            if clusters and clusters["clusters"]:
-                yield ""
-                yield f"{step['name']}, clusters of {kind} duplicates: {clusters['clusters']:,}"
-                sizes = ", ".join(f"{n:,} of {size}" for size, n in clusters["sizes"].items())
-                yield f"  documents in each: {sizes}"
-                for largest in clusters["largest"][:_SHOWN_CLUSTERS]:
-                    yield f"  {largest['documents']:,} documents, first {largest['first']}"
-
-
-def _address_counts(found: Mapping[str, int]) -> str:
-    counts = f"{found['pages']:,} pages of {found['hosts']:,} hosts"
-    return f"{found['documents']:,} documents with an address, {counts}"
-
-
-def _mixture_lines(course: Mapping[str, Any]) -> Iterator[str]:
-    if "problem" in course:
-        yield f"Mixture, in sequences of {course['sequence_length']} tokens:"
-        yield f"  cannot be drawn: {course['problem']}"
-        return
-    yield (
-        f"{'mixture':<16}{'asked':>10}{'drawn':>10}{'samples':>16}{'epochs':>10}   "
-        f"in sequences of {course['sequence_length']} tokens"
-    )
-    for number, phase in enumerate(course["phases"]):
-        yield f"phase {number + 1}, {phase['stop'] - phase['start']:,} samples, {phase['change']}"
-        yield from _share_lines(phase["domains"], course["available"])
-    if len(course["phases"]) > 1:
-        yield f"together, {course['samples']:,} samples"
-        yield from _share_lines(course["whole"]["domains"], course["available"])
-
-
-def _share_lines(
-    domains: Mapping[str, Mapping[str, float]], available: Mapping[str, int]
-) -> Iterator[str]:
-    for name, share in domains.items():
-        epochs = f"{share['samples'] / available[name]:.2f}" if available[name] else "-"
-        yield (
-            f"  {name:<14}{share['asked']:>10.4f}{share['drawn']:>10.4f}"
-            f"{share['samples']:>16,}{epochs:>10}"
-        )
-
-
-def _lineage_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
-    source = inspected["source"]
-    yield f"Shards, all of recipe {source['recipe_hash']}, and their documents by source:"
-    for stem, documents in [*source["shards"].items()][:_SHOWN_SHARDS]:
-        yield f"  {stem}: {', '.join(f'{name} {n:,}' for name, n in documents.items())}"
-    hidden = len(source["shards"]) - _SHOWN_SHARDS
-    if hidden > 0:
-        yield f"  and {hidden:,} more; see {MANIFEST_FILE}"
-
-
-def _reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:
-    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        yield f"  {reason:<40}{count:>16,}"
