@@ -1,6 +1,7 @@
-"""What a data build did: written beside the shards.
+"""Report of a data build: written beside the shards, read again by `cdrmix data inspect`.
 
-What `cdrmix data inspect` tells of a built folder: plain values, and a table for people.
+`inspect_folder` gives plain values, which are its JSON; `Inspection` is their typed form, from
+which `cdrmix.corpus.inspection_page` writes the table and the page.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from cdrmix.config.load import config_hash
 from cdrmix.corpus.recipe import Recipe, built_mixture, recipe_yaml
@@ -33,6 +37,8 @@ RECIPE_FILE = "recipe.yaml"
 SET_ASIDE_FILE = "set_aside.jsonl"
 _SAMPLES_PER_REASON = 3
 _MAX_REPORT_BYTES = 2**28
+# A dropped document is kept whole where the recipe asks for it, with JSON's escapes.
+_MAX_ENTRY_BYTES = 2**30
 # A task and its results, stage by stage.
 Results = tuple[Any, ...]
 
@@ -44,33 +50,33 @@ def lineage(
     records: Sequence[dict[str, Any]],
     shards: Sequence[tuple[ShardInfo, dict[str, int]]],
 ) -> dict[str, Any]:
-    """Where the tokens are from, for the manifest: plain values, equal for equal builds.
+    """Describes the origin of the tokens for the manifest; equal builds have equal values.
 
     Args:
-        name: of the recipe, its file's without the suffix.
-        records: of each task's last stage.
-        shards: every shard, and its documents by source.
+        name: name of the recipe: that of its file, without the suffix.
+        records: record of each task's last stage.
+        shards: every shard, with its documents by source.
     """
     sources: dict[str, dict[str, Any]] = {}
     for source in recipe.sources:
-        own = [r for task, r in zip(tasks, records, strict=True) if task.source == source]
-        digests = "".join(record["sha256"] for record in own)
+        its_records = [r for task, r in zip(tasks, records, strict=True) if task.source == source]
+        digests = "".join(record["sha256"] for record in its_records)
         sources[source.name] = {
             "type": source.type,
             "domain": source.domain,
-            "documents": sum(record["documents"] for record in own),
-            "text_bytes": sum(record["text_bytes"] for record in own),
+            "documents": sum(record["documents"] for record in its_records),
+            "text_bytes": sum(record["text_bytes"] for record in its_records),
             "sha256": hashlib.sha256(digests.encode()).hexdigest(),
         }
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         "recipe": name,
         "recipe_hash": config_hash(recipe),
         "sources": sources,
         "shards": {shard.stem: documents for shard, documents in shards},
     }
     if recipe.mixture is not None:
-        found["mixture"] = recipe.mixture.model_dump(mode="json")
-    return found
+        described["mixture"] = recipe.mixture.model_dump(mode="json")
+    return described
 
 
 def write_build_report(
@@ -83,14 +89,14 @@ def write_build_report(
     decisions: Mapping[int, Any],
     ngrams: Mapping[str, Any],
 ) -> None:
-    """Write report.json, recipe.yaml, and what was dropped and set aside.
+    """Writes report.json, recipe.yaml, and the documents dropped and files set aside.
 
     Args:
-        key: names what the build followed from.
-        found: what was met where files were looked for, by source.
+        key: digest of everything that the build follows from.
+        found: listing of each source: files by kind, and those that cannot be read.
         results: (task, folder of its first stage, of its second, ...) each.
-        decisions: what steps over the corpus found, by number of the step.
-        ngrams: what `cdrmix.corpus.encode` found in the training tokens, by domain.
+        decisions: findings of the steps over the whole corpus, by number of the step.
+        ngrams: statistics of the training tokens by domain, from `cdrmix.corpus.encode`.
     """
     write_file(out / RECIPE_FILE, recipe_yaml(recipe).encode())
     with (out / DROPPED_FILE).open("w", encoding="utf-8") as file:
@@ -101,46 +107,39 @@ def write_build_report(
         file.writelines(lines)
         close_synced(file)
     set_aside = list(_set_aside(found, results))
+    reasons: Counter[str] = Counter()
+    for entry in set_aside:
+        reasons[entry["reason"]] += entry["count"]
+    num_read = 0
+    for _, first_stage, *_ in results:
+        record = read_record(first_stage)
+        num_read += record["steps"][0]["in"] if record["steps"] else record["documents"]
     content = "".join(json.dumps(entry) + "\n" for entry in set_aside)
     write_file(out / SET_ASIDE_FILE, content.encode())
     report = {
         "key": key,
         "recipe_hash": config_hash(recipe),
-        "read": _read_counts(found, results, set_aside),
+        "read": {
+            "documents": num_read,
+            "set_aside": dict(sorted(reasons.items())),
+            "other_kinds": {
+                source: dict(sorted(listing.other_kinds.items()))
+                for source, listing in found.items()
+                if listing.other_kinds
+            },
+        },
         "steps": _step_counts(recipe, results, decisions),
         "lengths": _summed(results, "lengths"),
         "languages": _summed(results, "languages"),
-        "ngrams": {domain: found for domain, found in ngrams.items() if found},
+        "ngrams": {domain: values for domain, values in ngrams.items() if values},
     }
     write_file(out / REPORT_FILE, (json.dumps(report, indent=2) + "\n").encode())
-
-
-def _read_counts(
-    found: Mapping[str, SourceListing], results: Sequence[Results], set_aside: list[dict[str, Any]]
-) -> dict[str, Any]:
-    reasons: Counter[str] = Counter()
-    for entry in set_aside:
-        reasons[entry["reason"]] += entry["count"]
-    return {
-        "documents": sum(_num_read(read_record(result[1])) for result in results),
-        "set_aside": dict(sorted(reasons.items())),
-        "other_kinds": {
-            source: dict(sorted(met.other_kinds.items()))
-            for source, met in found.items()
-            if met.other_kinds
-        },
-    }
-
-
-def _num_read(first_record: dict[str, Any]) -> int:
-    steps = first_record["steps"]
-    return int(steps[0]["in"] if steps else first_record["documents"])
 
 
 def _step_counts(
     recipe: Recipe, results: Sequence[Results], decisions: Mapping[int, Any]
 ) -> list[dict[str, Any]]:
-    """In, out and reasons of each step over all tasks, and by domain."""
+    """Sums documents in, out and dropped by reason of each step, over all tasks and by domain."""
     steps: list[dict[str, Any]] = [
         {"name": step.name, "in": 0, "out": 0, "dropped": {}, "by_domain": {}}
         for step in recipe.steps
@@ -156,13 +155,13 @@ def _step_counts(
                 total["out"] += counts["out"]
                 for reason, count in counts["dropped"].items():
                     total["dropped"][reason] = total["dropped"].get(reason, 0) + count
-    for number, found in decisions.items():
-        steps[number]["found"] = found
+    for number, findings in decisions.items():
+        steps[number]["found"] = findings
     return steps
 
 
 def _summed(results: Sequence[Results], name: str) -> dict[str, dict[str, int]]:
-    """A histogram of the documents that are left, by domain."""
+    """Sums a histogram of the remaining documents, by domain."""
     summed: dict[str, Counter[str]] = defaultdict(Counter)
     for task, *folders in results:
         summed[task.source.domain].update(read_record(folders[-1])[name])
@@ -172,8 +171,8 @@ def _summed(results: Sequence[Results], name: str) -> dict[str, dict[str, int]]:
 def _set_aside(
     found: Mapping[str, SourceListing], results: Sequence[Results]
 ) -> Iterator[dict[str, Any]]:
-    for source, met in found.items():
-        for file, reason in met.unreadable:
+    for source, listing in found.items():
+        for file, reason in listing.unreadable:
             yield {
                 "source": source,
                 "file": file,
@@ -194,17 +193,17 @@ def _lines(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def first_of_each(entries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Those of dropped documents that are the first of their step, reason and domain."""
-    num_kept: Counter[tuple[int, str, str]] = Counter()
+    """Yields the first few dropped documents of each step, reason and domain."""
+    counts: Counter[tuple[int, str, str]] = Counter()
     for entry in entries:
         kind = (entry["step"], entry["reason"], entry["domain"])
-        num_kept[kind] += 1
-        if num_kept[kind] <= _SAMPLES_PER_REASON:
+        counts[kind] += 1
+        if counts[kind] <= _SAMPLES_PER_REASON:
             yield entry
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """The report of a built folder; empty for one that `cdrmix data build` did not make.
+    """Reads the report of a built folder; empty for one that `cdrmix data build` did not make.
 
     Raises:
         DataError: if it is damaged.
@@ -221,20 +220,241 @@ def read_report(folder: Path) -> dict[str, Any]:
     return report
 
 
-# A dropped document is kept whole where the recipe asks for it, with JSON's escapes.
-_MAX_ENTRY_BYTES = 2**30
+@dataclass(frozen=True)
+class Amount:
+    """Amount of text in one split of a domain."""
+
+    tokens: int
+    documents: int
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Documents that are duplicates of each other, and the first of them."""
+
+    documents: int
+    first: str
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Clusters of one kind; `sizes` counts them by their number of documents."""
+
+    clusters: int
+    dropped: int
+    sizes: dict[str, int]
+    largest: list[Cluster]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Findings of a step over the whole corpus; `pages` and `hosts` are of web addresses."""
+
+    documents: int = 0
+    pages: int | None = None
+    hosts: int = 0
+    exact: Clusters | None = None
+    near: Clusters | None = None
+
+    def clusters(self) -> dict[str, Clusters]:
+        """Returns clusters by kind."""
+        kinds = {"exact": self.exact, "near": self.near}
+        return {kind: clusters for kind, clusters in kinds.items() if clusters}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Documents that went into a step and came out of it, and those dropped, by reason."""
+
+    name: str
+    entered: Annotated[int, Field(alias="in")]
+    out: int
+    dropped: dict[str, int]
+    by_domain: dict[str, Any] = field(default_factory=dict)
+    found: Findings = field(default_factory=Findings)
+
+
+@dataclass(frozen=True)
+class ReadCounts:
+    """Documents read; set aside, by reason; and files of other kinds, by source and suffix."""
+
+    documents: int
+    set_aside: dict[str, int]
+    other_kinds: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A domain's share of a stretch of samples, as the recipe asks for it and as drawn."""
+
+    asked: float
+    drawn: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Samples `start` to `stop` of the global order; `change` is of a phase."""
+
+    start: int
+    stop: int
+    domains: dict[str, Share]
+    change: str = ""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The mixture, as `cdrmix.data.mixed.mixture_course` describes it."""
+
+    sequence_length: int
+    problem: str = ""
+    samples: int = 0
+    available: dict[str, int] = field(default_factory=dict)
+    whole: Stretch = field(default_factory=lambda: Stretch(0, 0, {}))
+    phases: list[Stretch] = field(default_factory=list)
+    parts: list[Stretch] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of the recipe and the documents of it that are left."""
+
+    type: str
+    domain: str
+    documents: int
+    text_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Sources by name, and the documents of each shard by source."""
+
+    recipe_hash: str
+    sources: dict[str, Source]
+    shards: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Size of a shard."""
+
+    stem: str
+    tokens: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A file, or a row of one, that could not be read; `count` is of rows with that reason."""
+
+    source: str
+    file: str
+    reason: str
+    detail: str
+    count: int
+    row: int | None
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An example of a document that a step dropped."""
+
+    step: int
+    name: str
+    reason: str
+    id: str
+    domain: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Ngrams:
+    """Entropy of n-grams of a domain (bits), by n, over so many tokens."""
+
+    tokens: int
+    entropy_bits: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Everything that is known about a built folder.
+
+    Attributes:
+        tokens: amounts by domain and split.
+        source: origin of the tokens, as the manifest has it.
+        lineage: typed form of `source`; None where `cdrmix data build` did not make the folder.
+        read, steps, lengths, languages, ngrams: from the report of a build; absent without one.
+    """
+
+    tokens: dict[str, dict[str, Amount]]
+    vocab_size: int
+    source: dict[str, Any]
+    shards: list[Shard]
+    mixture: Course | None
+    set_aside: list[SetAside]
+    dropped: list[Dropped]
+    lineage: Lineage | None = None
+    read: ReadCounts | None = None
+    steps: list[Step] = field(default_factory=list)
+    lengths: dict[str, dict[str, int]] | None = None
+    languages: dict[str, dict[str, int]] = field(default_factory=dict)
+    ngrams: dict[str, Ngrams] = field(default_factory=dict)
+
+
+_ADAPTER = TypeAdapter(Inspection)
+
+
+def parse_inspection(inspected: Mapping[str, Any]) -> Inspection:
+    """Checks and types the plain values of `inspect_folder`.
+
+    Raises:
+        DataError: if a part of them is of another kind than a build writes.
+    """
+    source = inspected["source"]
+    lineage = source if {"sources", "shards"} <= source.keys() else None
+    try:
+        return _ADAPTER.validate_python({**inspected, "lineage": lineage})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(
+            f"{REPORT_FILE}: not a report of this version "
+            f"({'.'.join(map(str, first['loc']))}: {first['msg']}). Build the folder again."
+        ) from error
 
 
 def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> dict[str, Any]:
-    """Everything that is known about a built folder, as plain values.
+    """Collects everything that is known about a built folder, as plain values.
 
     Args:
-        sequence_length: of the samples that a mixture is shown by (tokens).
+        sequence_length: length of the samples that a mixture is counted in (tokens).
     Raises:
         DataError: if it is not a built folder.
     """
     try:
-        return _inspected(folder, sequence_length)
+        manifest = read_manifest(folder)
+        tokens: dict[str, dict[str, dict[str, int]]] = {}
+        for shard in manifest.shards:
+            counts = tokens.setdefault(shard.domain, {}).setdefault(
+                shard.split, {"tokens": 0, "documents": 0, "text_bytes": 0}
+            )
+            for name in counts:
+                counts[name] += getattr(shard, name)
+        report = read_report(folder)
+        mixture = built_mixture(manifest)
+        set_aside = _entries(folder / SET_ASIDE_FILE) if report else iter(())
+        dropped = first_of_each(_entries(folder / DROPPED_FILE)) if report else iter(())
+        return {
+            "tokens": tokens,
+            "vocab_size": manifest.vocab_size,
+            "source": manifest.source,
+            "shards": [shard.model_dump(exclude={"bin", "idx"}) for shard in manifest.shards],
+            "mixture": mixture
+            and mixture_course(manifest, mixture, sequence_length=sequence_length),
+            "set_aside": list(set_aside),
+            "dropped": sorted(dropped, key=lambda entry: (entry["step"], entry["reason"])),
+        } | {name: value for name, value in report.items() if name != "key"}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         # Its files of JSON may be of somebody else.
         raise DataError(
@@ -244,32 +464,8 @@ def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> d
         ) from error
 
 
-def _inspected(folder: Path, sequence_length: int) -> dict[str, Any]:
-    manifest = read_manifest(folder)
-    tokens: dict[str, dict[str, dict[str, int]]] = {}
-    for shard in manifest.shards:
-        counts = tokens.setdefault(shard.domain, {}).setdefault(
-            shard.split, {"tokens": 0, "documents": 0, "text_bytes": 0}
-        )
-        for name in counts:
-            counts[name] += getattr(shard, name)
-    report = read_report(folder)
-    mixture = built_mixture(manifest)
-    set_aside = _entries(folder / SET_ASIDE_FILE) if report else iter(())
-    dropped = first_of_each(_entries(folder / DROPPED_FILE)) if report else iter(())
-    return {
-        "tokens": tokens,
-        "vocab_size": manifest.vocab_size,
-        "source": manifest.source,
-        "shards": [shard.model_dump(exclude={"bin", "idx"}) for shard in manifest.shards],
-        "mixture": mixture and mixture_course(manifest, mixture, sequence_length=sequence_length),
-        "set_aside": list(set_aside),
-        "dropped": sorted(dropped, key=lambda entry: (entry["step"], entry["reason"])),
-    } | {name: value for name, value in report.items() if name != "key"}
-
-
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines beside the shards.
+    """Yields the objects of a file of JSON lines beside the shards.
 
     Raises:
         DataError: if it is missing or damaged.

@@ -1,7 +1,6 @@
 """A built folder as people see it: a table for a terminal, and report.html.
 
-Both are written from one `Inspection`, the typed form of the plain values that
-`cdrmix.corpus.inspection.inspect_folder` gives. templates/inspection.html lays the page out.
+Both are written from one `Inspection`; templates/inspection.html lays the page out.
 """
 
 from __future__ import annotations
@@ -9,17 +8,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
 
-from cdrmix.corpus.inspection import REPORT_FILE, SET_ASIDE_FILE
+from cdrmix.corpus.inspection import (
+    RECIPE_FILE,
+    SET_ASIDE_FILE,
+    Amount,
+    Course,
+    Dropped,
+    Inspection,
+    Step,
+    parse_inspection,
+)
 from cdrmix.data.shards import MANIFEST_FILE
-from cdrmix.errors import DataError
 from cdrmix.monitoring.page import Figure, Tile, compact, render
 from cdrmix.monitoring.plots import Curve, line_plot
 from cdrmix.monitoring.sinks import write_text_atomic
@@ -34,210 +40,6 @@ _TABLE_ROWS = 20
 _TABLE_CLUSTERS = 3
 _TABLE_CHARACTERS = 160
 _LENGTH_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-
-
-@dataclass(frozen=True)
-class Amount:
-    """Amount of text in one split of a domain."""
-
-    tokens: int
-    documents: int
-    text_bytes: int
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Documents that are duplicates of each other, and the first of them."""
-
-    documents: int
-    first: str
-
-
-@dataclass(frozen=True)
-class Clusters:
-    """Clusters of one kind; `sizes` counts them by their number of documents."""
-
-    clusters: int
-    dropped: int
-    sizes: dict[str, int]
-    largest: list[Cluster]
-
-
-@dataclass(frozen=True)
-class Findings:
-    """Findings of a step over the whole corpus; `pages` and `hosts` are of web addresses."""
-
-    documents: int = 0
-    pages: int | None = None
-    hosts: int = 0
-    exact: Clusters | None = None
-    near: Clusters | None = None
-
-    def clusters(self) -> dict[str, Clusters]:
-        """Returns clusters by kind."""
-        kinds = {"exact": self.exact, "near": self.near}
-        return {kind: clusters for kind, clusters in kinds.items() if clusters}
-
-
-@dataclass(frozen=True)
-class Step:
-    """Documents that went into a step and came out of it, and those dropped, by reason."""
-
-    name: str
-    entered: Annotated[int, Field(alias="in")]
-    out: int
-    dropped: dict[str, int]
-    by_domain: dict[str, Any]
-    found: Findings = field(default_factory=Findings)
-
-
-@dataclass(frozen=True)
-class ReadCounts:
-    """Documents read; set aside, by reason; and files of other kinds, by source and suffix."""
-
-    documents: int
-    set_aside: dict[str, int]
-    other_kinds: dict[str, dict[str, int]]
-
-
-@dataclass(frozen=True)
-class Share:
-    """A domain's share of a stretch of samples, as the recipe asks for it and as drawn."""
-
-    asked: float
-    drawn: float
-    samples: int
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Samples `start` to `stop` of the global order; `change` is of a phase."""
-
-    start: int
-    stop: int
-    domains: dict[str, Share]
-    change: str = ""
-
-
-@dataclass(frozen=True)
-class Course:
-    """The mixture, as `cdrmix.data.mixed.mixture_course` describes it."""
-
-    sequence_length: int
-    problem: str = ""
-    samples: int = 0
-    available: dict[str, int] = field(default_factory=dict)
-    whole: Stretch = field(default_factory=lambda: Stretch(0, 0, {}))
-    phases: list[Stretch] = field(default_factory=list)
-    parts: list[Stretch] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Source:
-    """A source of the recipe and the documents of it that are left."""
-
-    type: str
-    domain: str
-    documents: int
-    text_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """Sources by name, and the documents of each shard by source."""
-
-    recipe_hash: str
-    sources: dict[str, Source]
-    shards: dict[str, dict[str, int]]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Size of a shard."""
-
-    stem: str
-    tokens: int
-    documents: int
-
-
-@dataclass(frozen=True)
-class SetAside:
-    """A file, or a row of one, that could not be read; `count` is of rows with that reason."""
-
-    source: str
-    file: str
-    reason: str
-    detail: str
-    count: int
-    row: int | None
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """An example of a document that a step dropped."""
-
-    step: int
-    name: str
-    reason: str
-    id: str
-    domain: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Ngrams:
-    """Entropy of n-grams of a domain (bits), by n, over so many tokens."""
-
-    tokens: int
-    entropy_bits: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """Everything that is known about a built folder.
-
-    Attributes:
-        tokens: amounts by domain and split.
-        source: origin of the tokens, as the manifest has it.
-        lineage: typed form of `source`; None where `cdrmix data build` did not make the folder.
-        read, steps, lengths, languages, ngrams: from the report of a build; absent without one.
-    """
-
-    tokens: dict[str, dict[str, Amount]]
-    vocab_size: int
-    source: dict[str, Any]
-    shards: list[Shard]
-    mixture: Course | None
-    set_aside: list[SetAside]
-    dropped: list[Dropped]
-    lineage: Lineage | None = None
-    read: ReadCounts | None = None
-    steps: list[Step] = field(default_factory=list)
-    lengths: dict[str, dict[str, int]] | None = None
-    languages: dict[str, dict[str, int]] = field(default_factory=dict)
-    ngrams: dict[str, Ngrams] = field(default_factory=dict)
-
-
-_ADAPTER = TypeAdapter(Inspection)
-
-
-def parse_inspection(inspected: Mapping[str, Any]) -> Inspection:
-    """Checks and types the plain values of `inspect_folder`.
-
-    Raises:
-        DataError: if a part of them is of another kind than a build writes.
-    """
-    source = inspected["source"]
-    lineage = source if {"sources", "shards"} <= source.keys() else None
-    try:
-        return _ADAPTER.validate_python({**inspected, "lineage": lineage})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise DataError(
-            f"{REPORT_FILE}: not a report of this version "
-            f"({'.'.join(map(str, first['loc']))}: {first['msg']}). Build the folder again."
-        ) from error
 
 
 def inspection_table(inspected: Mapping[str, Any]) -> str:
@@ -394,7 +196,7 @@ def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
         StateError: if the page cannot be written.
     """
     inspection = parse_inspection(inspected)
-    recipe = folder / "recipe.yaml"
+    recipe = folder / RECIPE_FILE
     course = inspection.mixture
     lengths = inspection.lengths or {}
     page = render(
