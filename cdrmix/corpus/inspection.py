@@ -442,7 +442,8 @@ def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> d
             for name in counts:
                 counts[name] += getattr(shard, name)
         report = read_report(folder)
-        mixture = built_mixture(manifest)
+        config = built_mixture(manifest)
+        mixture = config and mixture_course(manifest, config, sequence_length=sequence_length)
         set_aside = _entries(folder / SET_ASIDE_FILE) if report else iter(())
         dropped = first_of_each(_entries(folder / DROPPED_FILE)) if report else iter(())
         return {

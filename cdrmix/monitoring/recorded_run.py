@@ -48,7 +48,7 @@ class RecordedRun:
 
     @property
     def is_stage_b_alone(self) -> bool:
-        """True for a run that starts from the Stage A of another and logged steps of Stage B only."""
+        """True where only steps of Stage B were logged: Stage A was another run."""
         names = {name for line in self.records for name in line}
         in_stage_b = any(name.startswith(("stage_b/", "policy/")) for name in names)
         return in_stage_b and "loss" not in names
