@@ -442,8 +442,10 @@ def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> d
             for name in counts:
                 counts[name] += getattr(shard, name)
         report = read_report(folder)
-        config = built_mixture(manifest)
-        mixture = config and mixture_course(manifest, config, sequence_length=sequence_length)
+        mixture = built_mixture(manifest)
+        course = None
+        if mixture is not None:
+            course = mixture_course(manifest, mixture, sequence_length=sequence_length)
         set_aside = _entries(folder / SET_ASIDE_FILE) if report else iter(())
         dropped = first_of_each(_entries(folder / DROPPED_FILE)) if report else iter(())
         return {
@@ -451,8 +453,7 @@ def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> d
             "vocab_size": manifest.vocab_size,
             "source": manifest.source,
             "shards": [shard.model_dump(exclude={"bin", "idx"}) for shard in manifest.shards],
-            "mixture": mixture
-            and mixture_course(manifest, mixture, sequence_length=sequence_length),
+            "mixture": course,
             "set_aside": list(set_aside),
             "dropped": sorted(dropped, key=lambda entry: (entry["step"], entry["reason"])),
         } | {name: value for name, value in report.items() if name != "key"}

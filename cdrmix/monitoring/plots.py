@@ -206,10 +206,16 @@ def _scale_axes(
 ) -> None:
     steps = np.concatenate([line.steps for line in lines])
     values = np.concatenate([line.values for line in lines])
+    # A single step has no extent, and matplotlib warns of equal ends of an axis.
     spread = max(float(steps.max() - steps.min()), 1.0)
     axes.set_xlim(steps.min() - 0.015 * spread, steps.max() + 0.015 * spread)
-    if limits == (None, None) and values.min() > 0:
-        axes.set_yscale("log" if values.max() / values.min() > _LOG_FROM_RATIO else "linear")
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_TICK_STEPS, integer=True))
+    is_wide = values.min() > 0 and values.max() / values.min() > _LOG_FROM_RATIO
+    if limits == (None, None) and is_wide:
+        axes.set_yscale("log")
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
+    axes.yaxis.set_minor_locator(NullLocator())  # after the scale, which brings its own
     low, high = limits
     if low == 0 and high is None:  # matplotlib's own margin is a share of the values' range
         high = 1.08 * max(values.max(), 1e-9, *(mark.value for mark in marks))
@@ -229,12 +235,8 @@ def _style_axes(axes: Axes, text: Callable[[float], str]) -> None:
     axes.grid(axis="y", color=grid, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelsize=11, labelcolor=_PLACEHOLDERS["muted"], pad=5)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_TICK_STEPS, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes.yaxis.set_major_formatter(FuncFormatter(tick))
-    axes.yaxis.set_minor_locator(NullLocator())
-    if axes.get_yscale() == "linear":
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
 
 
 def _label_right_edge(axes: Axes, ends: Sequence[Mark]) -> None:

@@ -25,8 +25,6 @@ _MAX_EVENTS = 50
 _UNKNOWN = "–"
 # Parts of metrics.json that have sections of their own.
 _SHOWN_ELSEWHERE = ("evaluation", "baselines", "samples", "goodput", "start_up")
-_COUNT = "{:,.0f}".format
-_SHORT = "{:.3g}".format
 
 
 @dataclass(frozen=True)
@@ -164,18 +162,32 @@ def make_report(run: RecordedRun) -> Report:
 
         stage_b = stage_b_page.stage_b_report(run)
         tiles += stage_b_page.stage_b_tiles(run)
-    samples = _samples(run)
-    evaluations = Curve("validation", *run.validation_losses(), "c2")
+    samples = [
+        Sample(_number(sample.get("step")), sample.get("prompt", ""), sample.get("text", ""))
+        for sample in run.summary.get("samples") or []
+    ]
+    optimizer, speed = _training_figures(run)
+    losses = [
+        Curve("training", *run.series("loss"), "c1", smooth=True),
+        Curve("validation", *run.validation_losses(), "c2"),
+    ]
+    baselines = run.summary.get("baselines") or {}
+    marks = [
+        Mark(f"{name} {value:.4f}", value)
+        for name in ("unigram", "bigram")
+        if (value := _number(baselines.get(f"{name}_loss"))) is not None
+    ]
+    title = "Training and validation"
     return Report(
         name=run.summary.get("name") or (run.config.name if run.config else run.folder.name),
         state=state,
         num_bad_losses=sum(not math.isfinite(line.get("loss", 0.0)) for line in run.records),
         tiles=tiles,
-        loss=_loss(run, evaluations),
-        has_evaluations=bool(len(evaluations.steps)),
+        loss=plot(title, "nats per token", "loss", losses, marks, size=(1120, 330)),
+        has_evaluations=bool(len(losses[1].steps)),
         comparison=_comparison(run),
-        optimizer=_optimizer(run),
-        speed=_speed(run),
+        optimizer=optimizer,
+        speed=speed,
         spent=_spendings(run.summary.get("goodput") or {}),
         start_up=_spendings(run.summary.get("start_up") or {}),
         routing=_routing(run),
@@ -223,18 +235,6 @@ def _tiles(run: RecordedRun) -> list[Tile]:
     return tiles
 
 
-def _loss(run: RecordedRun, evaluations: Curve) -> Figure:
-    baselines = run.summary.get("baselines") or {}
-    marks = [
-        Mark(f"{name} {value:.4f}", value)
-        for name in ("unigram", "bigram")
-        if (value := _number(baselines.get(f"{name}_loss"))) is not None
-    ]
-    curves = [Curve("training", *run.series("loss"), "c1", smooth=True), evaluations]
-    title = "Training and validation"
-    return plot(title, "nats per token", "loss", curves, marks, size=(1120, 330))
-
-
 def _comparison(run: RecordedRun) -> Comparison | None:
     """Compares the model with its baselines; None without a final evaluation or without them."""
     baselines = run.summary.get("baselines") or {}
@@ -255,26 +255,25 @@ def _comparison(run: RecordedRun) -> Comparison | None:
     return Comparison(predictors, margin=min(known.values()) - model)
 
 
-def _optimizer(run: RecordedRun) -> list[Figure]:
-    rate = Curve("", *run.series("learning_rate"), "c3")
-    norm = Curve("", *run.series("grad_norm"), "c4", smooth=True)
+def _training_figures(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
+    """Draws the figures on the optimizer, and those on speed and memory."""
     clip = run.config.training.gradient_clipping if run.config else 0
     marks = [Mark(f"clipped at {clip:g}", clip)] if clip else []
+    steps, peak = run.series("memory_peak_bytes")
+    rate = Curve("", *run.series("learning_rate"), "c3")
+    norm = Curve("", *run.series("grad_norm"), "c4", smooth=True)
+    speed = Curve("", *run.series("tokens_per_second"), "c1", smooth=True)
+    memory = Curve("", steps, peak / 2**30, "c2")
     limits = (0, None)
-    return [
-        plot("Learning rate", "per step", "learning-rate", [rate], text=_SHORT, limits=limits),
+    rounded = "{:,.0f}".format
+    short = "{:.3g}".format
+    gib = "{:.2f}".format
+    optimizer = [
+        plot("Learning rate", "per step", "learning-rate", [rate], text=short, limits=limits),
         plot("Gradient norm", "L2, before clipping", "grad-norm", [norm], marks),
     ]
-
-
-def _speed(run: RecordedRun) -> list[Figure]:
-    speed = Curve("", *run.series("tokens_per_second"), "c1", smooth=True)
-    steps, peak = run.series("memory_peak_bytes")
-    memory = Curve("", steps, peak / 2**30, "c2")
-    gib = "{:.2f}".format
-    limits = (0, None)
-    return [
-        plot("Throughput", "tokens per second", "speed", [speed], text=_COUNT, limits=limits),
+    return optimizer, [
+        plot("Throughput", "tokens per second", "speed", [speed], text=rounded, limits=limits),
         plot("Peak memory", "GiB, largest rank", "memory", [memory], text=gib, limits=limits),
     ]
 
@@ -293,13 +292,13 @@ def _routing(run: RecordedRun) -> list[Figure]:
     entropy = run.series("moe/routing_entropy_bits")
     if not len(steps) and not len(entropy[0]):
         return []
-    limits = _routing_limits(run)
+    limits = run.config.health.routing if run.config else RoutingConfig()
     most = limits.max_overflow_fraction
     marks = []
     moe = run.config.model.moe if run.config else None
     if moe is not None and moe.num_experts >= 2:
-        least = _least_entropy(limits, moe.num_experts)
         even = math.log2(moe.num_experts)
+        least = limits.min_entropy_share * even
         marks = [Mark(f"at least {least:.2f}", least), Mark(f"even {even:.2f}", even)]
     balance = Curve("", *run.series("moe/load_balance_loss"), "c3", smooth=True)
     z_loss = Curve("", *run.series("moe/z_loss"), "c4", smooth=True)
@@ -325,45 +324,34 @@ def _routing(run: RecordedRun) -> list[Figure]:
     ]
 
 
-def _routing_limits(run: RecordedRun) -> RoutingConfig:
-    return run.config.health.routing if run.config else RoutingConfig()
-
-
-def _least_entropy(limits: RoutingConfig, num_experts: int) -> float:
-    """Returns the entropy below which routing counts as collapsed (bits)."""
-    return limits.min_entropy_share * math.log2(num_experts)
-
-
 def _expert_layers(run: RecordedRun) -> list[ExpertLayer]:
     layers = (run.summary.get("evaluation") or {}).get("layers") or []
     num_experts = max((len(layer["utilisation"]) for layer in layers), default=0)
-    limits = _routing_limits(run)
+    limits = run.config.health.routing if run.config else RoutingConfig()
     rows = []
     for layer in layers:
+        shares = []
+        for share in map(_number, layer["utilisation"]):
+            if share is None or not math.isfinite(share):
+                shares.append(ExpertShare(None))
+                continue
+            ratio = share * num_experts
+            # Fullest from 2.8 times the even share on, yet pale enough to read the number on it.
+            strength = min(abs(math.log2(max(ratio, 1e-9))) / 1.5, 1) * 0.75
+            shares.append(ExpertShare(share, ratio > 1, strength))
         entropy = _number(layer.get("routing_entropy_bits"))
         overflow = _number(layer.get("overflow_fraction"))
-        shares = [_expert_share(_number(s), num_experts) for s in layer["utilisation"]]
-        is_collapsed = entropy is not None and entropy < _least_entropy(limits, num_experts)
-        is_too_full = overflow is not None and overflow > limits.max_overflow_fraction
-        number = layer["layer"]
-        rows.append(ExpertLayer(number, shares, entropy, overflow, is_collapsed, is_too_full))
+        least = limits.min_entropy_share * math.log2(num_experts)
+        row = ExpertLayer(
+            number=layer["layer"],
+            shares=shares,
+            entropy=entropy,
+            overflow=overflow,
+            is_collapsed=entropy is not None and entropy < least,
+            is_too_full=overflow is not None and overflow > limits.max_overflow_fraction,
+        )
+        rows.append(row)
     return rows
-
-
-def _expert_share(share: float | None, num_experts: int) -> ExpertShare:
-    if share is None or not math.isfinite(share):
-        return ExpertShare(None)
-    ratio = share * num_experts
-    # Fullest from 2.8 times the even share on; never so full that the number is hard to read.
-    strength = min(abs(math.log2(max(ratio, 1e-9))) / 1.5, 1) * 0.75
-    return ExpertShare(share, ratio > 1, strength)
-
-
-def _samples(run: RecordedRun) -> list[Sample]:
-    return [
-        Sample(_number(sample.get("step")), sample.get("prompt", ""), sample.get("text", ""))
-        for sample in run.summary.get("samples") or []
-    ]
 
 
 def _number(value: Any) -> float | None:

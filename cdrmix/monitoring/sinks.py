@@ -24,6 +24,25 @@ logger = get_logger(__name__)
 
 # Updates behind the estimate of the remaining time: enough to span evaluations and saves.
 _ETA_UPDATES = 50
+# Metrics of a progress line, the most important first; a narrow terminal cuts the rest.
+_STEP_FORMATS = {
+    "loss": "loss {:.4f}",
+    "stage_b/loss": "loss {:.4f}",
+    "stage_b/recall": "recall {:.3f}",
+    "stage_b/answered": "answered {:.3f}",
+    "policy/return": "return {:.3f}",
+    "policy/success": "success {:.3f}",
+    "policy/kl": "kl {:.4f}",
+    "learning_rate": "lr {:.2e}",
+    "grad_norm": "grad {:.2f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+}
+_EVALUATION_FORMATS = {
+    "eval/loss": "loss {:.4f}",
+    "eval/perplexity": "perplexity {:.2f}",
+    "eval/bits_per_byte": "{:.3f} bits/byte",
+    "eval/seconds": "took {:.1f}s",
+}
 
 
 class MetricsFile:
@@ -165,8 +184,11 @@ class Progress:
             last, now = self._seen[-1]
             # The recent pace, evaluations and saves included.
             seconds = (self._total_steps - last) * (now - began) / max(last - first, 1)
-            parts = [*describe_step(record), f"eta {duration(seconds)}"]
-        evaluation = describe_evaluation(record or {})
+            parts = _texts(record, _STEP_FORMATS)
+            if "memory_peak_bytes" in record:
+                parts.append(f"mem {record['memory_peak_bytes'] / 2**30:.1f} GiB")
+            parts.append(f"eta {duration(seconds)}")
+        evaluation = "  ".join(_texts(record or {}, _EVALUATION_FORMATS))
         count = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
         if self._bar is not None:
             if parts:
@@ -189,35 +211,9 @@ class Progress:
         self._stream.flush()
 
 
-def describe_step(record: Mapping[str, float]) -> list[str]:
-    """Returns short texts of the metrics in a record, the most important first."""
-    formats = {
-        "loss": "loss {:.4f}",
-        "stage_b/loss": "loss {:.4f}",
-        "stage_b/recall": "recall {:.3f}",
-        "stage_b/answered": "answered {:.3f}",
-        "policy/return": "return {:.3f}",
-        "policy/success": "success {:.3f}",
-        "policy/kl": "kl {:.4f}",
-        "learning_rate": "lr {:.2e}",
-        "grad_norm": "grad {:.2f}",
-        "tokens_per_second": "{:,.0f} tok/s",
-    }
-    parts = [text.format(record[name]) for name, text in formats.items() if name in record]
-    if "memory_peak_bytes" in record:
-        parts.append(f"mem {record['memory_peak_bytes'] / 2**30:.1f} GiB")
-    return parts
-
-
-def describe_evaluation(record: Mapping[str, float]) -> str:
-    """Returns the evaluation in a record as one line; empty when there was none."""
-    formats = {
-        "eval/loss": "loss {:.4f}",
-        "eval/perplexity": "perplexity {:.2f}",
-        "eval/bits_per_byte": "{:.3f} bits/byte",
-        "eval/seconds": "took {:.1f}s",
-    }
-    return "  ".join(text.format(record[name]) for name, text in formats.items() if name in record)
+def _texts(record: Mapping[str, float], formats: Mapping[str, str]) -> list[str]:
+    """Formats the metrics of a record that `formats` names, in its order."""
+    return [text.format(record[name]) for name, text in formats.items() if name in record]
 
 
 def duration(seconds: float) -> str:
