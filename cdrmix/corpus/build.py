@@ -421,7 +421,7 @@ class _Build:
             self._out,
             key=self._key,
             recipe=self._recipe,
-            found=self._found,
+            listings=self._found,
             results=list(zip(self._tasks, *parts, strict=True)),
             decisions=self._decisions,
             ngrams={s.domain: read_ngrams(s) for s in streams if s.split == SPLITS[0]},

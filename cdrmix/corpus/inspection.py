@@ -60,6 +60,7 @@ def lineage(
     sources: dict[str, dict[str, Any]] = {}
     for source in recipe.sources:
         its_records = [r for task, r in zip(tasks, records, strict=True) if task.source == source]
+        # Tasks stand in the order of the recipe, whichever worker was done first.
         digests = "".join(record["sha256"] for record in its_records)
         sources[source.name] = {
             "type": source.type,
@@ -84,7 +85,7 @@ def write_build_report(
     *,
     key: str,
     recipe: Recipe,
-    found: Mapping[str, SourceListing],
+    listings: Mapping[str, SourceListing],
     results: Sequence[Results],
     decisions: Mapping[int, Any],
     ngrams: Mapping[str, Any],
@@ -93,7 +94,7 @@ def write_build_report(
 
     Args:
         key: digest of everything that the build follows from.
-        found: listing of each source: files by kind, and those that cannot be read.
+        listings: files of each source, by kind, and those that cannot be read.
         results: (task, folder of its first stage, of its second, ...) each.
         decisions: findings of the steps over the whole corpus, by number of the step.
         ngrams: statistics of the training tokens by domain, from `cdrmix.corpus.encode`.
@@ -102,17 +103,18 @@ def write_build_report(
     with (out / DROPPED_FILE).open("w", encoding="utf-8") as file:
         lines = _lines(folder / DROPPED_FILE for _, *folders in results for folder in folders)
         if not recipe.keep_dropped:
+            # Enough to judge a step by; the dropped text of a large corpus fills a disk.
             first = first_of_each(map(json.loads, lines))
             lines = (f"{json.dumps(entry)}\n" for entry in first)
         file.writelines(lines)
         close_synced(file)
-    set_aside = list(_set_aside(found, results))
+    set_aside = list(_set_aside(listings, results))
     reasons: Counter[str] = Counter()
     for entry in set_aside:
         reasons[entry["reason"]] += entry["count"]
     num_read = 0
     for _, first_stage, *_ in results:
-        record = read_record(first_stage)
+        record = read_record(first_stage)  # the number before the first step, if there is one
         num_read += record["steps"][0]["in"] if record["steps"] else record["documents"]
     content = "".join(json.dumps(entry) + "\n" for entry in set_aside)
     write_file(out / SET_ASIDE_FILE, content.encode())
@@ -124,7 +126,7 @@ def write_build_report(
             "set_aside": dict(sorted(reasons.items())),
             "other_kinds": {
                 source: dict(sorted(listing.other_kinds.items()))
-                for source, listing in found.items()
+                for source, listing in listings.items()
                 if listing.other_kinds
             },
         },
@@ -165,13 +167,14 @@ def _summed(results: Sequence[Results], name: str) -> dict[str, dict[str, int]]:
     summed: dict[str, Counter[str]] = defaultdict(Counter)
     for task, *folders in results:
         summed[task.source.domain].update(read_record(folders[-1])[name])
+    # Sorted: equal builds write equal bytes, on any number of workers.
     return {domain: dict(sorted(counts.items())) for domain, counts in sorted(summed.items())}
 
 
 def _set_aside(
-    found: Mapping[str, SourceListing], results: Sequence[Results]
+    listings: Mapping[str, SourceListing], results: Sequence[Results]
 ) -> Iterator[dict[str, Any]]:
-    for source, listing in found.items():
+    for source, listing in listings.items():
         for file, reason in listing.unreadable:
             yield {
                 "source": source,
@@ -272,7 +275,7 @@ class Step:
     out: int
     dropped: dict[str, int]
     by_domain: dict[str, Any] = field(default_factory=dict)
-    found: Findings = field(default_factory=Findings)
+    findings: Annotated[Findings, Field(alias="found")] = field(default_factory=Findings)
 
 
 @dataclass(frozen=True)
@@ -473,7 +476,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
         DataError: if it is missing or damaged.
     """
     try:
-        check_regular(path)
+        check_regular(path)  # opening a pipe would wait for its other end
         with path.open("rb") as file:
             for line in bounded_lines(file, _MAX_ENTRY_BYTES):
                 if line is None:

@@ -105,11 +105,11 @@ def _step_lines(inspection: Inspection) -> Iterator[str]:
     if len(inspection.set_aside) > _TABLE_ROWS:
         yield f"  and {len(inspection.set_aside) - _TABLE_ROWS:,} more; see {SET_ASIDE_FILE}"
     for step in inspection.steps:
-        if step.found.pages is not None:
-            counts = f"{step.found.pages:,} pages of {step.found.hosts:,} hosts"
+        if step.findings.pages is not None:
+            counts = f"{step.findings.pages:,} pages of {step.findings.hosts:,} hosts"
             yield ""
-            yield f"{step.name}: {step.found.documents:,} documents with an address, {counts}"
-        for kind, clusters in step.found.clusters().items():
+            yield f"{step.name}: {step.findings.documents:,} documents with an address, {counts}"
+        for kind, clusters in step.findings.clusters().items():
             if clusters.clusters:
                 sizes = ", ".join(f"{count:,} of {size}" for size, count in clusters.sizes.items())
                 yield ""
@@ -213,7 +213,7 @@ def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
         searches=[
             step
             for step in inspection.steps
-            if step.found.pages is not None or step.found.clusters()
+            if step.findings.pages is not None or step.findings.clusters()
         ],
         dropped_groups=_dropped_groups(inspection.dropped),
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",

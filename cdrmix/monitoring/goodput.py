@@ -88,6 +88,7 @@ class WallTime:
                 alive = metrics.stat().st_mtime
             if watched is not None and watched[1] >= earlier["until"]:
                 reached = max(reached, watched[0])
+            # The clock of the host, since monotonic time does not outlive a process.
             commanded = time.time() - start_up_seconds
             self._take_over(earlier, step, commanded, reached=reached, alive=alive)
         self._parts["start_up"] += start_up_seconds
@@ -128,6 +129,7 @@ class WallTime:
         """Counts the steps after `step` as lost: they will be done again."""
         lost = min(self._step - step, self._productive_steps)
         if lost > 0:
+            # The mean over all steps: seconds of single ones are not stored.
             seconds = self._parts["productive"] * lost / self._productive_steps
             self._parts["productive"] -= seconds
             self._parts["redone"] += seconds
@@ -161,6 +163,7 @@ class WallTime:
             "seconds": self._seconds,
             "parts": self._parts,
         }
+        # Renamed when whole: a start may be killed at any moment, also while it writes.
         temporary = self._path.with_suffix(".tmp")
         try:
             temporary.write_text(json.dumps(account), encoding="utf-8")

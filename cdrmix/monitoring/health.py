@@ -117,6 +117,7 @@ class Health:
     def loss_known(self, step: int, loss: float) -> Verdict | None:
         """Judges the loss of a step, once it is known (nats per token)."""
         if not math.isfinite(loss):
+            # Its gradients were not finite either, and step_done has counted them.
             is_counted = step == self._last_not_finite
             return None if is_counted else self._not_finite(step, f"loss = {loss}")
         before = list(self._losses)
@@ -180,6 +181,7 @@ class Health:
             action = "stop"
             why = f"{why}; health.max_rollbacks = {self.rollbacks} were done"
         self.warnings += action == "warn"
+        # A rollback or a stop is an event of its own each time; a warning may last over many steps.
         last = next((event for event in reversed(self.events) if event.watched == watched), None)
         lasts = watched in self._ongoing and action in ("warn", "skip")
         is_new = last is None or not lasts or last.action != action

@@ -88,6 +88,7 @@ def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def _leaf(value: Any) -> str:
+    # bool is a subclass of int.
     is_count = isinstance(value, int) and not isinstance(value, bool)
     return f"{value:,}" if is_count else str(value)
 
@@ -99,6 +100,7 @@ def _without_control_characters(value: Any) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value))
 
 
+# Rooted at the package, so that templates of other packages extend page.html by its path.
 # StrictUndefined: a misspelt name in a template fails, where Jinja2 would print an empty text.
 _environment = Environment(
     loader=FileSystemLoader(Path(__file__).parent.parent),

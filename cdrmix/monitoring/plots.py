@@ -119,7 +119,8 @@ def line_plot(
         limits: lower and upper end of the axis; None leaves it to the data, which are then drawn
             on a logarithmic axis where they span more than a factor of 20.
     """
-    # The user's matplotlibrc has no say: equal runs have equal pages.
+    # Defaults, not the user's matplotlibrc, and a fixed salt for the ids, which are hashes: equal
+    # runs have equal pages.
     with style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": key}]):
         lines = [_finite_line(curve) for curve in curves]
         ends = [*marks]  # name, height and colour of each right end
@@ -158,6 +159,7 @@ def decimate(
     if len(values) <= limit:
         return steps, values
     edges = np.linspace(0, len(values), limit // 2 + 1).astype(int)
+    # A mean of each stretch would hide the very spikes that a reader looks for.
     extremes = []
     for begin, end in zip(edges[:-1], edges[1:], strict=True):
         stretch = values[begin:end]
@@ -270,6 +272,7 @@ def _for_page(svg: str, key: str, label: str) -> Drawing:
     shapes = re.sub(
         r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", shapes, flags=re.S
     )
+    # Ids are unique within one drawing only; a page holds many.
     shapes = re.sub(r'\bid="', f'id="{key}-', shapes)
     shapes = re.sub(r'(?:xlink:)?href="#', f'href="#{key}-', shapes)
     shapes = shapes.replace("url(#", f"url(#{key}-")

@@ -70,6 +70,7 @@ class RecordedRun:
         steps, losses = self.series("eval/loss")
         final = (self.summary.get("evaluation") or {}).get("loss")
         step = self.summary.get("steps")
+        # An evaluation of the last step on the way is the same point of the curve.
         if final is None or step is None or step in steps:
             return steps, losses
         return np.append(steps, float(step)), np.append(losses, float(final))

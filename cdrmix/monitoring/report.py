@@ -192,7 +192,7 @@ def make_report(run: RecordedRun) -> Report:
         start_up=_spendings(run.summary.get("start_up") or {}),
         routing=_routing(run),
         expert_layers=_expert_layers(run),
-        # The last one, and of the others so many that the page stays short.
+        # The last one, then every n-th of the earlier ones; n rounds up, so they are _MAX_SAMPLES.
         samples=samples[-1:] + samples[:-1][:: -(-len(samples[:-1]) // _MAX_SAMPLES) or 1],
         num_earlier_samples=len(samples[:-1]),
         plan={name: v for name, v in run.plan.items() if name not in ("reasons", "deepspeed")},
@@ -202,6 +202,7 @@ def make_report(run: RecordedRun) -> Report:
 
 
 def _tiles(run: RecordedRun) -> list[Tile]:
+    # The final evaluation where there is one, else the newest that was logged on the way.
     evaluation = run.summary.get("evaluation") or {}
     loss, perplexity, bits_per_byte = (
         _number(evaluation.get(name, run.latest(f"eval/{name}")))

@@ -86,6 +86,7 @@ class MetricsFile:
             while (aside := self.path.with_suffix(f".cut-{number}.jsonl")).exists():
                 number += 1
             write_text_atomic(aside, "".join(later))
+        # The open file would go on in the old one after the rename.
         self.close()
         write_text_atomic(self.path, "".join(earlier))
         self._open()
@@ -244,9 +245,11 @@ def write_text_atomic(path: Path, text: str) -> None:
     with _disk_faults(path):
         try:
             temporary.unlink(missing_ok=True)
+            # "x" refuses a link of that name, which would lead elsewhere.
             with open(temporary, "x", encoding="utf-8", errors="replace") as file:
                 file.write(text)
                 file.flush()
+                # Before the rename: after a crash of the host the new name must not be empty.
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
@@ -287,5 +290,6 @@ def _parse(line: str) -> dict[str, float] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
+    # Only these three strings are numbers; another string stays as it is.
     special = ("NaN", "Infinity", "-Infinity")
     return {key: float(value) if value in special else value for key, value in record.items()}

@@ -146,6 +146,7 @@ def _figures(run: RecordedRun, panels: Sequence[_Panel]) -> list[Figure]:
             for number, (label, name) in enumerate(series)
             if len(run.series(name)[0])
         ]
+        # A phase without a policy, or without replay, has no such series: no empty figure for it.
         if curves:
             key = f"b-{title.lower().replace(' ', '-')}"
             limits = (0, None) if from_zero else (None, None)
