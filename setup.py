@@ -38,7 +38,9 @@ setup(
         "cdrmix.launch": "launch",
     },
     package_data={
+        "cdrmix.corpus": ["templates/*"],
         "cdrmix.models": ["*.cpp"],
+        "cdrmix.monitoring": ["templates/*"],
         "cdrmix.model_configs": ["**/*.yaml", "*.json"],
         "cdrmix.ds_configs": ["*.json"],
         "cdrmix.launch": ["hostfile.example", "slurm/*"],
@@ -46,6 +48,7 @@ setup(
     install_requires=[
         "deepspeed>=0.19.8",
         "fsspec>=2024.6",
+        "jinja2>=3.1",
         "matplotlib>=3.9",
         "mpi4py>=4.1",  # for ranks that mpirun starts; needs an MPI library only when used
         "numpy>=2.0",

@@ -411,7 +411,7 @@ class _Build:
             self._out,
             key=self._key,
             recipe=self._recipe,
-            found=self._listings,
+            listings=self._listings,
             results=list(zip(self._tasks, *results, strict=True)),
             decisions=self._decisions,
             # Of the training split: the other has too few tokens to compare domains by.

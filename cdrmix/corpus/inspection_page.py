@@ -1,218 +1,293 @@
-"""report.html of a data build: one self-contained page, from what `cdrmix data inspect` knows.
+"""A built folder as people see it: a table for a terminal, and report.html.
 
-It takes that as plain values, so that monitoring and data stay strangers to each other.
+Both are written from one `Inspection`; templates/inspection.html lays the page out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cdrmix.monitoring import page
+from cdrmix.corpus.inspection import (
+    RECIPE_FILE,
+    SET_ASIDE_FILE,
+    Amount,
+    Course,
+    Dropped,
+    Inspection,
+    Step,
+    parse_inspection,
+)
+from cdrmix.data.shards import MANIFEST_FILE
+from cdrmix.monitoring.page import Figure, Tile, compact, render
 from cdrmix.monitoring.plots import Curve, line_plot
 from cdrmix.monitoring.sinks import write_text_atomic
 
 DATA_PAGE = "report.html"
-_MAX_ROWS = 200  # shards and set-aside files of a large corpus go into thousands
+# Limits of the page: shards and set-aside files of a large corpus go into thousands.
+_MAX_ROWS = 200
 _MAX_LANGUAGES = 12
 _MAX_CURVES = 12  # domains
-Values = Mapping[str, Any]
+# Limits of the table, which should fit on a few screens.
+_TABLE_ROWS = 20
+_TABLE_CLUSTERS = 3
+_TABLE_CHARACTERS = 160
+_LENGTH_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
-def write_data_page(folder: Path, inspected: Values) -> Path:
-    """Write `report.html` into a built folder and give its path.
+def inspection_table(inspected: Mapping[str, Any]) -> str:
+    """Formats what `inspect_folder` gives as a table for a terminal.
+
+    Raises:
+        DataError: if a part of it is of another kind than a build writes.
+    """
+    inspection = parse_inspection(inspected)
+    lines = [f"{'domain':<16}{'split':<12}{'tokens':>16}{'documents':>14}{'bytes of text':>18}"]
+    for domain, splits in sorted(inspection.tokens.items()):
+        lines += [
+            f"{domain:<16}{split:<12}{amount.tokens:>16,}{amount.documents:>14,}"
+            f"{amount.text_bytes:>18,}"
+            for split, amount in splits.items()
+        ]
+    lines += _step_lines(inspection)
+    if inspection.mixture is not None:
+        lines += _mixture_lines(inspection.mixture)
+    if inspection.lineage is not None:
+        shards = inspection.lineage.shards
+        recipe = inspection.lineage.recipe_hash
+        lines += ["", f"Shards, all of recipe {recipe}, and their documents by source:"]
+        lines += [
+            f"  {stem}: {', '.join(f'{name} {count:,}' for name, count in documents.items())}"
+            for stem, documents in [*shards.items()][:_TABLE_ROWS]
+        ]
+        if len(shards) > _TABLE_ROWS:
+            lines.append(f"  and {len(shards) - _TABLE_ROWS:,} more; see {MANIFEST_FILE}")
+    if inspection.dropped:
+        lines += ["", "Dropped, for example:"]
+    for entry in inspection.dropped:
+        excerpt = " ".join(entry.text.split())[:_TABLE_CHARACTERS]
+        lines += [f"  {entry.name}: {entry.reason}: {entry.id}", f"    {excerpt}"]
+    # Names and texts are of anybody, and a terminal obeys control characters.
+    return "".join(
+        c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in "\n".join(lines)
+    )
+
+
+def _step_lines(inspection: Inspection) -> Iterator[str]:
+    read = inspection.read
+    if read is None:
+        return
+    yield ""
+    yield f"{'step':<28}{'in':>14}{'out':>14}"
+    yield f"{'read':<28}{'':>14}{read.documents:>14,}"
+    yield from _reason_lines(read.set_aside)
+    for source, kinds in read.other_kinds.items():
+        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds.items())
+        yield f"  {source}: files of other kinds: {counts}"
+    for step in inspection.steps:
+        yield f"{step.name:<28}{step.entered:>14,}{step.out:>14,}"
+        yield from _reason_lines(step.dropped)
+    if inspection.set_aside:
+        yield ""
+        yield "Set aside:"
+    for entry in inspection.set_aside[:_TABLE_ROWS]:
+        row = "" if entry.row is None else f", row {entry.row}"
+        more = f" (and {entry.count - 1:,} more)" if entry.count > 1 else ""
+        detail = f" ({entry.detail})" if entry.detail else ""
+        yield f"  {entry.source}/{entry.file}{row}: {entry.reason}{detail}{more}"
+    if len(inspection.set_aside) > _TABLE_ROWS:
+        yield f"  and {len(inspection.set_aside) - _TABLE_ROWS:,} more; see {SET_ASIDE_FILE}"
+    for step in inspection.steps:
+        if step.findings.pages is not None:
+            counts = f"{step.findings.pages:,} pages of {step.findings.hosts:,} hosts"
+            yield ""
+            yield f"{step.name}: {step.findings.documents:,} documents with an address, {counts}"
+        for kind, clusters in step.findings.clusters().items():
+            if clusters.clusters:
+                sizes = ", ".join(f"{count:,} of {size}" for size, count in clusters.sizes.items())
+                yield ""
+                yield f"{step.name}, clusters of {kind} duplicates: {clusters.clusters:,}"
+                yield f"  documents in each: {sizes}"
+                for cluster in clusters.largest[:_TABLE_CLUSTERS]:
+                    yield f"  {cluster.documents:,} documents, first {cluster.first}"
+
+
+def _reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:
+    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+        yield f"  {reason:<40}{count:>16,}"
+
+
+def _mixture_lines(course: Course) -> Iterator[str]:
+    yield ""
+    if course.problem:
+        yield f"Mixture, in sequences of {course.sequence_length} tokens:"
+        yield f"  cannot be drawn: {course.problem}"
+        return
+    yield (
+        f"{'mixture':<16}{'asked':>10}{'drawn':>10}{'samples':>16}{'epochs':>10}   "
+        f"in sequences of {course.sequence_length} tokens"
+    )
+    stretches = [
+        (f"phase {number}, {phase.stop - phase.start:,} samples, {phase.change}", phase)
+        for number, phase in enumerate(course.phases, start=1)
+    ]
+    if len(course.phases) > 1:
+        stretches.append((f"together, {course.samples:,} samples", course.whole))
+    for title, stretch in stretches:
+        yield title
+        for name, share in stretch.domains.items():
+            available = course.available[name]
+            epochs = f"{share.samples / available:.2f}" if available else "-"
+            yield (
+                f"  {name:<14}{share.asked:>10.4f}{share.drawn:>10.4f}"
+                f"{share.samples:>16,}{epochs:>10}"
+            )
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A step on the page.
+
+    Attributes:
+        domains: domains that it takes, where it leaves some out.
+        share_left: share of the whole corpus that is left after it.
+    """
+
+    step: Step
+    domains: Sequence[str]
+    share_left: float
+
+
+@dataclass(frozen=True)
+class DomainRow:
+    """A domain on the page, over all its splits."""
+
+    name: str
+    tokens: int
+    share: float
+    held_out: int
+    documents: int
+    bytes_per_token: float
+
+
+@dataclass(frozen=True)
+class DroppedGroup:
+    """Examples of documents that one step dropped for one reason."""
+
+    name: str
+    reason: str
+    entries: Sequence[Dropped]
+
+
+def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
+    """Writes `report.html` into a built folder and returns its path.
 
     Args:
         folder: a built folder; its recipe.yaml is shown, where it has one.
-        inspected: what `cdrmix.corpus.inspection.inspect_folder` gives.
+        inspected: plain values of `cdrmix.corpus.inspection.inspect_folder`.
     Raises:
         StateError: if the page cannot be written.
     """
-    name = folder.resolve().name
-    recipe = folder / "recipe.yaml"
-    recipe_text = recipe.read_text(encoding="utf-8") if recipe.is_file() else ""
-    parts = [
-        _header(name, inspected),
-        _tiles(inspected),
-        _steps(inspected),
-        _domains(inspected),
-        _mixture(inspected["mixture"]),
-        _histograms(inspected),
-        _duplicates(inspected.get("steps", [])),
-        _entropy(inspected),
-        _dropped(inspected["dropped"]),
-        _set_aside(inspected["set_aside"]),
-        _lineage(inspected),
-        _recipe(recipe_text),
-    ]
+    inspection = parse_inspection(inspected)
+    recipe = folder / RECIPE_FILE
+    course = inspection.mixture
+    lengths = inspection.lengths or {}
+    page = render(
+        "corpus/templates/inspection.html",
+        name=folder.resolve().name,
+        inspection=inspection,
+        tiles=_tiles(inspection),
+        step_rows=_step_rows(inspection),
+        domain_rows=_domain_rows(inspection.tokens),
+        share_figures=_share_figures(course) if course and len(course.phases) > 1 else [],
+        lengths=_by_length(lengths),
+        lengths_by_domain={name: _by_length({name: counts}) for name, counts in lengths.items()},
+        languages=_language_counts(inspection.languages),
+        searches=[
+            step
+            for step in inspection.steps
+            if step.findings.pages is not None or step.findings.clusters()
+        ],
+        dropped_groups=_dropped_groups(inspection.dropped),
+        recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
+        max_rows=_MAX_ROWS,
+    )
     path = folder / DATA_PAGE
-    write_text_atomic(path, page.document(f"{name} · CDRmix data", parts))
+    write_text_atomic(path, page)
     return path
 
 
-def _header(name: str, inspected: Values) -> str:
-    sources = inspected["source"].get("sources", {})
-    recipe = inspected["source"].get("recipe_hash")
-    of = f"{_plural(len(sources), 'source')}: {', '.join(sources)}" if sources else "token shards"
-    return (
-        f"<header><h1>{page.text(name)}</h1>"
-        f"<p>{page.text(of)}{page.text(f' · recipe {recipe}' if recipe else '')}</p></header>"
-    )
+def _tiles(inspection: Inspection) -> list[Tile]:
+    def total(split: str) -> tuple[int, int]:
+        amounts = [splits[split] for splits in inspection.tokens.values() if split in splits]
+        return sum(a.tokens for a in amounts), sum(a.text_bytes for a in amounts)
 
-
-def _tiles(inspected: Values) -> str:
-    total = {
-        split: {unit: _total(inspected, split, unit) for unit in ("tokens", "text_bytes")}
-        for split in ("train", "validation")
-    }
-    tokens = total["train"]["tokens"] + total["validation"]["tokens"]
-    text_bytes = total["train"]["text_bytes"] + total["validation"]["text_bytes"]
-    items = [
-        ("Training", page.compact(total["train"]["tokens"]), "tokens"),
-        ("Held out", page.compact(total["validation"]["tokens"]), "tokens"),
-        ("Bytes per token", f"{text_bytes / max(1, tokens):.2f}", "of UTF-8 text"),
-        ("Vocabulary", f"{inspected['vocab_size']:,}", "slots"),
+    trained, trained_bytes = total("train")
+    held_out, held_out_bytes = total("validation")
+    bytes_per_token = (trained_bytes + held_out_bytes) / max(1, trained + held_out)
+    tiles = [
+        Tile("Training", compact(trained), "tokens"),
+        Tile("Held out", compact(held_out), "tokens"),
+        Tile("Bytes per token", f"{bytes_per_token:.2f}", "of UTF-8 text"),
+        Tile("Vocabulary", f"{inspection.vocab_size:,}", "slots"),
     ]
-    if "steps" in inspected:
-        read = inspected["read"]["documents"]
-        kept = sum(source["documents"] for source in inspected["source"]["sources"].values())
-        aside = sum(inspected["read"]["set_aside"].values())
-        items += [
-            ("Documents kept", page.compact(kept), f"of {read:,}, {kept / max(1, read):.1%}"),
-            ("Set aside", page.compact(aside), "could not be read"),
+    if inspection.read and inspection.lineage:
+        read = inspection.read.documents
+        remaining = sum(source.documents for source in inspection.lineage.sources.values())
+        aside = sum(inspection.read.set_aside.values())
+        share = f"of {read:,}, {remaining / max(1, read):.1%}"
+        tiles += [
+            Tile("Documents kept", compact(remaining), share),
+            Tile("Set aside", compact(aside), "could not be read"),
         ]
-    return page.tiles(items)
+    return tiles
 
 
-def _total(inspected: Values, split: str, unit: str) -> int:
-    return sum(splits.get(split, {}).get(unit, 0) for splits in inspected["tokens"].values())
-
-
-def _steps(inspected: Values) -> str:
-    """Documents in and out of each step, with the reasons of those that went no further."""
-    if "steps" not in inspected:
-        return page.section("Steps", page.missing("This folder has no report of a build."))
-    read = inspected["read"]
-    left = read["documents"]
-    rows = [page.row("<b>read</b>", "", f"{left:,}", "", "", page.bar(min(left, 1), own=True))]
-    rows += _reason_rows(read["set_aside"], 0)
-    for step in inspected["steps"]:
-        left -= step["in"] - step["out"]
-        some = step["by_domain"].keys() < inspected["tokens"].keys()
-        domains = f" {', '.join(step['by_domain'])} only" if some else ""
-        rows.append(_step_row(step, domains, left / max(1, read["documents"])))
-        rows += _reason_rows(step["dropped"], step["in"])
-    others = [
-        f"{source}: {', '.join(f'{count:,} {suffix}' for suffix, count in kinds.items())}"
-        for source, kinds in read["other_kinds"].items()
-    ]
-    passed_over = page.details("Files of kinds that are not read", page.bullets(others))
-    head = ("step and reason", "in", "out", "dropped", "of those in", "")
-    table = page.table(head, rows, "counts")
-    return page.section("Documents, step by step", table, passed_over if others else "")
-
-
-def _step_row(step: Values, domains: str, share_left: float) -> str:
-    """A step's counts, and a bar of what is left of the whole corpus after it."""
-    dropped = step["in"] - step["out"]
-    return page.row(
-        f"<b>{page.text(step['name'])}</b><i>{page.text(domains)}</i>",
-        f"{step['in']:,}",
-        f"{step['out']:,}",
-        f"{dropped:,}" if dropped else "",
-        "",
-        page.bar(share_left, own=True),
-    )
-
-
-def _reason_rows(reasons: Mapping[str, int], of: int) -> Iterable[str]:
-    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        share = f"{count / of:.2%}" if of else "set aside"
-        yield page.row(f"<i>{page.text(reason)}</i>", "", "", f"{count:,}", f"<i>{share}</i>", "")
-
-
-def _domains(inspected: Values) -> str:
-    all_tokens = {
-        domain: sum(counts["tokens"] for counts in splits.values())
-        for domain, splits in inspected["tokens"].items()
-    }
-    total = max(1, sum(all_tokens.values()))
+def _step_rows(inspection: Inspection) -> list[StepRow]:
+    read = inspection.read.documents if inspection.read else 0
+    remaining = read
     rows = []
-    for domain, tokens in sorted(all_tokens.items(), key=lambda item: -item[1]):
-        splits = inspected["tokens"][domain]
-        documents, text_bytes = (
-            sum(counts[unit] for counts in splits.values()) for unit in ("documents", "text_bytes")
-        )
-        held_out = splits.get("validation", {}).get("tokens", 0)
-        rows.append(
-            page.row(
-                f"<b>{page.text(domain)}</b>",
-                f"{tokens:,}",
-                f"{tokens / total:.1%}",
-                f"{held_out:,}",
-                f"{documents:,}",
-                f"{text_bytes / max(1, tokens):.2f}",
-                page.bar(tokens / total, own=True),
-            )
-        )
-    head = ("domain", "tokens", "share", "held out", "documents", "bytes/token", "")
-    return page.section("Tokens per domain", page.table(head, rows, "counts"))
+    for step in inspection.steps:
+        remaining -= step.entered - step.out
+        takes_some = step.by_domain.keys() < inspection.tokens.keys()
+        domains = [*step.by_domain] if takes_some else []
+        rows.append(StepRow(step, domains, remaining / max(1, read)))
+    return rows
 
 
-def _mixture(course: Values | None) -> str:
-    title = "Mixture: asked for and drawn"
-    if course is None:
-        text = "The recipe asks for none: every sample is drawn once per epoch."
-        return page.section(title, page.missing(text))
-    if "problem" in course:
-        return page.section(title, page.note(f"It cannot be drawn: {course['problem']}", "bad"))
-    tables = []
-    phases = course["phases"] if len(course["phases"]) > 1 else []
-    for number, phase in enumerate(phases):
-        samples = phase["stop"] - phase["start"]
-        changing = "" if phase["change"] == "step" else f", {phase['change']} change"
-        tables.append(
-            page.details(
-                f"Phase {number + 1}: {samples:,} samples{changing}",
-                _shares(phase["domains"], course["available"]),
-            )
-        )
-    note = (
-        f"Over {course['samples']:,} samples of {course['sequence_length']:,} tokens: all phases, a"
-        " last one without a length for as many samples as there are. Drawn is the order that"
-        " training follows, not an estimate; a run with its own data.mixture follows that instead."
-    )
-    whole = _shares(course["whole"]["domains"], course["available"])
-    drawing = _shares_over_time(course) if phases else ""
-    return page.section(title, whole, drawing, *tables, page.note(note))
-
-
-def _shares(domains: Mapping[str, Values], available: Mapping[str, int]) -> str:
+def _domain_rows(amounts: Mapping[str, Mapping[str, Amount]]) -> list[DomainRow]:
+    """Returns the domains, largest first."""
+    total = max(1, sum(a.tokens for splits in amounts.values() for a in splits.values()))
     rows = []
-    for name, share in sorted(domains.items(), key=lambda item: -item[1]["asked"]):
-        epochs = f"{share['samples'] / available[name]:.2f}" if available[name] else "–"
-        cells = (f"{share['asked']:.2%}", f"{share['drawn']:.2%}", f"{share['samples']:,}", epochs)
-        name_cell = f"<b>{page.text(name)}</b>"
-        rows.append(page.row(name_cell, *cells, page.bar(share["drawn"], own=True)))
-    head = ("domain", "asked", "drawn", "samples", "epochs", "")
-    return page.table(head, rows, "counts")
+    for name, splits in amounts.items():
+        tokens = sum(amount.tokens for amount in splits.values())
+        row = DomainRow(
+            name=name,
+            tokens=tokens,
+            share=tokens / total,
+            held_out=splits["validation"].tokens if "validation" in splits else 0,
+            documents=sum(amount.documents for amount in splits.values()),
+            bytes_per_token=sum(a.text_bytes for a in splits.values()) / max(1, tokens),
+        )
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row.tokens)
 
 
-def _shares_over_time(course: Values) -> str:
-    """A picture per domain: share asked for and drawn, over the samples of the run."""
-    parts = course["parts"]
-    places = np.array([(part["start"] + part["stop"]) / 2 for part in parts])
+def _share_figures(course: Course) -> list[Figure]:
+    """Draws the share of each domain, asked for and drawn, over the samples of the run."""
+    places = np.array([(part.start + part.stop) / 2 for part in course.parts])
     figures = []
-    for number, name in enumerate([*course["whole"]["domains"]][:_MAX_CURVES]):
-        asked, drawn = (
-            np.array([100 * part["domains"][name][kind] for part in parts])
-            for kind in ("asked", "drawn")
-        )
+    for number, name in enumerate([*course.whole.domains][:_MAX_CURVES]):
+        shares = [part.domains[name] for part in course.parts]
+        drawn = np.array([100 * share.drawn for share in shares])
+        asked = np.array([100 * share.asked for share in shares])
         drawing = line_plot(
             f"share-{number}",
             [Curve("drawn", places, drawn, "c1"), Curve("asked", places, asked, "c2")],
@@ -220,229 +295,47 @@ def _shares_over_time(course: Values) -> str:
             text="{:.3g}%".format,
             limits=(0, None),
         )
-        figures.append(page.figure(name, "share over samples", drawing))
-    return page.panels(*figures)
-
-
-def _histograms(inspected: Values) -> str:
-    if "lengths" not in inspected:
-        return ""
-    lengths = _by_length(inspected["lengths"])
-    languages = _summed(inspected["languages"])
-    if "unknown" in languages:
-        languages["not looked at"] = languages.pop("unknown")
-    return page.section(
-        "Lengths and languages",
-        page.panels(
-            page.figure("Length", "documents, by bytes of text", _bars(lengths)),
-            page.figure(
-                "Language",
-                "documents, as the step language found",
-                _bars(_most_frequent(languages))
-                if languages.keys() - {"not looked at"}
-                else page.missing("The recipe has no step language."),
-            ),
-        ),
-        *(
-            page.details(
-                f"Lengths in {domain}", _bars(_by_length({domain: inspected["lengths"][domain]}))
-            )
-            for domain in inspected["lengths"]
-            if len(inspected["lengths"]) > 1
-        ),
-    )
+        figures.append(Figure(name, "share over samples", drawing))
+    return figures
 
 
 def _by_length(by_domain: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Counts by readable ranges, ascending, empty ones between others included."""
-    counts = _summed(by_domain)
-    limits = {int(label.split()[1]): count for label, count in counts.items()}
+    """Counts documents by readable ranges, ascending, with the empty ones between others."""
+    limits: Counter[int] = Counter()
+    for counts in by_domain.values():
+        for label, count in counts.items():  # "< 2048 bytes"; always a power of two
+            limits[int(label.split()[1])] += count
     if not limits:
         return {}
+
+    def written(size: int) -> str:
+        factor, unit = next(each for each in _LENGTH_UNITS if size >= each[0] or each[0] == 1)
+        return f"{size // factor} {unit}"
+
     powers = range(int(math.log2(min(limits))), int(math.log2(max(limits))) + 1)
     return {
-        f"{_bytes(2**power // 2)} to {_bytes(2**power)}": limits.get(2**power, 0)
-        for power in powers
+        f"{written(2**power // 2)} to {written(2**power)}": limits[2**power] for power in powers
     }
 
 
-def _bytes(count: int) -> str:
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= size:
-            return f"{count // size} {unit}"
-    return f"{count} B"
-
-
-def _summed(by_domain: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
+def _language_counts(by_domain: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Counts documents by language, the most frequent first and the rare ones together."""
+    total: Counter[str] = Counter()
     for counts in by_domain.values():
-        for label, count in counts.items():
-            total[label] = total.get(label, 0) + count
-    return total
-
-
-def _most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    shown = dict(ordered[:_MAX_LANGUAGES])
+        total.update(counts)
+    if "unknown" in total:
+        total["not looked at"] = total.pop("unknown")
+    ordered = total.most_common()
     rest = ordered[_MAX_LANGUAGES:]
-    return shown | ({f"{len(rest)} others": sum(count for _, count in rest)} if rest else {})
+    others = {f"{len(rest)} others": sum(count for _, count in rest)} if rest else {}
+    return dict(ordered[:_MAX_LANGUAGES]) | others
 
 
-def _bars(counts: Mapping[str, int]) -> str:
-    most = max([1, *counts.values()])
-    rows = [
-        page.row(page.text(label), f"{count:,}", page.bar(count / most, own=True))
-        for label, count in counts.items()
+def _dropped_groups(entries: Sequence[Dropped]) -> list[DroppedGroup]:
+    def kind(entry: Dropped) -> tuple[int, str, str]:
+        return entry.step, entry.name, entry.reason
+
+    return [
+        DroppedGroup(name, reason, [*group])
+        for (_, name, reason), group in groupby(sorted(entries, key=kind), key=kind)
     ]
-    return page.table((), rows, "counts bars")
-
-
-def _duplicates(steps: Sequence[Values]) -> str:
-    parts = []
-    for step in steps:
-        found = step.get("found", {})
-        if "pages" in found:
-            unit = f"of {_plural(found['documents'], 'document')} with an address"
-            counts = {name: found[name] for name in ("pages", "hosts")}
-            parts.append(page.figure(step["name"], unit, _bars(counts)))
-        for kind in ("exact", "near"):
-            clusters = step.get("found", {}).get(kind)
-            if clusters:
-                parts.append(_clusters(f"{step['name']}, {kind}", clusters))
-    if not parts:
-        return page.section("Duplicate clusters", page.missing("No step looked for duplicates."))
-    return page.section("Duplicate clusters", page.panels(*parts))
-
-
-def _clusters(title: str, clusters: Values) -> str:
-    found = _plural(clusters["clusters"], "cluster")
-    unit = f"{found}, {_plural(clusters['dropped'], 'document')} dropped"
-    if not clusters["clusters"]:
-        return page.figure(title, unit, page.missing("None."))
-    sizes = {f"of {size} documents": count for size, count in clusters["sizes"].items()}
-    rows = [
-        page.row(f"{largest['documents']:,}", page.text(largest["first"]))
-        for largest in clusters["largest"]
-    ]
-    head = ("documents", "the first of them, which is kept")
-    largest_table = page.details("Largest clusters", page.table(head, rows, "texts"))
-    return page.figure(title, unit, _bars(sizes) + largest_table)
-
-
-def _entropy(inspected: Values) -> str:
-    found = inspected.get("ngrams")
-    if not found:
-        return ""
-    rows = []
-    for domain, values in sorted(found.items()):
-        first, second, third = (values["entropy_bits"][n] for n in "123")
-        cells = (first, second, third, second - first, third - second)
-        looked_at = page.compact(values["tokens"])
-        name_cell = f"<b>{page.text(domain)}</b>"
-        rows.append(page.row(name_cell, *(f"{bits:.2f}" for bits in cells), looked_at))
-    head = ("domain", "1 token", "2 tokens", "3 tokens", "2nd given 1st", "3rd given two", "seen")
-    note = (
-        "Bits, of the training tokens. Large domains are counted in windows spread evenly over "
-        "them; what is seen bounds the entropy, so compare domains of which as many tokens are "
-        "seen. A domain far below the others repeats itself."
-    )
-    title = "Entropy of n-grams"
-    return page.section(title, page.table(head, rows, "counts plain"), page.note(note))
-
-
-def _dropped(dropped: Sequence[Values]) -> str:
-    title = "Examples of what was dropped"
-    if not dropped:
-        return page.section(title, page.missing("Nothing was dropped."))
-
-    def kind(entry: Values) -> tuple[int, str, str]:
-        return entry["step"], entry["name"], entry["reason"]
-
-    groups = []
-    for (_, name, reason), entries in groupby(sorted(dropped, key=kind), key=kind):
-        shown = [_example(entry) for entry in entries]
-        groups.append(page.details(f"{name}: {reason} ({len(shown)})", *shown))
-    note = "The first of each step, reason and domain, as they were when they were dropped."
-    return page.section(title, page.note(note), *groups)
-
-
-def _example(entry: Values) -> str:
-    where = f"<b>{page.text(entry['id'])}</b> · {page.text(entry['domain'])}"
-    return f"<pre>{where}\n{page.text(entry['text'][:500])}</pre>"
-
-
-def _set_aside(entries: Sequence[Values]) -> str:
-    if not entries:
-        return page.section("Set aside", page.missing("Everything could be read."))
-    rows = [
-        page.row(
-            page.text(f"{entry['source']}/{entry['file']}"),
-            page.text(entry["reason"]),
-            page.text(entry["detail"]),
-            f"{entry['count']:,}",
-        )
-        for entry in entries[:_MAX_ROWS]
-    ]
-    table = page.table(("file", "reason", "", "rows"), rows, "texts")
-    title = f"Set aside: {_plural(len(entries), 'file')}"
-    return page.section(
-        title, page.details("Files and reasons", table, _cut(entries, "set_aside.jsonl"))
-    )
-
-
-def _lineage(inspected: Values) -> str:
-    source = inspected["source"]
-    if "sources" not in source:
-        return page.section("Lineage", page.key_values(source))
-    sources = [
-        page.row(
-            f"<b>{page.text(name)}</b>",
-            page.text(found["type"]),
-            page.text(found["domain"]),
-            f"{found['documents']:,}",
-            page.compact(found["text_bytes"]),
-            f"<code>{page.text(found['sha256'][:16])}</code>",
-        )
-        for name, found in source["sources"].items()
-    ]
-    shards = [
-        page.row(
-            page.text(shard["stem"]),
-            f"{shard['tokens']:,}",
-            f"{shard['documents']:,}",
-            f"<code>{page.text(source['recipe_hash'])}</code>",
-            page.text(_counts(source["shards"].get(shard["stem"], {}))),
-        )
-        for shard in inspected["shards"][:_MAX_ROWS]
-    ]
-    head = ("source", "type", "domain", "documents", "bytes of text", "sha256 of what is left")
-    shard_head = ("shard", "tokens", "documents", "recipe", "documents by source")
-    return page.section(
-        "Lineage",
-        page.table(head, sources, "texts"),
-        page.details(
-            f"Shards: {len(inspected['shards']):,}",
-            page.table(shard_head, shards, "texts"),
-            _cut(inspected["shards"], "manifest.json"),
-        ),
-    )
-
-
-def _recipe(text: str) -> str:
-    if not text:
-        return ""
-    shown = page.details("recipe.yaml, every default filled in", f"<pre>{page.text(text)}</pre>")
-    return page.section("Recipe", shown)
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
-
-
-def _cut(entries: Sequence[Any], file: str) -> str:
-    hidden = len(entries) - _MAX_ROWS
-    return page.note(f"And {hidden:,} more, in {file}.") if hidden > 0 else ""
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,1 +1,1 @@
-"""What a run says about itself: metric names, files, progress and the report."""
+"""Observation of a run: metrics, health, progress, goodput and the report."""

@@ -1,7 +1,7 @@
-"""Where the wall time of a run goes: steps that count, steps done again, and what is between them.
+"""Goodput: the wall time of a run by its parts, over all its starts.
 
-Kept in wall_time.json of the run directory over all starts of a run. What a start that was killed
-had no time to write is found by the next one from the metrics, before it cuts them back.
+wall_time.json of the run directory holds it. A start that is killed has no time to write its end;
+the next one estimates that from the metrics, before it cuts them back.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from cdrmix.monitoring.sinks import read_metrics
 logger = get_logger(__name__)
 
 WALL_TIME = "wall_time.json"
-# productive: steps that the final weights contain; redone: the others, in which a start was lost or
-# that were rolled back; down: from the last sign of one start to the command of the next.
+# productive: steps that the final weights contain; redone: steps that were lost with a start or
+# rolled back; down: from the last sign of one start to the command of the next.
 PARTS = ("productive", "redone", "checkpoint_stall", "evaluation", "start_up", "down")
 
 
 class WallTime:
-    """Seconds of a run by what they went to, and its steps, over all starts.
+    """Seconds of a run by part, and its steps, over all starts.
 
-    Each rank has one; the one of rank 0 is opened and written.
+    Each rank has one; only that of rank 0 is opened and written.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,12 @@ class WallTime:
         self._step = 0
         self._productive_steps = 0
         self._redone_steps = 0
-        self._earlier_seconds, self._since = 0.0, time.monotonic()
+        self._earlier_seconds = 0.0
+        self._since = time.monotonic()
 
     @property
     def is_open(self) -> bool:
-        """Whether `open` was called: on rank 0 only."""
+        """True once `open` was called, which happens on rank 0 only."""
         return self._path is not None
 
     def open(
@@ -53,24 +54,41 @@ class WallTime:
         start_up_seconds: float,
         watched: tuple[int, float] | None = None,
     ) -> None:
-        """Go on from what earlier starts of the run have written, and account for their end.
+        """Continues the account of earlier starts, and adds the time after their last entry.
 
         Args:
-            run_dir: with its metrics as the earlier start left them.
-            step: that this start goes on from.
-            start_up_seconds: from the command to now.
-            watched: last step of a start that was watched, and when that ended, by the clock.
+            run_dir: run directory, with the metrics as the earlier start left them.
+            step: step that this start continues from.
+            start_up_seconds: seconds from the command to now.
+            watched: last step of a start under a watchdog, and its end, in seconds since 1970.
         Raises:
             StateError: if the metrics cannot be read.
         """
         self._path = run_dir / WALL_TIME
-        earlier = _read(self._path)
         self._step = step
-        self._earlier_seconds, self._since = start_up_seconds, time.monotonic()
+        self._earlier_seconds = start_up_seconds
+        self._since = time.monotonic()
+        earlier = None
+        try:
+            earlier = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            pass  # the first start of the run
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "%s: cannot be read (%s): goodput counts from this start on", self._path, error
+            )
         if earlier is not None:
-            reached, alive = _last_sign(run_dir)
+            reached = 0
+            alive = 0.0
+            metrics = run_dir / "metrics.jsonl"
+            if metrics.is_file():
+                # The last line and its time: the last sign of a start that was killed.
+                lines = read_metrics(metrics)
+                reached = int(lines[-1]["step"]) if lines else 0
+                alive = metrics.stat().st_mtime
             if watched is not None and watched[1] >= earlier["until"]:
                 reached = max(reached, watched[0])
+            # The clock of the host, since monotonic time does not outlive a process.
             commanded = time.time() - start_up_seconds
             self._take_over(earlier, step, commanded, reached=reached, alive=alive)
         self._parts["start_up"] += start_up_seconds
@@ -79,7 +97,7 @@ class WallTime:
     def _take_over(
         self, earlier: dict[str, Any], step: int, commanded: float, *, reached: int, alive: float
     ) -> None:
-        """Add an earlier start: what it wrote, and what it did from then on to its last sign."""
+        """Adds an earlier start: its file, and its steps from then on to its last sign of life."""
         self._parts = dict(earlier["parts"])
         self._starts = earlier["starts"] + 1
         self._productive_steps = earlier["productive_steps"]
@@ -91,25 +109,27 @@ class WallTime:
         self._parts["down"] += gap - lived
         steps = max(0, reached - self._step)
         if steps:
-            kept = min(steps, max(0, step - self._step))
-            self._productive_steps += kept
-            self._redone_steps += steps - kept
-            self._parts["productive"] += lived * kept / steps
-            self._parts["redone"] += lived * (steps - kept) / steps
+            # Steps beyond the checkpoint that this start continues from are done again.
+            saved = min(steps, max(0, step - self._step))
+            self._productive_steps += saved
+            self._redone_steps += steps - saved
+            self._parts["productive"] += lived * saved / steps
+            self._parts["redone"] += lived * (steps - saved) / steps
         if step < self._step:
             self.go_back(step)
         self._step = step
 
     def step_done(self, step: int, seconds: float) -> None:
-        """Count a step and its wall time."""
+        """Counts a step and its wall time."""
         self._step = step
         self._productive_steps += 1
         self._parts["productive"] += seconds
 
     def go_back(self, step: int) -> None:
-        """The steps after `step` do not count: they are lost and will be done again."""
+        """Counts the steps after `step` as lost: they will be done again."""
         lost = min(self._step - step, self._productive_steps)
         if lost > 0:
+            # The mean over all steps: seconds of single ones are not stored.
             seconds = self._parts["productive"] * lost / self._productive_steps
             self._parts["productive"] -= seconds
             self._parts["redone"] += seconds
@@ -119,7 +139,7 @@ class WallTime:
 
     @contextmanager
     def spent(self, part: str) -> Iterator[None]:
-        """The time in this context is a part of its own: checkpoint_stall or evaluation."""
+        """Counts the time in this context as a part: checkpoint_stall or evaluation."""
         assert part in PARTS, part
         began = time.monotonic()
         try:
@@ -128,13 +148,13 @@ class WallTime:
             self._parts[part] += time.monotonic() - began
 
     def save(self) -> None:
-        """Write it, on the rank that opened it: after a checkpoint, and where a start ends.
+        """Writes wall_time.json, on the rank that opened it: after a checkpoint and at the end.
 
-        It is no state: not forced to the disk, and a run does not end because it has no room.
+        The file is no state: it is not forced to the disk, and a full disk does not end the run.
         """
         if self._path is None:
             return
-        written = {
+        account = {
             "until": time.time(),
             "step": self._step,
             "starts": self._starts,
@@ -143,25 +163,26 @@ class WallTime:
             "seconds": self._seconds,
             "parts": self._parts,
         }
+        # Renamed when whole: a start may be killed at any moment, also while it writes.
         temporary = self._path.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(written), encoding="utf-8")
+            temporary.write_text(json.dumps(account), encoding="utf-8")
             os.replace(temporary, self._path)
         except OSError as error:
             logger.warning("%s: cannot be written: %s", self._path, error.strerror)
 
     @property
     def _seconds(self) -> float:
-        """From the first command to now."""
+        """Seconds from the first command to now."""
         return self._earlier_seconds + time.monotonic() - self._since
 
     def to_json(self) -> dict[str, float]:
-        """Goodput of the run so far.
+        """Returns the goodput of the run so far.
 
         Returns:
-            share: productive seconds over all; share_of_steps: productive steps over these and
-            the redone ones; productive_steps, redone_steps, starts: counts; seconds from the first
-            command to now, and of each of PARTS and of other, which sum to them.
+            `share`: productive seconds over all; `share_of_steps`: productive steps over all;
+            `productive_steps`, `redone_steps`, `starts`: counts; `seconds` from the first command
+            to now; and seconds of each of PARTS and of "other", which sum to `seconds`.
         """
         total = self._seconds
         steps = self._productive_steps + self._redone_steps
@@ -175,23 +196,3 @@ class WallTime:
             "seconds": total,
             **{f"{part}_seconds": seconds for part, seconds in parts.items()},
         }
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """What an earlier start wrote, or None where there was none."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        logger.warning("%s: cannot be read (%s): goodput counts from this start on", path, error)
-        return None
-
-
-def _last_sign(run_dir: Path) -> tuple[int, float]:
-    """Last logged step of the earlier start, and when that was, by the clock."""
-    metrics = run_dir / "metrics.jsonl"
-    if not metrics.is_file():
-        return 0, 0.0
-    lines = read_metrics(metrics)
-    return int(lines[-1]["step"]) if lines else 0, metrics.stat().st_mtime

@@ -1,6 +1,6 @@
-"""Whether a run is healthy, judged from numbers that all ranks share, and what became of it.
+"""Health of a run: verdicts on numbers that all ranks share, and the record of the events.
 
-Nothing here communicates or acts: given the same numbers, every rank comes to the same verdicts,
+Nothing here communicates or acts: from the same numbers, every rank comes to the same verdicts,
 and cdrmix.engines.recovery carries them out. No torch.
 """
 
@@ -20,21 +20,21 @@ Action = Literal["warn", "skip", "rollback", "stop"]
 
 # A median absolute deviation times this is the standard deviation of normal numbers.
 _SIGMA_PER_MAD = 1.4826
-# Losses that hardly differ make any loss a spike: a deviation is at least this of the median.
+# Smallest deviation as a share of the median: where losses hardly differ, any would be a spike.
 _LEAST_DEVIATION = 0.01
-# A run of months keeps its newest; counts go on.
-_EVENTS_KEPT = 500
+# A run of months stores its newest events only; the counts go on.
+_MAX_EVENTS = 500
 _NO_TIMELINE: dict[str, Any] = {"losses": [], "consecutive": 0, "uneven": 0, "ongoing": []}
 
 
 class Verdict(NamedTuple):
-    """Something unhealthy.
+    """A judgement that something is unhealthy.
 
     Attributes:
-        watched: what it is, by its key of the configuration's section `health`.
-        action: what is to be done.
-        why: what was seen and what is allowed, for people.
-        is_new: False while it lasts from an earlier judgement on.
+        watched: key of the configuration's section `health`.
+        action: action to be taken.
+        why: the value and its limit, for people.
+        is_new: False while the same state lasts since an earlier judgement.
     """
 
     watched: Watched
@@ -45,14 +45,14 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Event:
-    """Something unhealthy for as long as it lasted, and what was done.
+    """An unhealthy state from its first judgement to its last.
 
     Attributes:
         watched, action: as in a verdict.
-        first_step, last_step: steps at which it was seen.
-        times: judgements that saw it.
-        why: of the first one.
-        outcome: what came of a rollback.
+        first_step, last_step: first and last step that were judged so.
+        times: number of judgements.
+        why: reason of the first one.
+        outcome: result of a rollback.
     """
 
     watched: Watched
@@ -65,16 +65,16 @@ class Event:
 
 
 class Health:
-    """What the judgement of a step needs of the steps before it, and the record of a run.
+    """Judge of each step by the steps before it, and record of a run.
 
     Attributes:
         skipped_steps: optimizer steps that were not taken.
-        rollbacks: how often the run went back.
-        rolled_back_to: step of the checkpoint that it last went back to, or None.
+        rollbacks: number of rollbacks.
+        rolled_back_to: step of the checkpoint of the last rollback, or None.
         passed_over: windows (first sample, last + 1) of the global order that no weight of the run
             was trained on.
-        warnings: judgements that were unhealthy and left at that.
-        events: all of it, in order.
+        warnings: unhealthy judgements without a further action.
+        events: newest events, in order.
     """
 
     def __init__(self, config: HealthConfig, *, num_experts: int | None) -> None:
@@ -100,13 +100,13 @@ class Health:
     # Judgements. Steps are counted as completed, from 1.
 
     def step_done(self, step: int, *, is_skipped: bool) -> Verdict | None:
-        """Judge whether the gradients of a step were finite.
+        """Judges whether the gradients of a step were finite.
 
-        Not called where fp16's loss scale was lowered, which tells nothing yet.
+        Not called where the loss scale of fp16 was lowered: that step proves nothing yet.
 
         Args:
-            step: the step.
-            is_skipped: whether the optimizer did not take it.
+            step: number of the step.
+            is_skipped: True if the optimizer did not take it.
         """
         if is_skipped:
             return self._not_finite(step, "the gradients are not finite")
@@ -115,8 +115,9 @@ class Health:
         return None
 
     def loss_known(self, step: int, loss: float) -> Verdict | None:
-        """Judge the loss of a step, once it is known (nats per token)."""
+        """Judges the loss of a step, once it is known (nats per token)."""
         if not math.isfinite(loss):
+            # Its gradients were not finite either, and step_done has counted them.
             is_counted = step == self._last_not_finite
             return None if is_counted else self._not_finite(step, f"loss = {loss}")
         before = list(self._losses)
@@ -130,7 +131,7 @@ class Health:
         return self._unhealthy("loss_spike", self._config.loss_spike.action, step, why)
 
     def routing_known(self, step: int, *, entropy_bits: float, overflow: float) -> Verdict | None:
-        """Judge the routing of a step: its entropy, and the share of overflowing assignments."""
+        """Judges the routing of a step: its entropy, and the share of overflowing assignments."""
         limits = self._config.routing
         least = limits.min_entropy_share * self._most_bits
         faults = []
@@ -145,7 +146,7 @@ class Health:
         return self._unhealthy("routing", limits.action, step, ", ".join(faults))
 
     def wait_known(self, step: int, *, seconds: float, share: float) -> Verdict | None:
-        """Judge the time that the slowest rank waited for data since the last logged step."""
+        """Judges the time that the slowest rank waited for data since the last logged step."""
         limits = self._config.loader
         if share <= limits.max_share or seconds < limits.min_seconds:
             self._ongoing.discard("loader")
@@ -157,7 +158,7 @@ class Health:
         return self._unhealthy("loader", limits.action, step, why)
 
     def memory_known(self, step: int, share: float) -> Verdict | None:
-        """Judge the peak memory of the fullest rank, as a share of what it has."""
+        """Judges the peak memory of the fullest rank, as a share of its memory."""
         limits = self._config.memory
         if share <= limits.max_share:
             self._ongoing.discard("memory")
@@ -180,34 +181,36 @@ class Health:
             action = "stop"
             why = f"{why}; health.max_rollbacks = {self.rollbacks} were done"
         self.warnings += action == "warn"
+        # A rollback or a stop is an event of its own each time; a warning may last over many steps.
         last = next((event for event in reversed(self.events) if event.watched == watched), None)
         lasts = watched in self._ongoing and action in ("warn", "skip")
         is_new = last is None or not lasts or last.action != action
         if last is None or is_new:
             self.events.append(Event(watched, action, step, step, 1, why))
-            del self.events[:-_EVENTS_KEPT]
+            del self.events[:-_MAX_EVENTS]
         else:
             last.last_step = step
             last.times = last.times + 1
         self._ongoing.add(watched)
         return Verdict(watched, action, why, is_new)
 
-    # What becomes of the run.
+    # Rollbacks, and the record of the run.
 
     def rolled_back(
         self, *, to_step: int, passed_over: tuple[int, int], timeline: dict[str, Any] | None
     ) -> None:
-        """Note that the run went back.
+        """Records a rollback.
 
         Args:
             to_step: step of the checkpoint.
             passed_over: samples of the global order that are not trained on: first, last + 1.
-            timeline: `timeline` of the checkpoint, from which judging goes on; None: it has none.
+            timeline: `timeline` of the checkpoint, from which judging continues; None if the
+                checkpoint has none.
         """
         self.rollbacks += 1
         self.rolled_back_to = to_step
         first, end = passed_over
-        # what was passed over behind this checkpoint is part of what is passed over now
+        # The new window begins at the checkpoint, so it covers every window behind that.
         self.passed_over = [window for window in self.passed_over if window[0] < first]
         self.passed_over.append((first, end))
         event = next(event for event in reversed(self.events) if event.action == "rollback")
@@ -216,11 +219,11 @@ class Health:
 
     @property
     def passed_over_samples(self) -> int:
-        """Samples that were passed over, all windows together."""
+        """Number of samples in all windows that were passed over."""
         return sum(end - first for first, end in self.passed_over)
 
     def trained_windows(self, consumed: int) -> Iterable[tuple[int, int]]:
-        """Windows (first, last + 1) of the first `consumed` samples without those passed over."""
+        """Yields the windows (first, last + 1) of `consumed` samples that were trained on."""
         start = 0
         for first, end in self.passed_over:
             yield start, min(first, consumed)
@@ -228,7 +231,7 @@ class Health:
         yield start, max(start, consumed)
 
     def metrics(self) -> dict[str, int]:
-        """Counts since the start of the run, by metric name; none of a run that was healthy."""
+        """Returns counts since the start of the run, by metric name; empty for a healthy run."""
         counts = {
             "health/skipped_steps": self.skipped_steps,
             "health/rollbacks": self.rollbacks,
@@ -237,7 +240,7 @@ class Health:
         return {name: count for name, count in counts.items() if count}
 
     def timeline(self) -> dict[str, Any]:
-        """What judging the next step depends on, as JSON."""
+        """Returns the state that the next judgement depends on, as JSON."""
         return {
             "losses": list(self._losses),
             "consecutive": self._consecutive,
@@ -246,7 +249,7 @@ class Health:
         }
 
     def record(self) -> dict[str, Any]:
-        """What became of the run so far, as JSON."""
+        """Returns the record of the run so far, as JSON."""
         return {
             "skipped_steps": self.skipped_steps,
             "rollbacks": self.rollbacks,
@@ -257,11 +260,11 @@ class Health:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for a checkpoint."""
+        """Returns timeline and record, for a checkpoint."""
         return {"timeline": self.timeline(), "record": self.record()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
+        """Continues from the state in a checkpoint."""
         record = dict(state["record"])
         self.skipped_steps = record["skipped_steps"]
         self.rollbacks = record["rollbacks"]
@@ -280,9 +283,9 @@ class Health:
 
 
 def spike_limit(losses: Iterable[float], config: HealthConfig) -> float | None:
-    """The loss above which the next one is a spike; None while there is too little to compare.
+    """Returns the loss above which the next one is a spike; None while there are too few losses.
 
-    Median and median absolute deviation stand where they are when a few losses are far out.
+    Median and median absolute deviation, because a few losses far out do not move them.
     """
     known = list(losses)
     if len(known) < config.loss_spike.window_steps // 2:

@@ -1,7 +1,7 @@
-"""Every metric's name, unit, reduction over ranks and denominator, in one table.
+"""Table of all metrics: name, unit, reduction over ranks and denominator.
 
-A record is one logged step: what metrics.jsonl holds per line. Names that are not in the table are
-refused when a record is made, so that a typo cannot start a second series.
+A record is one logged step, a line of metrics.jsonl. A name that is not in the table is refused
+when a record is made, so that a typo cannot start a second series.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ class Metric:
     Attributes:
         name: key in metrics.jsonl; a group stands before the slash.
         unit: unit of the value.
-        reduction: how the values of the ranks become one. "none": every rank has the same global
-            value already, or rank 0's clock stands for all, because a step ends together.
-        denominator: what the value is per: divided by the global count of it, never averaged over
-            per-rank means; empty for a value that is no ratio.
-        deterministic: whether two equal runs give the same value bit by bit.
+        reduction: operation over the ranks. "none": every rank has the same global value already,
+            or rank 0's clock stands for all, because a step ends together.
+        denominator: unit whose global count divides the sum, so that no mean of per-rank means
+            arises; empty for a value that is no ratio.
+        deterministic: True where two equal runs give the same value bit by bit.
     """
 
     name: str
@@ -57,8 +57,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("health/skipped_steps", "steps not taken, since the start of the run", "none"),
     Metric("health/rollbacks", "times, since the start of the run", "none"),
     Metric("health/passed_over_samples", "samples, since the start of the run", "none"),
-    # Of Stage B: means over a step's lessons, each a mean over itself. What each is a mean of is
-    # the denominator of the lesson's mean.
+    # Stage B: means over a step's lessons; the denominator is that of the mean within a lesson.
     Metric("stage_b/loss", "weighted sum of the losses below", "sum", "lesson"),
     Metric("stage_b/retrieval_loss", "nats", "sum", "segment sought"),
     Metric("stage_b/answer_loss", "nats", "sum", "answer token"),
@@ -96,41 +95,41 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def record(*, step: int, **values: float | None) -> dict[str, float]:
-    """One line of metrics: plain ints and floats in the table's order.
+    """Makes one line of metrics: plain ints and floats, in the order of the table.
 
     Args:
-        step: optimizer steps completed.
-        values: by metric name; names with a slash come in through `**{"moe/z_loss": ...}`.
-            None is left out: not measured at this step.
+        step: completed optimizer steps.
+        values: values by name; `**{"moe/z_loss": ...}` for a name with a slash. None stands for
+            one that was not measured at this step, and is left out.
     Raises:
         ValueError: if a name is not in the table.
     """
-    given = {"step": step, **values}
-    for name in given:
+    measured = {"step": step, **values}
+    for name in measured:
         _look_up(name)
     return {
         name: int(value) if isinstance(value, Integral) else float(value)
         for name in _BY_NAME
-        if (value := given.get(name)) is not None
+        if (value := measured.get(name)) is not None
     }
 
 
-# Shown to whoever looks on, and not kept: equal runs have equal lines but for step_seconds,
-# tokens_per_second and memory_peak_bytes.
+# Shown as progress, not written: lines of equal runs differ in step_seconds, tokens_per_second and
+# memory_peak_bytes only.
 SHOWN_ONLY = ("eval/seconds",)
 
 
 def deterministic_part(line: Mapping[str, float]) -> dict[str, float]:
-    """A record without what differs between equal runs: times, throughput, memory."""
+    """Drops from a record the times, throughput and memory, which differ between equal runs."""
     return {name: value for name, value in line.items() if _look_up(name).deterministic}
 
 
 def take_memory_peak_bytes() -> int:
-    """Most memory that this process has held since the last call (bytes).
+    """Returns the peak memory of this process since the last call (bytes), and begins a new peak.
 
-    That of the CUDA allocator once CUDA is in use, else what was resident in main memory. A later
-    spike below an earlier one would not be seen in the peak since the start. A kernel that cannot
-    begin a new peak of main memory (not Linux, or /proc mounted read-only) gives that one.
+    It is that of the CUDA allocator once CUDA is in use, else that of resident main memory. A
+    kernel that cannot begin a new peak (not Linux, or /proc mounted read-only) gives the one since
+    the start of the process.
     """
     import torch  # here, so that reports are written without loading torch
 

@@ -1,4 +1,4 @@
-"""What a run directory tells about its run, whether it finished, still goes on, or died."""
+"""Contents of a run directory, of a run that finished, still goes on, or died."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from cdrmix.monitoring.sinks import read_metrics
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run directory holds. `problems` names, by file, what could not be read."""
+    """Contents of a run directory; `problems` says, by file, why one could not be read."""
 
     folder: Path
     records: list[dict[str, float]]
@@ -34,53 +34,54 @@ class RecordedRun:
 
     @property
     def last_step(self) -> int:
-        """Steps completed, as far as logged."""
+        """Completed steps, as far as they are logged."""
         logged = int(self.records[-1]["step"]) if self.records else 0
         return max(logged, self.summary.get("steps") or 0)
 
     @property
     def num_steps(self) -> int | None:
-        """Planned length in steps, Stage B's among them; None when the config cannot be read."""
-        in_all = (self.plan.get("stage_b") or {}).get("num_steps")
-        if in_all is not None:
-            return int(in_all)
+        """Planned steps, those of Stage B included; None when the configuration cannot be read."""
+        both_stages = (self.plan.get("stage_b") or {}).get("num_steps")
+        if both_stages is not None:
+            return int(both_stages)
         return None if self.config is None else self.config.training.num_steps
 
     @property
     def is_stage_b_alone(self) -> bool:
-        """Whether it starts from the Stage A of another run and logged steps of its own only."""
+        """True where only steps of Stage B were logged: Stage A was another run."""
         names = {name for line in self.records for name in line}
         in_stage_b = any(name.startswith(("stage_b/", "policy/")) for name in names)
         return in_stage_b and "loss" not in names
 
     @property
     def reasoning_rows(self) -> Sequence[Mapping[str, Any]]:
-        """Rows of the reasoning suite: those of the run's end, else those stored since."""
-        at_the_end = (self.summary.get("stage_b") or {}).get("reasoning")
-        return at_the_end or self.reasoning.get("rows") or []
+        """Rows of the reasoning suite: those of the end of the run, else those stored since."""
+        final_rows = (self.summary.get("stage_b") or {}).get("reasoning")
+        return final_rows or self.reasoning.get("rows") or []
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of one metric, where it was logged."""
+        """Returns steps and values of a metric, where it was logged."""
         points = [(line["step"], line[name]) for line in self.records if name in line]
         both = np.array(points, dtype=np.float64).reshape(-1, 2)
         return both[:, 0], both[:, 1]
 
     def validation_losses(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and losses of the evaluations on the way and of the final one."""
+        """Returns steps and losses of all evaluations, the final one included."""
         steps, losses = self.series("eval/loss")
         final = (self.summary.get("evaluation") or {}).get("loss")
         step = self.summary.get("steps")
+        # An evaluation of the last step on the way is the same point of the curve.
         if final is None or step is None or step in steps:
             return steps, losses
         return np.append(steps, float(step)), np.append(losses, float(final))
 
     def latest(self, name: str) -> float | None:
-        """The last logged value of a metric."""
+        """Returns the last logged value of a metric."""
         return next((line[name] for line in reversed(self.records) if name in line), None)
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Read what there is of a run directory.
+    """Reads the files of a run directory that are there.
 
     Raises:
         StateError: if there is no metrics.jsonl.
@@ -109,17 +110,17 @@ def read_run(run_dir: Path) -> RecordedRun:
 
 def _read_json(path: Path, problems: dict[str, str]) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         problems[path.name] = f"{path.name} is missing."
         return {}
     except (OSError, ValueError) as error:
         problems[path.name] = f"{path.name} cannot be read: {error}"
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         problems[path.name] = f"{path.name} does not hold an object."
         return {}
-    return found
+    return content
 
 
 def _read_config(path: Path, problems: dict[str, str]) -> tuple[str, Config | None]:
@@ -128,8 +129,8 @@ def _read_config(path: Path, problems: dict[str, str]) -> tuple[str, Config | No
         text = path.read_text(encoding="utf-8")
         values = yaml.safe_load(text)
         config = Config.model_validate(values)
-        shown = redacted(values)  # a snapshot of an earlier version holds secrets
-        return (text if shown == values else dump_yaml(shown)), config
+        public_values = redacted(values)  # a snapshot of an earlier version holds secrets
+        return (text if public_values == values else dump_yaml(public_values)), config
     except FileNotFoundError:
         problems[path.name] = f"{path.name} is missing."
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:

@@ -1,7 +1,7 @@
-"""Where metrics go: a file of lines, a progress bar or plain lines, and whole files at once.
+"""Destinations of metrics: metrics.jsonl, a progress bar or plain lines, and whole files at once.
 
 JSON has no not-a-number and no infinities. They are written as the strings "NaN", "Infinity" and
-"-Infinity": valid JSON, read back by `float()`, and still telling which of the three it was.
+"-Infinity", which are valid JSON and which `float()` reads.
 """
 
 import json
@@ -22,19 +22,38 @@ from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
 
-# Updates with metrics that the time left is estimated from: enough to span evaluations and saves.
+# Updates behind the estimate of the remaining time: enough to span evaluations and saves.
 _ETA_UPDATES = 50
+# Metrics of a progress line, the most important first; a narrow terminal cuts the rest.
+_STEP_FORMATS = {
+    "loss": "loss {:.4f}",
+    "stage_b/loss": "loss {:.4f}",
+    "stage_b/recall": "recall {:.3f}",
+    "stage_b/answered": "answered {:.3f}",
+    "policy/return": "return {:.3f}",
+    "policy/success": "success {:.3f}",
+    "policy/kl": "kl {:.4f}",
+    "learning_rate": "lr {:.2e}",
+    "grad_norm": "grad {:.2f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+}
+_EVALUATION_FORMATS = {
+    "eval/loss": "loss {:.4f}",
+    "eval/perplexity": "perplexity {:.2f}",
+    "eval/bits_per_byte": "{:.3f} bits/byte",
+    "eval/seconds": "took {:.1f}s",
+}
 
 
 class MetricsFile:
-    """metrics.jsonl: one record per line, floats in full precision, no line held back.
+    """metrics.jsonl: one record per line, floats in full precision, no buffer.
 
     A killed process leaves whole lines and at most one half-written last one. After a crash of the
     host, lines since the last `sync` may be missing.
     """
 
     def __init__(self, path: Path) -> None:
-        """Append to `path`, which is made if it is missing.
+        """Opens `path` for appending; creates it if it is missing.
 
         Raises:
             StateError: here and in every method, if the file cannot be written.
@@ -43,47 +62,52 @@ class MetricsFile:
         self._open()
 
     def write(self, record: Mapping[str, float]) -> None:
-        """Append one record."""
-        left = (_to_json(record) + "\n").encode()
+        """Appends one record."""
+        line = (_to_json(record) + "\n").encode()
         with _disk_faults(self.path):
-            while left:
-                left = left[self._file.write(left) :]
+            while line:  # a write to a nearly full disk may take a part only
+                line = line[self._file.write(line) :]
 
     def truncate_after(self, step: int) -> None:
-        """Keep the lines up to `step`, atomically: a resumed run writes the later ones again.
+        """Cuts the lines after `step`, atomically: a resumed run writes them again.
 
-        The later ones stay beside it, in metrics.cut-<n>.jsonl. A half-written last line goes; so
-        does any other line that is not a record, with a warning.
+        They go to metrics.cut-<n>.jsonl beside it. A half-written last line is dropped; so is any
+        other line that is not a record, with a warning.
         """
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         records = [(line, _parse(line)) for line in lines if line]
-        kept = [line + "\n" for line, found in records if found and found["step"] <= step]
-        unreadable = sum(found is None for _, found in records[:-1])
+        earlier = [line + "\n" for line, record in records if record and record["step"] <= step]
+        later = [line + "\n" for line, record in records if record and record["step"] > step]
+        unreadable = sum(record is None for _, record in records[:-1])
         if unreadable:
             logger.warning("%s: dropped %d unreadable lines", self.path, unreadable)
-        cut = [line + "\n" for line, found in records if found and found["step"] > step]
-        if cut:
+        if later:
             number = 1
             while (aside := self.path.with_suffix(f".cut-{number}.jsonl")).exists():
                 number += 1
-            write_text_atomic(aside, "".join(cut))
+            write_text_atomic(aside, "".join(later))
+        # The open file would go on in the old one after the rename.
         self.close()
-        write_text_atomic(self.path, "".join(kept))
+        write_text_atomic(self.path, "".join(earlier))
         self._open()
 
     def sync(self) -> None:
-        """Force written lines to the disk: before a checkpoint of their steps is named."""
+        """Forces written lines to the disk: before a checkpoint of their steps is named."""
         with _disk_faults(self.path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Release the file; nothing is written after this."""
+        """Closes the file; nothing is written after this."""
         self._file.close()
 
     def _open(self) -> None:
+        def without_links(path: str, flags: int) -> int:
+            # A link that somebody left in the run directory would lead elsewhere.
+            return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
         # Unbuffered: a buffer that a full disk refused would be tried, and fail, again at exit.
         with _disk_faults(self.path):
-            self._file = open(self.path, "ab", buffering=0, opener=_no_link)  # noqa: SIM115
+            self._file = open(self.path, "ab", buffering=0, opener=without_links)  # noqa: SIM115
 
     def __enter__(self) -> Self:
         return self
@@ -93,9 +117,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The records of a metrics.jsonl, non-finite values as floats again.
+    """Reads the records of a metrics.jsonl, non-finite values as floats again.
 
-    Lines that are not records are left out: the last line of a live run may be half-written.
+    Skips lines that are not records: the last line of a live run may be half-written.
 
     Raises:
         StateError: if the file cannot be read.
@@ -104,13 +128,13 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise StateError(f"{path}: cannot be read: {error.strerror}") from error
-    return [found for found in map(_parse, text.split("\n")) if found]
+    return [record for record in map(_parse, text.split("\n")) if record]
 
 
 class _Lasting(ObjectWrapper):
-    """A stream that takes what is written after its reader is gone.
+    """A stream that swallows writes once its reader is gone.
 
-    A bar whose write fails leaves tqdm's lock locked, and every other thread that writes waiting.
+    A bar whose write fails leaves tqdm's lock held, and every other thread that writes waits.
     """
 
     def write(self, text: str) -> None:
@@ -122,7 +146,7 @@ class _Lasting(ObjectWrapper):
             self._wrapped.flush()
 
     def __eq__(self, other: object) -> bool:
-        """What the stream itself equals: by that tqdm knows whose lines go through a bar."""
+        """Compares as the stream itself, by which tqdm finds the bars on a stream."""
         return bool(self._wrapped == getattr(other, "_wrapped", other))
 
     def __hash__(self) -> int:
@@ -130,10 +154,10 @@ class _Lasting(ObjectWrapper):
 
 
 class Progress:
-    """Shows how far a run is: a bar on a terminal, plain lines anywhere else."""
+    """Progress of a run: a bar on a terminal, plain lines anywhere else."""
 
     def __init__(self, total_steps: int, *, initial: int = 0, stream: TextIO) -> None:
-        """Start at step `initial` of `total_steps`; a resumed run starts where it stopped."""
+        """Starts at step `initial` of `total_steps`, which is not 0 for a resumed run."""
         self._total_steps = total_steps
         self._stream = _Lasting(stream)
         self._seen = deque([(initial, time.monotonic())], maxlen=_ETA_UPDATES)
@@ -148,14 +172,24 @@ class Progress:
             )
 
     def update(self, step: int, record: Mapping[str, float] | None = None) -> None:
-        """Tell that `step` steps are done; with a record, show its metrics too.
+        """Moves to `step` completed steps; with a record, shows its metrics too.
 
-        A plain line appears only with a record; the bar moves with every call. A record that holds
-        an evaluation puts a line of its own above the bar. Training goes on where nothing can be
-        shown, because whoever read the stream is gone.
+        A plain line appears only with a record; the bar moves with every call. A record with an
+        evaluation puts a line of its own above the bar. Training goes on where the reader of the
+        stream is gone.
         """
-        parts = [] if record is None else self._describe(step, record)
-        evaluation = describe_evaluation(record or {})
+        parts: list[str] = []
+        if record is not None:
+            self._seen.append((step, time.monotonic()))
+            first, began = self._seen[0]
+            last, now = self._seen[-1]
+            # The recent pace, evaluations and saves included.
+            seconds = (self._total_steps - last) * (now - began) / max(last - first, 1)
+            parts = _texts(record, _STEP_FORMATS)
+            if "memory_peak_bytes" in record:
+                parts.append(f"mem {record['memory_peak_bytes'] / 2**30:.1f} GiB")
+            parts.append(f"eta {duration(seconds)}")
+        evaluation = "  ".join(_texts(record or {}, _EVALUATION_FORMATS))
         count = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
         if self._bar is not None:
             if parts:
@@ -169,58 +203,22 @@ class Progress:
             self._say("  ".join([f"eval {count}", evaluation]))
 
     def close(self) -> None:
-        """Leave the bar as it stands and end its line."""
+        """Leaves the bar as it stands and ends its line."""
         if self._bar is not None:
             self._bar.close()
-
-    def _describe(self, step: int, record: Mapping[str, float]) -> list[str]:
-        self._seen.append((step, time.monotonic()))
-        return [*describe_step(record), f"eta {duration(self._seconds_left())}"]
-
-    def _seconds_left(self) -> float:
-        """Remaining steps at the recent pace, evaluations and saves included."""
-        (first, began) = self._seen[0]
-        (last, now) = self._seen[-1]
-        return (self._total_steps - last) * (now - began) / max(last - first, 1)
 
     def _say(self, line: str) -> None:
         tqdm.write(line, file=self._stream)
         self._stream.flush()
 
 
-def describe_step(record: Mapping[str, float]) -> list[str]:
-    """Short texts of a record's metrics, most wanted first; what was not measured is left out."""
-    formats = {
-        "loss": "loss {:.4f}",
-        "stage_b/loss": "loss {:.4f}",
-        "stage_b/recall": "recall {:.3f}",
-        "stage_b/answered": "answered {:.3f}",
-        "policy/return": "return {:.3f}",
-        "policy/success": "success {:.3f}",
-        "policy/kl": "kl {:.4f}",
-        "learning_rate": "lr {:.2e}",
-        "grad_norm": "grad {:.2f}",
-        "tokens_per_second": "{:,.0f} tok/s",
-    }
-    parts = [text.format(record[name]) for name, text in formats.items() if name in record]
-    if "memory_peak_bytes" in record:
-        parts.append(f"mem {record['memory_peak_bytes'] / 2**30:.1f} GiB")
-    return parts
-
-
-def describe_evaluation(record: Mapping[str, float]) -> str:
-    """The evaluation in a record as one line of text; empty when there was none."""
-    formats = {
-        "eval/loss": "loss {:.4f}",
-        "eval/perplexity": "perplexity {:.2f}",
-        "eval/bits_per_byte": "{:.3f} bits/byte",
-        "eval/seconds": "took {:.1f}s",
-    }
-    return "  ".join(text.format(record[name]) for name, text in formats.items() if name in record)
+def _texts(record: Mapping[str, float], formats: Mapping[str, str]) -> list[str]:
+    """Formats the metrics of a record that `formats` names, in its order."""
+    return [text.format(record[name]) for name, text in formats.items() if name in record]
 
 
 def duration(seconds: float) -> str:
-    """Two leading units of a time: 45s, 2m10s, 1h05m, 3d04h."""
+    """Formats a time by its two leading units: 45s, 2m10s, 1h05m, 3d04h."""
     whole = round(seconds)
     for unit, size, next_unit, next_size in (("d", 86_400, "h", 3_600), ("h", 3_600, "m", 60)):
         if whole >= size:
@@ -229,7 +227,7 @@ def duration(seconds: float) -> str:
 
 
 def write_json_atomic(path: Path, obj: Any) -> None:
-    """Write `obj` as indented JSON so that a reader sees the old file or the new one, whole.
+    """Writes `obj` as indented JSON; a reader sees the whole old file or the whole new one.
 
     Raises:
         StateError: if it cannot be written; the old file then stays as it was.
@@ -238,7 +236,7 @@ def write_json_atomic(path: Path, obj: Any) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) to a temporary neighbour, force it to the disk, then rename it.
+    """Writes `text` (UTF-8) to a temporary neighbour, forces it to the disk, then renames it.
 
     Raises:
         StateError: if it cannot be written; the old file then stays as it was.
@@ -247,19 +245,16 @@ def write_text_atomic(path: Path, text: str) -> None:
     with _disk_faults(path):
         try:
             temporary.unlink(missing_ok=True)
+            # "x" refuses a link of that name, which would lead elsewhere.
             with open(temporary, "x", encoding="utf-8", errors="replace") as file:
                 file.write(text)
                 file.flush()
+                # Before the rename: after a crash of the host the new name must not be empty.
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-
-def _no_link(path: str, flags: int) -> int:
-    """Opens a file of that very folder: a link that somebody left there would lead elsewhere."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager
@@ -288,12 +283,13 @@ def _without_non_finite(obj: Any) -> Any:
 
 
 def _parse(line: str) -> dict[str, float] | None:
-    """One record, or None for a line that is not one."""
+    """Reads a record; None for a line that is none."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
+    # Only these three strings are numbers; another string stays as it is.
     special = ("NaN", "Infinity", "-Infinity")
-    return {key: float(value) if value in special else value for key, value in found.items()}
+    return {key: float(value) if value in special else value for key, value in record.items()}

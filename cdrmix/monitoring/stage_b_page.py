@@ -1,15 +1,20 @@
-"""Sections of a report about Stage B: what it learned, how its agent acts, what comes of it."""
+"""Part of a report on Stage B: its losses, its memory agent, and the reasoning suite.
 
-from collections.abc import Mapping
-from typing import Any
+Loaded only for a run that has a Stage B; templates/stage_b.html lays it out.
+"""
 
-from cdrmix.monitoring import page
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cdrmix.monitoring.page import Figure, Tile
 from cdrmix.monitoring.plots import Curve, plot
 from cdrmix.monitoring.recorded_run import RecordedRun
 
 # title, unit, curves (label, metric), whether the axis starts at zero
-_Figure = tuple[str, str, tuple[tuple[str, str], ...], bool]
-_LEARNING: tuple[_Figure, ...] = (
+_Panel = tuple[str, str, tuple[tuple[str, str], ...], bool]
+_LEARNING: tuple[_Panel, ...] = (
     (
         "Losses",
         "nats",
@@ -36,7 +41,7 @@ _LEARNING: tuple[_Figure, ...] = (
     ),
     ("Router losses", "weighted", (("", "stage_b/router_loss"),), True),
 )
-_POLICY: tuple[_Figure, ...] = (
+_POLICY: tuple[_Panel, ...] = (
     (
         "Reward",
         "mean over rollouts",
@@ -74,74 +79,94 @@ _POLICY: tuple[_Figure, ...] = (
 )
 
 
-def stage_b_sections(run: RecordedRun) -> str:
-    """All sections; nothing for a run without Stage B."""
+@dataclass(frozen=True)
+class Score:
+    """Mean score of a task at one length, with memory and of the backbone alone."""
+
+    with_memory: float
+    backbone: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The reasoning suite.
+
+    Attributes:
+        ratios: lengths in windows, one column each.
+        tasks: scores by task, one for each ratio; None where it was not run.
+        num_texts: number of texts behind a score, as a range where it differs.
+    """
+
+    ratios: Sequence[int]
+    tasks: Mapping[str, Sequence[Score | None]]
+    num_texts: str
+
+
+@dataclass(frozen=True)
+class StageBReport:
+    """The part on Stage B; `scores` is None before the suite was run."""
+
+    is_logged: bool
+    scores: Scores | None
+    learning: Sequence[Figure]
+    policy: Sequence[Figure]
+
+
+def stage_b_report(run: RecordedRun) -> StageBReport | None:
+    """Computes the part on Stage B; None where the configuration has none or cannot be read."""
     if run.config is None or run.config.stage_b is None:
-        return ""
-    if not any(name.startswith(("stage_b/", "policy/")) for line in run.records for name in line):
-        why = page.missing("No step of Stage B has been logged.")
-        return page.section("Stage B", why)
-    return _reasoning(run) + "".join(
-        page.section(title, page.panels(*filter(None, (_figure(run, each) for each in figures))))
-        for title, figures in (("Stage B: learning", _LEARNING), ("Memory agent", _POLICY))
+        return None
+    names = {name for line in run.records for name in line}
+    return StageBReport(
+        is_logged=any(name.startswith(("stage_b/", "policy/")) for name in names),
+        scores=_scores(run),
+        learning=_figures(run, _LEARNING),
+        policy=_figures(run, _POLICY),
     )
 
 
-def stage_b_tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
-    """Scores of the reasoning suite, for the tiles; none before it was run."""
+def stage_b_tiles(run: RecordedRun) -> list[Tile]:
+    """Returns a tile with the scores of the reasoning suite; none before it was run."""
     rows = run.reasoning_rows
     if not rows:
         return []
     count = sum(row["n"] for row in rows)
-    mean, alone = (
+    mean, backbone = (
         sum(row[name] * row["n"] for row in rows) / count for name in ("score", "backbone_score")
     )
-    return [("Reasoning", f"{mean:.2f}", f"over all lengths; backbone alone {alone:.2f}")]
+    return [Tile("Reasoning", f"{mean:.2f}", f"over all lengths; backbone alone {backbone:.2f}")]
 
 
-def _figure(run: RecordedRun, figure: _Figure) -> str:
-    """A figure of what was measured; empty where nothing of it was."""
-    title, unit, series, from_zero = figure
-    curves = [
-        Curve(label, *run.series(name), f"c{number % 4 + 1}", smooth=True)
-        for number, (label, name) in enumerate(series)
-        if len(run.series(name)[0])
-    ]
-    if not curves:
-        return ""
-    key = f"b-{title.lower().replace(' ', '-')}"
-    return plot(
-        title,
-        unit,
-        key,
-        curves,
-        text="{:.3g}".format,
-        limits=(0, None) if from_zero else (None, None),
-    )
+def _figures(run: RecordedRun, panels: Sequence[_Panel]) -> list[Figure]:
+    """Draws the panels of which something was measured."""
+    figures = []
+    for title, unit, series, from_zero in panels:
+        curves = [
+            Curve(label, *run.series(name), f"c{number % 4 + 1}", smooth=True)
+            for number, (label, name) in enumerate(series)
+            if len(run.series(name)[0])
+        ]
+        # A phase without a policy, or without replay, has no such series: no empty figure for it.
+        if curves:
+            key = f"b-{title.lower().replace(' ', '-')}"
+            limits = (0, None) if from_zero else (None, None)
+            figures.append(plot(title, unit, key, curves, text="{:.3g}".format, limits=limits))
+    return figures
 
 
-def _reasoning(run: RecordedRun) -> str:
-    title = "Reasoning over long texts"
+def _scores(run: RecordedRun) -> Scores | None:
     rows = run.reasoning_rows
     if not rows:
-        why = "The suite has not been run. See cdrmix evaluate --suite reasoning."
-        return page.section(title, page.missing(why))
+        return None
     ratios = sorted({row["length_ratio"] for row in rows})
-    cells = {(row["task"], row["length_ratio"]): row for row in rows}
-    body = [
-        page.row(page.text(task), *(_cell(cells.get((task, ratio))) for ratio in ratios))
-        for task in dict.fromkeys(row["task"] for row in rows)
-    ]
+    cells = {
+        (row["task"], row["length_ratio"]): Score(row["score"], row["backbone_score"])
+        for row in rows
+    }
     fewest = min(row["n"] for row in rows)
     most = max(row["n"] for row in rows)
-    texts = f"{most}" if fewest == most else f"{fewest} to {most}"
-    told = (
-        f"Score with memory, and of the backbone's last window alone, over {texts} texts "
-        "each that training did not see; lengths in windows."
+    return Scores(
+        ratios=ratios,
+        tasks={row["task"]: [cells.get((row["task"], r)) for r in ratios] for row in rows},
+        num_texts=f"{most}" if fewest == most else f"{fewest} to {most}",
     )
-    head = ["task", *(f"{ratio}x" for ratio in ratios)]
-    return page.section(title, page.table(head, body, "heat"), page.note(told))
-
-
-def _cell(row: Mapping[str, Any] | None) -> str:
-    return "–" if row is None else f"{row['score']:.2f}, {row['backbone_score']:.2f}"

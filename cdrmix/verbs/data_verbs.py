@@ -159,8 +159,8 @@ def _add_inspect(kinds: Verbs) -> None:
     )
 
     def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.corpus.inspection import inspect_folder, inspection_table
-        from cdrmix.corpus.inspection_page import DATA_PAGE
+        from cdrmix.corpus.inspection import inspect_folder
+        from cdrmix.corpus.inspection_page import DATA_PAGE, inspection_table
 
         folder = arguments.folder
         inspected = inspect_folder(folder, sequence_length=arguments.sequence_length)

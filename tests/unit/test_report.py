@@ -3,6 +3,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -212,7 +213,7 @@ def test_every_plot_is_drawn_with_the_colours_of_the_page(finished):
 
 def test_generated_text_is_escaped_and_cleared_of_control_characters(finished):
     source, page = finished
-    assert "&lt;script&gt;&#x27;\N{REPLACEMENT CHARACTER}</pre>" in source
+    assert "&lt;script&gt;&#39;\N{REPLACEMENT CHARACTER}</pre>" in source
     assert "<built on first use>" in page.text
 
 
@@ -337,6 +338,13 @@ def test_a_run_with_next_to_nothing_logged_has_a_report(tmp_path, lines):
     assert source.count("<svg") == ("8.3" in lines)
     assert "Nothing has been logged" in page.text
     assert ("a loss that is not finite" in page.text) == ("NaN" in lines)
+
+
+def test_a_run_without_stage_b_loads_nothing_of_it(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "cdrmix.monitoring.stage_b_page", raising=False)
+    (tmp_path / "metrics.jsonl").write_text("")
+    write_report(tmp_path)
+    assert "cdrmix.monitoring.stage_b_page" not in sys.modules
 
 
 def test_a_folder_without_metrics_is_refused_by_name(tmp_path):
