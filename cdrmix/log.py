@@ -12,8 +12,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 _ROOT = "cdrmix"
-# tqdm's default lock is shared with forked processes: one that is killed while it writes would leave
-# it locked for all others. A thread lock is enough, because only threads share this terminal's bars.
+# tqdm's default lock is shared with forked processes: one that is killed while it writes would
+# leave it locked for all others. A thread lock is enough: only threads share a terminal's bars.
 tqdm.set_lock(threading.RLock())
 
 

@@ -17,7 +17,7 @@ from cdrmix.cluster.starts import STARTS, StartRecord, StartUp, append_start, re
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 TELL = """
 import json
-from cdrmix.cluster.start_up import StartUp
+from cdrmix.cluster.starts import StartUp
 print(json.dumps(StartUp().to_json()))
 """
 
