@@ -43,6 +43,7 @@ _SPECIAL = re.compile(r'([\\"$`])')
 
 def write_private(path: Path, text: str) -> None:
     """Writes a file that its owner alone can read, from its first byte on."""
+    # O_EXCL makes a new file, never one that somebody else has put there with other permissions
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -104,6 +105,7 @@ def _order(folder: Path) -> dict[str, Any] | None:
         try:
             order: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         except OSError:
+            # without a folder this was not started by `cdrmix launch`, and no file will come
             if not folder.name or time.monotonic() > deadline:
                 return None
             time.sleep(0.5)

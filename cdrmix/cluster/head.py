@@ -190,7 +190,7 @@ class Head:
                 connection, _ = self._listener.accept()
             except OSError:  # no call waits, or no file descriptor is free until a stranger goes
                 return
-            connection.settimeout(0.5)
+            connection.settimeout(0.5)  # one that does not read must not hold up the others
             line = _Line(connection)
             self._lines.append(line)
             self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, line))
@@ -224,7 +224,7 @@ class Head:
             elif line.peer is not None:
                 for message in line.channel.take(data):
                     line.peer.note(message)
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # an invalid line ends its connection, not the head
             self._hang_up(line)
 
     def _greet(self, line: _Line, data: bytes) -> None:
@@ -240,6 +240,7 @@ class Head:
         rank = greeting.get("rank")
         host = greeting.get("host")
         peer = self._peers.get(rank) if isinstance(rank, int) else None
+        # `peer.host`: a second watchdog of a rank could report in the first one's name
         if peer is None or peer.host or not host or not isinstance(host, str):
             raise ValueError("a rank that is not awaited")
         line.connection.sendall(channel.encode({"alive": True}))
@@ -297,6 +298,7 @@ class Head:
             self._stacks_due = None
             return None
         if self._stacks_due is None:
+            # a rank that waits in a collective is told from one that holds it up by their stacks
             self._stacks_due = time.monotonic() + _SECONDS_FOR_STACKS
             for peer in peers:
                 peer.stack = None

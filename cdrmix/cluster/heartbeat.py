@@ -99,7 +99,7 @@ def start_head(
         folder=str(folder.resolve()) if folder else None,
     )
     pipe = _start(head.__name__, settings, listener.fileno())
-    listener.close()
+    listener.close()  # the head has inherited it, and calls must end when the head does
     return StartedHead(meeting, pipe)
 
 
@@ -184,7 +184,8 @@ class Heartbeat:
         try:
             yield
         finally:
-            if self._step_began is not None:  # the phase is no part of the step around it
+            # the phase is no part of the step around it, whose duration limits the next steps
+            if self._step_began is not None:
                 self._step_began += time.monotonic() - began
             self._has_saved = self._has_saved or name == _SAVING
             self._enter(before["phase"], before["allowed_seconds"])
@@ -201,7 +202,7 @@ class Heartbeat:
     def leave(self, code: int) -> None:
         """Announces the exit code of this rank, which ends soon."""
         self._has_left.set()
-        self._thread.join()
+        self._thread.join()  # a beat after the exit code would count as a sign of life
         self._send({**self._beat, "left": code})
         with contextlib.suppress(OSError):
             self._pipe.close()

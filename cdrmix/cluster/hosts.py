@@ -68,11 +68,6 @@ def read_hostfile(path: Path) -> list[Host]:
     return list(hosts.values())
 
 
-def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
-    """Writes the hostfile of DeepSpeed's launcher."""
-    path.write_text("".join(f"{host.name} slots={host.slots}\n" for host in hosts))
-
-
 def is_this_machine(name: str) -> bool:
     """True if a host's name means this machine."""
     if name in ("localhost", socket.gethostname(), socket.getfqdn()):
@@ -111,6 +106,7 @@ def run_on(
 
 def ssh_command(name: str, command: Sequence[str]) -> list[str]:
     """Command line that runs a command on another host."""
+    # BatchMode: ssh fails instead of asking for a password on a terminal that nobody watches
     options = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SECONDS_TO_CONNECT}")
     return ["ssh", *options, "--", name, shlex.join(command)]
 

@@ -24,9 +24,9 @@ from cdrmix.cluster.starter import LauncherStart, LaunchPlace
 from cdrmix.cluster.starts import (
     COMMANDED_VARIABLE,
     StartRecord,
+    age_seconds,
     append_start,
     is_marked,
-    seconds_since_this_process_began,
 )
 from cdrmix.config.load import load_config, new_run_dir
 from cdrmix.config.schema import Config
@@ -48,8 +48,10 @@ logger = get_logger(__name__)
 
 # These blame configuration or checkpoints, which were good if an earlier start was.
 _DOUBTFUL = (EXIT_USER_ERROR, EXIT_NO_USABLE_STATE)
+# Doubled with each restart in a row: a server or host that reboots takes minutes.
 _FIRST_WAIT_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 60.0
+_LATEST = Path("checkpoints") / "latest"
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def launch(job: Job) -> int:
         TrainingError: if a host cannot be reached before the first start.
     """
     signals = _Signals()
-    signals.listen()
+    signals.listen()  # first, so that a signal while hosts are checked ends the command by its code
     _require_hosts(job.place)
     place = job.place
     resume = job.resume
@@ -166,13 +168,14 @@ def launch(job: Job) -> int:
     has_been_good = False
     for number in itertools.count(1):
         began = datetime.now(UTC)
-        if number == 1:
-            began -= timedelta(seconds=seconds_since_this_process_began())
+        if number == 1:  # the goodput counts this process's own imports as part of the start
+            began -= timedelta(seconds=age_seconds(os.getpid()))
         resumed_at = _resumed_at(job.run_dir, resume)
         outcome = _attempt(job, place, resume, signals, began, is_first=number == 1)
         got_further = outcome.step > resumed_at
         # after a good start the same error before the first step is a passing fault of the machine
         is_mistake = outcome.exit_code in _DOUBTFUL and (got_further or not has_been_good)
+        # a refused configuration is no start of the run: it must not count in its goodput
         if outcome.exit_code != EXIT_USER_ERROR or not is_mistake:
             _record(job.run_dir, place, outcome, began=began, resumed_at=resumed_at)
         if is_mistake or outcome.exit_code in (EXIT_DONE, EXIT_STOPPED_BY_SIGNAL):
@@ -189,7 +192,7 @@ def launch(job: Job) -> int:
         if lost_in_a_row > job.max_restarts:
             logger.error("error: %s. Given up after %d restarts", outcome.reason, job.max_restarts)
             break
-        if resume not in ("auto", "never") and not _latest(job.run_dir).is_file():
+        if resume not in ("auto", "never") and not (job.run_dir / _LATEST).is_file():
             # `auto` would begin a new run here, without the checkpoint that the user named
             logger.error(
                 "error: %s, before the first checkpoint in %s. Start again with --resume %s and "
@@ -269,7 +272,7 @@ def _start_once(
             with LauncherStart(place, arguments, folder=folder, variables=variables) as start:
                 return start.wait(start_seconds=job.config.supervision.phase_seconds)
     finally:
-        signals.folder = None
+        signals.folder = None  # before it is removed, since a signal would write into it
         shutil.rmtree(folder, ignore_errors=True)
         for empty in (folder.parent, job.run_dir):  # refused before it became a run
             with contextlib.suppress(OSError):
@@ -303,15 +306,12 @@ def _record(
     )
 
 
-def _latest(run_dir: Path) -> Path:
-    return run_dir / "checkpoints" / "latest"
-
-
 def _resumed_at(run_dir: Path, resume: str) -> int:
     """Step of the newest checkpoint if the start resumes from it, else 0."""
-    if resume != "auto" or not _latest(run_dir).is_file():
+    latest = run_dir / _LATEST
+    if resume != "auto" or not latest.is_file():
         return 0
-    text = _latest(run_dir).read_text(encoding="utf-8", errors="replace").strip()
+    text = latest.read_text(encoding="utf-8", errors="replace").strip()
     return int(text) if text.isdecimal() else 0
 
 

@@ -72,6 +72,7 @@ class Outcome:
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Writes the outcome atomically. A folder that is gone has no reader."""
+    # by process, because rank 0 and the head may both write one
     temporary = folder / f"{_OUTCOME}.{os.getpid()}"
     try:
         temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
@@ -181,6 +182,7 @@ def read_line(read: Callable[[int], bytes], most_bytes: int = MESSAGE_BYTES) -> 
     Raises:
         ValueError: if the line is longer than `most_bytes`.
     """
+    # byte by byte, because what follows the line belongs to the next reader of the stream
     line = b""
     while not line.endswith(b"\n") and (byte := read(1)):
         line += byte

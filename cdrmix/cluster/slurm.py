@@ -260,6 +260,7 @@ def write_script(batch: Batch) -> Path:
     try:
         batch.run_dir.mkdir(parents=True, exist_ok=True)
         exports = [f"export {n}={shlex.quote(v)}\n" for n, v in batch.environment.items()]
+        # written even when empty, so that no values of an earlier script stay behind
         write_private(batch.variables, "".join(exports))
         if not exports:
             batch.variables.unlink()

@@ -21,7 +21,6 @@ from cdrmix.cluster.hosts import (
     address_for_others,
     free_port_on,
     is_this_machine,
-    write_hostfile,
 )
 from cdrmix.cluster.messages import Outcome, await_outcome, ranks_have_met, read_outcome
 from cdrmix.cluster.starts import COMMANDED_VARIABLE
@@ -87,11 +86,14 @@ class LauncherStart:
                     "_./+,:=@-"
                 )
         hand_over(self._folder, script=script or TRAIN, arguments=arguments, variables=variables)
+        # chosen last: another program may take it before rank 0 binds it
         self.port = free_port_on(place.first)
         self._process = subprocess.Popen(
             [*_launcher(place, self.port, self._folder), str(_RANK)],
             env=_environment(place, variables, self._folder),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,  # ssh would read what the user types
+            # a session of its own: Ctrl-C in the terminal reaches `cdrmix launch` alone, which asks
+            # the ranks to save, and `end` can signal all of them as one process group
             start_new_session=True,
             preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has no other thread here
         )
@@ -109,6 +111,7 @@ class LauncherStart:
             start_seconds: longest time until the ranks of all hosts have met.
         """
         while self._process.poll() is None:
+            # the ranks have ended by then; a launcher that waits for a lost host may not follow
             if read_outcome(self._folder) is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_SECONDS_TO_FOLLOW)
@@ -163,7 +166,7 @@ def _launcher(place: LaunchPlace, port: int, folder: Path) -> list[str]:
         words += ["--hostfile", os.devnull]  # else it takes /job/hostfile where there is one
     else:
         hostfile = folder / "hostfile"
-        write_hostfile(hostfile, place.hosts)
+        hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in place.hosts))
         others = [host.name for host in place.hosts[1:]]
         words += ["--hostfile", str(hostfile)]
         words += ["--master_addr", address_for_others(place.first, others)]

@@ -28,11 +28,11 @@ class StartUp:
 
     def __init__(self) -> None:
         """Measures the two parts that are over: the launcher, and this process up to here."""
-        age = _age_seconds(os.getpid()) or 0.0
+        age = age_seconds(os.getpid())
         commanded = os.environ.get(COMMANDED_VARIABLE)
-        since_command = time.time() - float(commanded) if commanded else _age_seconds(_launcher())
+        since_command = time.time() - float(commanded) if commanded else age_seconds(_launcher())
         self._last = time.monotonic()
-        self._parts = {"launcher": max(age, since_command or age) - age, "imports": age}
+        self._parts = {"launcher": max(0.0, since_command - age), "imports": age}
 
     def done(self, part: str) -> None:
         """Adds the time since the last call to `part`.
@@ -68,21 +68,17 @@ class StartUp:
         return parts | {"seconds": self.seconds}
 
 
-def seconds_since_this_process_began() -> float:
-    """Age of this process, or 0 where the system does not report it."""
-    return _age_seconds(os.getpid()) or 0.0
-
-
 def process_start_ticks(process: int) -> str | None:
     """Start of a living process, in clock ticks since boot; None if there is no such process."""
     fields = _stat(process)
     return fields[19] if fields and fields[0] != "Z" else None
 
 
-def _age_seconds(process: int) -> float | None:
+def age_seconds(process: int) -> float:
+    """Age of a process; 0 where the system does not report it."""
     fields = _stat(process)
     if not fields:
-        return None
+        return 0.0
     # not the wall clock, which may have been set since the process began
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 

@@ -168,6 +168,7 @@ def _holding_up(stuck: list[Peer], running: list[Peer]) -> list[Peer]:
         busy = _busy([peer for peer in running if peer.stack])
     if busy and len(busy) < len(running):
         return busy
+    # the many wait for the few that went another way, such as into a different collective
     counts = Counter(_main_thread(peer) for peer in stuck)
     fewest = min(counts.values())
     return [peer for peer in stuck if counts[_main_thread(peer)] == fewest]
@@ -191,6 +192,7 @@ def threads(stack: str) -> list[list[str]]:
             blocks.append([])
         if blocks and line.strip():
             blocks[-1].append(line)
+    # faulthandler writes the main thread last
     return [block for block in reversed(blocks) if _HEARTBEAT not in "".join(block)]
 
 

@@ -146,7 +146,7 @@ class Watchdog:
     def _look(self) -> None:
         """Checks rank and head once an interval, and reports to the head."""
         elapsed = self._clock.advance(time.monotonic())
-        if os.getppid() != self._settings.process:
+        if os.getppid() != self._settings.process:  # orphans are given to another parent
             self._is_over = True
             self._send({**self._beat, "died": True})
             return

@@ -59,9 +59,9 @@ def map_environment() -> None:
     elif "MASTER_ADDR" in env and "MASTER_PORT" in env:
         return
     elif "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env:
-        address, port = _address_by_mpi()
+        address, mpi_port = _address_by_mpi()
         env.setdefault("MASTER_ADDR", address)
-        env.setdefault("MASTER_PORT", port)
+        env.setdefault("MASTER_PORT", str(mpi_port))
     elif "SLURM_STEP_NODELIST" in env:
         step = int(env.get("SLURM_STEP_ID", "0"))
         restart = int(env.get("SLURM_RESTART_COUNT", "0"))
@@ -75,7 +75,7 @@ def map_environment() -> None:
         )
 
 
-def _address_by_mpi() -> tuple[str, str]:
+def _address_by_mpi() -> tuple[str, int]:
     """Broadcasts rank 0's address and a free port there to all ranks of an mpirun."""
     from mpi4py import MPI
 
@@ -84,7 +84,7 @@ def _address_by_mpi() -> tuple[str, str]:
     meeting = None
     if world.Get_rank() == 0:
         address = "127.0.0.1" if len({*hosts}) == 1 else address_of_this_host()
-        meeting = (address, str(free_port()))
+        meeting = (address, free_port())
     address, port = world.bcast(meeting)
     return address, port
 
