@@ -50,7 +50,7 @@ class _Answer:
 
     host: Host
     values: dict[str, Any]
-    called: float
+    began: float
     seconds: float
 
 
@@ -65,22 +65,22 @@ def examine(
         ranks_per_host: ranks of the all-reduce on each host; default as the launcher decides.
         with_all_reduce: whether to start ranks for the last check.
     """
-    probed = list(hosts) or [Host("localhost", ranks_per_host or 1)]
+    targets = list(hosts) or [Host("localhost", ranks_per_host or 1)]
     folder = folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        address = address_for_others(probed[0].name, [host.name for host in probed[1:]])
+        address = address_for_others(targets[0].name, [host.name for host in targets[1:]])
     except OSError as error:
         return [Finding("shared folder", "FAIL", f"{folder}: cannot be made: {error.strerror}")]
     except TrainingError as error:
         return [Finding("hosts", "FAIL", str(error))]
     with ThreadPoolExecutor(max_workers=32) as pool:
-        results = list(pool.map(lambda host: _ask(host, "look", str(folder), address), probed))
+        results = list(pool.map(lambda host: _ask(host, "look", str(folder), address), targets))
     answers = [answer for answer in results if "failed" not in answer.values]
-    failed = [f"{a.host.name}: {a.values['failed']}" for a in results if "failed" in a.values]
+    failures = [f"{a.host.name}: {a.values['failed']}" for a in results if "failed" in a.values]
     slowest = max((answer.seconds for answer in answers), default=0.0)
-    detail = "; ".join(failed) or f"{len(answers)} reached, the slowest in {slowest:.1f} s"
-    findings = [Finding("hosts", "FAIL" if failed else "ok", detail)]
+    detail = "; ".join(failures) or f"{len(answers)} reached, the slowest in {slowest:.1f} s"
+    findings = [Finding("hosts", "FAIL" if failures else "ok", detail)]
     if answers:
         alive = [answer.host for answer in answers]
         findings += [
@@ -118,11 +118,11 @@ def is_ready(findings: Sequence[Finding]) -> bool:
 
 def remove_leftovers_on_hosts(hosts: Sequence[Host]) -> list[str]:
     """Removes leftovers of this user's earlier runs on the hosts; returns a line for each."""
-    removed = []
+    lines = []
     for host in hosts or [Host("localhost", 1)]:
         values = _ask(host, "remove_leftovers").values
-        removed += [f"{host.name}: {what}" for what in values.get("removed", [])]
-    return removed
+        lines += [f"{host.name}: {what}" for what in values.get("removed", [])]
+    return lines
 
 
 def _probe(*words: str) -> list[str]:
@@ -131,7 +131,7 @@ def _probe(*words: str) -> list[str]:
 
 
 def _ask(host: Host, *words: str) -> _Answer:
-    called = time.time()
+    began = time.time()
     clock = time.monotonic()
     done = run_on(host.name, _probe(*words))
     seconds = time.monotonic() - clock
@@ -140,7 +140,7 @@ def _ask(host: Host, *words: str) -> _Answer:
     except ValueError:
         output = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
         values = {"failed": output[-1]}
-    return _Answer(host, values, called, seconds)
+    return _Answer(host, values, began, seconds)
 
 
 def _same(check: str, answers: Sequence[_Answer]) -> Finding:
@@ -185,8 +185,8 @@ def _clocks(answers: Sequence[_Answer]) -> Finding:
     worst = 0.0
     name = ""
     for answer in answers:
-        early = answer.called
-        late = answer.called + answer.seconds
+        early = answer.began
+        late = answer.began + answer.seconds
         difference = max(early - answer.values["time"], answer.values["time"] - late, 0.0)
         if difference >= worst:
             worst = difference
@@ -251,13 +251,13 @@ def _ports(hosts: Sequence[Host], address: str) -> Finding:
             calls = [(host, _ask(host, "call", address, str(port)).values) for host in hosts[1:]]
         finally:
             listener.terminate()
-    failed = [
+    failures = [
         f"{host.name}: {values.get('failed') or values['error']}"
         for host, values in calls
         if values.get("error", True)
     ]
-    if failed:
-        why = f"{address}:{port} cannot be called. Is there a firewall? {'; '.join(failed)}"
+    if failures:
+        why = f"{address}:{port} cannot be called. Is there a firewall? {'; '.join(failures)}"
         return Finding("ports", "FAIL", why)
     return Finding("ports", "ok", f"{len(calls)} others reach {address} on any port")
 

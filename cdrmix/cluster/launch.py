@@ -128,7 +128,7 @@ def make_job(
     Raises:
         TrainingError: if the configuration or the hostfile is wrong.
     """
-    loaded = load_config(config, overrides)
+    resolved_config = load_config(config, overrides)
     if run_dir is not None and re.search(r"[\x00-\x1f\x7f]", str(run_dir)):
         raise ConfigError(
             f"--run-dir {str(run_dir)!r}: has control characters, which files of variables and "
@@ -141,14 +141,14 @@ def make_job(
         arguments += ["--profile", profile]
     hosts = tuple(read_hostfile(hostfile)) if hostfile else ()
     return Job(
-        config=loaded,
+        config=resolved_config,
         arguments=arguments,
-        run_dir=run_dir or new_run_dir(loaded),
+        run_dir=run_dir or new_run_dir(resolved_config),
         resume=resume,
         profile=profile,
         place=LaunchPlace(hosts, ranks_per_host),
         max_restarts=max_restarts,
-        environment=launch_environment(loaded),
+        environment=launch_environment(resolved_config),
     )
 
 

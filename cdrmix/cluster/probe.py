@@ -118,15 +118,15 @@ def look(folder: str, towards: str) -> dict[str, Any]:
 
 def remove_leftovers() -> dict[str, Any]:
     """Ends this user's orphaned ranks and launchers, and deletes their files in shared memory."""
-    removed = []
+    lines = []
     for number, words in _processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, 9)
-            removed.append(f"process {number} {words}")
+            lines.append(f"process {number} {words}")
     for path in _files():
         path.unlink(missing_ok=True)
-        removed.append(str(path))
-    return {"removed": removed}
+        lines.append(str(path))
+    return {"removed": lines}
 
 
 def write(path: str, text: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _processes() -> Iterator[tuple[int, str]]:
     locked, the run goes on. A rank with a watchdog is no leftover either: it trains, started by a
     shell that has ended (nohup).
     """
-    marked: dict[int, tuple[int, str, Path]] = {}
+    candidates: dict[int, tuple[int, str, Path]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if folder.stat().st_uid != os.getuid():
@@ -195,9 +195,9 @@ def _processes() -> Iterator[tuple[int, str]]:
         for variable in variables:
             if variable.startswith(mark):
                 start = Path(os.fsdecode(variable.removeprefix(mark)))
-                marked[int(folder.name)] = (int(parent), words, start)
-    watched = {parent for parent, words, _ in marked.values() if _WATCHDOG in words}
-    for number, (starter, command, start) in marked.items():
+                candidates[int(folder.name)] = (int(parent), words, start)
+    watched = {parent for parent, words, _ in candidates.values() if _WATCHDOG in words}
+    for number, (starter, command, start) in candidates.items():
         is_orphan = starter == 1 and number not in watched
         locks = (start.parent.parent / ".lock", start / LAUNCHER_LOCK)
         if is_orphan and all(map(_is_free, locks)):
@@ -218,18 +218,18 @@ def _is_free(lock: Path) -> bool:
 
 def _files() -> Iterator[Path]:
     """This user's files in shared memory that no process has mapped."""
-    mapped = set()
+    in_use = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # another user's process, or one that has ended
             for line in maps.read_text().splitlines():
                 _, folder, rest = line.partition(str(_SHARED_MEMORY))
-                mapped.add(folder + rest)
+                in_use.add(folder + rest)
     for path in _SHARED_MEMORY.glob("*") if _SHARED_MEMORY.is_dir() else ():
         try:
             is_users = path.stat().st_uid == os.getuid()
         except OSError:  # it was deleted meanwhile
             continue
-        if is_users and path.name.startswith(_RANKS_FILES) and str(path) not in mapped:
+        if is_users and path.name.startswith(_RANKS_FILES) and str(path) not in in_use:
             yield path
 
 

@@ -120,23 +120,23 @@ def make_batch(
     Raises:
         TrainingError: if the configuration is wrong, or cannot run on so many ranks.
     """
-    loaded = load_config(config, overrides)
+    resolved_config = load_config(config, overrides)
     _check_lines(time_limit=time_limit, options=options, run_dir=run_dir, overrides=overrides)
     device = "cpu" if on_cpu else "cuda"
-    check_legal(loaded, world_size=nodes * ranks_per_node, profile=profile, device=device)
+    check_legal(resolved_config, world_size=nodes * ranks_per_node, profile=profile, device=device)
     arguments = ["--config", str(config.resolve())]
     for override in overrides:
         if not override.startswith(_ENVIRONMENT):
             arguments += ["--set", override]
     if profile is not None:
         arguments += ["--profile", profile]
-    overridden = {o.partition("=")[0].removeprefix(_ENVIRONMENT).strip() for o in overrides}
-    values = launch_environment(loaded)
+    names = {o.partition("=")[0].removeprefix(_ENVIRONMENT).strip() for o in overrides}
+    values = launch_environment(resolved_config)
     return Batch(
-        config=loaded,
+        config=resolved_config,
         arguments=arguments,
-        environment={name: value for name, value in values.items() if name in overridden},
-        run_dir=(run_dir or new_run_dir(loaded)).resolve(),
+        environment={name: value for name, value in values.items() if name in names},
+        run_dir=(run_dir or new_run_dir(resolved_config)).resolve(),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         on_cpu=on_cpu,
@@ -229,8 +229,8 @@ def _option_lines(batch: Batch) -> list[str]:
         name, separator, value = option.partition("=")
         # in a line of #SBATCH a quote, # or space would have a meaning
         if not re.fullmatch(r"[\w@%+=:,./\[\]-]*", value, re.ASCII):
-            escaped = re.sub(r'(["\\])', r"\\\1", value)
-            value = f'"{escaped}"'
+            text = re.sub(r'(["\\])', r"\\\1", value)
+            value = f'"{text}"'
         lines.append(f"#SBATCH --{name}{separator}{value}")
     return lines
 

@@ -71,12 +71,12 @@ class Peer:
     @property
     def name(self) -> str:
         """Rank and host, for messages."""
-        return f"rank {self.rank} on {_shown(self.host) or 'a host that never called'}"
+        return f"rank {self.rank} on {_safe_line(self.host) or 'a host that never called'}"
 
     @property
     def place(self) -> str:
         """Step and phase, for messages."""
-        return f"step {self.step} ({_shown(self.phase)})"
+        return f"step {self.step} ({_safe_line(self.phase)})"
 
     def note(self, message: dict[str, Any]) -> None:
         """Takes over a report of the rank's watchdog; all of it or, on an error, nothing.
@@ -200,13 +200,13 @@ def _where(peer: Peer) -> str:
     if peer.state == "T":
         return ": its process is stopped (state T), so that it cannot show its stack"
     if not peer.stack:
-        state = f" (state {_shown(peer.state)})" if peer.state else ""
+        state = f" (state {_safe_line(peer.state)})" if peer.state else ""
         return f": its process{state} does not answer when asked for its stack"
     lines = [line for block in threads(peer.stack) for line in block][:_LINES_SHOWN]
     # indented, so that no line of a report can pass for a line of the log
-    return ", in\n" + "\n".join(f"  {_shown(line)}" for line in lines)
+    return ", in\n" + "\n".join(f"  {_safe_line(line)}" for line in lines)
 
 
-def _shown(text: str) -> str:
+def _safe_line(text: str) -> str:
     """Makes one line of a report safe for a log or a terminal."""
     return printable(text).replace("\n", "?")[:_CHARACTERS_SHOWN]

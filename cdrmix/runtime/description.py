@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "pydan
 
 def describe_environment() -> dict[str, Any]:
     """Versions and devices of this run, for environment.json. Never variables or host secrets."""
-    described: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "cdrmix": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
@@ -30,17 +30,17 @@ def describe_environment() -> dict[str, Any]:
         "backend": "gloo" if use_cpu() else "nccl",
     }
     if use_cpu():
-        described["device"] = {"kind": "cpu", "cores": len(os.sched_getaffinity(0))}
-        described["threads_per_rank"] = torch.get_num_threads()
+        facts["device"] = {"kind": "cpu", "cores": len(os.sched_getaffinity(0))}
+        facts["threads_per_rank"] = torch.get_num_threads()
     else:
         properties = torch.cuda.get_device_properties(device())
-        described["device"] = {
+        facts["device"] = {
             "kind": "cuda",
             "name": properties.name,
             "memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
         }
-    return described
+    return facts
 
 
 def _commit() -> str | None:
