@@ -30,7 +30,9 @@ _PROGRAM = (
 _LEAST_DISK_BYTES = 1 * GIB
 _GOOD_DISK_BYTES = 20 * GIB
 _GOOD_SHARED_MEMORY_BYTES = 1 * GIB
+# Only the log lines of different hosts are compared by their times; training uses no clock.
 _LARGEST_CLOCK_DIFFERENCE_SECONDS = 2.0
+# Large enough for the bandwidth to outweigh the latency of the links.
 _ALL_REDUCE_BYTES = 100_000_000
 _ALL_REDUCE_SECONDS = 180.0
 
@@ -95,6 +97,7 @@ def examine(
             _ports(alive, address),
             _leftovers(answers),
         ]
+    # last, because it takes minutes to time out where one of the others fails
     if with_all_reduce and not any(each.status == "FAIL" for each in findings):
         findings.append(_all_reduce(hosts, folder, ranks_per_host))
     return findings
@@ -131,6 +134,7 @@ def _probe(*words: str) -> list[str]:
 
 
 def _ask(host: Host, *words: str) -> _Answer:
+    # the wall clock to compare with the host's, the monotonic one to measure
     began = time.time()
     clock = time.monotonic()
     done = run_on(host.name, _probe(*words))
@@ -228,6 +232,7 @@ def _shared_folder(hosts: Sequence[Host], folder: Path) -> Finding:
             if "failed" in answer:
                 return Finding("shared folder", "FAIL", f"{hosts[0].name}: {answer['failed']}")
             for host in hosts[1:]:
+                # through a process of its own, as a rank on that host would read it
                 if _ask(host, "read", str(file)).values.get("text") != attempt:
                     why = f"{host.name} does not see in {folder} what {hosts[0].name} writes"
                     return Finding("shared folder", "FAIL", why)
@@ -242,7 +247,7 @@ def _ports(hosts: Sequence[Host], address: str) -> Finding:
     if len(hosts) == 1:
         return Finding("ports", "ok", "only this machine")
     first = hosts[0].name
-    words = _probe("listen")
+    words = _probe("listen")  # ends after a minute, also where killing ssh does not reach it
     command = words if is_this_machine(first) else ssh_command(first, words)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listener:
         try:

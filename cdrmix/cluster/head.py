@@ -298,7 +298,7 @@ class Head:
             self._stacks_due = None
             return None
         if self._stacks_due is None:
-            # a rank that waits in a collective is told from one that holds it up by their stacks
+            # the stacks show who waits in a collective, and who holds it up
             self._stacks_due = time.monotonic() + _SECONDS_FOR_STACKS
             for peer in peers:
                 peer.stack = None

@@ -131,6 +131,7 @@ def remove_leftovers() -> dict[str, Any]:
 
 def write(path: str, text: str) -> dict[str, Any]:
     """Writes a file as checkpoints are written: under a temporary name, synced, renamed."""
+    # a name without the sync could survive a crash of the server before its content does
     temporary = Path(f"{path}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -198,6 +199,7 @@ def _processes() -> Iterator[tuple[int, str]]:
                 candidates[int(folder.name)] = (int(parent), words, start)
     watched = {parent for parent, words, _ in candidates.values() if _WATCHDOG in words}
     for number, (starter, command, start) in candidates.items():
+        # orphans become children of process 1, unless a subreaper takes them
         is_orphan = starter == 1 and number not in watched
         locks = (start.parent.parent / ".lock", start / LAUNCHER_LOCK)
         if is_orphan and all(map(_is_free, locks)):

@@ -19,6 +19,7 @@ from cdrmix.network import shell_port_of_first_step
 from cdrmix.planning.profile import check_legal
 
 STARTERS = ("srun", "deepspeed")
+# Values with this prefix go into a private file, not into the script or a command line.
 _ENVIRONMENT = "launch.environment."
 # The ranks see the signal within two seconds and finish their step before they save.
 SECONDS_TO_SAVE = 120

@@ -33,6 +33,7 @@ _POLL_SECONDS = 0.2
 # DeepSpeed's launcher looks at its ranks once a second and gives them 30 s after a SIGTERM.
 _SECONDS_TO_FOLLOW = 20.0
 _SECONDS_AFTER_TERM = 35.0
+# The head writes it while the ranks end; a file server may show it to this host later.
 _SECONDS_FOR_OUTCOME = 3.0
 # pdsh waits for the ssh of each host, and by default ssh waits forever for a host that is cut off.
 _SSH_KEEPALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
@@ -141,6 +142,7 @@ class LauncherStart:
             self._process.terminate()  # DeepSpeed's own handler ends the launchers over ssh
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_SECONDS_TO_FOLLOW)
+        # the group too, because a launcher that was killed leaves its ranks behind
         for number, seconds in ((signal.SIGTERM, _SECONDS_AFTER_TERM), (signal.SIGKILL, 5.0)):
             deadline = time.monotonic() + seconds
             if not self._signal_all(number):

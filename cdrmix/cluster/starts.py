@@ -29,10 +29,10 @@ class StartUp:
     def __init__(self) -> None:
         """Measures the two parts that are over: the launcher, and this process up to here."""
         age = age_seconds(os.getpid())
-        command_time = os.environ.get(COMMANDED_VARIABLE)
-        since_command = (
-            time.time() - float(command_time) if command_time else age_seconds(_launcher())
-        )
+        if COMMANDED_VARIABLE in os.environ:
+            since_command = time.time() - float(os.environ[COMMANDED_VARIABLE])
+        else:
+            since_command = age_seconds(_launcher())
         self._last = time.monotonic()
         self._parts = {"launcher": max(0.0, since_command - age), "imports": age}
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from cdrmix.cluster.messages import Channel, Clock, Inbox, call, read_line, say
 
+# faulthandler writes within milliseconds, in C, unless the process is stopped.
 _SECONDS_FOR_STACK = 1.0
 _SECONDS_BETWEEN_CALLS = 0.2
 # The end, where faulthandler puts the main thread; as JSON it fits into a message.
