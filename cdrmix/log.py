@@ -1,6 +1,6 @@
 """Rank-aware logging: one message per run rather than one per rank. No torch.
 
-Rank 0 logs from INFO, the other ranks from WARNING, each line of theirs marked with the rank.
+Rank 0 logs from INFO; the other ranks log from WARNING, each line marked with the rank.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 _ROOT = "cdrmix"
-# Threads of a process write to one terminal. The lock that tqdm brings is shared with forked
-# processes too, and one that is killed while it writes would leave it locked for all others.
+# tqdm's default lock is shared with forked processes: one that is killed while it writes would
+# leave it locked for all others. A thread lock is enough: only threads share a terminal's bars.
 tqdm.set_lock(threading.RLock())
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Logger below the project's own root, so that a user can silence or redirect all of ours."""
+    """Logger below the root `cdrmix`, so that a user can silence or redirect all of them."""
     return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
 
 
@@ -28,18 +28,18 @@ class _ProgressAwareHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record), file=sys.stderr)
-        except OSError:  # whoever read stderr is gone, with the launcher for one: go on without
+        except OSError:  # its reader is gone, such as a killed launcher: go on without
             self.handleError(record)
 
 
 class _FileHandler(logging.FileHandler):
-    """Tells once that its file cannot be written, in place of a traceback for each line."""
+    """Reports once that its file cannot be written, instead of a traceback for each line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         reason = sys.exc_info()[1]
         root = logging.getLogger(_ROOT)
         root.removeHandler(self)
-        with contextlib.suppress(OSError):  # what could not be written is tried once more
+        with contextlib.suppress(OSError):  # closing flushes the rest, which fails again
             self.close()
         root.warning(
             "warning: %s: cannot be written (%s): log lines go to stderr only from here on",
@@ -49,7 +49,7 @@ class _FileHandler(logging.FileHandler):
 
 
 def configure(*, rank: int = 0) -> None:
-    """Send the project's log lines to stderr; called once per process, before anything is logged.
+    """Sends the project's log lines to stderr; called once per process, before anything is logged.
 
     Args:
         rank: global rank of this process; 0 logs from INFO, the others from WARNING.
@@ -66,7 +66,7 @@ def configure(*, rank: int = 0) -> None:
 
 
 def log_to_file(path: Path) -> None:
-    """Copy the log lines of this process to `path` (appended), with time and level."""
+    """Appends the log lines of this process to `path` too, with time and level."""
     handler = _FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger(_ROOT).addHandler(handler)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from cdrmix import log, runtime
-from cdrmix.cluster.devices import unusable_devices
 from cdrmix.cluster.handover import arguments_of
+from cdrmix.cluster.probe import unusable_devices
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import load_config
 from cdrmix.engines.supervision import tell_launch

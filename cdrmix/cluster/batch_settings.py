@@ -18,7 +18,7 @@ from cdrmix.errors import TrainingError
 
 
 def main(words: Sequence[str]) -> int:
-    """Print lines for bash to evaluate, a comment first; nothing where the run is at its end."""
+    """Prints lines for bash to evaluate, a comment first; nothing if the run is at its end."""
     parser = argparse.ArgumentParser(description="Settings of a batch job.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("script", type=Path)
@@ -32,18 +32,15 @@ def main(words: Sequence[str]) -> int:
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if is_at_its_end(args.run_dir, config) and not _is_queued_again(args.run_dir, args.script):
+    marker = args.run_dir / MARKER
+    # a script written after the run's end asks for more training, such as of more steps
+    is_newer = marker.is_file() and args.script.stat().st_mtime > marker.stat().st_mtime
+    if is_at_its_end(args.run_dir, config) and not is_newer:
         return 0
     print("# variables of the ranks")
     for name, value in variables.items():
         print(f"export {name}={shlex.quote(value)}")
     return 0
-
-
-def _is_queued_again(run_dir: Path, script: Path) -> bool:
-    """Whether the script was written after the run's end: somebody asks for more training."""
-    marker = run_dir / MARKER
-    return marker.is_file() and script.stat().st_mtime > marker.stat().st_mtime
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`cdrmix doctor`: is this machine, or are the hosts of a hostfile, ready for a run?"""
+"""`cdrmix doctor`: checks that this machine, or the hosts of a hostfile, are ready for a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,18 +26,20 @@ _PROGRAM = (
     "import sys; sys.path.insert(0, {root!r}); "
     "from cdrmix.cluster.probe import main; main(sys.argv[1:])"
 )
-# Less is no room for a single checkpoint; less than the second is little for a run.
+# The first is needed for a single checkpoint, the second for a run.
 _LEAST_DISK_BYTES = 1 * GIB
 _GOOD_DISK_BYTES = 20 * GIB
 _GOOD_SHARED_MEMORY_BYTES = 1 * GIB
+# Only the log lines of different hosts are compared by their times; training uses no clock.
 _LARGEST_CLOCK_DIFFERENCE_SECONDS = 2.0
+# Large enough for the bandwidth to outweigh the latency of the links.
 _ALL_REDUCE_BYTES = 100_000_000
 _ALL_REDUCE_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table: what was looked at, how it is, and what was seen."""
+    """Result of one check: a line of the table."""
 
     check: str
     status: Status
@@ -46,77 +48,84 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a host told, when it was asked (seconds since the epoch) and how long that took."""
+    """JSON object of a host's probe, with the time of the call and its duration (seconds)."""
 
     host: Host
-    told: dict[str, Any]
-    asked: float
+    values: dict[str, Any]
+    began: float
     seconds: float
 
 
 def examine(
     hosts: Sequence[Host], *, folder: Path, ranks_per_host: int | None, with_all_reduce: bool
 ) -> list[Finding]:
-    """All checks, the cheap ones first; no hosts: this machine.
+    """Runs all checks, the cheap ones first, on the hosts or else on this machine.
 
     Args:
         hosts: of a hostfile, or none.
-        folder: where runs are written, which all hosts must see.
-        ranks_per_host: ranks of the all-reduce on each host; default as the launcher finds.
+        folder: of the runs, which all hosts must see.
+        ranks_per_host: ranks of the all-reduce on each host; default as the launcher decides.
         with_all_reduce: whether to start ranks for the last check.
     """
-    asked = list(hosts) or [Host("localhost", ranks_per_host or 1)]
+    targets = list(hosts) or [Host("localhost", ranks_per_host or 1)]
     folder = folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        address = address_for_others(asked[0].name, [host.name for host in asked[1:]])
+        address = address_for_others(targets[0].name, [host.name for host in targets[1:]])
     except OSError as error:
         return [Finding("shared folder", "FAIL", f"{folder}: cannot be made: {error.strerror}")]
     except TrainingError as error:
         return [Finding("hosts", "FAIL", str(error))]
-    answers, found = _ask_all(asked, str(folder), address)
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        results = list(pool.map(lambda host: _ask(host, "look", str(folder), address), targets))
+    answers = [answer for answer in results if "failed" not in answer.values]
+    failures = [f"{a.host.name}: {a.values['failed']}" for a in results if "failed" in a.values]
+    slowest = max((answer.seconds for answer in answers), default=0.0)
+    detail = "; ".join(failures) or f"{len(answers)} reached, the slowest in {slowest:.1f} s"
+    findings = [Finding("hosts", "FAIL" if failures else "ok", detail)]
     if answers:
-        checks: list[Callable[[], Finding]] = [
-            lambda: _same("python", answers, lambda told: told["python"]),
-            lambda: _same("packages", answers, lambda told: _listed(told["packages"])),
-            lambda: _devices(answers, wanted=bool(hosts)),
-            lambda: _clocks(answers),
-            lambda: _interfaces(answers),
-            lambda: _space(answers, "disk_free_bytes", "disk", _LEAST_DISK_BYTES),
-            lambda: _space(answers, "shared_memory_free_bytes", "/dev/shm", 0),
-            lambda: _shared_folder([answer.host for answer in answers], folder),
-            lambda: _ports([answer.host for answer in answers], address),
-            lambda: _leftovers(answers),
+        alive = [answer.host for answer in answers]
+        findings += [
+            _same("python", answers),
+            _same("packages", answers),
+            _devices(answers, has_slots=bool(hosts)),
+            _clocks(answers),
+            _interfaces(answers),
+            _space(answers, "disk_free_bytes", "disk", _LEAST_DISK_BYTES),
+            _space(answers, "shared_memory_free_bytes", "/dev/shm", 0),
+            _shared_folder(alive, folder),
+            _ports(alive, address),
+            _leftovers(answers),
         ]
-        found += [check() for check in checks]
-    if with_all_reduce and not any(each.status == "FAIL" for each in found):
-        found.append(_all_reduce(hosts, folder, ranks_per_host))
-    return found
+    # last, because it takes minutes to time out where one of the others fails
+    if with_all_reduce and not any(each.status == "FAIL" for each in findings):
+        findings.append(_all_reduce(hosts, folder, ranks_per_host))
+    return findings
 
 
 def as_table(findings: Sequence[Finding]) -> str:
-    """The findings in columns."""
+    """Formats the findings in columns."""
     width = max(len(finding.check) for finding in findings)
     return "\n".join(f"{f.status:4}  {f.check:{width}}  {f.detail}" for f in findings)
 
 
 def report_json(findings: Sequence[Finding]) -> str:
-    """The findings as a JSON list."""
+    """Formats the findings as a JSON list."""
     return json.dumps([asdict(finding) for finding in findings])
 
 
 def is_ready(findings: Sequence[Finding]) -> bool:
-    """Whether nothing would keep a run from working."""
+    """True if no check failed."""
     return all(finding.status != "FAIL" for finding in findings)
 
 
 def remove_leftovers_on_hosts(hosts: Sequence[Host]) -> list[str]:
-    """End what earlier runs of this user left on the hosts; what was removed, by host."""
-    removed = []
+    """Removes leftovers of this user's earlier runs on the hosts; returns a line for each."""
+    lines = []
     for host in hosts or [Host("localhost", 1)]:
-        told = _ask(host, "remove_leftovers").told
-        removed += [f"{host.name}: {what}" for what in told.get("removed", [])]
-    return removed
+        values = _ask(host, "remove_leftovers").values
+        lines += [f"{host.name}: {what}" for what in values.get("removed", [])]
+    return lines
 
 
 def _probe(*words: str) -> list[str]:
@@ -125,100 +134,87 @@ def _probe(*words: str) -> list[str]:
 
 
 def _ask(host: Host, *words: str) -> _Answer:
+    # the wall clock to compare with the host's, the monotonic one to measure
     began = time.time()
     clock = time.monotonic()
     done = run_on(host.name, _probe(*words))
     seconds = time.monotonic() - clock
     try:
-        told = json.loads(done.stdout)
+        values = json.loads(done.stdout)
     except ValueError:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-        told = {"failed": said[-1]}
-    return _Answer(host, told, began, seconds)
+        output = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        values = {"failed": output[-1]}
+    return _Answer(host, values, began, seconds)
 
 
-def _ask_all(
-    hosts: Sequence[Host], folder: str, address: str
-) -> tuple[list[_Answer], list[Finding]]:
-    with ThreadPoolExecutor(max_workers=32) as pool:
-        answers = list(pool.map(lambda host: _ask(host, "look", folder, address), hosts))
-    failed = [f"{a.host.name}: {a.told['failed']}" for a in answers if "failed" in a.told]
-    heard = [answer for answer in answers if "failed" not in answer.told]
-    slowest = max((answer.seconds for answer in heard), default=0.0)
-    detail = "; ".join(failed) or f"{len(heard)} reached, the slowest in {slowest:.1f} s"
-    return heard, [Finding("hosts", "FAIL" if failed else "ok", detail)]
-
-
-def _same(
-    check: str, answers: Sequence[_Answer], value: Callable[[dict[str, Any]], str]
-) -> Finding:
-    """Whether all hosts tell the same; else who differs from the first, and how."""
-    first = value(answers[0].told)
-    others = [f"{a.host.name} has {value(a.told)}" for a in answers if value(a.told) != first]
-    if others:
-        return Finding(check, "FAIL", f"{answers[0].host.name} has {first}; {'; '.join(others)}")
-    return Finding(check, "FAIL" if "missing" in first else "ok", first)
-
-
-def _listed(packages: dict[str, str | None]) -> str:
-    return ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items())
-
-
-def _devices(answers: Sequence[_Answer], *, wanted: bool) -> Finding:
-    """Devices of each host against its slots, where a hostfile gives slots."""
-    described = {}
+def _same(check: str, answers: Sequence[_Answer]) -> Finding:
+    """Compares a value of all hosts with that of the first."""
+    texts = []
     for answer in answers:
-        names = answer.told["devices"]
-        kinds = "; ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
-        described[answer.host.name] = kinds or f"no GPU, {answer.told['cores']} cores"
-    idle = [f"{a.host.name}: {a.told['unusable']}" for a in answers if a.told["unusable"]]
-    if idle:
-        return Finding("devices", "FAIL", "; ".join(idle))
-    short = [
-        f"{a.host.name} has {len(a.told['devices'])} devices for {a.host.slots} slots"
+        value = answer.values[check]
+        if isinstance(value, dict):
+            value = ", ".join(f"{name} {version or 'missing'}" for name, version in value.items())
+        texts.append(value)
+    names = [answer.host.name for answer in answers]
+    others = [f"{n} has {t}" for n, t in zip(names, texts, strict=True) if t != texts[0]]
+    if others:
+        return Finding(check, "FAIL", f"{names[0]} has {texts[0]}; {'; '.join(others)}")
+    return Finding(check, "FAIL" if "missing" in texts[0] else "ok", texts[0])
+
+
+def _devices(answers: Sequence[_Answer], *, has_slots: bool) -> Finding:
+    """Compares the devices of each host with its slots, if a hostfile gives slots."""
+    kinds = {}
+    for answer in answers:
+        names = answer.values["devices"]
+        kind = "; ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
+        kinds[answer.host.name] = kind or f"no GPU, {answer.values['cores']} cores"
+    problems = [f"{a.host.name}: {a.values['unusable']}" for a in answers if a.values["unusable"]]
+    problems = problems or [
+        f"{a.host.name} has {len(a.values['devices'])} devices for {a.host.slots} slots"
         for a in answers
-        if wanted and 0 < len(a.told["devices"]) < a.host.slots
+        if has_slots and 0 < len(a.values["devices"]) < a.host.slots
     ]
-    if short:
-        return Finding("devices", "FAIL", "; ".join(short))
-    if len({*described.values()}) > 1:
-        listed = "; ".join(f"{name}: {kinds}" for name, kinds in described.items())
-        return Finding("devices", "warn", f"the slowest sets the pace: {listed}")
-    kinds = next(iter(described.values()))
-    return Finding("devices", "warn" if kinds.startswith("no GPU") else "ok", kinds)
+    if problems:
+        return Finding("devices", "FAIL", "; ".join(problems))
+    if len({*kinds.values()}) > 1:
+        text = "; ".join(f"{name}: {kind}" for name, kind in kinds.items())
+        return Finding("devices", "warn", f"the slowest sets the pace: {text}")
+    kind = next(iter(kinds.values()))
+    return Finding("devices", "warn" if kind.startswith("no GPU") else "ok", kind)
 
 
 def _clocks(answers: Sequence[_Answer]) -> Finding:
-    """Each host's clock against ours; an answer's own duration is the uncertainty."""
+    """Compares each host's clock with this machine's; the call's duration is the uncertainty."""
     worst = 0.0
     name = ""
     for answer in answers:
-        early = answer.asked
-        late = answer.asked + answer.seconds
-        difference = max(early - answer.told["time"], answer.told["time"] - late, 0.0)
+        early = answer.began
+        late = answer.began + answer.seconds
+        difference = max(early - answer.values["time"], answer.values["time"] - late, 0.0)
         if difference >= worst:
             worst = difference
             name = answer.host.name
-    bad = worst > _LARGEST_CLOCK_DIFFERENCE_SECONDS
-    detail = f"within {worst:.1f} s of this machine's"
-    if bad:
+    if worst > _LARGEST_CLOCK_DIFFERENCE_SECONDS:
         detail = f"{name} is {worst:.1f} s off: logs will mislead. Try an NTP service"
-    return Finding("clock", "warn" if bad else "ok", detail)
+        return Finding("clock", "warn", detail)
+    return Finding("clock", "ok", f"within {worst:.1f} s of this machine's")
 
 
 def _interfaces(answers: Sequence[_Answer]) -> Finding:
     if len(answers) == 1:
         return Finding("interface", "ok", "loopback")
-    names = {answer.host.name: answer.told["interface"] for answer in answers}
-    none = [name for name, interface in names.items() if interface is None]
-    if none:
-        return Finding("interface", "FAIL", f"no way to the first host from {', '.join(none)}")
-    listed = ", ".join(f"{name}: {interface}" for name, interface in names.items())
-    return Finding("interface", "ok", f"to the first host {listed}")
+    names = {answer.host.name: answer.values["interface"] for answer in answers}
+    cut_off = [name for name, interface in names.items() if interface is None]
+    if cut_off:
+        return Finding("interface", "FAIL", f"no way to the first host from {', '.join(cut_off)}")
+    text = ", ".join(f"{name}: {interface}" for name, interface in names.items())
+    return Finding("interface", "ok", f"to the first host {text}")
 
 
 def _space(answers: Sequence[_Answer], key: str, check: str, least: int) -> Finding:
-    free, name = min((a.told[key] if a.told[key] is not None else -1, a.host.name) for a in answers)
+    sizes = [(a.values[key], a.host.name) for a in answers]
+    free, name = min((-1 if size is None else size, name) for size, name in sizes)
     if free < 0:
         return Finding(check, "FAIL", f"{name}: is not there")
     good = _GOOD_DISK_BYTES if least else _GOOD_SHARED_MEMORY_BYTES
@@ -227,69 +223,72 @@ def _space(answers: Sequence[_Answer], key: str, check: str, least: int) -> Find
 
 
 def _shared_folder(hosts: Sequence[Host], folder: Path) -> Finding:
-    """What one host writes, syncs and renames, all others must read."""
+    """Checks that all hosts read a file that the first writes, syncs and renames."""
     file = folder / f".doctor-{uuid4().hex[:8]}"
     text = uuid4().hex
     try:
         for attempt in (text, text[::-1]):  # a second time over the first, as `latest` is written
-            written = _ask(hosts[0], "write", str(file), attempt).told
-            if "failed" in written:
-                return Finding("shared folder", "FAIL", f"{hosts[0].name}: {written['failed']}")
+            answer = _ask(hosts[0], "write", str(file), attempt).values
+            if "failed" in answer:
+                return Finding("shared folder", "FAIL", f"{hosts[0].name}: {answer['failed']}")
             for host in hosts[1:]:
-                if _ask(host, "read", str(file)).told.get("text") != attempt:
+                # through a process of its own, as a rank on that host would read it
+                if _ask(host, "read", str(file)).values.get("text") != attempt:
                     why = f"{host.name} does not see in {folder} what {hosts[0].name} writes"
                     return Finding("shared folder", "FAIL", why)
     finally:
         file.unlink(missing_ok=True)
-    seen = f", seen by {len(hosts) - 1} others" if len(hosts) > 1 else ""
-    return Finding("shared folder", "ok", f"{folder}: written, synced, renamed{seen}")
+    others = f", seen by {len(hosts) - 1} others" if len(hosts) > 1 else ""
+    return Finding("shared folder", "ok", f"{folder}: written, synced, renamed{others}")
 
 
 def _ports(hosts: Sequence[Host], address: str) -> Finding:
-    """Whether the others can call the first host on a port that nobody chose."""
+    """Checks that the other hosts can connect to the first on a port that nobody chose."""
     if len(hosts) == 1:
         return Finding("ports", "ok", "only this machine")
     first = hosts[0].name
-    words = _probe("listen")
+    words = _probe("listen")  # ends after a minute, also where killing ssh does not reach it
     command = words if is_this_machine(first) else ssh_command(first, words)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listener:
         try:
             assert listener.stdout is not None, "asked for above"
             port = json.loads(listener.stdout.readline() or "{}").get("port", 0)
-            calls = [(h, _ask(h, "call", address, str(port)).told) for h in hosts[1:]]
+            calls = [(host, _ask(host, "call", address, str(port)).values) for host in hosts[1:]]
         finally:
             listener.terminate()
-    failed = [
-        f"{h.name}: {t.get('failed') or t['error']}" for h, t in calls if t.get("error", True)
+    failures = [
+        f"{host.name}: {values.get('failed') or values['error']}"
+        for host, values in calls
+        if values.get("error", True)
     ]
-    if failed:
-        why = f"{address}:{port} cannot be called. Is there a firewall? {'; '.join(failed)}"
+    if failures:
+        why = f"{address}:{port} cannot be called. Is there a firewall? {'; '.join(failures)}"
         return Finding("ports", "FAIL", why)
     return Finding("ports", "ok", f"{len(calls)} others reach {address} on any port")
 
 
 def _leftovers(answers: Sequence[_Answer]) -> Finding:
-    listed = [
+    leftovers = [
         f"{answer.host.name}: {what}"
         for answer in answers
-        for what in (*answer.told["processes"], *answer.told["files"])
+        for what in (*answer.values["processes"], *answer.values["files"])
     ]
-    if not listed:
+    if not leftovers:
         return Finding("leftovers", "ok", "none of this user's")
     advice = "--remove-leftovers ends and deletes them"
-    return Finding("leftovers", "warn", f"{'; '.join(listed)}. {advice}")
+    return Finding("leftovers", "warn", f"{'; '.join(leftovers)}. {advice}")
 
 
 def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None) -> Finding:
-    """A hundred megabytes over all ranks, started as a run is."""
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as place:
-        out = Path(place) / "result.json"
+    """Sums a hundred megabytes over all ranks, started as a run is."""
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as name:
+        out = Path(name) / "result.json"
         words = ["--bytes", str(_ALL_REDUCE_BYTES), "--out", str(out)]
-        where = LaunchPlace(tuple(hosts), ranks_per_host)
+        place = LaunchPlace(tuple(hosts), ranks_per_host)
         script = shipped("launch") / "all_reduce.py"
         try:
             with LauncherStart(
-                where, words, folder=Path(place), variables={}, script=script
+                place, words, folder=Path(name), variables={}, script=script
             ) as start:
                 start.wait_for_launcher(_ALL_REDUCE_SECONDS)
             result = json.loads(out.read_text(encoding="utf-8"))
@@ -298,10 +297,9 @@ def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None)
         except FileNotFoundError:
             why = f"no result within {_ALL_REDUCE_SECONDS:.0f} s; see the messages above"
             return Finding("all-reduce", "FAIL", why)
+    megabytes = result["bytes"] / 1e6
     speed = result["bus_bytes_per_second"] / 1e9
-    size = result["bytes"] / 1e6
-    seconds = result["seconds"]
-    detail = (
-        f"{size:.0f} MB over {result['ranks']} ranks in {seconds:.3f} s: {speed:.2f} GB/s a link"
+    ranks = f"{megabytes:.0f} MB over {result['ranks']} ranks"
+    return Finding(
+        "all-reduce", "ok", f"{ranks} in {result['seconds']:.3f} s: {speed:.2f} GB/s a link"
     )
-    return Finding("all-reduce", "ok", detail)

@@ -1,11 +1,11 @@
 """The head: one small process beside rank 0 that hears all watchdogs and ends the run as a whole.
 
-It judges what one rank alone cannot: which rank is lost, silent or stuck while the others wait for
-it. It says so once, writes the outcome for `cdrmix launch`, and tells every watchdog to end its
-rank. Standard library only; started by heartbeat.py.
+It judges what no single rank can: which rank is lost, silent or stuck while the others wait for it.
+It reports that once, writes the outcome for `cdrmix launch`, and makes every watchdog end its rank.
+Standard library only; started by heartbeat.py.
 
-The thread that hears the watchdogs touches no file: a file server that stands still must not look
-like ranks that do.
+The main thread, which hears the watchdogs, touches no file: while a file server hangs, it must not
+look as if the ranks did.
 """
 
 from __future__ import annotations
@@ -53,28 +53,31 @@ from cdrmix.errors import (
 _SECONDS_TO_FOLLOW = 10.0
 _SECONDS_FOR_STACKS = 3.0
 _SECONDS_FOR_MORE_NEWS = 0.2
-# How long the ranks' end waits for the reason to be written, and how long this process then does:
-# longer than a server takes that starts anew (NFSv4: 90 s).
+# Longest wait for the reason to be written before the ranks are ended, and after that: longer than
+# the restart of a file server (NFSv4: 90 s).
 _SECONDS_TO_WRITE_FIRST = 3.0
 _SECONDS_TO_WRITE = 120.0
 _SECONDS_TO_HANG_UP = 1.0
-# A caller that has not shown that it knows the token; a watchdog takes milliseconds.
+# For a stranger, a caller that is not yet authenticated; a watchdog takes milliseconds.
 _SECONDS_FOR_A_STRANGER = 5.0
 _MOST_STRANGERS = 64
 _CALLS_AT_ONCE = 32
+# Of several exit codes the first of this order counts: what a restart cannot mend, then faults
+# (1 and all others), then stopping as asked.
+_WEIGHTS = {EXIT_USER_ERROR: 0, EXIT_NO_USABLE_STATE: 0, EXIT_STOPPED_BY_SIGNAL: 2, EXIT_DONE: 3}
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """What the head is told when it starts.
+    """Settings of a head, sent to it when it starts.
 
     Attributes:
         listener: file descriptor of the socket on which watchdogs call.
-        token: secret of the run, which a watchdog has to know.
+        token: secret of the run, which authenticates watchdogs.
         world_size: number of ranks.
         interval_seconds: time between two beats.
         deadline_seconds: silence after which a rank counts as lost.
-        folder: where `cdrmix launch` looks for the outcome, or None.
+        folder: launch folder of this start, or None.
     """
 
     listener: int
@@ -87,7 +90,7 @@ class HeadSettings:
 
 @dataclass(eq=False)
 class _Line:
-    """A connection; its `peer` and `channel` are there once it has shown that it knows the token.
+    """Connection of a caller; `peer` and `channel` are set once it is authenticated.
 
     Attributes:
         nonce: the head's, for this connection.
@@ -104,32 +107,30 @@ class _Line:
 
 
 class _LaunchFolder:
-    """Wishes and news that the head shares with `cdrmix launch`, on a thread of its own.
+    """Files shared with `cdrmix launch`, watched by a thread of their own.
 
     Attributes:
         have_met: set by the head when all ranks have called.
-        stop_is_asked: set here, once it is.
+        stop_is_asked: set here once the request is seen.
     """
 
     def __init__(self, folder: Path, interval_seconds: float) -> None:
         self.have_met = threading.Event()
         self.stop_is_asked = threading.Event()
-        self._folder = folder
-        self._interval_seconds = interval_seconds
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._watch, args=(folder, interval_seconds), daemon=True).start()
 
-    def _run(self) -> None:
+    def _watch(self, folder: Path, interval_seconds: float) -> None:
         is_noted = False
         while not (is_noted and self.stop_is_asked.is_set()):
             if self.have_met.is_set() and not is_noted:
-                is_noted = note_meeting(self._folder)
-            if stop_is_asked(self._folder):
+                is_noted = note_meeting(folder)
+            if stop_is_asked(folder):
                 self.stop_is_asked.set()
-            time.sleep(self._interval_seconds)
+            time.sleep(interval_seconds)
 
 
 class Head:
-    """All ranks as their watchdogs tell of them."""
+    """Server of all watchdogs, and judge of their ranks."""
 
     def __init__(self, settings: HeadSettings) -> None:
         self._settings = settings
@@ -153,36 +154,43 @@ class Head:
         self._due = 0.0
 
     def run(self) -> None:
-        """Watch until all ranks have left, or one of them makes the others end."""
+        """Watches until all ranks have left, or one of them makes the others end."""
+        peers = self._peers.values()
         while True:
             for key, _ in self._selector.select(max(0.0, self._due - time.monotonic())):
                 key.data()
             self._hang_up_on_strangers()
-            self._hurry()
+            if any(peer.is_lost or not peer.is_running for peer in peers):
+                # judge soon, with time for the news of the ranks that ended with this one
+                self._due = min(self._due, time.monotonic() + _SECONDS_FOR_MORE_NEWS)
             if time.monotonic() < self._due:
                 continue
             self._due = time.monotonic() + self._settings.interval_seconds
-            self._count(self._clock.advance(time.monotonic()))
+            elapsed = self._clock.advance(time.monotonic())
+            for peer in peers:
+                if peer.is_running:
+                    peer.unheard_seconds += elapsed
+            if any(peer.code for peer in peers):  # EXIT_DONE is 0
+                self._one_left_seconds += elapsed
             self._tell({"alive": True})
-            self._pass_on_stop()
+            is_asked = self._shared is not None and self._shared.stop_is_asked.is_set()
+            # once, and to all: a request that comes early waits for the last rank's call
+            if is_asked and not self._has_asked_to_stop and self._all_have_called():
+                self._has_asked_to_stop = True
+                self._tell({"stop": True})
             outcome = self._judge()
             if outcome is not None:
                 self._finish(outcome)
                 return
 
-    def _hurry(self) -> None:
-        """Judge soon where a rank has ended, with time for the news of those that went with it."""
-        if any(peer.is_lost or not peer.is_running for peer in self._peers.values()):
-            self._due = min(self._due, time.monotonic() + _SECONDS_FOR_MORE_NEWS)
-
     def _answer(self) -> None:
-        """Take the calls that wait, not more at once than a few: the watchdogs too are heard."""
+        """Accepts waiting calls, a few at a time, because the watchdogs too must be heard."""
         for _ in range(_CALLS_AT_ONCE):
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # none is left, or no file descriptor is: strangers go in time
+            except OSError:  # no call waits, or no file descriptor is free until a stranger goes
                 return
-            connection.settimeout(0.5)
+            connection.settimeout(0.5)  # one that does not read must not hold up the others
             line = _Line(connection)
             self._lines.append(line)
             self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, line))
@@ -192,8 +200,10 @@ class Head:
                 self._hang_up(line)
 
     def _hang_up_on_strangers(self) -> None:
-        """Hang up on callers that take too long to show that they know the token, and on the oldest
-        of too many. Watchdogs that all call at once are not too many."""
+        """Hangs up on slow strangers, and on the oldest of too many.
+
+        The limit grows by the watchdogs that have not called yet, so that all may call at once.
+        """
         strangers = [line for line in self._lines if line.peer is None]
         most = _MOST_STRANGERS + sum(not peer.host for peer in self._peers.values())
         patience = min(_SECONDS_FOR_A_STRANGER, self._settings.deadline_seconds)
@@ -204,7 +214,7 @@ class Head:
 
     def _hear(self, line: _Line) -> None:
         if line.connection.fileno() < 0:
-            return  # hung up since it was seen to have something
+            return  # closed after `select` returned it
         try:
             data = line.connection.recv(65536 if line.channel else GREETING_BYTES)
             if not data:
@@ -214,14 +224,14 @@ class Head:
             elif line.peer is not None:
                 for message in line.channel.take(data):
                     line.peer.note(message)
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # an invalid line ends its connection, not the head
             self._hang_up(line)
 
     def _greet(self, line: _Line, data: bytes) -> None:
-        """Take a stranger for a watchdog once its greeting is there.
+        """Authenticates a stranger as a watchdog, once its whole greeting has arrived.
 
         Raises:
-            ValueError: if it does not know the token, or is no rank of which a watchdog is awaited.
+            ValueError: if it does not know the token, or is no rank whose watchdog is awaited.
         """
         greetings = line.inbox.lines(data)
         if not greetings:
@@ -230,6 +240,7 @@ class Head:
         rank = greeting.get("rank")
         host = greeting.get("host")
         peer = self._peers.get(rank) if isinstance(rank, int) else None
+        # `peer.host`: a second watchdog of a rank could report in the first one's name
         if peer is None or peer.host or not host or not isinstance(host, str):
             raise ValueError("a rank that is not awaited")
         line.connection.sendall(channel.encode({"alive": True}))
@@ -241,7 +252,7 @@ class Head:
             self._shared.have_met.set()
 
     def _hear_rank_0(self) -> None:
-        """Take the path of the run's log from rank 0, over the pipe that only its process holds."""
+        """Reads the path of the run's log from the pipe that rank 0's process alone holds."""
         data = os.read(sys.stdin.fileno(), 65536)
         if not data:
             self._selector.unregister(sys.stdin.fileno())
@@ -255,16 +266,6 @@ class Head:
         if line.peer is not None and line.peer.is_running:
             line.peer.has_hung_up = True
 
-    def _count(self, elapsed: float) -> None:
-        running = [peer for peer in self._peers.values() if peer.is_running]
-        for peer in running:
-            peer.unheard_seconds += elapsed
-        if len(running) < len(self._peers) and self._codes() - {EXIT_DONE}:
-            self._one_left_seconds += elapsed
-
-    def _codes(self) -> set[int]:
-        return {peer.code for peer in self._peers.values() if peer.code is not None}
-
     def _tell(self, message: dict[str, Any]) -> None:
         for line in list(self._lines):
             if line.channel is None:
@@ -277,60 +278,62 @@ class Head:
     def _all_have_called(self) -> bool:
         return all(peer.host for peer in self._peers.values())
 
-    def _pass_on_stop(self) -> None:
-        """Once, and to all: a wish that came while the ranks started waits for the last of them."""
-        if self._has_asked_to_stop or not self._shared or not self._all_have_called():
-            return
-        if self._shared.stop_is_asked.is_set():
-            self._has_asked_to_stop = True
-            self._tell({"stop": True})
-
     def _judge(self) -> Outcome | None:
-        """How the run ends, once that is clear."""
+        """Outcome of the run, once that is clear."""
         peers = list(self._peers.values())
-        codes = self._codes()
-        worst = min(codes, key=lambda code: (_weight(code), code), default=EXIT_DONE)
+        deadline_seconds = self._settings.deadline_seconds
+        step = max(peer.step for peer in peers)
+        codes = {peer.code for peer in peers if peer.code is not None}
+        worst = min(codes, key=lambda code: (_WEIGHTS.get(code, 1), code), default=EXIT_DONE)
         if not any(peer.is_running for peer in peers):
-            return Outcome(worst, "", _last_step(peers))
-        if self._one_left_seconds > min(_SECONDS_TO_FOLLOW, self._settings.deadline_seconds):
-            left = [peer.name for peer in peers if peer.code]
-            why = f"{', '.join(left)} ended with exit code {worst} and the others did not follow"
-            return Outcome(worst, why, _last_step(peers))
+            return Outcome(worst, "", step)
+        if self._one_left_seconds > min(_SECONDS_TO_FOLLOW, deadline_seconds):
+            names = ", ".join(peer.name for peer in peers if peer.code)
+            why = f"{names} ended with exit code {worst} and the others did not follow"
+            return Outcome(worst, why, step)
         is_lost = any(peer.is_lost for peer in peers)
         if codes - {EXIT_DONE} and not is_lost:
-            return None  # those that do not follow yet wait for the one that left
-        if not is_suspicious(peers, deadline_seconds=self._settings.deadline_seconds):
+            return None  # the others wait in a collective for the one that left, or end with it
+        if not is_suspicious(peers, deadline_seconds=deadline_seconds):
             self._stacks_due = None
             return None
         if self._stacks_due is None:
+            # the stacks show who waits in a collective, and who holds it up
             self._stacks_due = time.monotonic() + _SECONDS_FOR_STACKS
-            self._ask_for_stacks()
-        if not is_lost and self._stacks_due > time.monotonic() and self._wait_for_stacks():
+            for peer in peers:
+                peer.stack = None
+            self._tell({"stack": True})
+        is_answered = all(line.peer.stack is not None for line in self._lines if line.peer)
+        if not is_lost and not is_answered and time.monotonic() < self._stacks_due:
             return None
-        why = accuse(peers, deadline_seconds=self._settings.deadline_seconds)
-        return Outcome(EXIT_FAULT, why, _last_step(peers))
-
-    def _ask_for_stacks(self) -> None:
-        for peer in self._peers.values():
-            peer.stack = None
-        self._tell({"stack": True})
-
-    def _wait_for_stacks(self) -> bool:
-        return any(line.peer and line.peer.stack is None for line in self._lines)
+        return Outcome(EXIT_FAULT, accuse(peers, deadline_seconds=deadline_seconds), step)
 
     def _finish(self, outcome: Outcome) -> None:
-        """Say why, leave it in writing, end what is left. In this order: a step of SLURM ends the
-        head with its rank. A file server that stands still holds none of it up for long."""
-        writing = threading.Thread(target=self._write_down, args=(outcome,), daemon=True)
+        """Reports the reason, writes it down, then ends the remaining ranks.
+
+        In this order, because a step of SLURM ends the head with its rank. The files are written
+        by a thread, so that a file server that hangs delays the end only for a moment.
+        """
+
+        def write() -> None:
+            if outcome.reason:
+                text = f"error: {outcome.reason}\nAll ranks end. Go on with --resume auto"
+                say(text)
+                now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
+                with contextlib.suppress(OSError):  # stderr has it
+                    if self._log is not None:
+                        with open(self._log, "a", encoding="utf-8") as file:
+                            file.write(f"{now} ERROR {text}\n")
+            if self._folder:
+                headline = outcome.reason.partition("\n")[0]
+                write_outcome(self._folder, replace(outcome, reason=headline))
+
+        writing = threading.Thread(target=write, daemon=True)
         writing.start()
         writing.join(_SECONDS_TO_WRITE_FIRST)
         self._tell({"end": True})
-        self._await_hang_ups()
-        writing.join(_SECONDS_TO_WRITE)
-
-    def _await_hang_ups(self) -> None:
-        """Read what still comes until the watchdogs hang up, for a moment: closing a connection
-        with something unread resets it, and the order to end would be lost on the way."""
+        # Read on until the watchdogs hang up, for a moment: closing a connection with unread data
+        # resets it, and the order to end would be lost on the way.
         ends = time.monotonic() + _SECONDS_TO_HANG_UP
         for line in self._lines:
             with contextlib.suppress(OSError):
@@ -339,41 +342,12 @@ class Head:
                     if not line.connection.recv(65536):
                         break
             line.connection.close()
-
-    def _write_down(self, outcome: Outcome) -> None:
-        if outcome.reason:
-            text = f"error: {outcome.reason}\nAll ranks end. Go on with --resume auto"
-            say(text)
-            if self._log is not None:
-                _append(text, self._log)
-        if self._folder:
-            headline = outcome.reason.partition("\n")[0]
-            write_outcome(self._folder, replace(outcome, reason=headline))
-
-
-def _weight(code: int) -> int:
-    """What a restart cannot mend first, faults next, then stopping as asked."""
-    if code in (EXIT_USER_ERROR, EXIT_NO_USABLE_STATE):
-        return 0
-    return {EXIT_STOPPED_BY_SIGNAL: 2, EXIT_DONE: 3}.get(code, 1)
-
-
-def _last_step(peers: list[Peer]) -> int:
-    return max(peer.step for peer in peers)
-
-
-def _append(text: str, log: str) -> None:
-    """Write to the run's log."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
-    try:
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(f"{now} ERROR {text}\n")
-    except OSError:  # stderr has it
-        return
+        writing.join(_SECONDS_TO_WRITE)
 
 
 def main() -> None:
-    """Watch the run that the first line of stdin, Settings as JSON, tells of."""
+    """Runs the head by the settings, HeadSettings as JSON, in the first line of stdin."""
+    # launchers and SLURM signal whole process groups; the head must see the ranks' end first
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     # a connection for each rank of the run: the usual limit of 1,024 files is soon reached

@@ -1,7 +1,7 @@
-"""The rank's side of supervision: it beats, and says how far it is and how long that may take.
+"""Beats of a rank: its progress, and the time that its present phase may take.
 
-A thread beats as long as Python runs; the loop tells of every step. A rank that beats without
-getting further is stuck, one that does not beat is silent, one whose process ends is lost.
+A thread beats as long as Python runs; the training loop reports every step. A rank that beats
+without progress is stuck, one that does not beat is silent, one whose process ends is lost.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ logger = get_logger(__name__)
 # A step that is four times as long as the one before is no reason to end a run.
 _SLOWER_STEP = 4.0
 _LONGEST_INTERVAL_SECONDS = 1.0
-# Calls that wait to be answered; of one too many the caller's kernel tries again a second later.
+# Waiting calls; a caller beyond them tries again only after a second.
 _BACKLOG = 1024
-# Phase after which a start has got further than the one before, should that have been ended.
+# Phase after which a restart resumes from a newer checkpoint than this start did.
 _SAVING = "saving"
 # TERM, INT, HUP, USR1 and USR2 have meanings of their own (engines/supervision.py).
 _STACK_SIGNAL = signal.SIGRTMIN + 1 if sys.platform == "linux" else signal.SIGQUIT
-# -I and -S: a start in 30 ms, whatever the site's packages do; our own package is all it needs.
+# -I and -S: a start in 30 ms, whatever the site's packages do; cdrmix is all that it needs.
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the watchdogs meet: address and port of the head, and the secret of the run."""
+    """Address and port of the head, and the secret of the run."""
 
     address: str
     port: int
@@ -53,20 +53,20 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a rank may be silent or a step take, and how long any other phase (seconds)."""
+    """Longest silence or step of a rank, and longest other phase (seconds)."""
 
     deadline_seconds: float
     phase_seconds: float
 
     @property
     def interval_seconds(self) -> float:
-        """Time between two beats: ten fit into the deadline."""
+        """Time between two beats: a tenth of the deadline, at most a second."""
         return min(_LONGEST_INTERVAL_SECONDS, self.deadline_seconds / 10)
 
 
 @dataclass(frozen=True)
 class StartedHead:
-    """A head, and the pipe by which rank 0's process alone tells it where the run's log is."""
+    """A running head, and the pipe that only rank 0's process can write to."""
 
     meeting: Meeting
     pipe: FileIO
@@ -75,19 +75,19 @@ class StartedHead:
 def start_head(
     address: str, limits: Limits, *, world_size: int, folder: Path | None
 ) -> StartedHead:
-    """Start the head of this run beside rank 0.
+    """Starts the head of this run beside rank 0.
 
     Args:
         address: of this host, as the other hosts know it.
         limits: of the run.
         world_size: number of ranks that will call.
-        folder: where `cdrmix launch` looks for the outcome, or None.
+        folder: launch folder of this start, or None.
     """
     family = family_of(address)
     backlog = max(_BACKLOG, world_size)
     try:
         listener = socket.create_server((address, 0), family=family, backlog=backlog)
-    except OSError:  # the address is translated on its way here
+    except OSError:  # other hosts' address of this one is translated (NAT), so it cannot be bound
         listener = socket.create_server(("", 0), family=family, backlog=backlog)
     meeting = Meeting(address, listener.getsockname()[1], secrets.token_hex(16))
     settings = head.HeadSettings(
@@ -99,23 +99,23 @@ def start_head(
         folder=str(folder.resolve()) if folder else None,
     )
     pipe = _start(head.__name__, settings, listener.fileno())
-    listener.close()
+    listener.close()  # the head has inherited it, and calls must end when the head does
     return StartedHead(meeting, pipe)
 
 
 class Heartbeat:
-    """Beats of this rank, from here to `leave`."""
+    """Beats to this rank's watchdog, from construction to `leave`."""
 
     def __init__(
         self, meeting: Meeting, limits: Limits, *, rank: int, head_pipe: FileIO | None = None
     ) -> None:
-        """Start this rank's watchdog and beat to it.
+        """Starts this rank's watchdog and the thread that beats.
 
         Args:
-            meeting: as `start_head` on rank 0 gave it.
+            meeting: result of `start_head` on rank 0.
             limits: of the run.
             rank: global rank.
-            head_pipe: to the head that this rank started; None on the others.
+            head_pipe: to the head, on the rank that started it; None on the others.
         """
         self._limits = limits
         self._head_pipe = head_pipe
@@ -123,13 +123,14 @@ class Heartbeat:
         self._beat: dict[str, Any] = {}
         self._stuck_seconds = 0.0
         self._step_began: float | None = None
-        # of the last step that was measured; of the longest where steps are uneven
+        # of the last measured step; of the longest one where steps are uneven
         self._step_seconds: float | None = None
         self._are_uneven = False
         self._has_saved = False
         read_end, self._stacks = os.pipe()
-        os.set_blocking(self._stacks, False)  # a full pipe must not hold up who fills it
-        # what is restored by `leave`: a request that comes too late must not end the rank
+        os.set_blocking(self._stacks, False)  # a full pipe must not block the rank
+        # first ignored, because faulthandler.unregister in `leave` restores this handler: a request
+        # for the stack that comes too late must not end the rank
         signal.signal(_STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(_STACK_SIGNAL, file=self._stacks, all_threads=True)
         settings = watchdog.WatchdogSettings(
@@ -146,28 +147,28 @@ class Heartbeat:
         os.close(read_end)
         self._enter("starting", limits.phase_seconds, step=0)
         self._has_left = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
         self._thread.start()
 
     def step_done(self, step: int) -> None:
-        """Tell that optimizer step `step` is done; the next may take about as long."""
+        """Reports that optimizer step `step` is done; the next may take about as long."""
         now = time.monotonic()
         if self._step_began is not None:
             longest = self._step_seconds if self._are_uneven else None
             self._step_seconds = max(now - self._step_began, longest or 0.0)
         self._step_began = now
-        allowed = self._limits.phase_seconds  # nobody knows how long a step takes
+        allowed = self._limits.phase_seconds  # until a step of this kind was measured
         if self._step_seconds is not None and (self._has_saved or not self._are_uneven):
             allowed = max(self._limits.deadline_seconds, _SLOWER_STEP * self._step_seconds)
         self._enter("training", allowed, step=step)
 
     def forget_step(self, *, are_uneven: bool = False) -> None:
-        """Tell that the steps to come are of another kind: the first may take a phase's time.
+        """Reports that the next steps are of another kind: the first may take a phase's time.
 
         Args:
             are_uneven: steps of that kind may differ by more than four times. Each of them may then
-                take a phase's time until this start has saved. So a long step that ends a start
-                does not end the next one too, which resumes and meets it before its first save.
+                take a phase's time until this start has saved. Else a long step that ends a start
+                would end every restart too, which resumes and meets it before its first save.
         """
         self._are_uneven = are_uneven
         self._step_began = time.monotonic()
@@ -176,31 +177,32 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """While this lasts the rank does `name`, which has no steps to tell of."""
+        """Context in which the rank does `name`, which has no steps."""
         before = self._beat
         began = time.monotonic()
         self._enter(name, self._limits.phase_seconds)
         try:
             yield
         finally:
-            if self._step_began is not None:  # the phase is no part of the step around it
+            # the phase is no part of the step around it, whose duration limits the next steps
+            if self._step_began is not None:
                 self._step_began += time.monotonic() - began
             self._has_saved = self._has_saved or name == _SAVING
             self._enter(before["phase"], before["allowed_seconds"])
 
     def log_to(self, path: Path) -> None:
-        """Name the run's log, for the head to write into when the ranks no longer can.
+        """Sends the path of the run's log to the head, which writes there when ranks no longer can.
 
-        Only the rank that started the head can: the head takes no path from the network.
+        Only on the rank that started the head, because the head takes no path from the network.
         """
         assert self._head_pipe is not None, "rank 0 started the head"
         with contextlib.suppress(OSError):  # a head that is gone is noticed by the watchdogs
             self._head_pipe.write(encode({"log": str(path.resolve())}))
 
     def leave(self, code: int) -> None:
-        """Announce the exit code of this rank; it ends soon."""
+        """Announces the exit code of this rank, which ends soon."""
         self._has_left.set()
-        self._thread.join()
+        self._thread.join()  # a beat after the exit code would count as a sign of life
         self._send({**self._beat, "left": code})
         with contextlib.suppress(OSError):
             self._pipe.close()
@@ -210,14 +212,14 @@ class Heartbeat:
         os.close(self._stacks)
 
     def _enter(self, phase: str, allowed_seconds: float, **more: Any) -> None:
+        progress = {"phase": phase, "allowed_seconds": allowed_seconds, "stuck_seconds": 0.0}
         with self._changed:
-            news = {"phase": phase, "allowed_seconds": allowed_seconds, "stuck_seconds": 0.0}
-            self._beat = {**self._beat, **more, **news}
+            beat = {**self._beat, **more, **progress}
+            self._beat = beat
             self._stuck_seconds = 0.0
-            beat = self._beat
         self._send(beat)
 
-    def _run(self) -> None:
+    def _beat_on(self) -> None:
         clock = Clock(self._limits.interval_seconds, time.monotonic())
         while True:
             with self._changed:
@@ -231,7 +233,8 @@ class Heartbeat:
         try:
             self._pipe.write(encode(beat))
         except OSError:
-            # The head ends the others for the same reason; we would wait for them unwatched.
+            # The head ends the other ranks for the same reason; this one would wait for them
+            # without a watchdog.
             logger.error("error: the watchdog of this rank is gone: the rank ends")
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -239,9 +242,9 @@ class Heartbeat:
 def _start(
     module: str, settings: head.HeadSettings | watchdog.WatchdogSettings, descriptor: int
 ) -> FileIO:
-    """Start one of our small programs; returns the pipe to it, its settings written.
+    """Starts a head or watchdog, writes its settings, and returns the pipe to it.
 
-    They go that way because a command line, with the token in it, is there for all to read.
+    The settings are not on the command line, where every user could read the token.
     """
     root = str(Path(__file__).resolve().parents[2])
     process = subprocess.Popen(
@@ -251,8 +254,8 @@ def _start(
         stdout=subprocess.DEVNULL,
         pass_fds=[descriptor],
     )
-    process.returncode = 0  # it outlives us, so that nobody shall warn that it still runs
+    process.returncode = 0  # it survives this process on purpose: no ResourceWarning
     pipe = cast(FileIO, process.stdin)
     pipe.write(encode(asdict(settings)))
-    os.set_blocking(pipe.fileno(), False)  # where nobody reads any more, beats are dropped
+    os.set_blocking(pipe.fileno(), False)  # beats are dropped while the program is suspended
     return pipe

@@ -17,7 +17,7 @@ from cdrmix.errors import ConfigError, InfrastructureError
 from cdrmix.network import address_towards, is_loopback
 
 _SECONDS_TO_CONNECT = 5
-# Nothing that ssh, pdsh or a shell would take for an option, a list, a user or a command.
+# Excludes whatever ssh, pdsh or a shell would read as an option, a list, a user or a command.
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?"
 _UNREACHABLE = 255  # of ssh
 _PRINT_FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
@@ -25,14 +25,14 @@ _PRINT_FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s
 
 @dataclass(frozen=True)
 class Host:
-    """A line of a hostfile: a name as ssh knows it, and how many ranks it takes."""
+    """A line of a hostfile: the host's name for ssh, and its number of ranks."""
 
     name: str
     slots: int
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file with lines `NAME slots=N`, blank lines and comments aside.
+    """Reads a file of lines `NAME slots=N`, blank lines and comments.
 
     Raises:
         ConfigError: naming each line that is wrong.
@@ -68,19 +68,14 @@ def read_hostfile(path: Path) -> list[Host]:
     return list(hosts.values())
 
 
-def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
-    """Write hosts as DeepSpeed's launcher reads them."""
-    path.write_text("".join(f"{host.name} slots={host.slots}\n" for host in hosts))
-
-
 def is_this_machine(name: str) -> bool:
-    """Whether a host's name means the machine we are on."""
+    """True if a host's name means this machine."""
     if name in ("localhost", socket.gethostname(), socket.getfqdn()):
         return True
     try:
         address = socket.gethostbyname(name)
         with socket.socket() as probe:
-            probe.bind((address, 0))  # only an address of our own can be bound
+            probe.bind((address, 0))  # only an address of this machine can be bound
     except OSError:
         return False
     return True
@@ -89,9 +84,9 @@ def is_this_machine(name: str) -> bool:
 def run_on(
     name: str, command: Sequence[str], *, timeout_seconds: float = 60
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command on a host, by ssh unless it is this machine; never asks for a password.
+    """Runs a command on a host, by ssh unless it is this machine; never asks for a password.
 
-    A host that cannot be reached, or does not answer in time, gives exit code 255 as ssh does.
+    If the host cannot be reached or does not answer in time, the exit code is 255, as of ssh.
     """
     words = list(command) if is_this_machine(name) else ssh_command(name, command)
     try:
@@ -110,43 +105,44 @@ def run_on(
 
 
 def ssh_command(name: str, command: Sequence[str]) -> list[str]:
-    """The command line that runs a command on another host."""
+    """Command line that runs a command on another host."""
+    # BatchMode: ssh fails instead of asking for a password on a terminal that nobody watches
     options = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SECONDS_TO_CONNECT}")
     return ["ssh", *options, "--", name, shlex.join(command)]
 
 
 def reachable(hosts: Sequence[Host]) -> list[Host]:
-    """Those of the hosts that run a command, in their order."""
+    """Returns the hosts that run a command, in their order."""
+    # at once, because each lost host takes its whole time limit
     with ThreadPoolExecutor(max_workers=32) as pool:
-        found = pool.map(lambda host: run_on(host.name, ["true"], timeout_seconds=20), hosts)
-    return [host for host, done in zip(hosts, found, strict=True) if done.returncode == 0]
+        results = pool.map(lambda host: run_on(host.name, ["true"], timeout_seconds=20), hosts)
+    return [host for host, done in zip(hosts, results, strict=True) if done.returncode == 0]
 
 
 def free_port_on(name: str = "localhost") -> int:
-    """A TCP port that was free on that host a moment ago.
+    """Returns a TCP port that was free on the host a moment ago.
 
     Raises:
         InfrastructureError: if the host cannot be reached for now.
-        ConfigError: if it has no interpreter where this one lies.
+        ConfigError: if it has no interpreter at the path of this one.
     """
     if is_this_machine(name):
         return network.free_port()
     done = run_on(name, [sys.executable, "-c", _PRINT_FREE_PORT])
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        output = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
         raise (InfrastructureError if done.returncode == _UNREACHABLE else ConfigError)(
-            f"{name}: cannot run {sys.executable} there: {said[-1] if said else 'no message'}. The "
-            "hosts need passwordless ssh and the same environment at the same path; "
-            "`cdrmix doctor` tells more"
+            f"{name}: cannot run {sys.executable} there: {output[-1]}. The hosts need passwordless "
+            "ssh and the same environment at the same path; `cdrmix doctor` tells more"
         )
     return int(done.stdout)
 
 
 def address_for_others(name: str, others: Sequence[str]) -> str:
-    """The address of host `name` at which the other hosts reach it.
+    """Address of host `name` at which the other hosts reach it.
 
-    A name that means a loopback address here (Debian's 127.0.1.1) is no use to others: then the
-    address of the interface that leads to the first of them.
+    A name that means a loopback address here (Debian's 127.0.1.1) is useless to others: then it is
+    the address of the interface that leads to the first of them.
 
     Raises:
         ConfigError: if a name has no address.

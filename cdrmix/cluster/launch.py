@@ -1,16 +1,17 @@
-"""`cdrmix launch`: starts a run, watches it, and starts it again where it was lost."""
+"""`cdrmix launch`: starts a run, watches it, and restarts it when it was lost."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,9 +24,9 @@ from cdrmix.cluster.starter import LauncherStart, LaunchPlace
 from cdrmix.cluster.starts import (
     COMMANDED_VARIABLE,
     StartRecord,
+    age_seconds,
     append_start,
     is_marked,
-    seconds_since_this_process_began,
 )
 from cdrmix.config.load import load_config, new_run_dir
 from cdrmix.config.schema import Config
@@ -45,15 +46,17 @@ from cdrmix.planning.profile import check_legal
 
 logger = get_logger(__name__)
 
-# They blame configuration or checkpoints, which were good where an earlier start was.
+# These blame configuration or checkpoints, which were good if an earlier start was.
 _DOUBTFUL = (EXIT_USER_ERROR, EXIT_NO_USABLE_STATE)
+# Doubled with each restart in a row: a server or host that reboots takes minutes.
 _FIRST_WAIT_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 60.0
+_LATEST = Path("checkpoints") / "latest"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and where.
+    """Training that one `cdrmix launch` carries out.
 
     Attributes:
         config: resolved configuration, with the overrides in it.
@@ -62,7 +65,7 @@ class Job:
         resume: --resume of the first start.
         profile: --profile, or None.
         place: hosts and ranks.
-        max_restarts: how often in a row a lost run is started again without getting further.
+        max_restarts: restarts in a row without a newer checkpoint before the run is given up.
         environment: variables of the ranks.
     """
 
@@ -77,7 +80,13 @@ class Job:
 
 
 class _Signals:
-    """TERM, INT, USR1 and HUP ask the ranks to save and stop; a second one ends them at once."""
+    """Handler of TERM, INT, USR1 and HUP: the first asks the ranks to save and stop, the second
+    ends them at once.
+
+    Attributes:
+        folder: of the start under way; None between two starts.
+        name: of the signal that asked to stop, or None.
+    """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -114,12 +123,12 @@ def make_job(
     run_dir: Path | None,
     resume: str,
 ) -> Job:
-    """A job from what a command line gives.
+    """Makes a job from the values of a command line.
 
     Raises:
         TrainingError: if the configuration or the hostfile is wrong.
     """
-    loaded = load_config(config, overrides)
+    resolved_config = load_config(config, overrides)
     if run_dir is not None and re.search(r"[\x00-\x1f\x7f]", str(run_dir)):
         raise ConfigError(
             f"--run-dir {str(run_dir)!r}: has control characters, which files of variables and "
@@ -132,85 +141,77 @@ def make_job(
         arguments += ["--profile", profile]
     hosts = tuple(read_hostfile(hostfile)) if hostfile else ()
     return Job(
-        config=loaded,
+        config=resolved_config,
         arguments=arguments,
-        run_dir=run_dir or new_run_dir(loaded),
+        run_dir=run_dir or new_run_dir(resolved_config),
         resume=resume,
         profile=profile,
         place=LaunchPlace(hosts, ranks_per_host),
         max_restarts=max_restarts,
-        environment=launch_environment(loaded),
+        environment=launch_environment(resolved_config),
     )
 
 
 def launch(job: Job) -> int:
-    """Train to the end, over as many starts as are allowed; returns the exit code of the command.
+    """Trains to the end, over as many starts as are allowed; returns the exit code of the command.
 
     Raises:
         TrainingError: if a host cannot be reached before the first start.
     """
     signals = _Signals()
-    signals.listen()
-    _check_hosts(job.place)
+    signals.listen()  # first, so that a signal while hosts are checked ends the command by its code
+    _require_hosts(job.place)
     place = job.place
     resume = job.resume
     furthest = _resumed_at(job.run_dir, resume)
-    starts = lost_in_a_row = 0
+    lost_in_a_row = 0
     has_been_good = False
-    while True:
-        starts += 1
+    for number in itertools.count(1):
         began = datetime.now(UTC)
+        if number == 1:  # the goodput counts this process's own imports as part of the start
+            began -= timedelta(seconds=age_seconds(os.getpid()))
         resumed_at = _resumed_at(job.run_dir, resume)
-        was_finished = is_marked(job.run_dir)
-        if starts == 1:
-            began -= timedelta(seconds=seconds_since_this_process_began())
-        try:
-            outcome = _start_once(job, place, resume, signals, began)
-        except (ConfigError, InfrastructureError) as error:
-            if starts == 1:
-                raise
-            outcome = Outcome(EXIT_FAULT, str(error), 0)  # a host that was there at first
-        if outcome.exit_code == EXIT_FAULT and is_marked(job.run_dir) and not was_finished:
-            # the last word of the ranks was lost, as on a file server that is slow to show it
-            outcome = replace(outcome, exit_code=EXIT_DONE)
-        is_mistake = outcome.exit_code in _DOUBTFUL and not (
-            has_been_good and outcome.step <= resumed_at
-        )
+        outcome = _attempt(job, place, resume, signals, began, is_first=number == 1)
+        got_further = outcome.step > resumed_at
+        # after a good start the same error before the first step is a passing fault of the machine
+        is_mistake = outcome.exit_code in _DOUBTFUL and (got_further or not has_been_good)
+        # a refused configuration is no start of the run: it must not count in its goodput
         if outcome.exit_code != EXIT_USER_ERROR or not is_mistake:
             _record(job.run_dir, place, outcome, began=began, resumed_at=resumed_at)
         if is_mistake or outcome.exit_code in (EXIT_DONE, EXIT_STOPPED_BY_SIGNAL):
-            return outcome.exit_code
-        has_been_good = has_been_good or outcome.step > resumed_at
+            break
+        has_been_good = has_been_good or got_further
         if signals.name is not None:
             logger.error("error: %s; not started again after %s", outcome.reason, signals.name)
-            return outcome.exit_code
+            break
         saved = _resumed_at(job.run_dir, "auto")
         if saved > furthest:  # a checkpoint more than any start before
             furthest = saved
             lost_in_a_row = 0
         lost_in_a_row += 1
         if lost_in_a_row > job.max_restarts:
+            logger.error("error: %s. Given up after %d restarts", outcome.reason, job.max_restarts)
             break
-        if resume not in ("auto", "never") and not _has_checkpoint(job.run_dir):
+        if resume not in ("auto", "never") and not (job.run_dir / _LATEST).is_file():
+            # `auto` would begin a new run here, without the checkpoint that the user named
             logger.error(
                 "error: %s, before the first checkpoint in %s. Start again with --resume %s and "
                 "another --run-dir",
                 *(outcome.reason, job.run_dir, resume),
             )
-            return outcome.exit_code
+            break
         resume = "auto"
         wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2 ** (lost_in_a_row - 1))
         logger.warning(
             "start %d was lost at step %d (%s); start %d follows in %.0f s",
-            *(starts, outcome.step, outcome.reason, starts + 1, wait),
+            *(number, outcome.step, outcome.reason, number + 1, wait),
         )
         time.sleep(wait)
         place = _without_lost_hosts(job)
-    logger.error("error: %s. Given up after %d restarts", outcome.reason, job.max_restarts)
     return outcome.exit_code
 
 
-def _check_hosts(place: LaunchPlace) -> None:
+def _require_hosts(place: LaunchPlace) -> None:
     if place.hosts and shutil.which("pdsh") is None:
         raise ConfigError(
             "no program pdsh here, by which the deepspeed launcher reaches other hosts. Try "
@@ -224,53 +225,64 @@ def _check_hosts(place: LaunchPlace) -> None:
         )
 
 
+def _attempt(
+    job: Job,
+    place: LaunchPlace,
+    resume: str,
+    signals: _Signals,
+    began: datetime,
+    *,
+    is_first: bool,
+) -> Outcome:
+    """Outcome of one start, a refused later start included."""
+    was_finished = is_marked(job.run_dir)
+    try:
+        outcome = _start_once(job, place, resume, signals, began)
+    except (ConfigError, InfrastructureError) as error:
+        if is_first:
+            raise
+        outcome = Outcome(EXIT_FAULT, str(error), 0)  # the host was there at the first start
+    if outcome.exit_code == EXIT_FAULT and is_marked(job.run_dir) and not was_finished:
+        # the ranks' outcome file was lost, as on a file server that is slow to show it
+        outcome = replace(outcome, exit_code=EXIT_DONE)
+    return outcome
+
+
 def _start_once(
     job: Job, place: LaunchPlace, resume: str, signals: _Signals, began: datetime
 ) -> Outcome:
-    folder = _new_folder(job.run_dir / LAUNCH_FOLDER)
+    folder = job.run_dir / LAUNCH_FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)  # it holds variables that nobody else may read
+    except OSError as error:
+        raise StateError(
+            f"{job.run_dir}: cannot write the run directory ({error.strerror}). Give a --run-dir "
+            "that this user can write to"
+        ) from error
     signals.folder = folder
     arguments = [*job.arguments, "--run-dir", str(job.run_dir), "--resume", resume]
     variables = {**job.environment, COMMANDED_VARIABLE: str(began.timestamp())}
     try:
-        with (
-            _held(folder / LAUNCHER_LOCK),
-            LauncherStart(place, arguments, folder=folder, variables=variables) as start,
-        ):
-            return start.wait(start_seconds=job.config.supervision.phase_seconds)
+        with (folder / LAUNCHER_LOCK).open("w") as lock:
+            # While it is held, `cdrmix doctor` takes no process of this start for a leftover. On a
+            # file system without locks, the run directory's lock will refuse to run.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            with LauncherStart(place, arguments, folder=folder, variables=variables) as start:
+                return start.wait(start_seconds=job.config.supervision.phase_seconds)
     finally:
-        signals.folder = None
+        signals.folder = None  # before it is removed, since a signal would write into it
         shutil.rmtree(folder, ignore_errors=True)
         for empty in (folder.parent, job.run_dir):  # refused before it became a run
             with contextlib.suppress(OSError):
                 empty.rmdir()
 
 
-@contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
-    """Hold the lock of a start: as long as it is held, what bears its mark is no leftover."""
-    with path.open("w") as file:
-        with contextlib.suppress(OSError):  # without locks, the run directory's will refuse to run
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _new_folder(parent: Path) -> Path:
-    folder = parent / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)  # it holds variables that are nobody else's to read
-    except OSError as error:
-        raise StateError(
-            f"{parent.parent}: cannot write the run directory ({error.strerror}). Give a --run-dir "
-            "that this user can write to"
-        ) from error
-    return folder
-
-
 def _record(
     run_dir: Path, place: LaunchPlace, outcome: Outcome, *, began: datetime, resumed_at: int
 ) -> None:
-    """A line for a start, beside the run's other files; what all of them cost, at the run's end."""
+    """Appends the start to the run's starts; after the last one, logs the cost of all of them."""
     if not run_dir.is_dir():
         return
     hosts = tuple(host.name for host in place.hosts)
@@ -295,20 +307,16 @@ def _record(
 
 
 def _resumed_at(run_dir: Path, resume: str) -> int:
-    """Step of the newest checkpoint, where the start goes on from it."""
-    latest = run_dir / "checkpoints" / "latest"
+    """Step of the newest checkpoint if the start resumes from it, else 0."""
+    latest = run_dir / _LATEST
     if resume != "auto" or not latest.is_file():
         return 0
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
     return int(text) if text.isdecimal() else 0
 
 
-def _has_checkpoint(run_dir: Path) -> bool:
-    return (run_dir / "checkpoints" / "latest").is_file()
-
-
 def _without_lost_hosts(job: Job) -> LaunchPlace:
-    """The hosts that can be reached now, where the configuration can be laid out on them."""
+    """Hosts that can be reached now; all of them where the configuration does not fit on these."""
     place = job.place
     alive = reachable(place.hosts)
     lost = ", ".join(host.name for host in place.hosts if host not in alive)

@@ -1,16 +1,14 @@
-"""Outcome of one start of a run, in a file that `cdrmix launch` reads, and its wish to stop.
+"""Messages of one start: files shared with `cdrmix launch`, and lines on pipes and sockets.
 
-DeepSpeed's launcher makes its own exit code of those of the ranks, and none of their signals.
+The launch folder holds the outcome of the start, the request to stop, and a note that all ranks
+have met. It is needed because DeepSpeed's launcher replaces the ranks' exit codes and passes no
+signals on. Reader and writer may be on different hosts. An NFS client remembers for up to a minute
+that a name did not exist, so no file is opened by name before the folder's listing has it. The
+listing is cached too (acdirmin, acdirmax: 30 to 60 s), but a change of its own makes the client ask
+the server anew: `await_outcome`, whose answer is final, makes one.
 
-Reader and writer may be on different hosts. An NFS client remembers for up to a minute that a name
-did not exist, so nothing here asks for a file by its name before the folder's listing has it. The
-listing too is cached (acdirmin, acdirmax: 30 to 60 s), but what this client changes in the folder
-makes it ask the server anew: `await_outcome`, whose answer is final, does so.
-
-Messages between a rank, its watchdog and the head: JSON objects, one to a line.
-
-Pipes between a rank and its programs carry them as they are. On the network each line is
-authenticated, in both directions:
+A rank, its watchdog and the head exchange JSON objects, one to a line. Local pipes carry them as
+they are. On the network each line is authenticated, in both directions:
 
     head -> caller   NONCE
     caller -> head   NONCE MAC {"rank": 3, "host": "node2"}
@@ -20,6 +18,8 @@ authenticated, in both directions:
 A MAC is an HMAC-SHA256 under a key made of the run's token and both nonces, over the direction, the
 number of the message and its text. The token itself is never sent, and a line recorded from another
 connection, from the other direction or from earlier is refused. Nothing is encrypted.
+
+Standard library only: the head and the watchdogs import this.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Beside the files of a run, while `cdrmix launch` watches it.
+# Folder in the run directory, which holds one folder for each start under way.
 LAUNCH_FOLDER = "launch"
 # Held by `cdrmix launch` while its start lasts.
 LAUNCHER_LOCK = "launcher.lock"
@@ -47,14 +47,21 @@ _STOP = "stop"
 _MET = "met"
 _POLL_SECONDS = 0.1
 
+# Longest line of a caller before it is authenticated, and after.
+GREETING_BYTES = 4 * 2**10
+MESSAGE_BYTES = 2**20
+_NONCE = re.compile(rb"[0-9a-f]{32}")
+# stderr may be a file on a server that hangs, or a pipe that nobody empties.
+_SECONDS_TO_SAY = 2.0
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended.
+    """End of a start.
 
     Attributes:
         exit_code: as in cdrmix.errors; 1 is a fault.
-        reason: why, for people; empty where the ranks said it themselves.
+        reason: message for people; empty where the ranks gave it themselves.
         step: the last optimizer step that any rank reached.
     """
 
@@ -64,20 +71,18 @@ class Outcome:
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write the file in one step, so that no reader sees half of it.
-
-    A folder that is gone has no reader.
-    """
+    """Writes the outcome atomically. A folder that is gone has no reader."""
+    # by process, because rank 0 and the head may both write one
     temporary = folder / f"{_OUTCOME}.{os.getpid()}"
     try:
         temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
         os.replace(temporary, folder / _OUTCOME)
-    except OSError:  # whoever reads it finds none, and takes that for a fault
+    except OSError:  # its reader takes a missing outcome for a fault
         return
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """The outcome in `folder`, or None."""
+    """Reads the outcome in `folder`; None if there is none yet."""
     if not _is_listed(folder, _OUTCOME):
         return None
     try:
@@ -87,26 +92,29 @@ def read_outcome(folder: Path) -> Outcome | None:
 
 
 def await_outcome(folder: Path, seconds: float) -> Outcome | None:
-    """The outcome, waited for no longer than so many seconds."""
+    """Waits for the outcome at most so many seconds; None if it does not come."""
     deadline = time.monotonic() + seconds
+    probe = folder / f"look.{os.getpid()}"
     while (outcome := read_outcome(folder)) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        _forget_listing(folder)
+        with contextlib.suppress(OSError):  # a change, so that an NFS client drops the old listing
+            probe.touch()
+            probe.unlink()
     return outcome
 
 
 def ask_to_stop(folder: Path) -> None:
-    """Ask the ranks of this start to save and stop."""
+    """Asks the ranks of this start to save and stop."""
     (folder / _STOP).touch()
 
 
 def stop_is_asked(folder: Path) -> bool:
-    """Whether they were asked."""
+    """True once `ask_to_stop` is seen."""
     return _is_listed(folder, _STOP)
 
 
 def note_meeting(folder: Path) -> bool:
-    """Note that all ranks have met; False where the folder cannot be written now."""
+    """Notes that all ranks have met; False if the folder cannot be written now."""
     try:
         (folder / _MET).touch()
     except OSError:
@@ -115,7 +123,7 @@ def note_meeting(folder: Path) -> bool:
 
 
 def ranks_have_met(folder: Path) -> bool:
-    """Whether they have."""
+    """True once `note_meeting` is seen."""
     return _is_listed(folder, _MET)
 
 
@@ -126,20 +134,26 @@ def _is_listed(folder: Path, name: str) -> bool:
         return False
 
 
-def _forget_listing(folder: Path) -> None:
-    """Make an NFS client drop what it remembers of the folder, by a change of its own there."""
-    probe = folder / f"look.{os.getpid()}"
-    with contextlib.suppress(OSError):
-        probe.touch()
-        probe.unlink()
+def say(text: str) -> None:
+    """Writes to stderr within two seconds or gives up: what follows must happen all the same."""
+
+    def write() -> None:
+        rest = f"{text}\n".encode(errors="replace")
+        try:
+            while rest:
+                # not print: a thread stuck in it would hold a lock that the interpreter's end needs
+                rest = rest[os.write(2, rest) :]
+        except OSError:  # its reader is gone
+            return
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(_SECONDS_TO_SAY)
 
 
-# Longest line of a caller that has not shown yet that it knows the token, and of one that has.
-GREETING_BYTES = 4 * 2**10
-MESSAGE_BYTES = 2**20
-_NONCE = re.compile(rb"[0-9a-f]{32}")
-# stderr may be a file on a server that stands still, or a pipe that nobody empties.
-_SECONDS_TO_SAY = 2.0
+def printable(text: str) -> str:
+    """Replaces control and invisible characters in `text`, except line ends."""
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -155,41 +169,20 @@ def decode(line: bytes) -> dict[str, Any]:
     """
     try:
         message = json.loads(line)
-    except RecursionError:  # deep nesting; as little a message as any other rubbish
+    except RecursionError:  # deep nesting is as invalid as any other text
         message = None
     if not isinstance(message, dict):
         raise ValueError("a line that is no JSON object")
     return message
 
 
-def say(text: str) -> None:
-    """Write to stderr, waiting at most two seconds: what follows must be done all the same."""
-
-    def write() -> None:
-        rest = f"{text}\n".encode(errors="replace")
-        try:
-            while rest:
-                # not print: a thread stuck in it would hold a lock that the interpreter's end needs
-                rest = rest[os.write(2, rest) :]
-        except OSError:  # whoever read it is gone
-            return
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(_SECONDS_TO_SAY)
-
-
-def printable(text: str) -> str:
-    """`text` with control characters and invisible ones replaced, line ends kept."""
-    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
-
-
 def read_line(read: Callable[[int], bytes], most_bytes: int = MESSAGE_BYTES) -> bytes:
-    """Read one line and no byte beyond it; shorter and without its end where the stream ends.
+    """Reads one line and no byte beyond it; shorter and without its end where the stream ends.
 
     Raises:
         ValueError: if the line is longer than `most_bytes`.
     """
+    # byte by byte, because what follows the line belongs to the next reader of the stream
     line = b""
     while not line.endswith(b"\n") and (byte := read(1)):
         line += byte
@@ -199,7 +192,7 @@ def read_line(read: Callable[[int], bytes], most_bytes: int = MESSAGE_BYTES) -> 
 
 
 class Inbox:
-    """Cuts what arrives on one stream into lines of at most `most_bytes`."""
+    """Splits one stream into lines of at most `most_bytes`."""
 
     def __init__(self, most_bytes: int = MESSAGE_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -254,7 +247,7 @@ class Channel:
         return [self.open(line) for line in self._inbox.lines(data)]
 
     def open(self, line: bytes) -> dict[str, Any]:
-        """The message of the next line; nothing of it is parsed before its MAC is checked.
+        """Decodes the next line; nothing of it is parsed before its MAC is checked.
 
         Raises:
             ValueError: if the other side did not write it as its next one.
@@ -271,7 +264,7 @@ class Channel:
 
 
 def new_nonce() -> bytes:
-    """A number for one connection, in hexadecimal digits."""
+    """Random number for one connection, in hexadecimal digits."""
     return secrets.token_hex(16).encode()
 
 
@@ -280,10 +273,10 @@ def answer(token: str, nonce: bytes, line: bytes) -> tuple[Channel, dict[str, An
 
     Args:
         token: of the run.
-        nonce: that this caller was sent.
-        line: the caller's first one.
+        nonce: sent to this caller.
+        line: first line of the caller.
     Returns:
-        The channel, and the greeting.
+        The channel and the greeting.
     Raises:
         ValueError: if the caller does not know the token.
     """
@@ -295,7 +288,7 @@ def answer(token: str, nonce: bytes, line: bytes) -> tuple[Channel, dict[str, An
 
 
 def call(connection: socket.socket, token: str, greeting: dict[str, Any]) -> Channel:
-    """Opens a caller's side of a channel, and waits until the head has welcomed it.
+    """Opens a caller's side of a channel, and waits for the head's welcome.
 
     Raises:
         OSError: if the other end does not answer, or hangs up.
@@ -306,9 +299,9 @@ def call(connection: socket.socket, token: str, greeting: dict[str, Any]) -> Cha
         raise ConnectionResetError("hung up without a word")
     if not _NONCE.fullmatch(nonce):
         raise ValueError("no head of a run answers there")
-    ours = new_nonce()
-    channel = Channel(token, head_nonce=nonce, caller_nonce=ours, is_head=False)
-    connection.sendall(ours + b" " + channel.encode(greeting))
+    caller_nonce = new_nonce()
+    channel = Channel(token, head_nonce=nonce, caller_nonce=caller_nonce, is_head=False)
+    connection.sendall(caller_nonce + b" " + channel.encode(greeting))
     welcome = read_line(connection.recv, GREETING_BYTES)
     if not welcome:
         raise ConnectionResetError("hung up after the greeting")
@@ -317,7 +310,7 @@ def call(connection: socket.socket, token: str, greeting: dict[str, Any]) -> Cha
 
 
 class Clock:
-    """Seconds between two looks, without those in which this process itself did not run.
+    """Time between two looks, without the time in which this process itself did not run.
 
     A process that was suspended, or starved on a crowded host, could hear nobody: it must not take
     the silence for theirs.

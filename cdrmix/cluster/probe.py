@@ -1,4 +1,4 @@
-"""What one host tells of itself for `cdrmix doctor`: runs there, prints one JSON object."""
+"""State of one host for `cdrmix doctor`: runs on that host and prints one JSON object. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -17,39 +18,98 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cdrmix.cluster.devices import driver_devices, unusable_devices
 from cdrmix.cluster.handover import FOLDER_VARIABLE
 from cdrmix.cluster.messages import LAUNCHER_LOCK
 from cdrmix.network import interface_towards
 
-# What has to be the same on all hosts for equal results, or for the ranks to understand each other.
+# Must be equal on all hosts, for equal results and so that the ranks understand each other.
 PACKAGES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers", "safetensors", "pydantic")
 _SHARED_MEMORY = Path("/dev/shm")
-_OURS_IN_SHARED_MEMORY = ("deepspeed_", "torch_")
+_RANKS_FILES = ("deepspeed_", "torch_")
 _WATCHDOG = "cdrmix.cluster.watchdog"
 _SECONDS_TO_CONNECT = 5.0
 _SECONDS_TO_LISTEN = 60.0
+# Variables by which a user asks for fewer devices, or for none.
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def driver_devices(root: Path = Path("/")) -> dict[str, int]:
+    """Number of devices by maker, whether or not torch can use them; makers without any left out.
+
+    Args:
+        root: of the file system with the device files.
+    """
+    nvidia = [path for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    counts = {"NVIDIA": len(nvidia), "AMD": 0}
+    if (root / "dev/kfd").exists():
+        # processors are nodes of this list too, with no SIMD units
+        for node in root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
+            text = node.read_text(encoding="utf-8", errors="replace")
+            counts["AMD"] += re.search(r"^simd_count [1-9]", text, re.MULTILINE) is not None
+    return {maker: count for maker, count in counts.items() if count}
+
+
+def unusable_devices(usable: int, root: Path = Path("/")) -> str | None:
+    """Message about devices that torch cannot use although no variable hides them, or None.
+
+    Args:
+        usable: number of devices that torch sees.
+        root: as in `driver_devices`.
+    """
+    counts = driver_devices(root)
+    is_asked = os.environ.get("DS_ACCELERATOR") == "cpu" or any(n in os.environ for n in _HIDING)
+    if is_asked or usable >= sum(counts.values()):
+        return None
+    devices = " and ".join(f"{count} {maker}" for maker, count in counts.items())
+    return (
+        f"this host has {devices} devices, and the installed torch can use {usable}: what it "
+        "cannot use stands still. Install the torch build for this maker and driver (CUDA or "
+        "ROCm), look at the permissions of /dev/nvidia* or /dev/kfd, or set DS_ACCELERATOR=cpu to "
+        "train on CPUs"
+    )
 
 
 def look(folder: str, towards: str) -> dict[str, Any]:
-    """This host: versions, devices, clock, interface, free space, leftovers.
+    """Versions, devices, clock, interface, free space and leftovers of this host.
 
     Args:
-        folder: of the runs; its file system is asked for free space.
-        towards: address of the first host, to which the ranks here talk.
+        folder: of the runs, whose file system must have free space.
+        towards: address of the first host, to which the ranks here connect.
     """
-    devices = _devices()
-    usable = _num_usable()
+    packages: dict[str, str | None] = {}
+    for name in PACKAGES:
+        packages[name] = None
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    # names and memory by NVIDIA's own program; of other devices the maker alone
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    devices: list[str] = []
+    with contextlib.suppress(FileNotFoundError, subprocess.TimeoutExpired):
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+        devices = done.stdout.splitlines() if done.returncode == 0 else []
+    counts = driver_devices()
+    usable = 0
+    if counts:  # torch takes seconds to import, in a process of its own
+        command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        usable = int(done.stdout) if done.returncode == 0 else 0
+    if devices:
+        counts.pop("NVIDIA", None)
+    devices += [maker for maker, count in counts.items() for _ in range(count)]
+    free = [
+        shutil.disk_usage(path).free if os.path.isdir(path) else None
+        for path in (folder, _SHARED_MEMORY)
+    ]
     return {
         "host": platform.node(),
         "python": f"{platform.python_version()} at {sys.executable}",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": packages,
         "devices": devices,
         "unusable": unusable_devices(usable),
         "cores": len(os.sched_getaffinity(0)),
         "interface": interface_towards(towards),
-        "disk_free_bytes": shutil.disk_usage(folder).free if os.path.isdir(folder) else None,
-        "shared_memory_free_bytes": _free(_SHARED_MEMORY),
+        "disk_free_bytes": free[0],
+        "shared_memory_free_bytes": free[1],
         "processes": [f"{number} {words}" for number, words in _processes()],
         "files": [str(path) for path in _files()],
         "time": time.time(),
@@ -57,20 +117,21 @@ def look(folder: str, towards: str) -> dict[str, Any]:
 
 
 def remove_leftovers() -> dict[str, Any]:
-    """End this user's orphaned ranks and launchers, and delete their files in shared memory."""
-    removed = []
+    """Ends this user's orphaned ranks and launchers, and deletes their files in shared memory."""
+    lines = []
     for number, words in _processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, 9)
-            removed.append(f"process {number} {words}")
+            lines.append(f"process {number} {words}")
     for path in _files():
         path.unlink(missing_ok=True)
-        removed.append(str(path))
-    return {"removed": removed}
+        lines.append(str(path))
+    return {"removed": lines}
 
 
 def write(path: str, text: str) -> dict[str, Any]:
-    """Write a file as a checkpoint is written: beside its name, made durable, renamed."""
+    """Writes a file as checkpoints are written: under a temporary name, synced, renamed."""
+    # a name without the sync could survive a crash of the server before its content does
     temporary = Path(f"{path}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -81,8 +142,8 @@ def write(path: str, text: str) -> dict[str, Any]:
 
 
 def read(path: str) -> dict[str, Any]:
-    """The text of a file that another host wrote, or None."""
-    # what NFS remembers of a folder is forgotten by opening it
+    """Reads a file that another host wrote; its text, or None."""
+    # opening a folder makes an NFS client drop its cached entries, if not at once
     for attempt in range(5):
         os.listdir(Path(path).parent)
         if Path(path).is_file():
@@ -92,12 +153,12 @@ def read(path: str) -> dict[str, Any]:
 
 
 def listen() -> None:
-    """Print a free port, then take calls on it for a minute."""
+    """Prints a free port, then accepts connections on it for a minute."""
     with socket.create_server(("", 0)) as server:
         print(json.dumps({"port": server.getsockname()[1]}), flush=True)
         deadline = time.monotonic() + _SECONDS_TO_LISTEN
-        while (left := deadline - time.monotonic()) > 0:
-            server.settimeout(left)
+        while (seconds := deadline - time.monotonic()) > 0:
+            server.settimeout(seconds)
             try:
                 server.accept()[0].close()
             except TimeoutError:
@@ -105,7 +166,7 @@ def listen() -> None:
 
 
 def call(address: str, port: str) -> dict[str, Any]:
-    """Whether a connection to another host succeeds; why not."""
+    """Connects to another host; returns the error, or None."""
     try:
         socket.create_connection((address, int(port)), timeout=_SECONDS_TO_CONNECT).close()
     except OSError as error:
@@ -113,49 +174,15 @@ def call(address: str, port: str) -> dict[str, Any]:
     return {"error": None}
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _num_usable() -> int:
-    """Number of devices that torch can use; not asked where there are none."""
-    if not driver_devices():
-        return 0
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return int(done.stdout) if done.returncode == 0 else 0
-
-
-def _devices() -> list[str]:
-    """Names and memory of the devices, by NVIDIA's own program; of others the maker alone."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
-        names = done.stdout.splitlines() if done.returncode == 0 else []
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        names = []
-    others = driver_devices()
-    if names:
-        others.pop("NVIDIA", None)
-    return names + [maker for maker, count in others.items() for _ in range(count)]
-
-
-def _free(path: Path) -> int | None:
-    return shutil.disk_usage(path).free if path.is_dir() else None
-
-
 def _processes() -> Iterator[tuple[int, str]]:
-    """This user's ranks, launchers and watchdogs whose starter is gone and whose run is over.
+    """This user's ranks, launchers and watchdogs without a parent whose run is over.
 
-    The mark of a start in the environment tells them from other programs. A starter that is gone
-    is not enough: in a container, process 1 may have started them itself. While the run directory
-    or the start is locked, somebody is at work. A rank with a watchdog is no leftover either: it
-    trains, started by a shell that has been left (nohup).
+    They are known by the variable that marks a start. A parent that is gone is not enough: in a
+    container, process 1 may have started them itself. While the run directory or the start is
+    locked, the run goes on. A rank with a watchdog is no leftover either: it trains, started by a
+    shell that has ended (nohup).
     """
-    marked: dict[int, tuple[int, str, Path]] = {}
+    candidates: dict[int, tuple[int, str, Path]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if folder.stat().st_uid != os.getuid():
@@ -169,17 +196,18 @@ def _processes() -> Iterator[tuple[int, str]]:
         for variable in variables:
             if variable.startswith(mark):
                 start = Path(os.fsdecode(variable.removeprefix(mark)))
-                marked[int(folder.name)] = (int(parent), words, start)
-    watched = {parent for parent, words, _ in marked.values() if _WATCHDOG in words}
-    for number, (starter, command, start) in marked.items():
-        is_left = starter == 1 and number not in watched
+                candidates[int(folder.name)] = (int(parent), words, start)
+    watched = {parent for parent, words, _ in candidates.values() if _WATCHDOG in words}
+    for number, (starter, command, start) in candidates.items():
+        # orphans become children of process 1, unless a subreaper takes them
+        is_orphan = starter == 1 and number not in watched
         locks = (start.parent.parent / ".lock", start / LAUNCHER_LOCK)
-        if is_left and all(map(_is_free, locks)):
+        if is_orphan and all(map(_is_free, locks)):
             yield number, command[:80]
 
 
 def _is_free(lock: Path) -> bool:
-    """Whether nobody holds a lock; one that cannot be looked at may be held."""
+    """True if no process holds the lock; one that cannot be read may be held."""
     try:
         with lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -191,30 +219,24 @@ def _is_free(lock: Path) -> bool:
 
 
 def _files() -> Iterator[Path]:
-    """This user's files in shared memory that no process has open or mapped."""
-    used = set(_mapped())
+    """This user's files in shared memory that no process has mapped."""
+    in_use = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # another user's process, or one that has ended
+            for line in maps.read_text().splitlines():
+                _, folder, rest = line.partition(str(_SHARED_MEMORY))
+                in_use.add(folder + rest)
     for path in _SHARED_MEMORY.glob("*") if _SHARED_MEMORY.is_dir() else ():
         try:
             is_users = path.stat().st_uid == os.getuid()
-        except OSError:
+        except OSError:  # it was deleted meanwhile
             continue
-        if is_users and path.name.startswith(_OURS_IN_SHARED_MEMORY) and str(path) not in used:
+        if is_users and path.name.startswith(_RANKS_FILES) and str(path) not in in_use:
             yield path
 
 
-def _mapped() -> Iterator[str]:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            for line in maps.read_text().splitlines():
-                name = line.partition(str(_SHARED_MEMORY))
-                if name[1]:
-                    yield "".join(name[1:])
-        except OSError:  # another user's, or ended
-            continue
-
-
 def main(words: list[str]) -> None:
-    """`look FOLDER ADDRESS`, `write PATH TEXT`, `read PATH`, `call ADDRESS PORT`, `listen` or
+    """Runs `look FOLDER ADDRESS`, `write PATH TEXT`, `read PATH`, `call ADDRESS PORT`, `listen` or
     `remove_leftovers`."""
     if words[0] == "listen":
         listen()

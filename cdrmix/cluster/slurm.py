@@ -1,4 +1,4 @@
-"""`cdrmix slurm`: a batch script for a run, to keep, read and queue."""
+"""`cdrmix slurm`: writes a batch script for a run, and queues it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from cdrmix.network import shell_port_of_first_step
 from cdrmix.planning.profile import check_legal
 
 STARTERS = ("srun", "deepspeed")
+# Values with this prefix go into a private file, not into the script or a command line.
 _ENVIRONMENT = "launch.environment."
-# The ranks hear of the signal within two seconds and finish their step before they save.
+# The ranks see the signal within two seconds and finish their step before they save.
 SECONDS_TO_SAVE = 120
 
 _REQUEUE = """\
@@ -59,19 +60,19 @@ srun --kill-on-bad-exit=0 bash -c 'exec "$0" -m deepspeed.launcher.runner \\
 
 @dataclass(frozen=True)
 class Batch:
-    """What is to be queued.
+    """Batch job of a run.
 
     Attributes:
         config: resolved configuration.
         arguments: flags of launch/train.py without --run-dir and --resume.
+        environment: variables of `--set launch.environment.NAME=VALUE`; those of the configuration
+            file are read when the job starts.
         run_dir: run directory, the same for all starts.
         nodes: number of nodes, and `ranks_per_node` devices and ranks on each.
-        on_cpu: whether the ranks compute on CPUs, so that no devices are asked for.
+        on_cpu: the ranks compute on CPUs, and no devices are requested.
         starter: srun, one task per rank, or deepspeed, one launcher per node.
         time_limit: as SLURM writes it, such as 24:00:00.
-        max_restarts: how often in a row a lost run is requeued without getting further.
-        environment: what `--set launch.environment.NAME=VALUE` gave; what the configuration file
-            holds is read when the job starts.
+        max_restarts: requeues in a row without a newer checkpoint before the run is given up.
         chain: number of jobs of an array that follow each other; 1 is one job that is requeued.
         options: further #SBATCH options, such as partition=gpu.
     """
@@ -91,12 +92,12 @@ class Batch:
 
     @property
     def script(self) -> Path:
-        """Where the script is written."""
+        """Path of the script."""
         return self.run_dir / "job.sbatch"
 
     @property
     def variables(self) -> Path:
-        """Private file of `environment`, beside the script; made where there is any."""
+        """Private file of `environment`, beside the script; exists if there are any variables."""
         return self.run_dir / "job.environment"
 
 
@@ -115,28 +116,28 @@ def make_batch(
     chain: int,
     options: Sequence[str],
 ) -> Batch:
-    """A batch job from what a command line gives, checked before it waits in a queue.
+    """Makes a batch job from the values of a command line, checked before it waits in a queue.
 
     Raises:
         TrainingError: if the configuration is wrong, or cannot run on so many ranks.
     """
-    loaded = load_config(config, overrides)
+    resolved_config = load_config(config, overrides)
     _check_lines(time_limit=time_limit, options=options, run_dir=run_dir, overrides=overrides)
     device = "cpu" if on_cpu else "cuda"
-    check_legal(loaded, world_size=nodes * ranks_per_node, profile=profile, device=device)
+    check_legal(resolved_config, world_size=nodes * ranks_per_node, profile=profile, device=device)
     arguments = ["--config", str(config.resolve())]
     for override in overrides:
         if not override.startswith(_ENVIRONMENT):
             arguments += ["--set", override]
     if profile is not None:
         arguments += ["--profile", profile]
-    overridden = {o.partition("=")[0].removeprefix(_ENVIRONMENT).strip() for o in overrides}
-    values = launch_environment(loaded)
+    names = {o.partition("=")[0].removeprefix(_ENVIRONMENT).strip() for o in overrides}
+    values = launch_environment(resolved_config)
     return Batch(
-        config=loaded,
+        config=resolved_config,
         arguments=arguments,
-        environment={name: value for name, value in values.items() if name in overridden},
-        run_dir=(run_dir or new_run_dir(loaded)).resolve(),
+        environment={name: value for name, value in values.items() if name in names},
+        run_dir=(run_dir or new_run_dir(resolved_config)).resolve(),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         on_cpu=on_cpu,
@@ -151,7 +152,7 @@ def make_batch(
 def _check_lines(
     *, time_limit: str, options: Sequence[str], run_dir: Path | None, overrides: Sequence[str]
 ) -> None:
-    """Refuse what would be more in a script than the one line or word that it stands for.
+    """Refuses values that would be more than one line or word in the script.
 
     Raises:
         ConfigError: naming every such value.
@@ -164,7 +165,7 @@ def _check_lines(
             problems.append(f"--option {option!r}: give NAME or NAME=VALUE, such as partition=gpu")
     if re.search(r"[\x00-\x1f\x7f]", f"{run_dir}{Path.cwd()}"):
         problems.append(f"{run_dir}: a path with control characters. Give another --run-dir")
-    if "%" in str(Path(run_dir or "").resolve()):  # no version agrees with another on %%
+    if "%" in str(Path(run_dir or "").resolve()):  # versions of SLURM differ on %%
         problems.append(f"{run_dir}: SLURM replaces % in the path of a log. Give another --run-dir")
     for override in overrides:
         if redacted_text(override) != override:
@@ -177,7 +178,7 @@ def _check_lines(
 
 
 def script_of(batch: Batch) -> str:
-    """The text of the script."""
+    """Text of the script."""
     python = shlex.quote(sys.executable)
     settings = [str(batch.run_dir), str(batch.script), *batch.arguments]
     words = [
@@ -191,10 +192,10 @@ def script_of(batch: Batch) -> str:
         "TITLE": f"{batch.config.name}, nodes: {batch.nodes}, ranks on each: "
         f"{batch.ranks_per_node}",
         "SCRIPT": shlex.quote(str(batch.script)),
-        "OPTIONS": "\n".join(f"#SBATCH {_quoted(option)}" for option in _options(batch)),
+        "OPTIONS": "\n".join(_option_lines(batch)),
         "FOLDER": shlex.quote(str(Path.cwd())),
         "RUN_DIR": shlex.quote(str(batch.run_dir)),
-        "ENVIRONMENT": "\n".join(_environment(batch)),
+        "ENVIRONMENT": "\n".join(_environment_lines(batch)),
         "SETTINGS": f"{python} -m cdrmix.cluster.batch_settings {shlex.join(settings)}",
         "PYTHON": python,
         "RANKS": str(batch.ranks_per_node),
@@ -209,37 +210,34 @@ def script_of(batch: Batch) -> str:
     return re.sub(r"@([A-Z_]+)@", lambda match: parts[match[1]], text)
 
 
-def _quoted(option: str) -> str:
-    """An option in a line of #SBATCH, where a quote, # or space would have a meaning."""
-    name, separator, value = option.partition("=")
-    if re.fullmatch(r"[\w@%+=:,./\[\]-]*", value, re.ASCII):
-        return f"--{option}"
-    escaped = re.sub(r'(["\\])', r"\\\1", value)
-    return f'--{name}{separator}"{escaped}"'
-
-
-def _options(batch: Batch) -> list[str]:
-    tasks = batch.ranks_per_node if batch.starter == "srun" else 1
+def _option_lines(batch: Batch) -> list[str]:
     log = "slurm-%A_%a.log" if batch.chain > 1 else "slurm-%j.log"
-    found = [
+    options = [
         f"job-name={re.sub(r'[^A-Za-z0-9._-]+', '-', batch.config.name).strip('-') or 'cdrmix'}",
         f"nodes={batch.nodes}",
-        f"ntasks-per-node={tasks}",
+        f"ntasks-per-node={batch.ranks_per_node if batch.starter == 'srun' else 1}",
+        *([] if batch.on_cpu else [f"gpus-per-node={batch.ranks_per_node}"]),
         f"time={batch.time_limit}",
         f"signal=B:USR1@{SECONDS_TO_SAVE}",
         "requeue",
         "open-mode=append",
         f"output={batch.run_dir / log}",
+        *([f"array=1-{batch.chain}%1"] if batch.chain > 1 else []),
+        *batch.options,
     ]
-    if not batch.on_cpu:
-        found.insert(3, f"gpus-per-node={batch.ranks_per_node}")
-    if batch.chain > 1:
-        found.append(f"array=1-{batch.chain}%1")
-    return [*found, *batch.options]
+    lines = []
+    for option in options:
+        name, separator, value = option.partition("=")
+        # in a line of #SBATCH a quote, # or space would have a meaning
+        if not re.fullmatch(r"[\w@%+=:,./\[\]-]*", value, re.ASCII):
+            text = re.sub(r'(["\\])', r"\\\1", value)
+            value = f'"{text}"'
+        lines.append(f"#SBATCH --{name}{separator}{value}")
+    return lines
 
 
-def _environment(batch: Batch) -> list[str]:
-    """Lines that export what the ranks need, without a value of `launch.environment`."""
+def _environment_lines(batch: Batch) -> list[str]:
+    """Exports of the ranks' variables, without the values of `launch.environment`."""
     lines = []
     if batch.environment:
         lines.append(f". {shlex.quote(str(batch.variables))} || exit 2")
@@ -255,7 +253,7 @@ def _environment(batch: Batch) -> list[str]:
 
 
 def write_script(batch: Batch) -> Path:
-    """Write the script into the run directory, which SLURM needs for its log; returns its path.
+    """Writes the script into the run directory, which SLURM needs for its log; returns its path.
 
     Raises:
         StateError: if it cannot be written.
@@ -263,6 +261,7 @@ def write_script(batch: Batch) -> Path:
     try:
         batch.run_dir.mkdir(parents=True, exist_ok=True)
         exports = [f"export {n}={shlex.quote(v)}\n" for n, v in batch.environment.items()]
+        # written even when empty, so that no values of an earlier script stay behind
         write_private(batch.variables, "".join(exports))
         if not exports:
             batch.variables.unlink()
@@ -274,7 +273,7 @@ def write_script(batch: Batch) -> Path:
 
 
 def submit(script: Path) -> str:
-    """Queue a script; returns the number of the job.
+    """Queues a script; returns the number of the job.
 
     Raises:
         ConfigError: if there is no SLURM here, or it refuses the job.

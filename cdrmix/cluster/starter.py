@@ -1,4 +1,4 @@
-"""One start of the deepspeed launcher: prepared, watched, and ended whole."""
+"""One start of the deepspeed launcher: prepares it, watches it, and ends all its processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from cdrmix.cluster.hosts import (
     address_for_others,
     free_port_on,
     is_this_machine,
-    write_hostfile,
 )
 from cdrmix.cluster.messages import Outcome, await_outcome, ranks_have_met, read_outcome
 from cdrmix.cluster.starts import COMMANDED_VARIABLE
@@ -34,14 +33,15 @@ _POLL_SECONDS = 0.2
 # DeepSpeed's launcher looks at its ranks once a second and gives them 30 s after a SIGTERM.
 _SECONDS_TO_FOLLOW = 20.0
 _SECONDS_AFTER_TERM = 35.0
+# The head writes it while the ranks end; a file server may show it to this host later.
 _SECONDS_FOR_OUTCOME = 3.0
-# pdsh waits for the ssh of each host, and ssh for a host that is cut off unless told otherwise.
+# pdsh waits for the ssh of each host, and by default ssh waits forever for a host that is cut off.
 _SSH_KEEPALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
 
 
 @dataclass(frozen=True)
 class LaunchPlace:
-    """Where a run starts: hosts of a hostfile, or this machine (no hosts) with so many ranks."""
+    """Hosts of a hostfile, or this machine (no hosts), and the number of ranks on each."""
 
     hosts: tuple[Host, ...] = ()
     ranks_per_host: int | None = None
@@ -53,7 +53,7 @@ class LaunchPlace:
 
 
 class LauncherStart:
-    """A start of the launcher under way; leaving the context ends what is left of it."""
+    """A running start of the launcher; leaving the context ends its remaining processes."""
 
     def __init__(
         self,
@@ -64,30 +64,39 @@ class LauncherStart:
         variables: Mapping[str, str],
         script: Path | None = None,
     ) -> None:
-        """Start `deepspeed ... launch/rank.py`, which becomes `launch/train.py arguments`.
+        """Starts `deepspeed ... launch/rank.py`, which becomes `launch/train.py arguments`.
 
         Args:
             place: hosts and ranks.
             arguments: command line of launch/train.py.
             folder: existing folder of this start alone, seen by all hosts.
             variables: environment of the ranks on all hosts.
-            script: in place of launch/train.py.
+            script: replaces launch/train.py.
         Raises:
             ConfigError: if a path cannot pass the shells of other hosts.
             InfrastructureError: if the first host cannot be reached.
         """
         self._folder = folder.resolve()
         self._began = time.monotonic()
-        if place.hosts:
-            _check_words()
+        paths = {"the present folder": Path.cwd(), "Python": sys.executable, "CDRmix": _RANK}
+        for what, path in paths.items() if place.hosts else ():
+            if shlex.quote(str(path)) != str(path) or "%" in str(path):
+                raise ConfigError(
+                    f"--hostfile: {what} is at {str(path)!r}, and DeepSpeed's launcher gives this "
+                    "path to shells of other hosts as it is. Use one of letters, digits and "
+                    "_./+,:=@-"
+                )
         hand_over(self._folder, script=script or TRAIN, arguments=arguments, variables=variables)
+        # chosen last: another program may take it before rank 0 binds it
         self.port = free_port_on(place.first)
         self._process = subprocess.Popen(
             [*_launcher(place, self.port, self._folder), str(_RANK)],
             env=_environment(place, variables, self._folder),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,  # ssh would read what the user types
+            # a session of its own: Ctrl-C in the terminal reaches `cdrmix launch` alone, which asks
+            # the ranks to save, and `end` can signal all of them as one process group
             start_new_session=True,
-            preexec_fn=_end_with_us,  # noqa: PLW1509 - no thread of ours runs here
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has no other thread here
         )
 
     def __enter__(self) -> LauncherStart:
@@ -97,12 +106,13 @@ class LauncherStart:
         self.end()
 
     def wait(self, *, start_seconds: float) -> Outcome:
-        """Wait for the end of this start.
+        """Waits for the end of this start and returns its outcome.
 
         Args:
-            start_seconds: time in which the ranks of all hosts have to meet.
+            start_seconds: longest time until the ranks of all hosts have met.
         """
         while self._process.poll() is None:
+            # the ranks have ended by then; a launcher that waits for a lost host may not follow
             if read_outcome(self._folder) is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_SECONDS_TO_FOLLOW)
@@ -111,20 +121,28 @@ class LauncherStart:
             if late and not ranks_have_met(self._folder):
                 return Outcome(EXIT_FAULT, f"the ranks did not meet in {start_seconds:.0f} s", 0)
             time.sleep(_POLL_SECONDS)
-        found = await_outcome(self._folder, _SECONDS_FOR_OUTCOME)
-        return found or _outcome_without_word(self._process.poll())
+        outcome = await_outcome(self._folder, _SECONDS_FOR_OUTCOME)
+        if outcome is not None:
+            return outcome
+        code = self._process.poll()
+        if code in (EXIT_USER_ERROR, EXIT_INFRASTRUCTURE):
+            return Outcome(code, "the launcher refused to start", 0)
+        # 0 is no proof of a good end: the launcher also exits so when a signal ends its ranks
+        end = "did not end" if code is None else f"ended with code {code}"
+        return Outcome(EXIT_FAULT, f"the deepspeed launcher {end} and no rank said why", 0)
 
     def wait_for_launcher(self, seconds: float) -> None:
-        """Wait until the launcher has ended, no longer than so many seconds."""
+        """Waits at most so many seconds for the launcher to end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
     def end(self) -> None:
-        """End every process of this start on this machine, and the launchers on the others."""
+        """Ends every process of this start on this machine, and the launchers on the others."""
         if self._process.poll() is None:
-            self._process.terminate()  # over ssh, DeepSpeed's own handler ends the other hosts'
+            self._process.terminate()  # DeepSpeed's own handler ends the launchers over ssh
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_SECONDS_TO_FOLLOW)
+        # the group too, because a launcher that was killed leaves its ranks behind
         for number, seconds in ((signal.SIGTERM, _SECONDS_AFTER_TERM), (signal.SIGKILL, 5.0)):
             deadline = time.monotonic() + seconds
             if not self._signal_all(number):
@@ -133,8 +151,8 @@ class LauncherStart:
                 time.sleep(_POLL_SECONDS)
 
     def _signal_all(self, number: int) -> bool:
-        """Signal the processes of this start; whether there were any."""
-        self._process.poll()  # a launcher that ended and was not waited for would count
+        """Signals the processes of this start; False if none is left."""
+        self._process.poll()  # a zombie would count as a process of the group
         try:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
@@ -143,14 +161,14 @@ class LauncherStart:
 
 
 def _launcher(place: LaunchPlace, port: int, folder: Path) -> list[str]:
-    """Command line up to the script."""
+    """Command line of the launcher up to the script."""
     words = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
     words += ["--master_port", str(port)]
     if not place.hosts:
         words += ["--hostfile", os.devnull]  # else it takes /job/hostfile where there is one
     else:
         hostfile = folder / "hostfile"
-        write_hostfile(hostfile, place.hosts)
+        hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in place.hosts))
         others = [host.name for host in place.hosts[1:]]
         words += ["--hostfile", str(hostfile)]
         words += ["--master_addr", address_for_others(place.first, others)]
@@ -161,20 +179,12 @@ def _launcher(place: LaunchPlace, port: int, folder: Path) -> list[str]:
     return words
 
 
-def _check_words() -> None:
-    """Refuse paths that the shells on the way to other hosts would take for something else."""
-    words = {"the present folder": Path.cwd(), "Python": sys.executable, "CDRmix": _RANK}
-    for what, path in words.items():
-        if shlex.quote(str(path)) != str(path) or "%" in str(path):
-            raise ConfigError(
-                f"--hostfile: {what} is at {str(path)!r}, and DeepSpeed's launcher gives this path "
-                "to shells of other hosts as it is. Use one of letters, digits and _./+,:=@-"
-            )
-
-
 def _environment(place: LaunchPlace, variables: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Environment of the launcher. Over ssh, DeepSpeed puts parts of it and all of a file into the
-    command lines of pdsh, so that only what the ranks take over by themselves is left out."""
+    """Environment of the launcher.
+
+    Over ssh, DeepSpeed puts parts of it and the whole of a file into the command lines of pdsh, so
+    the ranks' variables are left out there: each rank reads them from the hand-over.
+    """
     ours = {FOLDER_VARIABLE: str(folder)}
     if COMMANDED_VARIABLE in variables:
         ours[COMMANDED_VARIABLE] = variables[COMMANDED_VARIABLE]
@@ -183,7 +193,7 @@ def _environment(place: LaunchPlace, variables: Mapping[str, str], folder: Path)
         environment |= {n: value for n, value in variables.items() if re.match("PDSH_|SSH_", n)}
     else:
         environment = {**os.environ, **variables, **ours}
-    # the interpreter's programs (ninja, for one) are found without an activated environment
+    # finds the interpreter's programs, such as ninja, without an activated environment
     programs = str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
     ssh = environment.get("PDSH_SSH_ARGS_APPEND", "")
@@ -196,19 +206,8 @@ def _environment(place: LaunchPlace, variables: Mapping[str, str], folder: Path)
     return environment
 
 
-def _outcome_without_word(code: int | None) -> Outcome:
-    """What an exit code of the launcher says when no rank left a word.
-
-    0 is no proof of a good end: the launcher gives it too when a signal ends what it started.
-    """
-    if code in (EXIT_USER_ERROR, EXIT_INFRASTRUCTURE):
-        return Outcome(code, "the launcher refused to start", 0)
-    told = "did not end" if code is None else f"ended with code {code}"
-    return Outcome(EXIT_FAULT, f"the deepspeed launcher {told} and no rank said why", 0)
-
-
-def _end_with_us() -> None:
-    """In the child: ask the kernel for SIGTERM when `cdrmix launch` dies (Linux)."""
+def _end_with_parent() -> None:
+    """In the child: asks the kernel for SIGTERM when `cdrmix launch` dies (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

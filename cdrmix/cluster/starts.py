@@ -1,8 +1,6 @@
-"""How long a start takes, from the command to the first step, by its parts.
+"""Starts of a run: duration of the present one, records of all (starts.jsonl), and the run's end.
 
-The starts of a run that `cdrmix launch` made, as starts.jsonl keeps them.
-
-The marker of a finished run: written after its last stage, removed where training goes on.
+finished.json marks a finished run: written after its last stage, removed where training goes on.
 """
 
 from __future__ import annotations
@@ -19,24 +17,29 @@ from typing import Any
 
 from cdrmix.config.schema import Config
 
-# When the command was given, seconds of the wall clock; `cdrmix launch` and job scripts set it.
+STARTS = "starts.jsonl"
+MARKER = "finished.json"
+# Wall clock time of the command in seconds; set by `cdrmix launch` and job scripts.
 COMMANDED_VARIABLE = "CDRMIX_COMMANDED"
 
 
 class StartUp:
-    """Seconds of the parts of this process's start; each part ends where it is named."""
+    """Durations of the parts of this process's start, from the command to the first step."""
 
     def __init__(self) -> None:
-        """Note what is over: the launcher, and this process up to here."""
-        own = _age_seconds(os.getpid()) or 0.0
-        commanded = max(own, _seconds_since_command() or own)
-        self._began = self._last = time.monotonic()
-        self._parts = {"launcher": commanded - own, "imports": own}
+        """Measures the two parts that are over: the launcher, and this process up to here."""
+        age = age_seconds(os.getpid())
+        if COMMANDED_VARIABLE in os.environ:
+            since_command = time.time() - float(os.environ[COMMANDED_VARIABLE])
+        else:
+            since_command = age_seconds(_launcher())
+        self._last = time.monotonic()
+        self._parts = {"launcher": max(0.0, since_command - age), "imports": age}
 
     def done(self, part: str) -> None:
-        """What has passed since the part before belongs to `part`, which may have had time.
+        """Adds the time since the last call to `part`.
 
-        After the first step nothing is added: what a second stage sets up is no start.
+        After the first step nothing is added: setting up a second stage is not part of the start.
         """
         if "first_step" in self._parts:
             return
@@ -45,7 +48,7 @@ class StartUp:
         self._last = now
 
     def step_done(self) -> bool:
-        """The first step ends the last part; whether this was it."""
+        """Ends the start at the first step; returns True for that step alone."""
         is_first = "first_step" not in self._parts
         if is_first:
             self.done("first_step")
@@ -53,80 +56,60 @@ class StartUp:
 
     @property
     def seconds(self) -> float:
-        """From the command to the end of the last part."""
+        """Time from the command to the end of the last part."""
         return sum(self._parts.values())
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Describes the parts in one line."""
         parts = (f"{part.replace('_', ' ')} {s:.1f}" for part, s in self._parts.items())
         return f"{self.seconds:.1f} s from the command to the first step: {', '.join(parts)}"
 
     def to_json(self) -> dict[str, float]:
-        """Seconds by part, in order, and of all."""
+        """Seconds by part, in order, and their sum."""
         parts = {f"{part}_seconds": seconds for part, seconds in self._parts.items()}
         return parts | {"seconds": self.seconds}
 
 
-def seconds_since_this_process_began() -> float:
-    """Age of this process, or 0 where the system does not tell."""
-    return _age_seconds(os.getpid()) or 0.0
+def process_start_ticks(process: int) -> str | None:
+    """Start of a living process, in clock ticks since boot; None if there is no such process."""
+    fields = _stat(process)
+    return fields[19] if fields and fields[0] != "Z" else None
 
 
-def _seconds_since_command() -> float | None:
-    """Since the command that started this rank, as told, or else as its launchers show."""
-    told = os.environ.get(COMMANDED_VARIABLE)
-    if told is not None:
-        return time.time() - float(told)
-    return _age_seconds(_launcher())
+def age_seconds(process: int) -> float:
+    """Age of a process; 0 where the system does not report it."""
+    fields = _stat(process)
+    if not fields:
+        return 0.0
+    # not the wall clock, which may have been set since the process began
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _launcher() -> int:
-    """The furthest ancestor that has this script among its arguments: deepspeed, torchrun, ..."""
+    """Furthest ancestor with this script among its arguments, such as deepspeed or torchrun."""
     script = sys.argv[0].encode()
-    found = os.getpid()
+    launcher = os.getpid()
     process = os.getpid()
     if not script.endswith(b".py"):
-        return found
-    while (process := _parent(process)) > 1:
+        return launcher
+    while (fields := _stat(process)) and (process := int(fields[1])) > 1:
         try:
             words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
         except OSError:
             break
         if script in words:
-            found = process
-    return found
-
-
-def _parent(process: int) -> int:
-    fields = _stat(process)
-    return int(fields[1]) if fields else 0
-
-
-def _age_seconds(process: int) -> float | None:
-    """How long ago a process was started; None where the system does not tell."""
-    fields = _stat(process)
-    if not fields:
-        return None
-    # not the wall clock, which may have been set since
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def process_start_ticks(process: int) -> str | None:
-    """Start of a living process, in ticks since the machine's own; None if there is no such."""
-    fields = _stat(process)
-    return fields[19] if fields and fields[0] != "Z" else None
+            launcher = process
+    return launcher
 
 
 def _stat(process: int) -> list[str]:
-    """Fields of /proc/PID/stat after the name (state, parent, ...); none without Linux's /proc."""
+    """Fields of /proc/PID/stat after the name (state, parent, ...); empty without Linux's /proc."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
+    # the name may hold spaces and parentheses of its own
     return text.rpartition(")")[2].split()
-
-
-STARTS = "starts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -135,8 +118,8 @@ class StartRecord:
 
     Attributes:
         began, ended: wall clock.
-        hosts: their names; none is this machine.
-        exit_code, reason: how it ended.
+        hosts: their names; empty for this machine.
+        exit_code, reason: of the start's outcome.
         resumed_at: step of the checkpoint that it began from.
         step: last step that any rank reached.
     """
@@ -149,52 +132,42 @@ class StartRecord:
     resumed_at: int
     step: int
 
-    def to_json(self) -> dict[str, Any]:
-        """As a line of the file."""
-        times = {name: getattr(self, name).isoformat() for name in ("began", "ended")}
-        return asdict(self) | times
-
-    @classmethod
-    def from_json(cls, line: dict[str, Any]) -> StartRecord:
-        """From a line of the file."""
-        times = {name: datetime.fromisoformat(line[name]) for name in ("began", "ended")}
-        return cls(**(line | times | {"hosts": tuple(line["hosts"])}))
-
 
 def append_start(run_dir: Path, start: StartRecord) -> None:
-    """Add a start to those of a run."""
+    """Appends a start to the records of a run."""
+    times = {"began": start.began.isoformat(), "ended": start.ended.isoformat()}
     with (run_dir / STARTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(start.to_json()) + "\n")
+        file.write(json.dumps(asdict(start) | times) + "\n")
 
 
 def read_starts(run_dir: Path) -> list[StartRecord]:
-    """All starts of a run, in order; none where `cdrmix launch` made none.
+    """Reads the starts of a run, in order; none if `cdrmix launch` did not start it.
 
-    A line that was not written whole, as on a full disk, is no start: nothing depends on it.
+    Skips lines that were not written whole, as on a full disk: nothing depends on them.
     """
     path = run_dir / STARTS
     if not path.is_file():
         return []
-    found = []
+    starts = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            found.append(StartRecord.from_json(json.loads(line)))
-    return found
-
-
-MARKER = "finished.json"
+            record = json.loads(line)
+            for name in ("began", "ended"):
+                record[name] = datetime.fromisoformat(record[name])
+            starts.append(StartRecord(**(record | {"hosts": tuple(record["hosts"])})))
+    return starts
 
 
 def is_marked(run_dir: Path) -> bool:
-    """Whether the run has ended its last stage, and nothing went on since."""
+    """True if the run has ended its last stage, and training has not gone on since."""
     return (run_dir / MARKER).is_file()
 
 
 def is_at_its_end(run_dir: Path, config: Config) -> bool:
-    """Whether nothing is left to train of what `config` asks for.
+    """True if the run has trained all that `config` asks for.
 
-    A run of an earlier version has no marker: there the summary counts, unless a stage follows
-    that one, which would have replaced it.
+    A run of an earlier version has no marker. There the summary counts, unless `config` asks for
+    Stage B: that summary may be Stage A's, because Stage B's replaces it.
     """
     wants_stage_b = config.stage_b is not None and config.training.stage != "a"
     end = _parsed(run_dir / MARKER)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from cdrmix.cluster.messages import printable
 
-# Where a rank stands that waits for the others rather than making them wait.
+# Frames of a rank that waits for the others.
 _WAITING = ("torch/distributed/", "deepspeed/comm/")
-_OURS = "cluster/heartbeat.py"
+_HEARTBEAT = "cluster/heartbeat.py"
 _LINES_SHOWN = 30
 _CHARACTERS_SHOWN = 200
 _RANKS_SHOWN = 3
-# What a watchdog reports, and as what.
+# Fields of a watchdog's report, with their types: a report comes over the network.
 _REPORTED: dict[str, type | tuple[type, ...]] = {
     "left": int,
     "died": bool,
@@ -31,18 +30,18 @@ _REPORTED: dict[str, type | tuple[type, ...]] = {
 
 @dataclass
 class Peer:
-    """A rank as the head knows it.
+    """State of a rank, from the reports of its watchdog.
 
     Attributes:
         rank: global rank, and `host` its host's name once it has called.
         step: optimizer steps done, in `phase`.
         code: exit code it has announced, or None.
-        has_died: it ended without a word.
-        has_hung_up: its connection ended without a word.
-        unheard_seconds: since its watchdog was heard.
-        quiet_seconds: since its watchdog heard the rank.
-        stuck_seconds: since the rank got any further; `allowed_seconds` is how long it may take.
-        stack, state: what it answered when asked where it stands; state of its process.
+        has_died: its process ended without an exit code.
+        has_hung_up: its watchdog's connection ended without an exit code.
+        unheard_seconds: since the last report.
+        quiet_seconds: between the rank's last beat and the last report.
+        stuck_seconds: since the rank last made progress; `allowed_seconds` is its limit.
+        stack, state: its stack when last asked for; state letter of its process.
     """
 
     rank: int
@@ -61,43 +60,43 @@ class Peer:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not said that it ends."""
+        """True until the rank announces its exit code."""
         return self.code is None
 
     @property
     def is_lost(self) -> bool:
-        """Whether it ended, or its watchdog did, without a word."""
+        """True if the rank or its watchdog ended without an exit code."""
         return self.is_running and (self.has_died or self.has_hung_up)
 
     @property
     def name(self) -> str:
         """Rank and host, for messages."""
-        return f"rank {self.rank} on {_shown(self.host) or 'a host that never called'}"
+        return f"rank {self.rank} on {_safe_line(self.host) or 'a host that never called'}"
 
     @property
     def place(self) -> str:
-        """How far it was, for messages."""
-        return f"step {self.step} ({_shown(self.phase)})"
+        """Step and phase, for messages."""
+        return f"step {self.step} ({_safe_line(self.phase)})"
 
     def note(self, message: dict[str, Any]) -> None:
-        """Take in a report of its watchdog.
+        """Takes over a report of the rank's watchdog; all of it or, on an error, nothing.
 
         Raises:
-            ValueError: if a value is of a wrong type.
+            ValueError: if a value has a wrong type.
         """
-        reported = {name: message[name] for name in _REPORTED if name in message}
-        for name, value in reported.items():
+        report = {name: message[name] for name in _REPORTED if name in message}
+        for name, value in report.items():
             if not isinstance(value, _REPORTED[name]):
                 raise ValueError(f"{name} of rank {self.rank} is {type(value).__name__}")
         self.unheard_seconds = 0.0
-        self.code = reported.pop("left", self.code)
-        self.has_died = reported.pop("died", False) or self.has_died
-        for name, value in reported.items():
+        self.code = report.pop("left", self.code)
+        self.has_died = report.pop("died", False) or self.has_died
+        for name, value in report.items():
             setattr(self, name, value)
 
 
 def is_suspicious(peers: list[Peer], *, deadline_seconds: float) -> bool:
-    """Whether something is wrong with any of the ranks."""
+    """True if a rank is lost, silent or stuck."""
     late = any(
         max(peer.unheard_seconds, peer.quiet_seconds) > deadline_seconds
         for peer in peers
@@ -106,39 +105,37 @@ def is_suspicious(peers: list[Peer], *, deadline_seconds: float) -> bool:
     return late or any(peer.is_lost for peer in peers) or bool(_stuck(peers))
 
 
-def _stuck(peers: list[Peer]) -> list[Peer]:
-    """Ranks that get no further, though no rank of the run may take so long.
-
-    What one of them may take, such as rank 0 to write its log, all may take: they wait for it.
-    """
-    running = [peer for peer in peers if peer.is_running]
-    allowed_seconds = max((peer.allowed_seconds for peer in running), default=0.0)
-    return [peer for peer in running if peer.stuck_seconds > allowed_seconds]
-
-
 def accuse(peers: list[Peer], *, deadline_seconds: float) -> str:
-    """Who holds the run up and how, in one message; the gravest kind only, for the rest follows.
+    """Names the ranks that hold the run up, and how, in one message.
+
+    Only the gravest kind of fault is reported, because the others follow from it.
 
     Args:
-        peers: all ranks, of which at least one is suspect.
+        peers: all ranks, at least one of them suspicious.
         deadline_seconds: silence after which a rank is lost.
     """
     running = [peer for peer in peers if peer.is_running]
     dead = [peer for peer in running if peer.has_died]
     if dead:
-        return _each(f"{peer.name} died at {peer.place}" for peer in dead)
-    lost = [p for p in running if p.has_hung_up or p.unheard_seconds > deadline_seconds]
-    if lost:
-        return _each(f"{peer.name} {_lost(peer)}, last seen at {peer.place}" for peer in lost)
+        return "; ".join(f"{peer.name} died at {peer.place}" for peer in dead)
+    sentences = []
+    for peer in running:
+        if peer.has_hung_up:
+            sentences.append(f"{peer.name} is gone with its watchdog, last seen at {peer.place}")
+        elif peer.unheard_seconds > deadline_seconds:
+            why = f"cannot be reached for {peer.unheard_seconds:.0f} s"
+            sentences.append(f"{peer.name} {why}, last seen at {peer.place}")
+    if sentences:
+        return "; ".join(sentences)
     silent = [peer for peer in running if peer.quiet_seconds > deadline_seconds]
     if silent:
-        return _each(
+        return "; ".join(
             f"{peer.name} is silent for {peer.quiet_seconds:.0f} s at {peer.place}{_where(peer)}"
             for peer in silent
         )
     stuck = _stuck(peers)
     guilty = _holding_up(stuck, running)
-    text = _each(
+    text = "; ".join(
         f"{peer.name} is stuck for {peer.stuck_seconds:.0f} s at {peer.place}{_where(peer)}"
         for peer in guilty[:_RANKS_SHOWN]
     )
@@ -149,55 +146,29 @@ def accuse(peers: list[Peer], *, deadline_seconds: float) -> str:
     return text
 
 
-def _each(sentences: Iterable[str]) -> str:
-    return "; ".join(sentences)
+def _stuck(peers: list[Peer]) -> list[Peer]:
+    """Ranks without progress for longer than any rank of the run may take.
 
-
-def _lost(peer: Peer) -> str:
-    if peer.has_hung_up:
-        return "is gone with its watchdog"
-    return f"cannot be reached for {peer.unheard_seconds:.0f} s"
-
-
-def _shown(text: str) -> str:
-    """One line of a report as it may stand in a log or a terminal."""
-    return printable(text).replace("\n", "?")[:_CHARACTERS_SHOWN]
-
-
-def _where(peer: Peer) -> str:
-    if peer.state == "T":
-        return ": its process is stopped (state T), so that it cannot show its stack"
-    if not peer.stack:
-        state = f" (state {_shown(peer.state)})" if peer.state else ""
-        return f": its process{state} does not answer when asked for its stack"
-    lines = [line for block in threads(peer.stack) for line in block][:_LINES_SHOWN]
-    # indented, so that no line of a report can pass for one of the log's
-    return ", in\n" + "\n".join(f"  {_shown(line)}" for line in lines)
-
-
-def threads(stack: str) -> list[list[str]]:
-    """The lines of each thread in a stack by faulthandler, main thread first, ours left out."""
-    blocks: list[list[str]] = []
-    for line in stack.splitlines():
-        if "hread 0x" in line:
-            blocks.append([])
-        if blocks and line.strip():
-            blocks[-1].append(line)
-    return [block for block in reversed(blocks) if _OURS not in "".join(block)]
+    One limit for all: while rank 0 takes its time to write a log, the others wait for it.
+    """
+    running = [peer for peer in peers if peer.is_running]
+    allowed_seconds = max((peer.allowed_seconds for peer in running), default=0.0)
+    return [peer for peer in running if peer.stuck_seconds > allowed_seconds]
 
 
 def _holding_up(stuck: list[Peer], running: list[Peer]) -> list[Peer]:
-    """Ranks that do not wait in a collective; else those that stand where fewest do.
+    """Ranks that do not wait in a collective; if all do, those in the rarest place.
 
     Args:
-        stuck: ranks that are beyond their time, at least one.
-        running: all that run; one that does not wait may be within its time by a moment.
+        stuck: ranks beyond their limit, at least one.
+        running: all running ranks. One that does not wait may be within the limit by a moment.
     """
     busy = _busy(stuck)
     if not busy:
         busy = _busy([peer for peer in running if peer.stack])
     if busy and len(busy) < len(running):
         return busy
+    # the many wait for the few that went another way, such as into a different collective
     counts = Counter(_main_thread(peer) for peer in stuck)
     fewest = min(counts.values())
     return [peer for peer in stuck if counts[_main_thread(peer)] == fewest]
@@ -211,3 +182,31 @@ def _busy(peers: list[Peer]) -> list[Peer]:
 def _main_thread(peer: Peer) -> str:
     blocks = threads(peer.stack or "")
     return "\n".join(blocks[0][1:]) if blocks else ""
+
+
+def threads(stack: str) -> list[list[str]]:
+    """Splits a faulthandler stack into threads, main thread first, the heartbeat's left out."""
+    blocks: list[list[str]] = []
+    for line in stack.splitlines():
+        if "hread 0x" in line:  # "Thread 0x...", or "Current thread 0x..."
+            blocks.append([])
+        if blocks and line.strip():
+            blocks[-1].append(line)
+    # faulthandler writes the main thread last
+    return [block for block in reversed(blocks) if _HEARTBEAT not in "".join(block)]
+
+
+def _where(peer: Peer) -> str:
+    if peer.state == "T":
+        return ": its process is stopped (state T), so that it cannot show its stack"
+    if not peer.stack:
+        state = f" (state {_safe_line(peer.state)})" if peer.state else ""
+        return f": its process{state} does not answer when asked for its stack"
+    lines = [line for block in threads(peer.stack) for line in block][:_LINES_SHOWN]
+    # indented, so that no line of a report can pass for a line of the log
+    return ", in\n" + "\n".join(f"  {_safe_line(line)}" for line in lines)
+
+
+def _safe_line(text: str) -> str:
+    """Makes one line of a report safe for a log or a terminal."""
+    return printable(text).replace("\n", "?")[:_CHARACTERS_SHOWN]

@@ -1,12 +1,13 @@
-"""The watchdog of one rank: a small process of its own, so that it outlives what befalls the rank.
+"""The watchdog of one rank: a small process of its own, so that it survives what befalls the rank.
 
-It hears the rank's beats through a pipe and passes them on to the head (head.py), which watches all
-ranks. It kills its rank when the head says so, or when the head cannot be heard any more: a host
-that is cut off ends its own ranks. Standard library only; started by heartbeat.py.
+It reads the rank's beats from a pipe and reports them to the head (head.py), which watches all
+ranks. It kills its rank when the head orders it, or when the head falls silent: a host that is cut
+off ends its own ranks. Standard library only; started by heartbeat.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -21,6 +22,7 @@ from typing import Any
 
 from cdrmix.cluster.messages import Channel, Clock, Inbox, call, read_line, say
 
+# faulthandler writes within milliseconds, in C, unless the process is stopped.
 _SECONDS_FOR_STACK = 1.0
 _SECONDS_BETWEEN_CALLS = 0.2
 # The end, where faulthandler puts the main thread; as JSON it fits into a message.
@@ -31,17 +33,17 @@ _SECONDS_TO_END = 0.05
 
 @dataclass(frozen=True)
 class WatchdogSettings:
-    """What a watchdog is told when it starts.
+    """Settings of a watchdog, sent to it when it starts.
 
     Attributes:
         rank: global rank, and `host` its host's name, for messages.
-        process: id of the rank's process, our parent.
-        address, port: where the head listens.
-        token: secret of the run, by which head and watchdogs know each other.
+        process: id of the rank's process, the watchdog's parent.
+        address, port: of the head.
+        token: secret of the run, by which head and watchdogs authenticate each other.
         interval_seconds: time between two beats.
         deadline_seconds: silence of rank or head after which it counts as lost.
         stacks: file descriptor on which the rank's stacks arrive.
-        stack_signal: signal by which the rank is asked for them.
+        stack_signal: signal that makes the rank write them.
     """
 
     rank: int
@@ -57,13 +59,19 @@ class WatchdogSettings:
 
 
 class Watchdog:
-    """Beats in, status out; kills the rank where nobody else can."""
+    """Reports the rank's beats to the head, and kills the rank where nothing else can."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
+        """Calls the head.
+
+        Raises:
+            OSError: if it cannot be reached, or does not answer within the deadline.
+        """
         self._settings = settings
         self._clock = Clock(settings.interval_seconds, time.monotonic())
         self._beat: dict[str, Any] = {}
-        self._quiet_seconds = self._unheard_seconds = 0.0
+        self._quiet_seconds = 0.0
+        self._unheard_seconds = 0.0
         self._stack = b""
         self._stack_due = 0.0
         self._is_over = False
@@ -73,14 +81,14 @@ class Watchdog:
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "rank")
         self._selector.register(settings.stacks, selectors.EVENT_READ, "stacks")
         self._head, self._channel = _call_head(settings)
-        self._head.settimeout(2)  # of a send; what is read is there
+        self._head.settimeout(2)  # for sends; reads happen only when data has arrived
         self._selector.register(self._head, selectors.EVENT_READ, "head")
 
     def run(self) -> None:
-        """Watch until the rank is gone."""
+        """Watches until the rank is gone."""
         while not self._is_over:
             ready = self._selector.select(max(0.0, self._due - time.monotonic()))
-            # of what arrived together, the rank's word that it has left comes before the head's end
+            # if both arrived together, the rank's announced end counts before the head's
             for key, _ in sorted(ready, key=lambda each: each[0].data != "rank"):
                 self._hear(key.data, key.fd)
             if self._is_over:
@@ -89,17 +97,24 @@ class Watchdog:
                 self._due = time.monotonic() + self._settings.interval_seconds
                 self._look()
             if self._stack_due and time.monotonic() >= self._stack_due:
-                self._send_stack()
+                state = ""
+                with contextlib.suppress(OSError):  # it has ended, or this is not Linux
+                    text = Path(f"/proc/{self._settings.process}/stat").read_text()
+                    state = text.rpartition(")")[2].split()[0]  # such as T for stopped
+                self._send({"stack": self._stack.decode(errors="replace"), "state": state})
+                self._stack = b""
+                self._stack_due = 0.0
 
     def _hear(self, sender: str, descriptor: int) -> None:
         if self._is_over:
-            return  # of what arrived together, the end of our rank is the last that matters
+            return  # the rank's end arrived together with this, and nothing after it matters
         try:
             data = os.read(descriptor, 65536)
         except OSError:  # a broken connection is an ended one
             data = b""
         if not data:
             self._selector.unregister(descriptor)
+            # the pipes of a dying rank close before its process is gone: look again then
             self._due = time.monotonic() + _SECONDS_TO_END
             if sender == "head":
                 self._end_rank("the connection to the host of rank 0 broke")
@@ -107,7 +122,11 @@ class Watchdog:
             self._stack = (self._stack + data)[-_STACK_BYTES:]
         elif sender == "rank":
             for beat in self._beats.take(data):
-                self._note(beat)
+                self._quiet_seconds = 0.0
+                if "left" in beat:  # it is out of the run, and may take its time to end
+                    self._send(beat)
+                    self._is_over = True
+                self._beat = beat
         else:
             try:
                 orders = self._channel.take(data)
@@ -115,30 +134,20 @@ class Watchdog:
                 self._end_rank(f"on the connection to the head arrived {error}")
                 return
             for order in orders:
-                self._obey(order)
-
-    def _note(self, beat: dict[str, Any]) -> None:
-        self._quiet_seconds = 0.0
-        if "left" in beat:  # it is out of the run, and what it does now is its own affair
-            self._send(beat)
-            self._is_over = True
-        self._beat = beat
-
-    def _obey(self, order: dict[str, Any]) -> None:
-        self._unheard_seconds = 0.0
-        if "stack" in order:
-            self._signal(self._settings.stack_signal)
-            self._stack_due = time.monotonic() + _SECONDS_FOR_STACK
-        if "stop" in order:
-            self._signal(signal.SIGUSR1)
-        if "end" in order:
-            self._signal(signal.SIGKILL)
-            self._is_over = True
+                self._unheard_seconds = 0.0
+                if "stack" in order:
+                    self._signal(self._settings.stack_signal)
+                    self._stack_due = time.monotonic() + _SECONDS_FOR_STACK
+                if "stop" in order:
+                    self._signal(signal.SIGUSR1)
+                if "end" in order:
+                    self._signal(signal.SIGKILL)
+                    self._is_over = True
 
     def _look(self) -> None:
-        """Once an interval: is the rank there, is the head, and tell it."""
+        """Checks rank and head once an interval, and reports to the head."""
         elapsed = self._clock.advance(time.monotonic())
-        if os.getppid() != self._settings.process:
+        if os.getppid() != self._settings.process:  # orphans are given to another parent
             self._is_over = True
             self._send({**self._beat, "died": True})
             return
@@ -149,12 +158,6 @@ class Watchdog:
             self._end_rank(
                 f"nothing heard from the host of rank 0 for {self._unheard_seconds:.0f} s"
             )
-
-    def _send_stack(self) -> None:
-        state = _process_state(self._settings.process)
-        self._send({"stack": self._stack.decode(errors="replace"), "state": state})
-        self._stack = b""
-        self._stack_due = 0.0
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
@@ -170,18 +173,15 @@ class Watchdog:
         self._is_over = True
 
     def _signal(self, number: int) -> None:
-        if os.getppid() == self._settings.process:  # else its number may be another's by now
+        if os.getppid() == self._settings.process:  # else another process may have its id by now
             os.kill(self._settings.process, number)
 
 
 def _call_head(settings: WatchdogSettings) -> tuple[socket.socket, Channel]:
-    """Connection to the head, which knows this watchdog then.
+    """Connects to the head and authenticates.
 
-    A head that too many strangers call may hang up on a watchdog too, before it knows it: then it
-    is called again.
-
-    Raises:
-        OSError: if it cannot be reached, or does not answer within the deadline.
+    While many strangers call, the head may hang up on an unauthenticated watchdog too: then it
+    calls again.
     """
     ends = time.monotonic() + settings.deadline_seconds
     greeting = {"rank": settings.rank, "host": settings.host}
@@ -197,28 +197,20 @@ def _call_head(settings: WatchdogSettings) -> tuple[socket.socket, Channel]:
             time.sleep(_SECONDS_BETWEEN_CALLS)
 
 
-def _process_state(process: int) -> str:
-    """State letter of a process in /proc, such as T for stopped; empty where there is none."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
 def _has_left() -> bool:
-    """Whether the rank has announced its end, or has ended, by what it wrote up to now."""
-    written = b""
+    """True if the rank has announced its end, or has ended, in what it wrote up to now."""
+    beats = b""
     os.set_blocking(sys.stdin.fileno(), False)
     try:
         while data := os.read(sys.stdin.fileno(), 65536):
-            written += data
+            beats += data
     except BlockingIOError:
-        return any("left" in beat for beat in Inbox().take(written))
+        return any("left" in beat for beat in Inbox().take(beats))
     return True
 
 
 def main() -> None:
-    """Watch the rank that the first line of stdin, Settings as JSON, tells of."""
+    """Runs the watchdog by the settings, WatchdogSettings as JSON, in the first line of stdin."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which decides what follows
     read = partial(os.read, sys.stdin.fileno())
@@ -226,7 +218,7 @@ def main() -> None:
     try:
         watchdog = Watchdog(settings)
     except OSError as error:
-        if _has_left():  # a start that is refused is over before this program is under way
+        if _has_left():  # a refused start may be over before this program is under way
             return
         say(
             f"error: rank {settings.rank} on {settings.host}: the watchdog cannot reach "

@@ -42,13 +42,13 @@ told = {
 START = """
 import json, pathlib, sys
 from cdrmix.cluster.hosts import read_hostfile
-from cdrmix.cluster.starter import Place, Start
+from cdrmix.cluster.starter import LauncherStart, LaunchPlace
 folder = pathlib.Path(sys.argv[1])
 order = json.loads((folder / "order.json").read_text())
-place = Place(tuple(read_hostfile(folder / "hosts")), 1)
+place = LaunchPlace(tuple(read_hostfile(folder / "hosts")), 1)
 here = folder / "it's 100%n; touch ran"
 here.mkdir()
-with Start(place, order["arguments"], folder=here, variables=order["variables"],
+with LauncherStart(place, order["arguments"], folder=here, variables=order["variables"],
            script=folder / "tell.py") as start:
     start.wait_for_launcher(150)
 modes = {path.name: path.stat().st_mode & 0o777 for path in here.iterdir()}

@@ -20,11 +20,10 @@ import pytest
 
 from cdrmix import cli
 from cdrmix.cluster import probe
-from cdrmix.cluster.devices import driver_devices, unusable_devices
 from cdrmix.cluster.doctor import examine
 from cdrmix.cluster.handover import FOLDER_VARIABLE
 from cdrmix.cluster.hosts import Host
-from cdrmix.cluster.probe import look
+from cdrmix.cluster.probe import driver_devices, look, unusable_devices
 from tests.harness import RANK_ENVIRONMENT, ROOT
 
 CHECKS = ["hosts", "python", "packages", "devices", "clock", "interface", "disk", "/dev/shm"]

@@ -1,0 +1,216 @@
+"""Process group of the run, made by DeepSpeed, and collectives that also work without one."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+
+from cdrmix.errors import ConfigError, InfrastructureError, TrainingError
+from cdrmix.network import free_port, interface_towards
+from cdrmix.runtime.device import device, use_cpu
+from cdrmix.runtime.environment import local_rank, map_environment
+
+T = TypeVar("T")
+
+_SECONDS_TO_TEAR_DOWN = 60.0
+
+
+class _GroupSettings:
+    """Timeout of the run's process group, for the groups that are made later."""
+
+    timeout: timedelta | None = None
+
+
+def import_deepspeed() -> Any:
+    """Imports DeepSpeed quietly, on the accelerator of this run, without its shared-memory op.
+
+    The shared-memory all-reduce of its CPU backend leaves 69 MB per rank in /dev/shm after every
+    run, a clean one too, and is compiled for two minutes first (0.19.8: ops/csrc/cpu/comm/shm.cpp
+    unlinks only in a destructor). comm/torch.py asks this table before it builds the op.
+    """
+    if use_cpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, on every rank
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.runtime import compiler
+    from deepspeed.utils import logger as deepspeed_logger
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Every start looks for DeepSpeed's Muon optimizer, which is not used here. A decorator in it
+    # imports all of torch.compile's backend, 1.9 s of CPU time in every rank (0.19.8:
+    # runtime/zero/muon/original_muon.py), so it is imported once with a decorator that does nothing
+    compile_function = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compile_function
+    deepspeed_logger.setLevel("WARNING")
+    return deepspeed
+
+
+def initialize_distributed(*, timeout_minutes: float = 30) -> None:
+    """Makes the process group of this run through DeepSpeed: nccl on GPUs, gloo on CPUs.
+
+    Args:
+        timeout_minutes: longest wait in a collective.
+    Raises:
+        InfrastructureError: if the port is taken or the address cannot be reached for now.
+        ConfigError: if the address does not exist, or this user may not bind the port.
+    """
+    map_environment()
+    deepspeed = import_deepspeed()
+    _GroupSettings.timeout = timedelta(minutes=timeout_minutes)
+    if not use_cpu():
+        if torch.cuda.device_count() == 1:  # srun shows each task its own device as number 0
+            os.environ["LOCAL_RANK"] = "0"
+        torch.cuda.set_device(local_rank())
+    if os.environ["MASTER_PORT"] == "0":
+        os.environ["MASTER_PORT"] = str(free_port())
+    # By default gloo takes the interface of the host's name, which is loopback on Debian, and NCCL
+    # the first one by name. A user's own choice stands.
+    interface = interface_towards(os.environ["MASTER_ADDR"])
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one
+    try:
+        deepspeed.init_distributed(
+            dist_backend="gloo" if use_cpu() else "nccl",
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=_GroupSettings.timeout,
+        )
+    except torch.distributed.DistNetworkError as error:
+        # torch gives no error code, only text. An unknown name is a mistake; a name server that
+        # cannot answer now (gai error -3) is a passing fault
+        is_wrong = re.search(r"gai error: -2\b|EACCES|EADDRNOTAVAIL", str(error))
+        raise (ConfigError if is_wrong else InfrastructureError)(
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: the ranks cannot meet there "
+            f"({error}). Is another job on that port? Try another: --master_port of the deepspeed "
+            "launcher, --master-port of torchrun, MASTER_PORT elsewhere"
+        ) from error
+
+
+def new_group(ranks: list[int], *, is_made_alone: bool = False) -> torch.distributed.ProcessGroup:
+    """Makes a process group with the run's timeout, which torch does not pass on by itself.
+
+    Args:
+        ranks: members; every rank of the world calls this, in the same order.
+        is_made_alone: only the members call this.
+    """
+    return torch.distributed.new_group(
+        ranks, timeout=_GroupSettings.timeout, use_local_synchronization=is_made_alone
+    )
+
+
+def destroy_distributed() -> None:
+    """Ends the process group, if there is one; if that hangs, prints the stacks and exits.
+
+    The rank's watchdog is gone by then, so that nobody else would end it, and its launcher would
+    wait for it.
+    """
+    if torch.distributed.is_initialized():
+        faulthandler.dump_traceback_later(_SECONDS_TO_TEAR_DOWN, exit=True)
+        torch.distributed.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def have_met() -> bool:
+    """True once the ranks have made their process group."""
+    return torch.distributed.is_initialized()
+
+
+def rank() -> int:
+    """Global rank; 0 without a process group."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def speaks_for_errors() -> bool:
+    """True on the rank that reports errors to the user.
+
+    One per run once the process group exists and errors are agreed on; one per host before that,
+    when hosts can differ.
+    """
+    return rank() == 0 if have_met() else local_rank() == 0
+
+
+def barrier() -> None:
+    """Waits for every rank."""
+    if world_size() > 1:
+        torch.distributed.barrier()
+
+
+def broadcast_object(value: T, *, source: int = 0) -> T:
+    """Returns the `source` rank's value on every rank. The value must be picklable."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=source, device=device())
+    return box[0]
+
+
+def all_gather_object(value: T) -> list[T]:
+    """Returns every rank's value, in rank order. The values must be picklable."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums `tensor` over all ranks, in place, and returns it. Not differentiable."""
+    if world_size() > 1:
+        torch.distributed.all_reduce(tensor)
+    return tensor
+
+
+def together(action: Callable[[], T]) -> T:
+    """Runs `action` on every rank; if it fails on any of them, all raise the same error.
+
+    For phases in which one rank alone can meet a damaged file or a full disk: without agreement
+    the others would wait in the next collective until its timeout. Only errors that a user can
+    cause are agreed on; a defect of this program ends its own rank with its traceback.
+
+    Raises:
+        TrainingError: the first failing rank's error, on every rank.
+    """
+    result = None
+    failure = None
+    try:
+        result = action()
+    except TrainingError as error:
+        failure = error
+    for failing_rank, cause in enumerate(all_gather_object(failure)):
+        if cause is None:
+            continue
+        if failing_rank > 0:
+            cause.args = (f"[rank {failing_rank}] {cause}",)
+        raise cause
+    return result  # type: ignore[return-value]
+
+
+def first_rank_does(action: Callable[[], T]) -> T:
+    """Runs `action` on rank 0 only and returns its result on every rank; its error reaches all.
+
+    Raises:
+        TrainingError: rank 0's error, on every rank.
+    """
+    result = together(lambda: action() if rank() == 0 else None)
+    return broadcast_object(result)  # type: ignore[return-value]

@@ -1,0 +1,164 @@
+"""Environment variables of one rank: its rank, its host and its launcher. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import signal
+import sys
+from pathlib import Path
+
+from cdrmix.errors import ConfigError
+from cdrmix.network import address_of_this_host, first_host, free_port, port_of_step
+
+_TARGETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# Each launcher's names for _TARGETS. The first launcher wins: a deepspeed launcher that runs inside
+# a SLURM step sets RANK, while SLURM_PROCID there numbers the launchers.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),  # deepspeed
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+def map_environment() -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the launcher's variables.
+
+    torchrun and deepspeed set these themselves; mpirun and srun use names of their own. Without an
+    address, the ranks of mpirun agree on one over MPI; the ranks of srun take the first host of
+    their step and a port derived from the step's number. A process without a launcher becomes rank
+    0 of 1, on any free port.
+
+    Raises:
+        ConfigError: if several ranks were started and no address can be derived.
+    """
+    env = os.environ
+    for names in _LAUNCHERS:
+        if names[0] not in env or names[1] not in env:
+            continue
+        if names[0].startswith("SLURM") and "SLURM_STEP_ID" not in env:
+            continue  # inside a batch script but not started by srun: one plain process
+        for target, name in zip(_TARGETS, names, strict=True):
+            if name in env:
+                # SLURM counts tasks by node, 4(x2),3: the first count stands for all
+                env.setdefault(target, re.split("[(,]", env[name])[0])
+    for target, default in zip(_TARGETS, ("0", "1", "0", "1"), strict=True):
+        env.setdefault(target, default)
+    if env["WORLD_SIZE"] == "1":
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        env.setdefault("MASTER_PORT", "0")
+    elif "MASTER_ADDR" in env and "MASTER_PORT" in env:
+        return
+    elif "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env:
+        address, mpi_port = _address_by_mpi()
+        env.setdefault("MASTER_ADDR", address)
+        env.setdefault("MASTER_PORT", str(mpi_port))
+    elif "SLURM_STEP_NODELIST" in env:
+        step = int(env.get("SLURM_STEP_ID", "0"))
+        restart = int(env.get("SLURM_RESTART_COUNT", "0"))
+        port = port_of_step(int(env.get("SLURM_JOB_ID", "0")), step=step, restart=restart)
+        env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
+        env.setdefault("MASTER_PORT", str(port))
+    else:
+        raise ConfigError(
+            f"{env['WORLD_SIZE']} ranks were started without MASTER_ADDR and MASTER_PORT: export "
+            "both before mpirun or srun, or start with the deepspeed launcher"
+        )
+
+
+def _address_by_mpi() -> tuple[str, int]:
+    """Broadcasts rank 0's address and a free port there to all ranks of an mpirun."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    hosts = world.allgather(platform.node())
+    meeting = None
+    if world.Get_rank() == 0:
+        address = "127.0.0.1" if len({*hosts}) == 1 else address_of_this_host()
+        meeting = (address, free_port())
+    address, port = world.bcast(meeting)
+    return address, port
+
+
+def environment_rank() -> int:
+    """Global rank from the environment, before any process group exists."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def environment_world_size() -> int:
+    """World size from the environment, before any process group exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Rank of this process on its host."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Number of ranks on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def master_address() -> str:
+    """Address of rank 0's host, as all hosts know it."""
+    return os.environ["MASTER_ADDR"]
+
+
+def launch_folder() -> Path | None:
+    """Folder in which `cdrmix launch` waits for the outcome of this start; None without it."""
+    folder = os.environ.get("CDRMIX_LAUNCH_FOLDER")
+    return Path(folder) if folder else None
+
+
+def cache_dir() -> Path:
+    """Folder for files that can be rebuilt, such as compiled kernels; not created here."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "cdrmix"
+
+
+def use_cpus_only() -> None:
+    """Makes the processes started from here compute on CPUs, with one thread each.
+
+    Threads that wait for each other on busy cores are slower than one.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def take_place(rank: int, world_size: int, port: int) -> None:
+    """Makes this process a rank of a world on this machine, by the variables a launcher sets."""
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in place.items()})
+
+
+def end_with_launcher(on_orphaned: int = signal.SIGTERM) -> None:
+    """Asks the kernel to send `on_orphaned` to this rank when the process that started it dies.
+
+    A killed launcher cannot pass a signal on; its ranks would train on unseen. Linux only (prctl
+    PR_SET_PDEATHSIG); elsewhere a dead launcher goes unnoticed.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, on_orphaned)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os.kill(os.getpid(), on_orphaned)
