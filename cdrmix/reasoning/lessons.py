@@ -39,7 +39,7 @@ from cdrmix.reasoning.segments import (
     make_texts,
     window_tokens,
 )
-from cdrmix.reasoning.speculation import map_tensors
+from cdrmix.reasoning.state_rows import map_tensors
 from cdrmix.reasoning.tasks import Example, generate_examples
 
 # Segments in a window that do not belong there, as when more was fetched than the answer takes; one

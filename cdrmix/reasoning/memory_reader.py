@@ -26,7 +26,7 @@ from cdrmix.planning.stage_b_memory import segment_tokens
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticAdapter, PlasticBackbone, PlasticState
 from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
 from cdrmix.reasoning.segments import Marks, Texts, fitting, window_tokens
-from cdrmix.reasoning.speculation import select
+from cdrmix.reasoning.state_rows import select
 from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 
 # budget used, question asked, buffer filled, its best score, window filled, last action
