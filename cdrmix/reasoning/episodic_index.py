@@ -245,8 +245,8 @@ class EpisodicIndex:
         """Computes the worth of keeping each entry, from its score, recency and reads; [n]."""
         weights = self._eviction
         scores = torch.tensor([entry.score for entry in self.entries])
-        # scores are the agent's probabilities, often of a narrow range: spread over 0 to 1 they count
-        # beside recency and reads
+        # scores are the agent's probabilities, often within a narrow range: spread over 0 to 1 they
+        # count beside recency and reads
         if len(scores) == 0 or scores.max() == scores.min():
             scores = torch.zeros_like(scores)
         else:
