@@ -99,14 +99,7 @@ def make_earlier(index: EpisodicIndex, *, faiss: bool) -> Earlier:
 
 
 class Writing(NamedTuple):
-    """Segment that the agent wrote.
-
-    Attributes:
-        key: [K].
-        tokens: of the segment.
-        offset: tokens of the text before it.
-        score: probability with which the agent wrote it.
-    """
+    """Segment that the agent wrote; `score` is the probability with which it did, key is [K]."""
 
     key: Tensor
     tokens: list[int]

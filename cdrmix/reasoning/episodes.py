@@ -139,6 +139,7 @@ def roll_out(
 
 def check_decision(decision: Decision, legal: Tensor) -> None:
     """Raises DataError if a legal action's log-probability or a value is not finite."""
+    # illegal actions are -inf by design
     bad = (legal & ~decision.logprobs.isfinite()).any(1) | ~decision.value.isfinite()
     if bool(bad.any()):
         raise DataError(

@@ -137,6 +137,7 @@ class EpisodicIndex:
             )
         if not math.isclose(float(key.norm()), 1.0, abs_tol=1e-3):
             raise ValueError(f"a key of length {float(key.norm()):g}; keys are unit vectors")
+        # a longer one would evict everything and still not fit
         if not 1 <= len(tokens) <= self.max_tokens:
             raise ValueError(f"a segment of {len(tokens)} tokens; 1 to {self.max_tokens} fit")
         entry = Entry(tuple(int(token) for token in tokens), offset, source, score)
@@ -236,6 +237,7 @@ class EpisodicIndex:
         Raises:
             KeyError: if there never was one, or it was evicted.
         """
+        # entries stay in the order of their ids: new ones are appended, evictions keep the order
         place = bisect.bisect_left(self.entries, id, key=lambda entry: entry.id)
         if place == len(self.entries) or self.entries[place].id != id:
             raise KeyError(f"no entry {id}")

@@ -46,7 +46,7 @@ def save_index(index: EpisodicIndex, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     earlier = _saves(folder)
     out = folder / f"{int(earlier[-1].name) + 1 if earlier else 1:08}"
-    remove_unfinished(out)
+    remove_unfinished(out)  # the folder's lock is held, so that nobody else is writing it
     tokens = [torch.tensor(entry.tokens, dtype=torch.int64) for entry in index.entries]
     ends = torch.tensor([len(row) for row in tokens], dtype=torch.int64).cumsum(0)
     flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64)
@@ -73,6 +73,7 @@ def save_index(index: EpisodicIndex, folder: Path) -> Path:
         # contents first: the rename that follows must not reach the disk before them
         for name in (*_FILES, _MANIFEST):
             sync(unfinished / name)
+    # only now, so that a reader finds a whole save at any time
     for old in earlier:
         shutil.rmtree(old)
     return out
@@ -92,15 +93,10 @@ def load_index(
     max_tokens: int,
     eviction: EvictionConfig | None = None,
 ) -> EpisodicIndex:
-    """Loads the newest save.
+    """Loads the newest save for a model; arguments as of `EpisodicIndex`.
 
-    Args:
-        folder: as in `save_index`.
-        encoder: digest of the model's encoder.
-        tokenizer: digest of the model's tokenizer.
-        key_size: of the model's keys.
-        max_tokens: capacity from now on; surplus entries leave at the next commit.
-        eviction: weights of an entry's utility.
+    A smaller `max_tokens` than that of the save evicts entries at the next commit.
+
     Raises:
         StateError: if there is none, it is damaged, or of another encoder, tokenizer or key size.
     """
@@ -109,6 +105,7 @@ def load_index(
         raise StateError(f"{folder}: no episodic memory was saved here")
     newest = saves[-1]
     manifest = _read_manifest(newest)
+    # another encoder's keys have other directions, and another tokenizer's ids other words
     wanted = {"tokenizer": tokenizer, "key_size": key_size, "encoder": encoder}
     differ = [
         f"{name} is {manifest[name]!r}, but the model's is {ours!r}"

@@ -98,6 +98,7 @@ def traces(pre: Tensor, trace: Tensor, decay: Tensor) -> Tensor:
 
 def limited(strength: Tensor, post: Tensor, trace: Tensor) -> Tensor:
     """Lowers strengths [B, T] so that no token adds more than `LARGEST_WRITE`."""
+    # m |q| |e| is the norm of what a token adds, and m |e|^2 <= 1 keeps delta from overshooting
     size = torch.linalg.vector_norm(trace, dim=-1)
     size = size * torch.maximum(torch.linalg.vector_norm(post, dim=-1), size)
     return torch.minimum(strength, LARGEST_WRITE / size.clamp(min=1e-6))
@@ -168,21 +169,13 @@ def _scan_equal_chunks(
         left = writes.post
         right = writes.trace
     elif rule == "delta":
-        starts, weights, left = _carry_delta(
-            weights, writes.post, writes.trace, writes.strength, decay, within, to_end, clamp
-        )
+        starts, weights, left = _carry_delta(weights, writes, decay, within, to_end, clamp)
         right = writes.trace
     else:
         # H^T follows delta's rule; the clamp works element by element, so it needs no transposing
+        swapped = Writes(writes.trace, writes.post, writes.strength)
         starts, weights, right = _carry_delta(
-            weights.transpose(1, 2),
-            writes.trace,
-            writes.post,
-            writes.strength,
-            decay,
-            within,
-            to_end,
-            clamp,
+            weights.transpose(1, 2), swapped, decay, within, to_end, clamp
         )
         starts = starts.transpose(2, 3)
         weights = weights.transpose(1, 2)
@@ -214,15 +207,14 @@ def _carry_hebb(
 
 def _carry_delta(
     weights: Tensor,
-    value: Tensor,
-    key: Tensor,
-    strength: Tensor,
+    writes: Writes,
     decay: float,
     within: Tensor,
     to_end: Tensor,
     clamp: Clamp | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns H at the start of each chunk, H after the last, and the errors u, [B, n, c, r]."""
+    value, key, strength = writes
     size, rank = key.shape[2:]
     overlap = (key @ key.transpose(2, 3)) * within * strength.unsqueeze(2)  # strictly lower
     powers = decay ** torch.arange(size, device=key.device, dtype=torch.float32)

@@ -85,14 +85,7 @@ class Adapted(NamedTuple):
 
 
 class PlasticAdapter(nn.Module):
-    """Slow parameters of one adapted layer.
-
-    Args:
-        in_features: I.
-        out_features: O.
-        config: rank, scale, decay and clamp.
-        rule: hebb, delta or oja.
-    """
+    """Slow parameters of one adapted layer, and the use of its fast weights."""
 
     def __init__(
         self, in_features: int, out_features: int, config: AdapterConfig, rule: Rule
@@ -141,6 +134,7 @@ class PlasticAdapter(nn.Module):
         """
         if not writes:
             return Adapted(self._read_only(x, y0, before.weights), before)
+        # the recurrence runs in float32: in bf16, writes below 1/256 of H would be lost
         pre = F.normalize(F.linear(x, self.down).float(), dim=-1)  # p, [B, T, r]
         post = F.normalize((y0 @ self.up).float(), dim=-1)  # q, [B, T, r]
         strength = torch.sigmoid((x @ self.modulator + self.modulator_bias).float())  # m, [B, T]
@@ -165,14 +159,7 @@ class PlasticAdapter(nn.Module):
         )
         correlation = None
         if with_correlation:
-            correlation = correlation_loss(
-                stored.post,
-                stored.strength,
-                read[:, :, 1],
-                weights,
-                decay=self.config.decay,
-                decorrelation_weight=self.config.decorrelation_weight,
-            )
+            correlation = self._correlation(stored, read[:, :, 1], weights)
         after = FastWeights(weights, trace[:, -1])
         y, limited_changes = self._change(y0, read[:, :, 0])
         guards = Guards(
@@ -182,6 +169,16 @@ class PlasticAdapter(nn.Module):
             largest_weight=weights.detach().abs().max(),
         )
         return Adapted(y, after, correlation, guards)
+
+    def _correlation(self, stored: Writes, recalled: Tensor, weights: Tensor) -> Tensor:
+        return correlation_loss(
+            stored.post,
+            stored.strength,
+            recalled,
+            weights,
+            decay=self.config.decay,
+            decorrelation_weight=self.config.decorrelation_weight,
+        )
 
     def _read_only(self, x: Tensor, y0: Tensor, weights: Tensor) -> Tensor:
         """Computes `_change` in as few operations as possible, which decide the cost of one token.
@@ -361,21 +358,11 @@ class PlasticBackbone(nn.Module):
             {name: result.after for name, result in results.items()},
             state.plastic.num_tokens + (input_ids.shape[1] if writes else 0),
         )
-        correlations = [
-            result.correlation for result in results.values() if result.correlation is not None
-        ]
-        # on a stage of a pipeline these are its own layers' alone
-        counters = [result.guards for result in results.values() if result.guards is not None]
-        guards = None
-        if counters:
-            *counts, largest = (torch.stack(column) for column in zip(*counters, strict=True))
-            guards = Guards(*(count.sum() for count in counts), largest.max())
+        correlation, guards = _over_layers(list(results.values()), self.backbone)
         return PlasticOutput(
             output=output,
             state=EpisodeState(output.state, after),
-            correlation=(
-                mean_over_layers(torch.stack(correlations), self.backbone) if correlations else None
-            ),
+            correlation=correlation,
             guards=guards,
         )
 
@@ -389,3 +376,17 @@ class PlasticBackbone(nn.Module):
 def _key(name: str) -> str:
     """Converts a layer's name to a key of `nn.ModuleDict`, which allows no dots."""
     return name.replace(".", "/")
+
+
+def _over_layers(results: list[Adapted], backbone: Backbone) -> tuple[Tensor | None, Guards | None]:
+    """Returns the mean of the layers' objectives and the sum of their counters, where there are."""
+    correlations = [each.correlation for each in results if each.correlation is not None]
+    guards = [each.guards for each in results if each.guards is not None]
+    correlation = None
+    if correlations:
+        # a stage of a pipeline holds some layers; the mean is over those of all stages
+        correlation = mean_over_layers(torch.stack(correlations), backbone)
+    if not guards:
+        return correlation, None
+    *counts, largest = (torch.stack(column) for column in zip(*guards, strict=True))
+    return correlation, Guards(*(count.sum() for count in counts), largest.max())

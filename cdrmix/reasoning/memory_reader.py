@@ -154,6 +154,7 @@ class MemoryReader(nn.Module):
             segments = torch.arange(tokens.shape[1], device=tokens.device) // self.segment_tokens
             segments = segments.expand_as(tokens)
             if state is None:
+                # as under the memory phase's plain reading, which is cheaper without hooks
                 hidden.append(self.backbone(tokens, segment_ids=segments).hidden)
                 continue
             read = self.plastic(
@@ -190,6 +191,7 @@ class MemoryReader(nn.Module):
         """
         slots = self.memory.start(len(rows))
         mask = reading.texts.mask
+        # segment by segment for all rows, as a write depends on the slots before it
         for place in torch.nonzero(chosen.any(0)).flatten().tolist():
             after = self.memory.write(slots, reading.hidden[rows, place], mask[rows, place])
             slots = torch.where(chosen[:, place].view(-1, 1, 1), after, slots)
@@ -266,6 +268,7 @@ class MemoryReader(nn.Module):
             return_blocks: return the state from which a later pass goes on.
         """
         if plastic is None:
+            # blocks are returned in the same form, so that decoding goes on in either case
             with self.remembering(slots):
                 before = blocks.blocks if blocks else None
                 output = self.backbone(tokens, state=before, return_state=return_blocks)
@@ -307,6 +310,7 @@ class MemoryReader(nn.Module):
 
     def _decode(self, tokens: Tensor, slots: Tensor | None, plastic: PlasticState | None) -> Tensor:
         """Decodes until all answers have stopped, [n, T] -> [n, <= ANSWER_TOKENS]."""
+        # rows that have stopped are decoded on, which keeps the batch whole, and cut by the caller
         stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         answer = []
         state = None

@@ -112,11 +112,7 @@ class Decision(NamedTuple):
 class MemoryPolicy(nn.Module):
     """Policy and value heads over the backbone's last hidden state and the memory's state.
 
-    The policy starts uniform over what is legal.
-
-    Args:
-        hidden_size: D.
-        num_features: F, of the environment.
+    The policy starts uniform over the legal actions.
     """
 
     def __init__(self, hidden_size: int, num_features: int) -> None:
@@ -133,6 +129,7 @@ class MemoryPolicy(nn.Module):
         """Sets a uniform policy, and a value of zero with random inner features."""
         for parameter in self.parameters():
             parameter.zero_()
+        # random, as equal inner features would get equal gradients and stay equal
         scale = self.feature_value_in.weight.shape[1] ** -0.5
         normal_(self.feature_value_in.weight, 3 * scale, seed=seed, name="policy.feature_value_in")
 

@@ -206,6 +206,7 @@ class ReadingEpisodes:
             buffer, score = self._retrieve(state, retrieves, asked)
             self.retrieval_seconds += time.perf_counter() - began
             self.num_retrievals += len(retrieves)  # one product searches for all of them
+        # before the question, and with nothing near enough, a retrieval cannot help the answer
         useless = retrieves & (~asked | (buffer < 0).all(1))
         puts = splices & asked & (state.buffer >= 0).any(1)
         # a stable sort moves the empty places behind the others, which keep their order

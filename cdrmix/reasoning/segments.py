@@ -134,6 +134,7 @@ def fitting(lengths: Sequence[int], wanted: Sequence[int], room: int) -> tuple[l
     places: list[int] = []
     for place in wanted:
         if lengths[place] + 1 > room:
+            # no smaller one further on instead: the order is the agent's, best first
             break
         if lengths[place] > 0:
             places.append(place)

@@ -25,12 +25,7 @@ from cdrmix.models.initialize import normal_
 
 
 class RetrievalEncoder(nn.Module):
-    """Projections of hidden states to keys of segments and queries for them, unit vectors.
-
-    Args:
-        hidden_size: D, of the backbone.
-        key_size: S.
-    """
+    """Projections of hidden states to keys of segments and queries for them, unit vectors."""
 
     def __init__(self, hidden_size: int, key_size: int) -> None:
         super().__init__()
@@ -55,7 +50,7 @@ class RetrievalEncoder(nn.Module):
 
 @torch.no_grad()
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Returns the sha256 of named weights, given in any order; keys are valid for one digest only."""
+    """Returns the sha256 of named weights in any order; keys are valid for one digest only."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights, key=lambda pair: pair[0]):
         # float32, so that a model saved in bf16 and the same one in memory agree
@@ -71,12 +66,7 @@ _SHARPNESS = 4.0
 
 
 class WorkingMemory(nn.Module):
-    """Slots that share `summary_dim` features.
-
-    Args:
-        hidden_size: D, of the backbone.
-        config: `summary_dim`, `kv_summary_stride`.
-    """
+    """Slots that share the `summary_dim` features of a configuration."""
 
     def __init__(self, hidden_size: int, config: MemoryConfig) -> None:
         super().__init__()
@@ -127,6 +117,7 @@ class WorkingMemory(nn.Module):
             weights = torch.softmax(fit[:, stride], dim=1)
             content = weights.transpose(1, 2) @ values[:, stride]  # [B, N, S]
             gate_input = torch.cat([content, memory], dim=-1).to(self.gate.weight.dtype)
+            # float32, as slots are carried over a whole text and change by little at a time
             gate = torch.sigmoid(self.gate(gate_input).float())
             if mask is not None:
                 gate = gate * mask[:, stride].any(1).view(-1, 1, 1)
