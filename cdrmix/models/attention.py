@@ -31,7 +31,7 @@ Attend = Callable[..., tuple[Tensor, AttentionState]]
 def rotary_angles(
     positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles.
+    """Computes cosine and sine of the rotary angles.
 
     Args:
         positions: global position of each token, [T].
@@ -48,7 +48,7 @@ def rotary_angles(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary angles to [B, heads, T, K]; pairs are (i, i + K/2)."""
+    """Applies rotary angles to [B, heads, T, K]; pairs are (i, i + K/2)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -61,7 +61,7 @@ def attend(
     segment_ids: Tensor | None,
     theta: float,
 ) -> tuple[Tensor, AttentionState]:
-    """Rotate by position, then mix the values of this and all earlier tokens of the same document.
+    """Rotates by position, then mixes the values of this and earlier tokens of the same document.
 
     Args:
         query: not rotated, [B, T, H, K].
@@ -111,7 +111,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.rope_theta = config.rope_theta
         self.attend: Attend = attend  # replaced where a sequence is spread over ranks
-        self.carries_state = False  # of a fixed size: it looks at all tokens
+        self.carries_state = False  # none of a fixed size: attention looks at all tokens
         kv_size = self.num_kv_heads * self.head_dim
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.key = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         state: AttentionState | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
-        """Attend to this and all earlier tokens of the same document.
+        """Attends to this and all earlier tokens of the same document.
 
         Args:
             x: normalised input, [B, T, D].
@@ -146,14 +146,17 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str, std: float) -> None:
-        """Normal query, key and value; zero output projection."""
+        """Sets normal query, key and value, and a zero output projection."""
         for part in ("query", "key", "value"):
             normal_(getattr(self, part).weight, std, seed=seed, name=f"{name}.{part}")
         self.output.weight.zero_()
 
 
 def _mask(positions: Tensor, num_keys: int, segment_ids: Tensor | None) -> Tensor | None:
-    """Which keys each query may see; None where the plain causal kernel or all keys serve."""
+    """Returns the keys that each query may see; None where no mask is needed.
+
+    Without a mask the fast kernels run: the causal one, or over all keys for a single query.
+    """
     if segment_ids is not None:
         same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [B, T, T]
         return same.tril().unsqueeze(1)  # [B, 1, T, T]

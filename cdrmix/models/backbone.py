@@ -20,7 +20,7 @@ from cdrmix.models.recompute import run_blocks
 
 
 class Output(NamedTuple):
-    """What a forward pass gives.
+    """Output of a forward pass.
 
     Attributes:
         hidden: normalised output of the last block, [B, T, D]; `Backbone.logits` maps it.
@@ -34,7 +34,7 @@ class Output(NamedTuple):
 
 
 class LanguageModel(Protocol):
-    """What evaluation and decoding call: a `Backbone`, or one that is spread over stages."""
+    """Interface for evaluation and decoding: a `Backbone`, or one over pipeline stages."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -68,12 +68,12 @@ class TokenEmbedding(nn.Embedding):
     """Embedding of the vocabulary, [V, D], which is the head too."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, [..., D] -> [..., V]."""
+        """Scores the next token, [..., D] -> [..., V]."""
         return F.linear(hidden, self.weight)
 
     @torch.no_grad()
     def initialize(self, *, seed: int, std: float) -> None:
-        """Normal with deviation `std`."""
+        """Sets normal values of deviation `std`."""
         normal_(self.weight, std, seed=seed, name="embedding")
 
 
@@ -112,7 +112,7 @@ class Backbone(nn.Module):
         state: list[BlockState] | None = None,
         return_state: bool = False,
     ) -> Output:
-        """Hidden states of every position.
+        """Computes the hidden states of every position.
 
         Args:
             input_ids: [B, T], int64.
@@ -137,7 +137,7 @@ class Backbone(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are expected."""
+        """Device that inputs must be on."""
         return self.embedding.weight.device
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Backbone(nn.Module):
         return self.embedding.logits(hidden)
 
     def initialize(self, *, seed: int) -> None:
-        """Set the initial values of a whole backbone from the seed."""
+        """Sets the initial values of a whole backbone from the seed."""
         std = self.config.init_std
         self.embedding.initialize(seed=seed, std=std)
         for block in self.blocks:
@@ -154,9 +154,9 @@ class Backbone(nn.Module):
 
 
 def logical_name(name: str) -> str:
-    """Name of a parameter in checkpoints and exports, free of DeepSpeed's module names.
+    """Returns the name of a parameter in checkpoints and exports, without DeepSpeed's modules.
 
-    Its pipeline module counts layers, of which a stage of ours is one: `1.blocks.2.mixer_norm`.
+    DeepSpeed's pipeline module numbers layers, a whole stage being one: `1.blocks.2.mixer_norm`.
     """
     name = re.sub(r"^\d+\.", "", name)
     return name.replace(".deepspeed_moe.gate.", ".router.").replace(".deepspeed_moe.", ".")

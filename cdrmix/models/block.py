@@ -25,7 +25,7 @@ NORM_EPS = 1e-6
 
 
 class BlockState(NamedTuple):
-    """What one block carries from call to call.
+    """State of one block between calls.
 
     Attributes:
         mixer: state of the time mix or of the attention.
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D], same type."""
+        """Normalises, [..., D] -> [..., D], same type."""
         return F.rms_norm(x, x.shape[-1:], self.weight, NORM_EPS)
 
 
@@ -55,7 +55,7 @@ class Block(nn.Module):
         config: dimensions.
         kind: rwkv or transformer.
         layer: index of the block, from 0 at the input.
-        creates_v_first: whether this is the first RWKV layer.
+        creates_v_first: True for the first RWKV layer.
         expert_parallel_size: ranks over which the experts are spread.
     """
 
@@ -91,7 +91,7 @@ class Block(nn.Module):
         state: BlockState | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, BlockState]:
-        """One block.
+        """Runs the block.
 
         Args:
             x: residual stream, [B, T, D].
@@ -113,7 +113,7 @@ class Block(nn.Module):
         state: BlockState | None,
         segment_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TimeMixState | AttentionState]:
-        """The first half, time mix or attention; arguments as of `forward`.
+        """Runs the first half, time mix or attention; arguments as of `forward`.
 
         Returns:
             residual stream, v_first, the mixer's state after token T.
@@ -130,7 +130,7 @@ class Block(nn.Module):
     def feed(
         self, x: Tensor, last: Tensor | None, segment_ids: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The second half: feed-forward, behind its shift in an RWKV block.
+        """Runs the second half: feed-forward, behind its shift in an RWKV block.
 
         Args:
             x: residual stream after the mixer, [B, T, D].
@@ -150,7 +150,7 @@ class Block(nn.Module):
         return x + self.ffn(normed), None, channel_last
 
     def initialize(self, *, seed: int, std: float, expert_parallel_rank: int = 0) -> None:
-        """Set the initial values; see the parts."""
+        """Sets the initial values; see the parts."""
         name = f"blocks.{self.layer}"
         if isinstance(self.mixer, TimeMix):
             self.mixer.initialize(seed=seed, name=f"{name}.mixer")
@@ -168,7 +168,7 @@ class Block(nn.Module):
 
 
 def make_block(config: ModelConfig, layer: int, *, expert_parallel_size: int = 1) -> Block:
-    """The block at `layer` of the schedule, without initial values."""
+    """Makes the block at `layer` of the schedule, without initial values."""
     kinds = config.layer_kinds()
     return Block(
         config,

@@ -43,11 +43,11 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
+        """Computes [B, T, D] -> [B, T, D]."""
         return self.down(squared_relu(self.up(x)))
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str, std: float) -> None:
-        """Normal up projection, zero down projection."""
+        """Sets a normal up projection and a zero down projection."""
         normal_(self.up.weight, std, seed=seed, name=f"{name}.up")
         self.down.weight.zero_()

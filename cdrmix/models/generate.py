@@ -18,12 +18,12 @@ def generate(
     seed: int,
     stop_id: int | None = None,
 ) -> Tensor:
-    """Continue token sequences.
+    """Continues token sequences.
 
     Args:
         model: the backbone; left in the mode it was in, used in evaluation mode.
         input_ids: prompts of equal length >= 1, [B, T].
-        max_new_tokens: how many tokens to add at most.
+        max_new_tokens: most tokens to add.
         temperature: 0 takes the most likely token; above, samples from logits / temperature.
         seed: seed of the sampling.
         stop_id: a row that produced this id repeats it; when all rows did, decoding ends.
@@ -47,20 +47,18 @@ def generate(
         output = model(tokens, state=state, return_state=True)
         state = output.state
         logits = model.logits(output.hidden[:, -1]).float()  # [B, V]
-        chosen = _choose(logits, temperature, source)
+        if temperature == 0:
+            next_tokens = logits.argmax(-1)
+        else:
+            probabilities = torch.softmax(logits / temperature, dim=-1)
+            next_tokens = torch.multinomial(probabilities, 1, generator=source).squeeze(1)
         if stop_id is not None:
-            chosen = torch.where(finished, stop_id, chosen)
-            finished |= chosen == stop_id
-        new.append(chosen)
+            next_tokens = torch.where(finished, stop_id, next_tokens)
+            finished |= next_tokens == stop_id
+        new.append(next_tokens)
+        # all ranks of a pipeline have the same logits, and so end at the same token
         if stop_id is not None and bool(finished.all()):
             break
-        tokens = chosen.unsqueeze(1)
+        tokens = next_tokens.unsqueeze(1)
     model.train(was_training)
     return torch.stack(new, dim=1) if new else input_ids[:, :0]
-
-
-def _choose(logits: Tensor, temperature: float, source: torch.Generator) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1)
-    probabilities = torch.softmax(logits / temperature, dim=-1)
-    return torch.multinomial(probabilities, 1, generator=source).squeeze(1)

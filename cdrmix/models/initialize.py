@@ -12,21 +12,21 @@ from torch import Tensor
 
 
 def generator(seed: int, name: str, *, device: torch.device) -> torch.Generator:
-    """A generator seeded by (seed, name)."""
+    """Makes a generator seeded by (seed, name)."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 @torch.no_grad()
 def normal_(tensor: Tensor, std: float, *, seed: int, name: str) -> None:
-    """Fill with a normal distribution of mean 0; nothing happens on the meta device."""
+    """Fills with a normal distribution of mean 0; nothing happens on the meta device."""
     if not tensor.is_meta:
         tensor.normal_(0.0, std, generator=generator(seed, name, device=tensor.device))
 
 
 @torch.no_grad()
 def uniform_(tensor: Tensor, bound: float, *, seed: int, name: str) -> None:
-    """Fill uniformly between -bound and bound."""
+    """Fills uniformly between -bound and bound."""
     if not tensor.is_meta:
         source = generator(seed, name, device=tensor.device)
         tensor.uniform_(-bound, bound, generator=source)
@@ -34,7 +34,7 @@ def uniform_(tensor: Tensor, bound: float, *, seed: int, name: str) -> None:
 
 @torch.no_grad()
 def orthogonal_(tensor: Tensor, gain: float, *, seed: int, name: str) -> None:
-    """Fill a matrix with orthonormal rows or columns times gain * max(1, sqrt(rows / columns)).
+    """Fills a matrix with orthonormal rows or columns times gain * max(1, sqrt(rows / columns)).
 
     Source: RWKV-LM's initialisation of its low-rank matrices, which are applied from the right.
     """

@@ -44,7 +44,7 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
 
 
 def num_statistics(config: MoEConfig) -> int:
-    """Router statistics of a layer, which `MoEFeedForward.forward` lists."""
+    """Number of router statistics of a layer, which `MoEFeedForward.forward` lists."""
     return 2 * config.num_experts + 3
 
 
@@ -62,7 +62,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.moe.num_experts, config.hidden_size))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Choose k experts per token.
+        """Chooses k experts per token.
 
         Args:
             x: tokens, [N, D], any float type.
@@ -73,8 +73,8 @@ class Router(nn.Module):
         logits = F.linear(x.float(), self.weight.float())  # [N, E]
         log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
         probabilities = torch.exp(logits - log_total)
-        chosen, experts = probabilities.topk(self.top_k, dim=-1)
-        weights = chosen / chosen.sum(-1, keepdim=True)
+        top, experts = probabilities.topk(self.top_k, dim=-1)
+        weights = top / top.sum(-1, keepdim=True)
         return experts, weights, probabilities.sum(0), log_total.square().sum()
 
 
@@ -92,10 +92,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (inverse,) = ctx.saved_tensors
-        all_kept = inverse.numel() == grad.shape[0]
-        total = _rows_or_zero(grad, inverse[:, 0], all_kept=all_kept)
+        is_whole = inverse.numel() == grad.shape[0]
+        total = _rows_or_zero(grad, inverse[:, 0], is_whole=is_whole)
         for choice in range(1, inverse.shape[1]):
-            total += _rows_or_zero(grad, inverse[:, choice], all_kept=all_kept)
+            total += _rows_or_zero(grad, inverse[:, choice], is_whole=is_whole)
         return total, None, None
 
 
@@ -110,11 +110,11 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, rows, weights, index, slot, inverse):
         ctx.save_for_backward(rows, weights, index, slot, inverse)
         scales = weights.to(rows.dtype)
-        all_kept = inverse.numel() == rows.shape[0]
-        total = _rows_or_zero(rows, inverse[:, 0], all_kept=all_kept).mul_(scales[:, :1])
+        is_whole = inverse.numel() == rows.shape[0]
+        total = _rows_or_zero(rows, inverse[:, 0], is_whole=is_whole).mul_(scales[:, :1])
         for choice in range(1, inverse.shape[1]):
-            taken = _rows_or_zero(rows, inverse[:, choice], all_kept=all_kept)
-            total.addcmul_(taken, scales[:, choice : choice + 1])
+            each = _rows_or_zero(rows, inverse[:, choice], is_whole=is_whole)
+            total.addcmul_(each, scales[:, choice : choice + 1])
         return total
 
     @staticmethod
@@ -128,14 +128,17 @@ class _Combine(torch.autograd.Function):
         return spread.mul_(scales.unsqueeze(-1)), weight_grad, None, None, None
 
 
-def _rows_or_zero(x: Tensor, index: Tensor, *, all_kept: bool) -> Tensor:
-    """x by row; the index one past the last row, which only a drop leaves, stands for zero."""
-    if all_kept:
+def _rows_or_zero(x: Tensor, index: Tensor, *, is_whole: bool) -> Tensor:
+    """Selects rows of x; the index one past the last row, of a dropped choice, gives zero.
+
+    `is_whole` says that nothing was dropped, which saves the mask.
+    """
+    if is_whole:
         return x.index_select(0, index)
     if x.shape[0] == 0:
         return x.new_zeros(index.shape[0], x.shape[1])
-    taken = x.index_select(0, index.clamp(max=x.shape[0] - 1))
-    return taken.masked_fill_((index >= x.shape[0]).unsqueeze(-1), 0)
+    rows = x.index_select(0, index.clamp(max=x.shape[0] - 1))
+    return rows.masked_fill_((index >= x.shape[0]).unsqueeze(-1), 0)
 
 
 class _AllToAllRows(torch.autograd.Function):
@@ -181,7 +184,7 @@ class GroupedExperts(nn.Module):
             parameter.group_name = group_name  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Apply expert e to its rows.
+        """Applies each expert to its rows.
 
         Args:
             rows: tokens sorted by local expert, [M, D].
@@ -194,16 +197,18 @@ class GroupedExperts(nn.Module):
 
 
 class TokenShares:
-    """Which of a rank's tokens it routes: all of them, but where tensor ranks hold the same ones
-    and each routes a share."""
+    """Tokens that a rank routes: all that it holds.
+
+    `parallel.exchange.TensorShares` divides tokens that several tensor ranks hold.
+    """
 
     def take(self, tokens: Tensor) -> Tensor:
-        """The tokens that this rank routes, [N, D] -> [n, D]."""
+        """Returns the tokens that this rank routes, [N, D] -> [n, D]."""
         return tokens
 
     def give_back(self, routed: Tensor, num_tokens: int) -> Tensor:
-        """The experts' outputs of all N tokens from those of this rank's, [n, D] -> [N, D]."""
-        assert len(routed) == num_tokens, "nobody else routes a share"
+        """Returns the outputs of all N tokens from those of this rank's, [n, D] -> [N, D]."""
+        assert len(routed) == num_tokens, "no other rank routes a share"
         return routed
 
 
@@ -226,7 +231,7 @@ class ExpertLayer(MOELayer):
         self.ep_group = ep_group
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, D] -> [B, T, D] and statistics [2E + 3]."""
+        """Routes [B, T, D] -> [B, T, D], with statistics [2E + 3]."""
         all_tokens = x.reshape(-1, x.shape[-1])
         tokens = self.shares.take(all_tokens)  # [N, D]
         num_tokens = tokens.shape[0]
@@ -238,11 +243,11 @@ class ExpertLayer(MOELayer):
         )
         excess = (counts - capacity).clamp(min=0).sum()
         dropping = self.moe.drop_tokens and self.training
-        index, slot, inverse, kept = _sort_by_expert(
+        index, slot, inverse, row_counts = _sort_by_expert(
             experts, counts, capacity if dropping else None
         )
         rows = _Gather.apply(tokens, index, inverse)  # [M, D]
-        rows = self._apply_experts(rows, kept)
+        rows = self._apply_experts(rows, row_counts)
         out = _Combine.apply(rows, weights, index, slot, inverse)
         dropped = excess if dropping else torch.zeros_like(excess)
         statistics = torch.cat(
@@ -251,12 +256,13 @@ class ExpertLayer(MOELayer):
         return self.shares.give_back(out, len(all_tokens)).view_as(x), statistics
 
     def _apply_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows sorted by global expert -> their experts' outputs, in the same order."""
+        """Computes the experts' outputs of rows sorted by global expert, in the same order."""
         if self.ep_size == 1:
             return self.experts(rows, counts.cumsum(0).to(torch.int32))
         sent = counts.view(self.ep_size, self.num_local_experts)  # [P, E/P]
         received = torch.empty_like(sent)
         torch.distributed.all_to_all_single(received, sent.contiguous(), group=self.ep_group)
+        # waits for the device, as an all-to-all of unequal splits takes its sizes from the host
         send_splits, receive_splits = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         arrived = _AllToAllRows.apply(rows, send_splits, receive_splits, self.ep_group)
         order, back = _merge_sources(received)
@@ -268,7 +274,7 @@ class ExpertLayer(MOELayer):
 
 
 def _count(experts: Tensor, num_experts: int) -> Tensor:
-    """How many assignments each expert got, [E] int64."""
+    """Counts the assignments of each expert, [E] int64."""
     every = torch.arange(num_experts, device=experts.device)
     return (experts.reshape(-1, 1) == every).sum(0)
 
@@ -276,7 +282,7 @@ def _count(experts: Tensor, num_experts: int) -> Tensor:
 def _sort_by_expert(
     experts: Tensor, counts: Tensor, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Order the N * k assignments by expert, first choices first, and cut each at capacity.
+    """Orders the N * k assignments by expert, first choices first, and cuts each at capacity.
 
     Args:
         experts: [N, k].
@@ -289,20 +295,20 @@ def _sort_by_expert(
     num_tokens, top_k = experts.shape
     flat = experts.t().reshape(-1)  # choice-major: second choices queue behind first ones
     by_expert, order = flat.sort(stable=True)  # [k*N]
-    kept = counts
+    row_counts = counts
     if capacity is not None:
         place = torch.arange(order.numel(), device=order.device)
         place -= (counts.cumsum(0) - counts)[by_expert]  # place within its expert
         order = order[place < capacity]
-        kept = counts.clamp(max=capacity)
+        row_counts = counts.clamp(max=capacity)
     rows = torch.arange(order.numel(), device=order.device)
     inverse = torch.full((num_tokens * top_k,), order.numel(), device=order.device)
     inverse[order] = rows
-    return order % num_tokens, order // num_tokens, inverse.view(top_k, -1).t(), kept
+    return order % num_tokens, order // num_tokens, inverse.view(top_k, -1).t(), row_counts
 
 
 def _merge_sources(received: Tensor) -> tuple[Tensor, Tensor]:
-    """Order that turns rows sorted by (source rank, expert) into rows sorted by expert.
+    """Computes the order that sorts rows of (source rank, expert) by expert.
 
     Args:
         received: rows from each source for each local expert, [P, E/P].
@@ -344,7 +350,7 @@ class MoEFeedForward(MoE):
             super()._create_process_groups(**kwargs)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Send each token to its experts.
+        """Sends each token to its experts.
 
         Args:
             x: [B, T, D].
@@ -357,7 +363,7 @@ class MoEFeedForward(MoE):
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str, std: float, expert_parallel_rank: int) -> None:
-        """Normal router and up projections, zero down projections.
+        """Sets normal router and up projections, and zero down projections.
 
         Args:
             seed: seed of the run.

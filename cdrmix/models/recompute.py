@@ -2,9 +2,9 @@
 
 B batch, T time, D hidden, L layers, S router statistics.
 
-Recomputed whole, a block keeps its input; while it is recomputed, activations of all T tokens are
-there. In spans (sequence checkpointing) they are there for one span at a time: what a recurrent
-state carries on is kept at each border. Where a mixer looks at all tokens at once, it is recomputed
+Recomputed whole, a block saves its input for backward; while it is recomputed, activations of all T
+tokens are there. In spans (sequence checkpointing) they are there for one span at a time, and the
+recurrent state between spans is saved. Where a mixer looks at all tokens at once, it is recomputed
 over all of them, and only the feed-forward in spans. Nothing is computed more than twice.
 """
 
@@ -32,7 +32,7 @@ def run_block(
     recompute: bool,
     sequence_checkpoint_tokens: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, BlockState | None]:
-    """One block, on whatever pipeline stage.
+    """Runs one block, with recomputation where asked for.
 
     Args:
         block: the block.
@@ -40,7 +40,7 @@ def run_block(
         v_first: value of the first RWKV layer, [B, T, D]; None before it.
         past: this block's state, or None at the start of a sequence.
         segment_ids: document of each token, [B, T].
-        recompute: keep its input and recompute the rest in the backward pass.
+        recompute: save its input and recompute the rest in the backward pass.
         sequence_checkpoint_tokens: tokens that are recomputed together; None: all. Where tokens are
             dropped, each span has a capacity of its own.
     Returns:
@@ -71,7 +71,7 @@ def run_blocks(
     recompute: bool,
     sequence_checkpoint_tokens: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, list[BlockState] | None]:
-    """Consecutive blocks, all of a model or those of a pipeline stage.
+    """Runs consecutive blocks, all of a model or those of a pipeline stage.
 
     Args:
         blocks: of class `Block`.
@@ -79,7 +79,7 @@ def run_blocks(
         v_first: value of the first RWKV layer, [B, T, D]; None before it.
         state: one entry per block, or None at the start of a sequence.
         segment_ids: document of each token, [B, T].
-        return_state: also give the states after token T, which keep what they are views of.
+        return_state: return the states after token T too, views that hold on to whole tensors.
         recompute: see `run_block`.
         sequence_checkpoint_tokens: see `run_block`.
     Returns:
@@ -108,8 +108,8 @@ def run_blocks(
 
 
 def _recomputed(run: Callable[..., Any], *inputs: Any, again: Any = None) -> Any:
-    """Keep the inputs, recompute the rest, within the context `again`; blocks draw no random
-    numbers."""
+    """Saves the inputs and recomputes the rest in the backward pass, within the context `again`."""
+    # blocks draw no random numbers, whose state would cost a copy from the device for each call
     return checkpoint(
         run,
         *inputs,
@@ -131,7 +131,7 @@ def _in_spans(
     segment_ids: Tensor | None,
     spans: list[slice],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """An RWKV block span after span: residual stream, v_first, statistics."""
+    """Runs an RWKV block span after span: residual stream, v_first, statistics."""
     outs = []
     values = []
     statistics = []
@@ -153,7 +153,7 @@ def _run_span(
     x: Tensor,
     v_first: Tensor | None,
     segment_ids: Tensor | None,
-    *state: Tensor,  # one by one, so that autograd sees what it keeps
+    *state: Tensor,  # one by one, so that autograd sees tensors
 ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...]]:
     past = BlockState(TimeMixState(*state[:2]), state[2]) if state else None
     x, v_first, statistics, after = block(x, v_first, past, segment_ids)
@@ -165,7 +165,7 @@ def _run_span(
 
 
 class _Again:
-    """Whether a function is being run again, in the backward pass."""
+    """Context that tells the second run of a function, in the backward pass, from the first."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -185,7 +185,11 @@ def _mix_then_feed_in_spans(
     spans: list[slice],
     again: _Again,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Residual stream, v_first, statistics; recomputed, what the spans are recomputed from."""
+    """Runs a block whose mixer looks at all tokens: residual stream, v_first, statistics.
+
+    Run again in the backward pass, it stops at the inputs of the spans, which are recomputed from
+    those one by one: their feed-forwards are not computed a third time.
+    """
     x, v_first, _ = block.mix(x, v_first, None, segment_ids)
     outs = []
     statistics = []
@@ -200,17 +204,17 @@ def _mix_then_feed_in_spans(
 def _feed_inputs(
     block: Block, x: Tensor, segment_ids: Tensor | None, spans: list[slice]
 ) -> list[tuple[Tensor | None, ...]]:
-    """Residual stream of each span, the normalised token before it, documents of its tokens."""
+    """Returns each span's residual stream, normalised token before it, and documents."""
     if block.ffn_shift is None:
         return [(x[:, span], None, None) for span in spans]
     ends = block.ffn_norm(x[:, [span.stop - 1 for span in spans]])  # [B, spans, D]
     last, segment_ids = block.ffn_shift.shift.begin(ends[:, -1], segment_ids)
-    found: list[tuple[Tensor | None, ...]] = []
+    inputs: list[tuple[Tensor | None, ...]] = []
     for span, end in zip(spans, ends.unbind(1), strict=True):
         entering, ids = _entering(() if last is None else (last,), segment_ids, span)
-        found.append((x[:, span], entering[0] if entering else None, ids))
+        inputs.append((x[:, span], entering[0] if entering else None, ids))
         last = end
-    return found
+    return inputs
 
 
 def _feed_span(
@@ -227,7 +231,7 @@ def _nothing(block: Block, x: Tensor, *_: Any) -> tuple[Tensor, None]:
 def _entering(
     state: tuple[Tensor, ...], segment_ids: Tensor | None, span: slice
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """What a span begins with: state that enters it, zero where a document starts, and its ids."""
+    """Returns the state that enters a span, zero where a document starts, and its segment ids."""
     if segment_ids is None:
         return state, None
     if span.start > 0:

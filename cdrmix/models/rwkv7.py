@@ -33,7 +33,7 @@ _MIXES = ("r", "w", "k", "v", "a", "g")
 
 
 def shift_tokens(x: Tensor, last: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-    """Each position's predecessor.
+    """Returns each position's predecessor.
 
     Args:
         x: [B, T, D].
@@ -52,12 +52,12 @@ def shift_tokens(x: Tensor, last: Tensor | None, segment_ids: Tensor | None) -> 
 
 
 class TokenShift(nn.Module):
-    """Each position's predecessor; replaced where a sequence is spread over ranks."""
+    """Predecessor of each position; replaced where a sequence is spread over ranks."""
 
     def begin(
         self, last: Tensor, segment_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What precedes the tokens here, where no call before this one has had it.
+        """Returns the token before the first one here, where no earlier call has given it.
 
         Args:
             last: last token here, [B, D], which precedes those of another rank.
@@ -69,16 +69,16 @@ class TokenShift(nn.Module):
         return None, segment_ids
 
     def forward(self, x: Tensor, last: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-        """As `shift_tokens`; `last` is None at the start of a sequence."""
+        """Shifts as `shift_tokens`; `last` is None at the start of a sequence."""
         if last is None:
             last, segment_ids = self.begin(x[:, -1], segment_ids)
         return shift_tokens(x, last, segment_ids)
 
 
 class _TokenShiftMix(torch.autograd.Function):
-    """x + (shift(x) - x) * mu for several mu at once, keeping x and its shift only.
+    """x + (shift(x) - x) * mu for several mu at once; saves x and its shift for backward.
 
-    Autograd through the plain expression keeps and re-reads one [B, T, D] tensor per mix.
+    Autograd through the plain expression saves and re-reads one [B, T, D] tensor per mix.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class _TokenShiftMix(torch.autograd.Function):
 
 
 def token_shift_mix(x: Tensor, previous: Tensor, mu: Tensor) -> Tensor:
-    """Interpolate between each token and its predecessor, once per row of mu.
+    """Interpolates between each token and its predecessor, once per row of mu.
 
     Args:
         x: [B, T, D].
@@ -120,7 +120,7 @@ def token_shift_mix(x: Tensor, previous: Tensor, mu: Tensor) -> Tensor:
 
 @dataclass
 class TimeMixState:
-    """What a time mix carries from one call to the next.
+    """State of a time mix between calls.
 
     Attributes:
         last: last normalised input, [B, D].
@@ -137,7 +137,7 @@ class TimeMix(nn.Module):
     Args:
         config: dimensions.
         layer: index of the block, from 0 at the input.
-        creates_v_first: whether this is the first RWKV layer, which sets v_first.
+        creates_v_first: True for the first RWKV layer, which sets v_first.
     """
 
     mu_r: Tensor  # [D], as are all mu, biases and k_k, k_a, r_k
@@ -195,7 +195,7 @@ class TimeMix(nn.Module):
         state: TimeMixState | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, TimeMixState]:
-        """Mix along time.
+        """Mixes along time.
 
         Args:
             x: normalised input, [B, T, D], any float type.
@@ -248,12 +248,12 @@ class TimeMix(nn.Module):
         return x.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _log_decay(self, x_w: Tensor) -> Tensor:
-        """Log decay in (-exp(-0.5), 0), float32: the bound that the WKV op relies on."""
+        """Computes the log decay, float32 in (-exp(-0.5), 0), as the WKV op requires."""
         raw = self.decay_bias + torch.tanh(x_w @ self.decay_down) @ self.decay_up
         return torch.sigmoid(raw.float()) * -_DECAY_BOUND
 
     def _normalise(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Group norm per head, then the bonus of the current token; [B, T, D]."""
+        """Applies the group norm per head, and adds the bonus of the current token; [B, T, D]."""
         norm = self.group_norm
         flat = y.flatten(0, 1).flatten(1)  # [B*T, D]
         normed = F.group_norm(flat, self.num_heads, norm.weight, norm.bias, norm.eps)
@@ -262,7 +262,7 @@ class TimeMix(nn.Module):
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str) -> None:
-        """Set the initial values of RWKV-LM for this depth.
+        """Sets the initial values of RWKV-LM for this depth.
 
         Args:
             seed: seed of the run.
@@ -299,7 +299,7 @@ class TimeMix(nn.Module):
 
 
 class ChannelShift(nn.Module):
-    """Token shift in front of the feed-forward of an RWKV block: what channel mixing adds to it.
+    """Token shift before the feed-forward of an RWKV block, which makes it channel mixing.
 
     Args:
         config: dimensions.
@@ -315,13 +315,13 @@ class ChannelShift(nn.Module):
     def forward(
         self, x: Tensor, last: Tensor | None = None, segment_ids: Tensor | None = None
     ) -> Tensor:
-        """x shifted by mu, [B, T, D]; `last` is the token before the first, [B, D]."""
+        """Shifts x by mu, [B, T, D]; `last` is the token before the first, [B, D]."""
         previous = self.shift(x, last, segment_ids)
         return token_shift_mix(x, previous, self.mu.unsqueeze(0))[0]
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Set RWKV-LM's initial value for this depth."""
+        """Sets RWKV-LM's initial value for this depth."""
         hidden = self.mu.numel()
         place = torch.arange(hidden, device=self.mu.device, dtype=torch.float32) / hidden
         self.mu.copy_(1 - place ** ((1 - self.depth) ** 4))

@@ -44,7 +44,7 @@ def wkv7(
     segment_ids: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Run the WKV-7 recurrence over T tokens; differentiable in r, lw, k, v, a, b and s0.
+    """Runs the WKV-7 recurrence over T tokens; differentiable in r, lw, k, v, a, b and s0.
 
     Whatever float type comes in, this computes in float32 (fla: 16-bit products, float32 sums), or
     in float64 if any input is float64; autocast does not reach inside. Equal calls on CPU give
@@ -54,7 +54,7 @@ def wkv7(
         r: receptance, [B, T, H, K].
         lw: log decay, [B, T, H, K], from -exp(-0.5), but for one rounding of its dtype, to 0: the
             chunked forms rely on it (wkv7_chunked.py). On CUDA the check is an assertion on the
-            device, so that nothing waits for it. Not-a-number passes and comes out as such.
+            device, so that the host need not wait. Not-a-number passes and comes out as such.
         k: key, [B, T, H, K].
         v: value, [B, T, H, V].
         a: direction in which the state is read to be replaced (RWKV-7: -kk), [B, T, H, K].
@@ -83,7 +83,7 @@ def wkv7(
 def _choose(
     backend: str, inputs: tuple[Tensor, ...], segment_ids: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The form to compute with; "auto" takes the first that nothing speaks against."""
+    """Chooses the form to compute with; "auto" takes the first that can be used here."""
     if backend == "auto":
         is_single = inputs[0].shape[1] == 1
         # One token: the loop is ten operations, the chunked form fifty.
@@ -101,7 +101,7 @@ def _choose(
 
 
 def _obstacle(name: str, inputs: tuple[Tensor, ...], segment_ids: Tensor | None) -> str | None:
-    """Why a form cannot compute these inputs on this machine, or None."""
+    """Returns the reason why a form cannot compute these inputs here, or None."""
     if name == "fla":
         return wkv7_fla.obstacle(inputs[0], inputs[3], is_packed=segment_ids is not None)
     if name != "cpp":
@@ -125,24 +125,24 @@ def _check_shapes(
             f"given {tuple(r.shape)} and {tuple(v.shape)}"
         )
     batch, time, heads, key = r.shape
-    wanted = {
+    shapes = {
         **dict.fromkeys(("r", "lw", "k", "a", "b"), (batch, time, heads, key)),
         "v": (batch, time, heads, v.shape[3]),
         "s0": (batch, heads, v.shape[3], key),
         "segment_ids": (batch, time),
     }
-    given = dict(zip(("r", "lw", "k", "v", "a", "b"), inputs, strict=True))
-    given |= {} if s0 is None else {"s0": s0}
-    for name, tensor in given.items():
+    tensors = dict(zip(("r", "lw", "k", "v", "a", "b"), inputs, strict=True))
+    tensors |= {} if s0 is None else {"s0": s0}
+    for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be of a float type; given {tensor.dtype}")
     if segment_ids is not None:
-        given["segment_ids"] = segment_ids
+        tensors["segment_ids"] = segment_ids
         if segment_ids.is_floating_point() or segment_ids.is_complex():
             raise ValueError(f"segment_ids must be integers; given {segment_ids.dtype}")
-    for name, tensor in given.items():
-        if tensor.shape != wanted[name]:
-            raise ValueError(f"{name} must be {wanted[name]}; given {tuple(tensor.shape)}")
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes[name]:
+            raise ValueError(f"{name} must be {shapes[name]}; given {tuple(tensor.shape)}")
 
 
 def _check_values(lw: Tensor, segment_ids: Tensor | None) -> None:

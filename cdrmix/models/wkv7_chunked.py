@@ -59,7 +59,7 @@ def wkv7_chunked(
     *,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """WKV-7 in chunks; arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked.
+    """Runs WKV-7 in chunks; arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked.
 
     Saves its inputs and the states around blocks of chunks, about 2 B T H V floats at most; the
     backward recomputes the rest.
@@ -76,8 +76,8 @@ def wkv7_chunked(
         if segment_ids is not None:
             segment_ids = torch.cat([segment_ids, segment_ids[:, -1:].expand(-1, missing)], 1)
     # Asked here: inside a Function gradients are off, and needs_input_grad ignores no_grad.
-    given = [x for x in (r, lw, k, v, a, b, s0) if x is not None]
-    saves = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    tensors = [x for x in (r, lw, k, v, a, b, s0) if x is not None]
+    saves = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     y, s = _WKV7Chunked.apply(r, lw, k, v, a, b, s0, segment_ids, chunk_tokens, saves)
     return y[:, :length], s
 
@@ -131,7 +131,7 @@ class _WKV7Chunked(torch.autograd.Function):
 
 
 class _Layout(NamedTuple):
-    """How the work is cut up, equally in forward and backward.
+    """Division of the work, equal in forward and backward.
 
     Attributes:
         chunk_tokens: C.
@@ -149,7 +149,8 @@ def _layout(r: Tensor, chunk_tokens: int) -> _Layout:
     workers = torch.get_num_threads() if r.device.type == "cpu" else _GPU_WORKERS
     matrices = workers * _BLOCK_FLOATS // (2 * chunk_tokens * key)
     rows = min(batch, max(1, matrices // heads))
-    few = max(1, key // (2 * chunk_tokens))  # one state [K,V] per block: 2 V floats a token
+    # A block saves one state [K,V]: with at least K / 2 tokens in it, that is 2 V floats a token.
+    few = max(1, key // (2 * chunk_tokens))
     chunks = max(few, matrices // (rows * heads))
     return _Layout(chunk_tokens, _slices(batch, rows), _slices(time // chunk_tokens, chunks))
 
@@ -163,18 +164,18 @@ def _rows_of(x: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def _by_chunk(x: Tensor, chunk_tokens: int) -> Tensor:
-    """View [B,T,H,K] as [T/C,B,H,C,K]."""
+    """Views [B,T,H,K] as [T/C,B,H,C,K]."""
     return x.unflatten(1, (-1, chunk_tokens)).permute(1, 0, 3, 2, 4)
 
 
 class _Masks(NamedTuple):
-    """What meets what where rows hold several segments; 1 or 0 in the dtype of the work.
+    """Masks of rows that hold several segments; 1 or 0 in the dtype of the work.
 
     Attributes:
         pairs: token pairs of one segment, [n,B,1,2C,2C].
         enters: rows of X that see the entering state, [n,B,1,2C,1].
         leaves: rows of Q that reach the leaving state, [n,B,1,2C,1].
-        carries: whether the entering state leaves too, [n,B,1,1].
+        carries: 1 where the entering state leaves too, [n,B,1,1].
     """
 
     pairs: Tensor
@@ -184,7 +185,7 @@ class _Masks(NamedTuple):
 
 
 def _masks(segment_ids: Tensor | None, chunk_tokens: int, dtype: torch.dtype) -> _Masks | None:
-    """Masks of all chunks; `segment_ids` is [B,T]."""
+    """Makes the masks of all chunks; `segment_ids` is [B,T]."""
     if segment_ids is None:
         return None
     ids = segment_ids.unflatten(1, (-1, chunk_tokens)).transpose(0, 1)  # [n,B,C]
@@ -206,7 +207,7 @@ class _Block:
     Args:
         like: any tensor of the device and dtype of the work.
         size: (n, B, H, C, K, V).
-        backward: whether to hold room for gradients too.
+        backward: allocate the buffers of gradients too.
     """
 
     def __init__(self, like: Tensor, size: tuple[int, ...], *, backward: bool) -> None:
@@ -232,11 +233,12 @@ class _Block:
         low = like.new_ones(c, c).tril()
         strict = low.tril(-1)
         self.sums = F.pad(low, (0, 0, 1, 0)).expand(self.batch, -1, -1)  # [C+1,C]
+        # Rows of a see the tokens before theirs; rows of r see their own too.
         self.causal = torch.cat([strict.repeat(1, 2), low.repeat(1, 2)])
         self.eye = torch.eye(c, dtype=like.dtype, device=like.device)
 
     def heads(self, x: Tensor) -> Tensor:
-        """View [N,...] as [n,B,H,...]."""
+        """Views [N,...] as [n,B,H,...]."""
         return x.unflatten(0, self.size[:3])
 
     def chunks(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -244,11 +246,11 @@ class _Block:
         return x.unflatten(0, (self.size[0], -1)).unbind(0)
 
     def fill(self, inputs: Sequence[Tensor], masks: _Masks | None) -> None:
-        """Compute what needs no state; `inputs` are r, lw, k, v, a, b as [n,B,H,C,*]."""
+        """Computes all that needs no state; `inputs` are r, lw, k, v, a, b as [n,B,H,C,*]."""
         r, lw, k, v, a, b = inputs
         c = self.c
         heads = self.heads
-        heads(self.lw).copy_(lw)
+        heads(self.lw).copy_(lw)  # contiguous, and in the dtype of the work
         torch.bmm(self.sums, self.lw, out=self.e).exp_()
         before = heads(self.e)[..., :c, :]
         after = heads(self.e)[..., 1:, :]
@@ -264,6 +266,7 @@ class _Block:
         torch.mul(self.q, self.carry, out=self.y)
         self.x_state = self.x  # X as the state sees it
         if masks is not None:
+            # Masking products, instead of cutting chunks where segments do, keeps all shapes equal.
             heads(self.a).mul_(masks.pairs)
             heads(self.y).mul_(masks.leaves)
             self.x_state = (x * masks.enters).flatten(0, 2)
@@ -272,7 +275,8 @@ class _Block:
 
 
 def _inverse(a: Tensor, eye: Tensor) -> Tensor:
-    """(I - a)^-1 of strictly lower triangular [N,C,C]: (I + a)(I + a^2)(I + a^4)..."""
+    """Computes (I - a)^-1 of strictly lower triangular [N,C,C]: (I + a)(I + a^2)(I + a^4)..."""
+    # a^C is zero, so that log2 C squarings give the whole series.
     result = a + eye
     power = a
     reached = 2
@@ -292,7 +296,7 @@ def _forward(
     layout: _Layout,
     saves: bool,
 ) -> Tensor | None:
-    """Fill y and s; return the states around blocks, [blocks + 1,B H,K,V], if they are saved."""
+    """Fills y and s; returns the states around blocks, [blocks + 1,B H,K,V], if they are saved."""
     c = layout.chunk_tokens
     views = [_by_chunk(x, c) for x in inputs]
     y_view = _by_chunk(y, c)
@@ -300,6 +304,7 @@ def _forward(
     z = s.new_zeros(s.shape).mT.flatten(0, 1) if s0 is None else s0.to(s.dtype).mT.flatten(0, 1)
     saved = s.new_empty(len(layout.blocks) + 1, *z.shape) if saves else None
     block = None
+    # Blocks in sequence share one work space; the last one may be shorter and need its own.
     for i, here in enumerate(layout.blocks):
         block = _block_for(block, s, [x[here] for x in views], backward=False)
         block.fill([x[here] for x in views], _part(masks, here))
@@ -307,6 +312,7 @@ def _forward(
             saved[i] = z
         torch.bmm(block.a[:, :, c:], block.uv[:, c:], out=block.ro)
         z = _scan(block, z, block.ro, block.x_state)
+        # U is known now, for all chunks: O += A_rb U in one product
         block.r.copy_(block.ro[:, c:]).baddbmm_(block.a[:, c:, :c], block.uv[:, :c])
         y_view[here] = block.heads(block.r)
     if saved is not None:
@@ -318,13 +324,13 @@ def _forward(
 def _block_for(
     block: _Block | None, like: Tensor, views: Sequence[Tensor], *, backward: bool
 ) -> _Block:
-    """Work space for inputs like r and v of `views`: the one there is, if it fits."""
+    """Returns work space for inputs like r and v of `views`: `block` itself, if it fits."""
     size = (*views[0].shape, views[3].shape[-1])
     return block if block and block.size == size else _Block(like, size, backward=backward)
 
 
 def _scan(block: _Block, z: Tensor, ro: Tensor, x: Tensor, leaving: Tensor | None = None) -> Tensor:
-    """Pass the state z [B H,K,V] through a block's chunks; return what leaves the last one.
+    """Passes the state z [B H,K,V] through a block's chunks; returns that after the last one.
 
     Adds X Z to `ro`, which holds A [0; V], for as many rows as `x` has of X: at least those of R.
     Puts U into block.uv and the states around chunks into block.states. `leaving` is the last of
@@ -356,18 +362,21 @@ def _backward(
     gradients: Sequence[Tensor],
     layout: _Layout,
 ) -> Tensor:
-    """Fill the gradients of r, lw, k, v, a, b; return that of s0, [B,H,V,K]."""
+    """Fills the gradients of r, lw, k, v, a, b; returns that of s0, [B,H,V,K]."""
     c = layout.chunk_tokens
     views, out = ([_by_chunk(x, c) for x in tensors] for tensors in (inputs, gradients))
     dy_view = _by_chunk(dy, c)
     masks = _masks(segment_ids, c, ds.dtype)
     dz = ds.mT.flatten(0, 1)
     block = None
+    # Chunks are recomputed block by block from the saved states, the last block first: at any time
+    # only one block's intermediate values exist.
     around = zip(saved[:-1], saved[1:], layout.blocks, strict=True)
     for entering, leaving, here in reversed(list(around)):
         block = _block_for(block, ds, [x[here] for x in views], backward=True)
         block_masks = _part(masks, here)
         block.fill([x[here] for x in views], block_masks)
+        # backward needs U but not O: the rows of R suffice
         torch.bmm(block.a[:, :c, c:], block.uv[:, c:], out=block.r)
         _scan(block, entering, block.r, block.x_state[:, :c], leaving)
         block.heads(block.dro)[..., c:, :].copy_(dy_view[here])
@@ -377,7 +386,7 @@ def _backward(
 
 
 def _scan_back(block: _Block, dz: Tensor) -> Tensor:
-    """Pass dz [B H,K,V] back through a block's chunks; return what leaves the first one.
+    """Passes dz [B H,K,V] back through a block's chunks; returns that before the first one.
 
     Completes d[U; V] and [dR; dO], puts dg_C into the last row of dg and dz around the chunks into
     block.dz.
@@ -394,15 +403,17 @@ def _scan_back(block: _Block, dz: Tensor) -> Tensor:
         duv, dro, inverse, y, x, carry, dg = chunks[i]
         dz = around[i + 1]
         dz_before = around[i]
+        # d[U; V] is complete only with dZ' of this chunk, and gives dR, which dZ before it needs
         duv.baddbmm_(y, dz)
         dro[:, :c] = torch.bmm(inverse.mT, duv[:, :c], out=dr)
+        # dg_C += rowsum(Z' dZ'); dz_before only lends its memory to the product
         torch.sum(torch.mul(dz, states[i + 1], out=dz_before), -1, out=dg[:, c])
         torch.mul(dz, carry, out=dz_before).baddbmm_(x.mT, dro)
     return around[0]
 
 
 def _block_gradients(block: _Block, masks: _Masks | None, out: Sequence[Tensor]) -> None:
-    """Fill the gradients of a block's inputs, in the order r, lw, k, v, a, b, [n,B,H,C,*]."""
+    """Fills the gradients of a block's inputs, in the order r, lw, k, v, a, b, [n,B,H,C,*]."""
     dr, dlw, dk, dv, da, db = out
     c = block.c
     heads = block.heads
@@ -433,7 +444,8 @@ def _block_gradients(block: _Block, masks: _Masks | None, out: Sequence[Tensor])
 
     # Row i of dg belongs to e^(g_i): a looks at the row before its token, the others at their own.
     torch.mul(x[:, :c], dx[:, :c], out=dg[:, :c])
-    own = dg[:, 1:].addcmul_(x[:, c:], dx[:, c:])
-    own.addcmul_(q[:, :c], dq[:, :c], value=-1).addcmul_(q[:, c:], dq[:, c:], value=-1)
+    at_token = dg[:, 1:].addcmul_(x[:, c:], dx[:, c:])
+    at_token.addcmul_(q[:, :c], dq[:, :c], value=-1).addcmul_(q[:, c:], dq[:, c:], value=-1)
+    # g is a running sum of lw, so that dlw is the sum of dg from its token on
     torch.bmm(block.sums.mT, dg, out=block.lw)
     dlw.copy_(heads(block.lw))

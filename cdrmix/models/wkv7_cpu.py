@@ -51,9 +51,10 @@ def wkv7_cpu(
     s0: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """WKV-7 through the compiled recurrence, in float32.
+    """Runs WKV-7 through the compiled recurrence, in float32.
 
-    Arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked; `load` has given a kernel.
+    Arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked; needs the kernel of
+    `load_kernel`.
     """
     inputs = [x.float().contiguous() for x in (r, lw, k, v, a, b)]
     start = None if s0 is None else s0.float().contiguous()
@@ -61,8 +62,9 @@ def wkv7_cpu(
     if segment_ids is not None:
         starts = torch.zeros(segment_ids.shape, dtype=torch.uint8)
         starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    given = inputs if start is None else [*inputs, start]
-    saves = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    tensors = inputs if start is None else [*inputs, start]
+    # asked here: inside a Function gradients are off, and needs_input_grad ignores no_grad
+    saves = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     y, s = _Recurrence.apply(*inputs, start, starts, saves)
     return y.to(v.dtype), s
 
@@ -145,7 +147,7 @@ def _kernel() -> ctypes.CDLL:
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL | str:
-    """The kernel, built on this machine's first use; or the reason why there is none, logged once.
+    """Returns the kernel, built on first use, or the reason why there is none, logged once.
 
     The library stays in the user's cache folder under a name that holds a digest of its source, its
     flags, the compiler's version and the CPU's features, so that machines may share the folder.
@@ -183,9 +185,9 @@ def _library_path(compiler: str) -> Path:
 
 @functools.cache
 def _private_folder() -> Path:
-    """Folder of compiled kernels that nobody else can write; what it holds is executed.
+    """Returns a folder of kernels that no other user can write, as its files are executed.
 
-    One that others could write, or its file, may hold anything, and is left aside.
+    A cache folder that others can write, or own, or one with such files, is not used.
     """
     folder = cache_dir() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -208,7 +210,7 @@ def _is_users_alone(entry: os.stat_result) -> bool:
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on: the feature flags of Linux, the processor's name elsewhere."""
+    """Returns all that -march=native depends on: flags of Linux, elsewhere the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -218,7 +220,7 @@ def _cpu_features() -> str:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile in a temporary folder and rename into place: several ranks may race for it."""
+    """Compiles in a temporary folder and renames into place: several ranks may race for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     problems = []
     for openmp in (["-fopenmp"], []):
@@ -238,12 +240,12 @@ def _build(compiler: str, path: Path) -> None:
 
 
 def _problem(command: list[str], built: Path) -> str | None:
-    """Run a compiler; what it says if it fails, or why its library cannot be loaded, or None."""
-    done = subprocess.run(
+    """Runs a compiler; returns its error, or that of loading its library, or None."""
+    process = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS
     )
-    if done.returncode != 0:
-        return done.stderr.strip()[:500]
+    if process.returncode != 0:
+        return process.stderr.strip()[:500]
     try:
         ctypes.CDLL(str(built))
     except OSError as error:  # an OpenMP runtime that the linker did not ask for

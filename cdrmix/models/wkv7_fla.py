@@ -42,9 +42,9 @@ def wkv7_fla(
     s0: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """WKV-7 through fla's kernels: products in v's dtype, sums and state in float32.
+    """Runs WKV-7 through fla's kernels: products in v's dtype, sums and state in float32.
 
-    Arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked; `obstacle` has found none.
+    Arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked; `obstacle` has returned None.
     """
     chunk = _checked_chunk_tokens(_case(r, v, is_packed=segment_ids is not None))
     assert isinstance(chunk, int), f"fla's chunk_rwkv7 cannot be used: {chunk}"
@@ -52,7 +52,7 @@ def wkv7_fla(
 
 
 def obstacle(r: Tensor, v: Tensor, *, is_packed: bool) -> str | None:
-    """Why fla's kernels cannot compute inputs like r and v on this machine, or None.
+    """Returns the reason why fla's kernels cannot compute inputs like r and v here, or None.
 
     The first call for a device, dtype and head size runs the check: a few seconds of compilation.
     """
@@ -65,7 +65,7 @@ def obstacle(r: Tensor, v: Tensor, *, is_packed: bool) -> str | None:
 
 
 class _Case(NamedTuple):
-    """What selects a compiled kernel."""
+    """Properties of inputs that select a compiled kernel."""
 
     device: torch.device
     dtype: torch.dtype
@@ -80,7 +80,7 @@ def _case(r: Tensor, v: Tensor, *, is_packed: bool) -> _Case:
 
 @functools.cache
 def _kernel() -> Callable[..., tuple[Tensor, Tensor]] | str:
-    """fla's chunk_rwkv7, or why it cannot be imported (logged once)."""
+    """Returns fla's chunk_rwkv7, or the reason why it cannot be imported (logged once)."""
     try:
         from fla.ops.rwkv7 import chunk_rwkv7
     except ImportError as error:
@@ -101,7 +101,7 @@ def _call(
     *,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Translate to fla's conventions and back: states are [N,H,K,V], segments one flat batch."""
+    """Translates to fla's conventions and back: states are [N,H,K,V], segments one flat batch."""
     kernel = _kernel()
     assert not isinstance(kernel, str), kernel
     shape = v.shape
@@ -135,7 +135,7 @@ class _Packing(NamedTuple):
 
     Attributes:
         ends: 0 and the end of each sequence, [N + 1], int64, on the device.
-        ends_cpu: the same on the CPU, so that fla need not wait for the device.
+        ends_cpu: the same on the CPU, so that fla does not wait for the device.
         first: index of the first sequence of each row, [B].
         last: index of the last sequence of each row, [B].
     """
@@ -150,7 +150,7 @@ _packings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _packing(segment_ids: Tensor) -> _Packing:
-    """Packing of [B,T] ids; one synchronisation for all layers that are given the same tensor."""
+    """Packs [B,T] ids; one synchronisation serves all layers with the same tensor."""
     version, packing = _packings.get(segment_ids, (None, None))
     if packing is None or version != segment_ids._version:
         starts = torch.ones_like(segment_ids, dtype=torch.bool)
@@ -165,7 +165,7 @@ def _packing(segment_ids: Tensor) -> _Packing:
 
 @functools.cache
 def _checked_chunk_tokens(case: _Case) -> int | str:
-    """Tokens per chunk with which fla's kernels are right on this machine, or why there are none.
+    """Returns tokens per chunk with which fla's kernels are right here, or why there are none.
 
     Runs in a thread of its own, where gradients are on and no autocast and no hooks on saved
     tensors of the caller, such as those of activation checkpointing, are in force.
@@ -187,11 +187,11 @@ def _checked_chunk_tokens(case: _Case) -> int | str:
 
 
 def _problem(case: _Case, chunk_tokens: int) -> str | None:
-    """What is wrong with fla's kernels of a case, found on a small input, or None."""
+    """Compares fla's kernels with the reference on a small input; returns the problem, or None."""
     about = f"fla's chunk_rwkv7 with chunks of {chunk_tokens} on {case.device}, {tuple(case)[1:]}"
     inputs, segment_ids, weights = _small_input(case)
     try:
-        found = _results(
+        results = _results(
             functools.partial(_call, chunk_tokens=chunk_tokens),
             [x.to(case.device) for x in inputs],
             None if segment_ids is None else segment_ids.to(case.device),
@@ -199,10 +199,10 @@ def _problem(case: _Case, chunk_tokens: int) -> str | None:
         )
     except Exception as error:  # whatever a compiler of kernels raises: not usable here
         return f"{about} fails: {error}"
-    wanted = _results(wkv7_reference, [x.float() for x in inputs], segment_ids, weights)
+    references = _results(wkv7_reference, [x.float() for x in inputs], segment_ids, weights)
     errors = {
-        name: ((found[name].cpu().float() - exact).norm() / exact.norm()).item()
-        for name, exact in wanted.items()
+        name: ((results[name].cpu().float() - exact).norm() / exact.norm()).item()
+        for name, exact in references.items()
     }
     worst = max(errors, key=lambda name: errors[name])
     if all(error <= _TOLERANCE for error in errors.values()):  # not so for not-a-number
@@ -211,7 +211,7 @@ def _problem(case: _Case, chunk_tokens: int) -> str | None:
 
 
 def _small_input(case: _Case) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """r, lw, k, v, a, b, s0 on the CPU over two chunks and a part; segments; weights of y and s."""
+    """Makes inputs over two chunks and a part, segment ids, and weights of y and s, on the CPU."""
     batch = 2
     time = 150
     heads = 2
@@ -246,7 +246,7 @@ def _results(
     segment_ids: Tensor | None,
     weights: list[Tensor],
 ) -> dict[str, Tensor]:
-    """Output, state and the gradients of a weighted sum of both."""
+    """Computes output, state and the gradients of a weighted sum of both."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     outputs = form(*leaves, segment_ids)
     gradients = torch.autograd.grad([x.float() for x in outputs], leaves, weights)

@@ -14,7 +14,7 @@ DECAY_BOUND = math.exp(-0.5)  # of -lw; RWKV-7's decay is lw = -exp(-0.5) sigmoi
 
 
 def compute_dtype(inputs: Iterable[Tensor]) -> torch.dtype:
-    """float64 if any input is, else float32."""
+    """Returns float64 if any input is, else float32."""
     return torch.float64 if torch.float64 in {x.dtype for x in inputs} else torch.float32
 
 
@@ -28,7 +28,7 @@ def wkv7_reference(
     s0: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """WKV-7 token by token, differentiated by autograd: slow, and it saves every state.
+    """Runs WKV-7 token by token, differentiated by autograd: slow, and it saves every state.
 
     Arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked.
     """

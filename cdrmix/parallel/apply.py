@@ -1,4 +1,4 @@
-"""From a plan to this rank's part of the model."""
+"""Construction of this rank's part of the model from a plan."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from cdrmix.planning.plan import Plan
 
 
 def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
-    """This rank's part of the backbone on its device, with the initial values of the run's seed.
+    """Builds this rank's part of the backbone on its device, with initial values of the run's seed.
 
-    Each block is made whole but for its experts, initialised as in any other layout, and then cut,
+    Each block is built whole but for its experts, initialised as in any other layout, and then cut,
     so that no rank holds more than one whole block beside its own part.
     """
 
     def block(model: ModelConfig, layer: int) -> Block:
-        made = make_block(model, layer, expert_parallel_size=topology.degrees.expert)
-        made.initialize(
+        whole = make_block(model, layer, expert_parallel_size=topology.degrees.expert)
+        whole.initialize(
             seed=config.training.seed,
             std=model.init_std,
             expert_parallel_rank=topology.rank_in_stage % topology.degrees.expert,
         )
-        split_block(made, topology)
-        spread_tokens(made, topology, config)
+        split_block(whole, topology)
+        spread_tokens(whole, topology, config)
         if plan.zero_stage == 3:
-            partition(made, plan.deepspeed)
-        return made
+            partition(whole, plan.deepspeed)
+        return whole
 
     with torch.device(runtime.device()):
         if topology.degrees.pipeline > 1:
@@ -83,7 +83,7 @@ def _stage(
 
 
 def for_inference(module: nn.Module) -> Backbone | StagedBackbone:
-    """An engine's module as evaluation and decoding call it."""
+    """Returns an engine's module in the form that evaluation and decoding call."""
     if isinstance(module, Pipeline):
         return StagedBackbone(module.stage)
     assert isinstance(module, Backbone), "build_model makes one or the other"

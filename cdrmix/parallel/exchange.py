@@ -1,20 +1,14 @@
-"""Differentiable collectives of tensor ranks, and of pipeline stages that compute alike.
+"""Exchanges between ranks of one layout, as differentiable functions.
 
-P tensor ranks. Whatever enters or leaves a region that is cut over them is whole and equal on all.
+* Sums over tensor ranks, where a region that is cut over them begins and ends, and over the stages
+  of a pipeline that compute alike. Tensors outside a region are whole and equal on all its ranks.
+* Shares of the tokens that all tensor ranks hold, each routed by one rank. Rank p takes rows
+  [p n, (p + 1) n) with n = ceil(N / P); the last ranks take fewer, or none where a batch has fewer
+  tokens than there are ranks, as in generation.
+* Means over data ranks that a loss is computed from.
+* All tensors that cross a stage boundary, packed into a flat one.
 
-Tokens that all tensor ranks hold, shared out among them for routing.
-
-N tokens, D hidden, P tensor ranks. Rank p takes rows [p n, (p + 1) n) with n = ceil(N / P); the
-last ranks take fewer, or none where a batch has fewer tokens than there are ranks, as in
-generation.
-
-Averages over data ranks that a loss is computed from.
-
-Packs what crosses a stage boundary into one flat tensor.
-
-DeepSpeed starts a backward pass of its own for each tensor with a gradient that a stage handed on
-(0.19.8, runtime/pipe/engine.py), and each would go through the whole stage again. Tensors of
-another type than the first one's, float32 statistics beside bf16 activations, travel as bits.
+N tokens, D hidden, P tensor ranks.
 """
 
 from __future__ import annotations
@@ -69,30 +63,32 @@ def enter_region(x: Tensor, topology: Topology) -> Tensor:
 
 
 def leave_region(part: Tensor, topology: Topology) -> Tensor:
-    """Sum of the tensor ranks' parts, written over `part`; nothing else may read it afterwards."""
+    """Sums the tensor ranks' parts, in the memory of `part`, which nothing else may read then."""
     return _SumOverRanks.apply(part, topology.tensor_group)
 
 
 def sum_over_stages(part: Tensor, topology: Topology) -> Tensor:
-    """Sum of the pipeline stages' parts, in the memory of this one's; each computes the same of it
-    and takes the whole gradient."""
+    """Sums the pipeline stages' parts, in the memory of `part`; each takes the whole gradient.
+
+    So every stage must compute the same from the sum.
+    """
     return _SumOverRanks.apply(part, topology.pipeline_group)
 
 
 def sum_gradients(tensors: Sequence[Tensor], topology: Topology) -> Sequence[Tensor]:
-    """Aliases of tensors that all tensor ranks hold alike, whose partial gradients are summed."""
+    """Returns aliases of tensors equal on all tensor ranks, whose partial gradients are summed."""
     return _SumGradients.apply(topology.tensor_group, *tensors)
 
 
-def gather_rows(own: Tensor, topology: Topology) -> Tensor:
-    """Every tensor rank's rows in order, [n, ...] -> [P n, ...]. Not differentiable."""
-    rows = own.new_empty(topology.degrees.tensor * len(own), *own.shape[1:])
-    torch.distributed.all_gather_into_tensor(rows, own.contiguous(), group=topology.tensor_group)
+def gather_rows(part: Tensor, topology: Topology) -> Tensor:
+    """Gathers every tensor rank's rows in order, [n, ...] -> [P n, ...]. Not differentiable."""
+    rows = part.new_empty(topology.degrees.tensor * len(part), *part.shape[1:])
+    torch.distributed.all_gather_into_tensor(rows, part.contiguous(), group=topology.tensor_group)
     return rows
 
 
 class TensorShares(TokenShares):
-    """Each tensor rank routes its share of the tokens.
+    """Division of the tokens to route among the tensor ranks.
 
     Args:
         topology: of this rank.
@@ -102,11 +98,11 @@ class TensorShares(TokenShares):
         self.topology = topology
 
     def take(self, tokens: Tensor) -> Tensor:
-        """This rank's share, [N, D] -> [n, D]; backward, all ranks' shares of the gradient."""
+        """Returns this rank's share, [N, D] -> [n, D]; the gradient's shares are gathered."""
         return _Take.apply(tokens, self.topology)
 
     def give_back(self, routed: Tensor, num_tokens: int) -> Tensor:
-        """All ranks' shares, [n, D] -> [N, D]; backward, this rank's share of the gradient."""
+        """Gathers all shares, [n, D] -> [N, D]; its backward takes this rank's of the gradient."""
         return _GiveBack.apply(routed, num_tokens, self.topology)
 
 
@@ -138,13 +134,14 @@ def _rows_per_rank(num_tokens: int, topology: Topology) -> int:
 
 
 def _share(rows: Tensor, topology: Topology) -> Tensor:
-    """This rank's rows, [N, D] -> [n, D]."""
+    """Copies this rank's rows, [N, D] -> [n, D]."""
     first = topology.tensor_rank * _rows_per_rank(len(rows), topology)
     return rows[first : first + _rows_per_rank(len(rows), topology)].clone()
 
 
 def _gather(share: Tensor, num_tokens: int, topology: Topology) -> Tensor:
-    """Every rank's rows in order, [n, D] -> [N, D]; shares are filled up to equal length."""
+    """Gathers every rank's rows in order, [n, D] -> [N, D]."""
+    # the collective takes equal shares: the last ones are padded, and the padding is at the end
     length = _rows_per_rank(num_tokens, topology)
     filled = F.pad(share, (0, 0, 0, length - len(share)))
     return gather_rows(filled, topology)[:num_tokens]
@@ -154,8 +151,9 @@ class _MeanOverRanks(torch.autograd.Function):
     """Sum over a group, divided; the gradient passes through unchanged.
 
     Every rank computes the same loss from the mean, so each holds the same gradient g of it.
-    Through the mean its own share is g / W, and W ranks send it: g again. The averaging of
-    parameter gradients over the data ranks then gives the derivative of the one global loss.
+    Through the mean, the gradient of its share is g / W, and W ranks send it: g again. The
+    averaging of parameter gradients over the data ranks then gives the derivative of the one
+    global loss.
     """
 
     @staticmethod
@@ -170,13 +168,11 @@ class _MeanOverRanks(torch.autograd.Function):
 
 
 def mean_over_ranks(x: Tensor, topology: Topology) -> Tensor:
-    """Mean over the data ranks of `x`, summed over tensor ranks, for a loss that all compute alike.
+    """Averages `x` over data ranks, summed over tensor ranks, for a loss that all compute alike.
 
     Args:
-        x: what this rank counted on its own tokens, same shape on every rank of the stage.
+        x: statistics of this rank's tokens, of one shape on every rank of the stage.
         topology: of this rank.
-    Returns:
-        The mean, same shape; differentiable.
     """
     return x if topology.stage_group is None else _MeanOverRanks.apply(x, topology)
 
@@ -186,18 +182,22 @@ Part = tuple[tuple[int, ...], torch.dtype]
 
 
 def pack(tensors: list[Tensor]) -> Tensor:
-    """Tensors end to end, flat, in the type of the first; differentiable."""
+    """Joins tensors end to end in the type of the first; differentiable.
+
+    One tensor, as DeepSpeed starts a backward pass for each tensor with a gradient that a stage
+    hands on, and each would go through the whole stage again (0.19.8, runtime/pipe/engine.py).
+    """
     return _Pack.apply(*tensors)
 
 
 def unpack(packed: Tensor, parts: list[Part]) -> list[Tensor]:
-    """Views of the tensors that `pack` joined; differentiable."""
+    """Returns views of the tensors that `pack` joined; differentiable."""
     return list(_Unpack.apply(packed, parts))
 
 
 def num_elements(parts: list[Part], dtype: torch.dtype) -> int:
-    """Number of elements of the flat tensor, counted in `dtype`."""
-    return sum(math.prod(shape) * own.itemsize for shape, own in parts) // dtype.itemsize
+    """Counts the elements of the flat tensor in `dtype`."""
+    return sum(math.prod(shape) * each.itemsize for shape, each in parts) // dtype.itemsize
 
 
 def _join(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:

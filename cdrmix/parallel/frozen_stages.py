@@ -9,8 +9,8 @@ on every stage and does the same there, including the choices of an agent.
     forward   residual stream and v_first go from stage to stage; the last one broadcasts the hidden
               states
     backward  the last stage's gradient of the hidden states counts, the others' are equal and
-              ignored; gradients go from stage to stage; the first one broadcasts that of what
-              entered its blocks, which every stage made alike
+              ignored; gradients go from stage to stage; the first one broadcasts the gradient
+              of its blocks' input, which every stage computed alike
 
 A backward pass exchanges what its forward pass did, in reverse. A ticket, zero, goes into each
 call and comes out of it, and the last one into the loss, so that autograd runs through every call
@@ -39,7 +39,7 @@ Measured = TypeVar("Measured")
 
 
 class FrozenStages(Backbone):
-    """The blocks of one stage, with the embedding, which is the head, and norms of all of them.
+    """Blocks of one stage, with embedding, head and norms of the whole backbone.
 
     Parameters are named as in `Backbone`.
 
@@ -67,8 +67,9 @@ class FrozenStages(Backbone):
         state: list[BlockState] | None = None,
         return_state: bool = False,
     ) -> Output:
-        """As `Backbone.forward`; the state is of this stage's blocks, and there are no statistics
-        of routers, which do not learn.
+        """Computes `Backbone.forward`; the state is that of this stage's blocks.
+
+        There are no router statistics, as frozen routers do not learn.
         """
         x = self.embedding_norm(self.embedding(input_ids))  # on every stage: slots are read here
         learns = torch.is_grad_enabled() and (x.requires_grad or self._learns_inside)
@@ -117,7 +118,7 @@ def chained(
         backbone: the one that `compute` calls; a whole one is called as it is.
         compute: returns the loss, scalar, and any further result.
         learning: parameters that the backward pass is run for.
-        learns_inside: whether parameters inside the blocks learn, on every stage.
+        learns_inside: True if parameters inside the blocks learn, on every stage.
     """
     if not isinstance(backbone, FrozenStages):
         return compute()
@@ -133,7 +134,7 @@ def chained(
 
 
 def mean_over_layers(values: Tensor, backbone: Backbone) -> Tensor:
-    """Mean over all layers of `values`, [n], one for each layer of this stage; differentiable."""
+    """Averages over all layers from `values`, [n], of this stage's layers; differentiable."""
     if not isinstance(backbone, FrozenStages):
         return values.mean()
     count = values.new_tensor(float(len(values)))
@@ -142,7 +143,7 @@ def mean_over_layers(values: Tensor, backbone: Backbone) -> Tensor:
 
 
 class _Issue(torch.autograd.Function):
-    """A ticket that hangs on a parameter: autograd goes only where a gradient is asked for."""
+    """Ticket that depends on a parameter, as autograd visits only nodes that lead to one."""
 
     @staticmethod
     def forward(ctx: Any, learning: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The hidden states of the last stage, and a ticket for the next call."""
+    """Hidden states of the last stage, and a ticket for the next call."""
 
     @staticmethod
     def forward(

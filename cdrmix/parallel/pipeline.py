@@ -1,20 +1,19 @@
-"""A pipelined backbone for evaluation and decoding, called as `Backbone` is.
-
-B batch, T time, D hidden, V vocabulary.
-
-Pipeline stages: the backbone's blocks over ranks, in DeepSpeed's PipelineModule.
-
-B batch, T time of this sequence rank, D hidden, L layers up to a border, S router statistics.
+"""Pipeline stages: the backbone's blocks over ranks, in DeepSpeed's PipelineModule.
 
 To DeepSpeed a stage is one layer. Residual stream, v_first and the router statistics of all layers
-so far cross a border together (`border`), and the segment ids beside them where documents are
-apart; the loss is computed on the last stage, from the statistics of all layers. v_first crosses
-once the first RWKV layer has made it.
+so far cross a stage boundary together (`exchange.pack`), and the segment ids beside them where
+documents are apart; the loss is computed on the last stage, from the statistics of all layers.
+v_first crosses once the first RWKV layer has computed it.
 
 The tied embedding is on the first stage and on the last, which is its head. DeepSpeed sums both
 gradients before the data ranks are averaged, in an order that may differ between the stages, so
 the copies would part in the last bits: the first stage's counts, is saved, and replaces the other
 after each step.
+
+`StagedBackbone` runs the stages for evaluation and decoding, called as `Backbone` is.
+
+B batch, T tokens of this sequence rank, D hidden, V vocabulary, L layers up to a stage boundary,
+S router statistics.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from typing import cast
 
 import torch
 import torch.distributed
-from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from cdrmix import runtime
@@ -41,106 +38,19 @@ from cdrmix.parallel.exchange import Part
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import Topology
 
-
-class StagedBackbone:
-    """All stages in turn, without gradients; the ranks of a pipeline call each method together.
-
-    Results are complete on the last stage only: losses are counted there. Logits are the
-    same on every rank, so that all go on with the same token.
-
-    Args:
-        stage: of this rank.
-    """
-
-    def __init__(self, stage: PipelineStage) -> None:
-        self._stage = stage
-        self._topology = stage.topology
-        self._weight = next(stage.parameters())
-
-    @property
-    def config(self) -> ModelConfig:
-        """Dimensions of the whole model."""
-        return self._stage.config
-
-    @property
-    def device(self) -> torch.device:
-        """Device that inputs must be on."""
-        return self._weight.device
-
-    @property
-    def embedding(self) -> TokenEmbedding:
-        """The tied head; there on the first and the last stage."""
-        return self._stage.embedding
-
-    @property
-    def training(self) -> bool:
-        """True in training mode."""
-        return self._stage.training
-
-    def train(self, mode: bool = True) -> None:
-        """Set training mode."""
-        self._stage.train(mode)
-
-    def eval(self) -> None:
-        """Set evaluation mode."""
-        self._stage.eval()
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        input_ids: Tensor,
-        *,
-        segment_ids: Tensor | None = None,
-        state: list[BlockState] | None = None,
-        return_state: bool = False,
-    ) -> Output:
-        """As `Backbone.forward`, with what it gives whole on the last stage.
-
-        Before it `hidden` is what the stage handed on, and statistics and state are those up to
-        here and of the stage's own blocks.
-        """
-        tokens = (input_ids.shape[0], input_ids.shape[1])
-        arrived = input_ids
-        if not self._topology.is_first_stage:
-            parts = self._stage.arriving(tokens, self._weight.dtype)
-            arrived = self._weight.new_empty(exchange.num_elements(parts, self._weight.dtype))
-            torch.distributed.recv(arrived, self._topology.rank_at(self._topology.stage - 1))
-        output, leaving = self._stage.advance(
-            arrived,
-            tokens,
-            segment_ids=segment_ids,
-            state=state,
-            return_state=return_state,
-        )
-        if leaving is not None:
-            following = self._topology.rank_at(self._topology.stage + 1)
-            torch.distributed.send(leaving, following)
-        return output
-
-    @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, [..., D] -> [..., V], from the last stage to every rank."""
-        last = self._topology.degrees.pipeline - 1
-        if self._topology.is_last_stage:
-            logits = self.embedding.logits(hidden)
-        else:
-            logits = hidden.new_empty(*hidden.shape[:-1], self.config.vocab_size)
-        torch.distributed.broadcast(
-            logits, src=self._topology.rank_at(last), group=self._topology.pipeline_group
-        )
-        return logits
-
-
 runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
+
+from deepspeed.runtime.pipe.module import PipelineModule  # noqa: E402
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology  # noqa: E402
 
 
 class PipelineStage(nn.Module):
-    """The part of the backbone on one pipeline stage; parameters are named as in `Backbone`.
+    """Part of the backbone on one pipeline stage; parameters are named as in `Backbone`.
 
     Args:
         config: dimensions of the whole model.
         topology: of this rank.
-        layers: the blocks of this stage.
+        layers: of this stage.
         micro_batch: (B, T) of training.
         block: makes the block of a layer.
         activation_checkpointing: recompute each block in the backward pass.
@@ -178,13 +88,13 @@ class PipelineStage(nn.Module):
             self.final_norm = RMSNorm(config.hidden_size)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
-        """A micro-batch of training through this stage.
+        """Runs a micro-batch of training through this stage.
 
         Args:
-            inputs: input ids [B, T] on the first stage, elsewhere what crossed the border; then
-                segment ids [B, T] if documents are apart.
+            inputs: input ids [B, T] on the first stage, elsewhere the packed tensor of the stage
+                before; then segment ids [B, T] if documents are apart.
         Returns:
-            what crosses the next border, with the same segment ids; on the last stage the loss.
+            Packed tensor for the next stage, with the same segment ids; on the last stage the loss.
         """
         arrived, *segment_ids = inputs
         output, leaving = self.advance(
@@ -204,17 +114,18 @@ class PipelineStage(nn.Module):
         state: list[BlockState] | None = None,
         return_state: bool = False,
     ) -> tuple[Output, Tensor | None]:
-        """This stage's blocks.
+        """Runs this stage's blocks.
 
         Args:
-            arrived: input ids [B, T] on the first stage, elsewhere what crossed the border.
+            arrived: input ids [B, T] on the first stage, elsewhere the packed tensor of the stage
+                before.
             tokens: (B, T).
             segment_ids: document of each token, [B, T].
             state: of this stage's blocks, where an earlier call stopped.
-            return_state: also give the state after token T.
+            return_state: return the state after token T too.
         Returns:
-            Output, of which statistics and state are this stage's on all but the last and hidden
-            is not normalised there; and what crosses the next border, None on the last stage.
+            Output up to this stage, whose hidden is normalised on the last stage only; and the
+            packed tensor for the next stage, None on the last.
         """
         if self.topology.is_first_stage:
             x = self.embedding_norm(self.embedding(arrived))
@@ -239,7 +150,7 @@ class PipelineStage(nn.Module):
         return Output(x, statistics, after), leaving
 
     def arriving(self, tokens: tuple[int, int], dtype: torch.dtype) -> list[Part]:
-        """Shapes and types that cross the boundary before this stage, for (B, T) tokens.
+        """Returns shapes and types that cross the boundary before this stage, for (B, T) tokens.
 
         Residual stream [B, T, D], v_first [B, T, D / tensor], statistics [L, S].
         """
@@ -260,9 +171,9 @@ class PipelineStage(nn.Module):
     def _unpack(
         self, arrived: Tensor, tokens: tuple[int, int]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Splits what crossed the boundary: residual stream, v_first, statistics of layers before.
+        """Splits the packed tensor into residual stream, v_first and statistics of layers before.
 
-        v_first is None until an RWKV layer has made it, statistics are None for a dense model.
+        v_first is None until an RWKV layer has computed it, statistics are None for a dense model.
         """
         parts = iter(exchange.unpack(arrived, self.arriving(tokens, arrived.dtype)))
         x = next(parts)
@@ -271,7 +182,7 @@ class PipelineStage(nn.Module):
 
 
 class Pipeline(PipelineModule):
-    """This rank's stage as DeepSpeed's pipeline engine takes it."""
+    """Stage of this rank in the form of DeepSpeed's pipeline engine."""
 
     def __init__(self, stage: PipelineStage) -> None:
         degrees = stage.topology.degrees
@@ -279,7 +190,7 @@ class Pipeline(PipelineModule):
             num_pp=degrees.pipeline, num_mp=degrees.tensor, num_dp=degrees.data
         )
         with contextlib.redirect_stdout(io.StringIO()):  # it describes itself at length
-            # of these it takes its own stage's
+            # PipelineModule takes one of these, its own stage's
             layers = [stage] * degrees.pipeline
             super().__init__(layers, topology=grid, partition_method="uniform")
         for parameter in stage.embedding.parameters() if stage.topology.is_last_stage else ():
@@ -288,7 +199,7 @@ class Pipeline(PipelineModule):
 
     @property
     def stage(self) -> PipelineStage:
-        """This rank's stage."""
+        """Stage of this rank."""
         (stage,) = self.forward_funcs
         return cast(PipelineStage, stage)
 
@@ -299,7 +210,7 @@ class Pipeline(PipelineModule):
 
     @torch.no_grad()
     def align_embeddings(self) -> None:
-        """Give the last stage the first one's embedding; after each step."""
+        """Copies the first stage's embedding to the last stage; after each step."""
         topology = self.stage.topology
         if topology.embedding_group is not None:
             torch.distributed.broadcast(
@@ -307,3 +218,92 @@ class Pipeline(PipelineModule):
                 src=topology.rank_at(0),
                 group=topology.embedding_group,
             )
+
+
+class StagedBackbone:
+    """Backbone over all stages, without gradients; the ranks of a pipeline call it together.
+
+    Results are complete on the last stage only, where losses are counted. Logits are the same on
+    every rank, so that all go on with the same token.
+
+    Args:
+        stage: of this rank.
+    """
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self._stage = stage
+        self._topology = stage.topology
+        self._weight = next(stage.parameters())
+
+    @property
+    def config(self) -> ModelConfig:
+        """Dimensions of the whole model."""
+        return self._stage.config
+
+    @property
+    def device(self) -> torch.device:
+        """Device that inputs must be on."""
+        return self._weight.device
+
+    @property
+    def embedding(self) -> TokenEmbedding:
+        """Tied head, on the first and the last stage only."""
+        return self._stage.embedding
+
+    @property
+    def training(self) -> bool:
+        """True in training mode."""
+        return self._stage.training
+
+    def train(self, mode: bool = True) -> None:
+        """Sets training mode."""
+        self._stage.train(mode)
+
+    def eval(self) -> None:
+        """Sets evaluation mode."""
+        self._stage.eval()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        input_ids: Tensor,
+        *,
+        segment_ids: Tensor | None = None,
+        state: list[BlockState] | None = None,
+        return_state: bool = False,
+    ) -> Output:
+        """Computes `Backbone.forward`; the output is complete on the last stage.
+
+        On the others `hidden` is the residual stream after the stage, the statistics are those of
+        all layers so far, and the state is that of the stage's blocks.
+        """
+        tokens = (input_ids.shape[0], input_ids.shape[1])
+        arrived = input_ids
+        if not self._topology.is_first_stage:
+            parts = self._stage.arriving(tokens, self._weight.dtype)
+            arrived = self._weight.new_empty(exchange.num_elements(parts, self._weight.dtype))
+            torch.distributed.recv(arrived, self._topology.rank_at(self._topology.stage - 1))
+        output, leaving = self._stage.advance(
+            arrived,
+            tokens,
+            segment_ids=segment_ids,
+            state=state,
+            return_state=return_state,
+        )
+        if leaving is not None:
+            following = self._topology.rank_at(self._topology.stage + 1)
+            torch.distributed.send(leaving, following)
+        return output
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores the next token, [..., D] -> [..., V], and broadcasts from the last stage."""
+        last = self._topology.degrees.pipeline - 1
+        if self._topology.is_last_stage:
+            logits = self.embedding.logits(hidden)
+        else:
+            logits = hidden.new_empty(*hidden.shape[:-1], self.config.vocab_size)
+        torch.distributed.broadcast(
+            logits, src=self._topology.rank_at(last), group=self._topology.pipeline_group
+        )
+        return logits

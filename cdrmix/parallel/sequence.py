@@ -3,7 +3,7 @@
 B batch, T time of a whole sample, P sequence ranks, t = T / P tokens of one, H heads of this tensor
 rank, C features of a head, K key dim, V value dim.
 
-What meets other tokens is replaced in a block that is otherwise as on one rank. A token shift takes
+Operations across tokens are replaced; the rest of a block is as on one rank. A token shift takes
 one token from the rank before. Attention exchanges tokens for heads: H / P heads see all T tokens.
 The recurrence does the same, or passes its state from rank to rank, whichever moves fewer bytes
 (planning/layout.py). Every rank runs the same operations, so that none skips a collective of
@@ -36,7 +36,7 @@ from cdrmix.planning.layout import sequence_form
 
 
 def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
-    """Let a block run on this rank's tokens of each sample.
+    """Replaces parts of a block so that it runs on this rank's tokens of each sample.
 
     Args:
         block: of whole sequences; changed in place.
@@ -53,7 +53,7 @@ def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
         element_bytes=ELEMENT_BYTES[config.training.precision],
     )
     mixer = block.mixer
-    mixer.carries_state = False  # all tokens here at once: the ranks meet in each call
+    mixer.carries_state = False  # no spans: the ranks exchange in each call
     if isinstance(mixer, Attention):
         mixer.attend = SpreadAttention(part)
     else:
@@ -65,12 +65,12 @@ def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
 
 @dataclass(frozen=True)
 class SequencePart:
-    """This rank's part of a sequence.
+    """Part of a sequence on this rank.
 
     Attributes:
-        group: ranks that hold the others.
-        parts: how many there are, P.
-        index: which one it is, from 0 at the beginning.
+        group: ranks that hold the parts.
+        parts: number of parts, P.
+        index: of this part, from 0 at the beginning.
     """
 
     group: ProcessGroup
@@ -78,11 +78,11 @@ class SequencePart:
     index: int
 
     def own(self, segment_ids: Tensor | None) -> Tensor | None:
-        """Segment ids of this rank's tokens, [B, T] -> [B, t]."""
+        """Cuts segment ids to this rank's tokens, [B, T] -> [B, t]."""
         return None if segment_ids is None else segment_ids.chunk(self.parts, dim=1)[self.index]
 
     def goes_on(self, like: Tensor, segment_ids: Tensor | None) -> Tensor:
-        """True where the first token here continues the document of the token before it, [B]."""
+        """Returns True where the first token here continues the document before it, [B]."""
         if self.index == 0 or segment_ids is None:
             return torch.full(like.shape[:1], self.index > 0, device=like.device)
         first = self.index * (segment_ids.shape[1] // self.parts)
@@ -99,7 +99,7 @@ class SpreadShift(TokenShift):
     def begin(
         self, last: Tensor, segment_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As of `TokenShift`."""
+        """Exchanges last tokens, and returns as `TokenShift.begin`."""
         if not self.training:
             return super().begin(last, segment_ids)
         before = _NextRank.apply(last, self.part)  # [B, D]
@@ -108,7 +108,7 @@ class SpreadShift(TokenShift):
 
 
 class SpreadHeads(nn.Module):
-    """The recurrence over all tokens for some heads: one exchange there, one back."""
+    """Recurrence over all tokens for some heads: one exchange there, one back."""
 
     def __init__(self, part: SequencePart) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class SpreadHeads(nn.Module):
     def forward(
         self, *inputs: Tensor | None, segment_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `wkv7` on this rank's tokens; the state given is that of other heads, after all T."""
+        """Computes `wkv7` on this rank's tokens; the state is of other heads, after all T."""
         if not self.training:
             return wkv7(*inputs, segment_ids=segment_ids)  # type: ignore[arg-type]
         *tensors, s0 = inputs
@@ -128,11 +128,11 @@ class SpreadHeads(nn.Module):
 
 
 class PassedState(nn.Module):
-    """The recurrence over this rank's tokens, its state passed on by one gathering.
+    """Recurrence over this rank's tokens, its state passed on by one gathering.
 
     The tokens here take a state S, [V, K], to S M + Y. Both come from one run of the op over values
-    [v, 0] that starts from [0; I]: its state is then [Y; M], and its output [y; p], of which p is
-    what the entering state meets: y + S p.
+    [v, 0] that starts from [0; I]: its state is then [Y; M], and its output [y; p]. The output for
+    an entering state S is y + S p.
     """
 
     def __init__(self, part: SequencePart) -> None:
@@ -151,7 +151,7 @@ class PassedState(nn.Module):
         *,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `wkv7` on this rank's tokens; the state given is [Y; M]."""
+        """Computes `wkv7` on this rank's tokens; the state is [Y; M]."""
         if not self.training:
             return wkv7(r, lw, k, v, a, b, s0, segment_ids=segment_ids)
         assert s0 is None, "a sequence is trained on from its beginning"
@@ -161,8 +161,8 @@ class PassedState(nn.Module):
         goes_on = self.part.goes_on(r, segment_ids).float()[:, None, None, None]
         identity = torch.eye(key, device=r.device) * goes_on.expand(-1, heads, -1, -1)
         start = F.pad(identity, (0, 0, sizes[0], 0))  # [B, H, V + K, K]
-        own = self.part.own(segment_ids)
-        y, s = wkv7(r, lw, k, F.pad(v, (0, key)), a, b, start, segment_ids=own)
+        ids = self.part.own(segment_ids)
+        y, s = wkv7(r, lw, k, F.pad(v, (0, key)), a, b, start, segment_ids=ids)
         # state that enters each rank's tokens, by a scan over the ranks' [Y; M], in float32
         states = [torch.zeros_like(s[:, :, : sizes[0]])]
         for gathered in _Gather.apply(s, self.part)[:-1]:
@@ -171,7 +171,7 @@ class PassedState(nn.Module):
         # stacked, so that autograd reaches all of them on every rank and none skips a collective
         entering = torch.stack(states)[self.part.index]  # [B, H, V, K]
         y, passing = y.split(sizes, dim=-1)
-        passing = passing.transpose(1, 2).contiguous()  # [B, H, t, K]; y is then kept by nobody
+        passing = passing.transpose(1, 2).contiguous()  # [B, H, t, K]; frees y
         return y + (passing @ entering.mT.to(y.dtype)).transpose(1, 2), s
 
 
@@ -191,7 +191,7 @@ class SpreadAttention(nn.Module):
         segment_ids: Tensor | None,
         theta: float,
     ) -> tuple[Tensor, AttentionState]:
-        """As `attend` on this rank's tokens; keys and values given are of other heads, all T."""
+        """Computes `attend` on this rank's tokens; the state is of other heads, of all T."""
         if not self.training:
             return attend(query, keys, values, state, segment_ids, theta)
         assert state is None, "a sequence is trained on from its beginning"
@@ -202,7 +202,7 @@ class SpreadAttention(nn.Module):
 
 
 class Exchange(torch.autograd.Function):
-    """Tokens for heads in one all-to-all: [B, t, H, C] -> [B, T, H / P, C] each, or back."""
+    """Exchange of tokens for heads in one all-to-all: [B, t, H, C] -> [B, T, H / P, C], or back."""
 
     @staticmethod
     def forward(
@@ -228,9 +228,9 @@ def _exchanged(
 
 
 def _all_to_all(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Entry p of each tensor [P, ...] to rank p; the same shapes, entry p from rank p.
+    """Sends entry p of each tensor [P, ...] to rank p, and returns the entries received.
 
-    All in one message, of the narrowest type: a wider one crosses as several, bit by bit.
+    All in one message of the narrowest type, in which an element of a wider type is several.
     """
     dtype = min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize)
     sizes = [x[0].numel() * x.element_size() // dtype.itemsize for x in tensors]
@@ -244,7 +244,7 @@ def _all_to_all(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
 
 
 class _NextRank(torch.autograd.Function):
-    """x to the next rank, the last one's to the first: all send and receive, in both passes."""
+    """Ring that sends x to the next rank: all send and receive, in both passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: SequencePart) -> Tensor:
@@ -257,7 +257,7 @@ class _NextRank(torch.autograd.Function):
 
 
 def _around(x: Tensor, part: SequencePart, *, step: int) -> Tensor:
-    """x of the rank `step` places before, in a ring."""
+    """Returns x of the rank `step` places before, in a ring."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     to, source = ((part.index + way * step) % part.parts for way in (1, -1))
     torch.distributed.all_to_all_single(
@@ -271,7 +271,7 @@ def _around(x: Tensor, part: SequencePart, *, step: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """x of every rank, [P, *x]; the gradient of each is summed over the ranks that used it."""
+    """Gathering of x of every rank, [P, *x]; the gradient of each is summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: SequencePart) -> Tensor:

@@ -1,22 +1,18 @@
-"""Marks local parameters as a box of their logical tensor, or as a copy that another rank saves.
+"""Tensor parallelism: blocks, embedding and head cut over the tensor ranks.
 
-Marks on parameters, set while the model is built and read by `checkpoint`. DeepSpeed reads a mark
-of its own, `tensor_model_parallel`: with it, each tensor rank's part counts in the gradient norm;
-without it, the first tensor rank's copy stands for all.
+A block is cut by heads and by the inner features of a dense feed-forward, the vocabulary by rows.
+A region is the part of a block between a column part, which gives a rank its heads of
+[B, T, D / P], and a row part, which takes them to [B, T, D] again. It reads tokens whole, so their
+gradient is summed over the ranks on the way back; its row parts' products are summed on the way
+out. Parameters that stay whole inside a region (token-shift mixes, low-rank downs, the router) get
+partial gradients, which are summed too; parameters outside see whole activations, and get whole
+gradients.
 
-Blocks cut over the tensor ranks: heads, and the inner features of a dense feed-forward.
+Every local parameter is marked, for `checkpoint`, as a box of its logical tensor or as a copy that
+another rank saves. DeepSpeed reads a mark of its own, `tensor_model_parallel`: with it, each tensor
+rank's part counts in the gradient norm; without it, the first tensor rank's copy stands for all.
 
-B batch, T time, D hidden, R low-rank size, P tensor ranks.
-
-A region is what lies between a column part, which gives a rank its heads of [B, T, D / P], and a
-row part, which takes them to [B, T, D] again. Into it tokens are read whole, so that their gradient
-is summed over the ranks on the way back; out of it the row parts' products are summed. Parameters
-that stay whole and act inside a region (token-shift mixes, low-rank downs, the router) get partial
-gradients, which are summed too; those outside see whole activations, and so whole gradients.
-
-Embedding, head and loss with the vocabulary's rows shared out over the tensor ranks.
-
-V vocabulary, D hidden, P tensor ranks; this rank holds V / P rows, from `first_id` on.
+B batch, T tokens, D hidden, R low-rank size, V vocabulary, P tensor ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ from cdrmix.parallel.topology import Topology
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a logical tensor: where it begins, and the whole tensor's shape."""
+    """Box of a logical tensor: offset of its first element, and the whole tensor's shape."""
 
     offset: tuple[int, ...]
     logical_shape: tuple[int, ...]
@@ -70,23 +66,23 @@ def mark_copy(parameter: nn.Parameter) -> None:
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
-    """Box that a parameter holds; None for a whole one."""
+    """Returns the box that a parameter holds; None for a whole one."""
     return getattr(parameter, "shard", None)
 
 
 def is_copy(parameter: Tensor) -> bool:
-    """True if another rank saves the same values."""
+    """Returns True if another rank saves the same values."""
     return getattr(parameter, "is_copy", False)
 
 
-# Parameters of a time mix by what becomes of them; all others are vectors over heads.
+# Parameters of a time mix by how they are cut; all others are vectors over heads.
 _TIME_MIX_MATRICES = ("receptance", "key", "value")
 _LOW_RANK_UPS = ("decay_up", "iclr_up", "value_up", "gate_up")  # [R, D]
 _READ_WHOLE = ("mu_", "decay_down", "iclr_down", "value_down", "gate_down")
 
 
 class RowLinear(nn.Linear):
-    """A linear map of which this rank holds the columns that its part of the input meets.
+    """Linear map of which this rank holds the columns for its part of the input.
 
     Args:
         weight: this rank's columns, [D_out, D_in / P].
@@ -99,12 +95,12 @@ class RowLinear(nn.Linear):
         self.topology = topology
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D_in / P] -> [..., D_out], the sum over the tensor ranks."""
+        """Sums the products of all tensor ranks, [..., D_in / P] -> [..., D_out]."""
         return leave_region(F.linear(x, self.weight), self.topology)
 
 
 def split_block(block: Block, topology: Topology) -> None:
-    """Cut an initialised whole block to this rank's part, in place; nothing happens to one rank's.
+    """Cuts an initialised whole block to this rank's part, in place.
 
     Args:
         block: as `make_block` makes it.
@@ -131,7 +127,7 @@ def split_block(block: Block, topology: Topology) -> None:
 
 
 def mark_copies(module: nn.Module, topology: Topology) -> None:
-    """Mark parameters that every tensor rank holds alike as the first one's to save."""
+    """Marks parameters equal on all tensor ranks as copies, on all ranks but the first."""
     if topology.tensor_rank == 0:
         return
     for parameter in module.parameters():
@@ -141,10 +137,11 @@ def mark_copies(module: nn.Module, topology: Topology) -> None:
 
 
 def cut_block(parameter: Tensor, topology: Topology, *, dim: int) -> nn.Parameter:
-    """This rank's equal part of a whole parameter along `dim`, in memory of its own."""
+    """Copies this rank's equal part of a whole parameter along `dim`."""
     assert parameter.shape[dim] % topology.degrees.tensor == 0, "rules refuse it"
-    own = parameter.detach().chunk(topology.degrees.tensor, dim)[topology.tensor_rank]
-    part = nn.Parameter(own.clone(memory_format=torch.contiguous_format))
+    view = parameter.detach().chunk(topology.degrees.tensor, dim)[topology.tensor_rank]
+    # a copy, so that the whole block's memory is freed
+    part = nn.Parameter(view.clone(memory_format=torch.contiguous_format))
     mark_shard(part, dim=dim, part=topology.tensor_rank, parts=topology.degrees.tensor)
     return part
 
@@ -178,13 +175,13 @@ def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
 
 
 def _cut_columns(linear: nn.Linear, topology: Topology) -> None:
-    """Leave the outputs of this rank's heads or features."""
+    """Keeps the outputs of this rank's heads or features."""
     linear.weight = cut_block(linear.weight, topology, dim=0)
     linear.out_features = linear.weight.shape[0]
 
 
 def _read_whole_tokens(region: nn.Module, topology: Topology) -> None:
-    """Let a module that is cut read its first argument as what enters a region."""
+    """Makes the first argument of a cut module the entry of a region."""
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return enter_region(args[0], topology), *args[1:]
@@ -193,10 +190,10 @@ def _read_whole_tokens(region: nn.Module, topology: Topology) -> None:
 
 
 def _sum_gradients_of(module: nn.Module, names: Iterable[str], topology: Topology) -> None:
-    """Sum the partial gradients of a module's whole parameters, all in one message.
+    """Sums the partial gradients of a module's whole parameters, all in one message.
 
-    While the module computes, it finds aliases by the parameters' names, whose gradients meet in
-    one node before they reach the parameters, and with them DeepSpeed.
+    While the module computes, the parameters' names stand for aliases, whose gradients meet in one
+    autograd node before they reach the parameters, and DeepSpeed's hooks on them.
     """
     names = list(names)
 
@@ -209,7 +206,7 @@ def _sum_gradients_of(module: nn.Module, names: Iterable[str], topology: Topolog
             vars(module).pop(name, None)
 
     module.register_forward_pre_hook(alias)
-    # always: recomputation for the backward pass ends a forward pass halfway
+    # always_call: recomputation for the backward pass ends a forward pass halfway, by an exception
     module.register_forward_hook(restore, always_call=True)
 
 
@@ -225,7 +222,7 @@ def _count_in_norm(experts: Iterable[nn.Parameter]) -> None:
 
 
 class VocabularyEmbedding(TokenEmbedding):
-    """This rank's rows of the token embedding, which are its rows of the head too.
+    """Token embedding and head with this rank's rows of the vocabulary.
 
     Args:
         weight: its rows, [V / P, D].
@@ -239,32 +236,32 @@ class VocabularyEmbedding(TokenEmbedding):
         self.first_id = topology.tensor_rank * weight.shape[0]
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Rows of the tokens, [...] -> [..., D], whole on every rank."""
+        """Looks up tokens, [...] -> [..., D], whole on every rank."""
         local = input_ids - self.first_id
         elsewhere = (local < 0) | (local >= self.num_embeddings)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return leave_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.topology)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token over the whole vocabulary, [..., D] -> [..., V].
+        """Scores the next token over the whole vocabulary, [..., D] -> [..., V].
 
         For decoding: no gradient passes.
         """
         return torch.cat(self._of_all_ranks(super().logits(hidden).detach()).unbind(0), dim=-1)
 
     def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
-        """As `head.next_token_nats`."""
+        """Computes `zero3.next_token_nats` with the vocabulary in parts."""
         part = VocabularyPart(self.first_id, self._of_all_ranks)
         whole = enter_region(hidden, self.topology)
         return linear_cross_entropy(whole, self.weight, labels, part, label_weights)
 
     def _of_all_ranks(self, x: Tensor) -> Tensor:
-        """Every tensor rank's `x`, in order, [...] -> [P, ...]."""
+        """Gathers every tensor rank's `x`, in order, [...] -> [P, ...]."""
         return gather_rows(x.unsqueeze(0), self.topology)
 
 
 def split_embedding(embedding: TokenEmbedding, topology: Topology) -> TokenEmbedding:
-    """This rank's part of an initialised whole embedding; the whole one where a rank is alone."""
+    """Returns this rank's part of an initialised embedding; the whole without tensor ranks."""
     if topology.tensor_group is None:
         return embedding
     return VocabularyEmbedding(cut_block(embedding.weight, topology, dim=0), topology)

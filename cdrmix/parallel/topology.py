@@ -3,8 +3,6 @@
 world = pipeline x data x tensor, in DeepSpeed's order: rank = (stage * data + data rank) * tensor +
 tensor rank. Sequence groups lie inside the data axis: data rank = sample rank * sequence +
 sequence rank. Expert groups, which DeepSpeed makes, are consecutive ranks of a stage.
-
-Process groups under the names by which DeepSpeed 0.19.8 asks for them.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from cdrmix.planning.layout import Degrees
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's place in the layout.
+    """Place of one rank in the layout, and its groups.
 
-    A group is None where this rank is alone in it, so that nothing is exchanged.
+    A group is None where this rank is alone in it, and exchanges nothing.
 
     Attributes:
         degrees: of the layout.
@@ -33,7 +31,7 @@ class Topology:
         data_group: ranks that hold the same parameters.
         stage_group: all ranks of this pipeline stage.
         pipeline_group: ranks that hold the other stages for the same tokens, by stage.
-        embedding_group: of these the first and the last, which both hold the tied embedding.
+        embedding_group: first and last of the pipeline group, which both hold the tied embedding.
     """
 
     degrees: Degrees
@@ -72,7 +70,7 @@ class Topology:
 
     @property
     def rank_in_stage(self) -> int:
-        """Place among all ranks of the stage, by which experts are dealt out."""
+        """Place among all ranks of the stage, in the order of the expert groups."""
         return self.rank % (self.degrees.data * self.degrees.tensor)
 
     @property
@@ -100,7 +98,7 @@ ALONE = Topology(Degrees(data=1, tensor=1, pipeline=1, sequence=1, expert=1), ra
 
 
 def make_topology(degrees: Degrees) -> Topology:
-    """Make the groups of a layout; collective, every rank of the world calls it.
+    """Makes the groups of a layout; collective over the world.
 
     Args:
         degrees: their product is the world size.
@@ -111,15 +109,15 @@ def make_topology(degrees: Degrees) -> Topology:
 
 
 def own_tokens(batch: dict[str, Tensor], topology: Topology) -> dict[str, Tensor]:
-    """The part of its samples' tokens that this rank trains on.
+    """Cuts a batch to the tokens that this rank trains on.
 
     Args:
-        batch: `input_ids` [..., T] of whole samples, and tensors of as many dimensions or more, of
-            which T is the same; labels are shifted already.
+        batch: `input_ids` [..., T] of whole samples, and tensors with T in the same dimension;
+            labels are shifted already.
         topology: of this rank.
     Returns:
-        `input_ids`, `labels` and the like, T / sequence long. `segment_ids` stay whole: what mixes
-        tokens looks beyond a rank's own.
+        The tensors with T / sequence tokens. `segment_ids` stay whole, as attention and recurrence
+        reach beyond a rank's tokens.
     """
     parts = topology.degrees.sequence
     part = topology.sequence_rank
@@ -131,7 +129,7 @@ def own_tokens(batch: dict[str, Tensor], topology: Topology) -> dict[str, Tensor
 
 
 def _axes(degrees: Degrees) -> dict[str, Iterator[range]]:
-    """The ranks of every group of each kind."""
+    """Returns the ranks of every group of each kind."""
     data = degrees.data
     tensor = degrees.tensor
     sequence = degrees.sequence
@@ -153,23 +151,27 @@ def _axes(degrees: Degrees) -> dict[str, Iterator[range]]:
 
 
 def _group(axis: Iterator[range]) -> ProcessGroup | None:
-    """The group of this axis that holds this rank; every rank makes all of them, in one order."""
-    own = None
+    """Makes all groups of an axis, and returns the one that holds this rank.
+
+    To make a group is collective over the world: every rank makes all of them, in one order.
+    """
+    this_group = None
     for ranks in axis:
         if len(ranks) == 1:
             continue
-        made = runtime.new_group(list(ranks))
+        group = runtime.new_group(list(ranks))
         if runtime.rank() in ranks:
-            own = made
-    return own
+            this_group = group
+    return this_group
 
 
 class ModelParallelUnit:
-    """The `mpu` argument of `deepspeed.initialize`; its pipeline engine builds its own grid.
+    """Groups under the names by which DeepSpeed 0.19.8 asks for them, its argument `mpu`.
 
-    DeepSpeed averages gradients and spreads the optimizer over the data group, and over the model
-    group besides it sums the gradient norm and agrees on steps to skip. That is the tensor group
-    here, or the stages of a frozen backbone, which are no stages to DeepSpeed.
+    Its pipeline engine builds its own grid and takes no mpu. Elsewhere DeepSpeed averages gradients
+    and spreads the optimizer over the data group, and over the model group it sums the gradient
+    norm and agrees on steps to skip. That is the tensor group here, or the stages of a frozen
+    backbone, which are no stages to DeepSpeed.
 
     Args:
         topology: of this rank, with more than one tensor rank or else more than one stage.
@@ -177,7 +179,7 @@ class ModelParallelUnit:
 
     def __init__(self, topology: Topology) -> None:
         degrees = topology.degrees
-        assert (degrees.tensor > 1) != (degrees.pipeline > 1), "told of one of the two"
+        assert (degrees.tensor > 1) != (degrees.pipeline > 1), "DeepSpeed knows one model axis"
         group = topology.tensor_group or topology.pipeline_group
         assert group is not None, "an axis of several ranks has a group"
         self.topology = topology
@@ -219,5 +221,5 @@ class ModelParallelUnit:
         return self.topology.tensor_rank
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """Number of stages that DeepSpeed schedules: none but this one."""
+        """Number of stages that DeepSpeed schedules: this one."""
         return 1

@@ -1,10 +1,9 @@
 """ZeRO-3: parameters that are partitioned over the data ranks as soon as they have values.
 
-DeepSpeed gathers a module's parameters around its calls. What reads a parameter of another module
-must be told to it beforehand: it would notice only in an engine's forward pass, and an evaluation
-may come before that (0.19.8, runtime/zero/parameter_offload.py).
-
-The loss of the next token under a head that is whole, cut or partitioned.
+DeepSpeed gathers a module's parameters around its calls. A parameter of another module must be
+registered with the module that reads it: DeepSpeed would notice only in an engine's forward pass,
+and an evaluation may come before that (0.19.8, runtime/zero/parameter_offload.py).
+`next_token_nats` is the loss under a head that is whole, cut or partitioned.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Head(nn.Module):
-    """The embedding's use as the head, as a module of its own, so that it is gathered for it."""
+    """Use of the embedding as the head, a module so that DeepSpeed gathers the weight for it."""
 
     def forward(self, hidden: Tensor, embedding: nn.Embedding, score: Score) -> Tensor:
         return score(hidden, embedding.weight)
@@ -38,7 +37,7 @@ class PartitionedEmbedding(TokenEmbedding):
     """Token embedding whose rows are partitioned over the data ranks.
 
     Args:
-        embedding: whose weight it takes over, partitioned already.
+        embedding: gives the weight, partitioned already.
     """
 
     def __init__(self, embedding: TokenEmbedding) -> None:
@@ -51,17 +50,17 @@ class PartitionedEmbedding(TokenEmbedding):
         _will_read(self.head, weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, [..., D] -> [..., V]."""
+        """Scores the next token, [..., D] -> [..., V]."""
         return self.head(hidden, self, F.linear)
 
     def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
-        """As `head.next_token_nats`."""
+        """Computes `next_token_nats` with the weight gathered."""
         score = partial(linear_cross_entropy, labels=labels, label_weights=label_weights)
         return self.head(hidden, self, score)
 
 
 def partition(module: nn.Module, settings: dict[str, Any]) -> None:
-    """Leave each data rank its share of a module's parameters, in the type of the run; collective.
+    """Partitions a module's parameters over the data ranks, in the type of the run; collective.
 
     Values are cast as DeepSpeed casts a whole model under the other stages.
 
@@ -81,7 +80,7 @@ def partition(module: nn.Module, settings: dict[str, Any]) -> None:
 
 
 def _will_read(reader: nn.Module, parameter: nn.Parameter) -> None:
-    """Have a parameter gathered whenever `reader` is called, whose own it is not."""
+    """Has DeepSpeed gather a parameter of another module whenever `reader` is called."""
     runtime.import_deepspeed().zero.register_external_parameter(reader, parameter)
 
 
@@ -91,13 +90,13 @@ def next_token_nats(
     labels: Tensor,
     label_weights: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of the next token, summed over the valid positions.
+    """Sums the cross-entropy of the next token over the valid positions.
 
     Args:
         embedding: of this rank; tied with the head.
         hidden: normalised output of the last block, [..., D].
         labels: next token of each position, [...], int64; -100 is ignored.
-        label_weights: factor on the nats of each, [...], float32; None: 1.
+        label_weights: factor of each position, [...], float32; None: 1.
     Returns:
         Nats over the valid positions, scalar, float32; the same on every tensor rank.
     """

@@ -1,17 +1,17 @@
-"""What earlier texts left in episodic memory: a folder that outlives them, and how episodes of
-reading find what it holds.
+"""Episodic memory across texts: entries of a saved index, as episodes of reading see them.
 
-A segment that an agent writes becomes an entry once its text is over: until then, and if anything
+A segment that the agent writes becomes an entry once its text is over: until then, and if anything
 fails, the folder stays as it was.
 """
 
-# N episodes, E entries, M segments written, L segments, K key dimensions, k entries found
+# N episodes, E entries, M segments written, K key dimensions, k entries for a query
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,17 +34,20 @@ from cdrmix.reasoning.working_memory import weights_digest
 
 logger = get_logger(__name__)
 
-# What keys depend on: working memory and agent are not among it.
+# Parameters that keys depend on beside the backbone's, which `plastic` includes. Slots and agent
+# are not among them: an index stays valid while the policy alone is trained.
 _KEY_PARTS = ("plastic.", "retrieval.")
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """Entries of an index as segments that stand before those of a text; it must not change.
+    """Entries of an index as segments that stand before those of a text.
+
+    Segments are numbered by the entries' places, so the index must not change meanwhile.
 
     Attributes:
-        index: holds E of them.
-        search: its exact search, or that of a cache: (queries, top_k=) -> entries.
+        index: holds E entries.
+        search: exact search, or that of a cache: (queries, top_k=) -> entries.
     """
 
     index: EpisodicIndex
@@ -54,38 +57,40 @@ class Earlier:
         return len(self.index)
 
     def before(self, texts: Texts) -> Texts:
-        """The texts with all entries before each, as segments 0 to E - 1."""
+        """Returns the texts with all entries before each, as segments 0 to E - 1."""
         return texts.behind([entry.tokens for entry in self.index.entries])
 
     def source(self, place: int) -> str:
-        """The text that an entry is from."""
+        """Name of the text that an entry is from."""
         return self.index.entries[place].source
 
     def find(
         self, queries: Tensor, written: Tensor, is_written: Tensor, *, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Entries nearest to each query, but for those that were written anew.
+        """Finds the entries nearest to each query, without those that the text has replaced.
 
         Args:
             queries: unit vectors, [N, K].
-            written: keys of what was written since, [N, M, K].
-            is_written: which of them there are, [N, M].
+            written: keys of the segments written from this text, [N, M, K].
+            is_written: False for empty places, [N, M].
             count: most entries for each query.
         Returns:
-            Their places, -1 where fewer are near enough, and cosines, [N, k] each.
+            Places of entries, -1 where fewer are near enough, and cosines, [N, k] each.
         """
-        found = self.search(queries, top_k=count)
+        result = self.search(queries, top_k=count)
         ids = torch.tensor([entry.id for entry in self.index.entries])
-        places = torch.searchsorted(ids, found.ids.clamp(min=0))
+        # ids rise from entry to entry, so the place of an id is found by bisection
+        places = torch.searchsorted(ids, result.ids.clamp(min=0))
         keys = self.index.keys[places].to(queries.device)  # [N, k, K]
+        # the commit after this text would refresh such an entry: its old text no longer holds
         alike = (keys @ written.transpose(1, 2)).masked_fill(~is_written.unsqueeze(1), -1.0)
         stale = (alike > DUPLICATE_COSINE).any(2)
-        there = (found.ids >= 0).to(queries.device) & ~stale
-        return torch.where(there, places.to(queries.device), -1), found.scores.to(queries.device)
+        valid = (result.ids >= 0).to(queries.device) & ~stale
+        return torch.where(valid, places.to(queries.device), -1), result.scores.to(queries.device)
 
 
 def make_earlier(index: EpisodicIndex, *, faiss: bool) -> Earlier:
-    """What is in an index, found by exact search or through FAISS.
+    """Wraps an index with its exact search, or with FAISS.
 
     Raises:
         ConfigError: if FAISS is asked for and not installed.
@@ -94,8 +99,7 @@ def make_earlier(index: EpisodicIndex, *, faiss: bool) -> Earlier:
 
 
 class Writing(NamedTuple):
-    """A segment that an agent wrote: key [K], tokens, where it began (tokens from the start of the
-    text), and how sure the agent was of writing it, 0 to 1."""
+    """Segment that the agent wrote; `score` is the probability with which it did, key is [K]."""
 
     key: Tensor
     tokens: list[int]
@@ -104,11 +108,11 @@ class Writing(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What became of an index once a text was over: counts of entries, and texts as tokens.
+    """Changes of an index by a text.
 
     Attributes:
         num_added: new entries.
-        refreshed: tokens that took the place of what an entry from before the text said.
+        refreshed: new tokens of entries from before the text.
         evicted: tokens of entries that gave way.
     """
 
@@ -125,27 +129,30 @@ def keep(
     num_steps: int,
     source: str,
 ) -> Kept:
-    """Accept what an agent wrote, and note which entries it read.
+    """Commits the segments that the agent wrote, and notes which entries it read.
 
     Args:
-        index: takes it in.
+        index: is changed.
         written: in the order of the text.
         read: places of entries that stood in the window.
-        num_steps: actions that the agent took: entries age by them.
-        source: what text it is from.
+        num_steps: actions of the episode, by which entries age.
+        source: name of the text.
     """
+    # the index has no clock of its own: time is the actions of all texts together
     now = max((entry.last_used for entry in index.entries), default=0) + num_steps
+    # before the commit, which may evict what was read and move the places of the others
     index.touch(torch.tensor([index.entries[place].id for place in read]), step=now)
     before = {entry.id: entry.tokens for entry in index.entries}
     for each in written:
         index.propose(each.key, each.tokens, offset=each.offset, source=source, score=each.score)
-    done = index.commit(step=now)
-    # what is new gives way last, and a text writes no more than there is room for
-    refreshed = [id for id in dict.fromkeys(done.refreshed) if id in before]
+    commit = index.commit(step=now)
+    # a text may refresh the same entry twice, and also its own new entries, which are no news.
+    # Only old entries can be evicted: new ones go last, and a text writes no more than fits.
+    refreshed = [id for id in dict.fromkeys(commit.refreshed) if id in before]
     return Kept(
-        len(done.added),
+        len(commit.added),
         [index.entry(id).tokens for id in refreshed],
-        [before[id] for id in done.evicted],
+        [before[id] for id in commit.evicted],
     )
 
 
@@ -153,55 +160,48 @@ def keep(
 def opened(
     folder: Path, reader: MemoryReader, *, tokenizer: str, make: bool
 ) -> Iterator[EpisodicIndex]:
-    """The index of a folder, saved at the end if it changed; others wait for their turn meanwhile.
+    """Opens the index of a folder, and saves it at the end if it changed.
+
+    Other processes wait for their turn meanwhile.
 
     Args:
         folder: of this index alone.
-        reader: whose keys it holds.
-        tokenizer: digest of the tokenizer whose ids it holds.
-        make: start an empty one where there is none.
+        reader: its encoder makes the keys.
+        tokenizer: digest of the tokenizer of the entries.
+        make: start an empty index where there is none.
     Raises:
         StateError: if there is none and none is to be made, it is damaged, of another encoder, key
             size or tokenizer, or the folder cannot be used.
         ConfigError: if the reader's capacity does not hold a segment.
     """
-    most = reader.config.memory.max_tokens
-    if most < reader.segment_tokens:
+    memory = reader.config.memory
+    if memory.max_tokens < reader.segment_tokens:
         raise ConfigError(
-            f"{folder}: stage_b.memory.max_tokens = {most} of the model has no room for a segment "
-            f"of {reader.segment_tokens} tokens. Try a model with a larger one"
+            f"{folder}: stage_b.memory.max_tokens = {memory.max_tokens} of the model has no room "
+            f"for a segment of {reader.segment_tokens} tokens. Try a model with a larger one"
         )
-    encoder = weights_digest(
-        (name, tensor) for name, tensor in reader.named_parameters() if name.startswith(_KEY_PARTS)
-    )
-    size = reader.config.memory.summary_dim
-    eviction = reader.config.memory.eviction
     if not make and not has_index(folder):
         raise StateError(
             f"{folder}: no episodic memory was saved here. Read a text into it first: give "
             "--prompt or --file"
         )
+    encoder = weights_digest(
+        (name, tensor) for name, tensor in reader.named_parameters() if name.startswith(_KEY_PARTS)
+    )
     with contextlib.ExitStack() as stack:
+        # not around the yield: a fault of the caller's own files is not one of this folder
         with _disk_faults(folder):
             stack.enter_context(_alone(folder))
-            if has_index(folder):
-                index = load_index(
-                    folder,
-                    encoder=encoder,
-                    tokenizer=tokenizer,
-                    key_size=size,
-                    max_tokens=most,
-                    eviction=eviction,
-                )
-            else:
-                index = EpisodicIndex(
-                    key_size=size,
-                    max_tokens=most,
-                    encoder=encoder,
-                    tokenizer=tokenizer,
-                    eviction=eviction,
-                )
-        before = list(index.entries) if has_index(folder) else None
+            is_saved = has_index(folder)
+            open_index = partial(load_index, folder) if is_saved else EpisodicIndex
+            index = open_index(
+                encoder=encoder,
+                tokenizer=tokenizer,
+                key_size=memory.summary_dim,
+                max_tokens=memory.max_tokens,
+                eviction=memory.eviction,
+            )
+        before = list(index.entries) if is_saved else None
         yield index
         if index.entries != before:
             with _disk_faults(folder):
@@ -210,8 +210,9 @@ def opened(
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder; who comes second would save over what the first has written."""
+    """Holds the folder's lock: a second process would save over the entries of the first."""
     lock = folder / ".lock"
+    # first without blocking, so that a wait is announced
     with locked(lock, blocking=False) as is_held:
         if is_held:
             yield

@@ -1,13 +1,10 @@
-"""Rollouts of the memory agent, and what is learned from them.
+"""Episodes of the memory agent under the rules of an `Environment`.
 
-Rules of episodes are an `Environment`.
-
-Branches: actions of the memory agent that are tried side by side before one is kept.
+`roll_out` samples actions, for training and its loss; `roll_out_branches` tries the likeliest
+actions side by side and takes the first that is good enough, for acting only.
 """
 
-# N rollouts, P prompts of G rollouts each, T steps, D hidden, F features, A actions
-
-# N episodes, K branches
+# N episodes, T steps, K branches, D hidden, F features, A actions
 
 from __future__ import annotations
 
@@ -22,31 +19,28 @@ from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.errors import DataError
 from cdrmix.objectives.grpo import (
     PolicyMetrics,
-    explained_variance,
-    group_advantages,
     grpo_loss,
     lambda_returns,
-    zero_variance_groups,
 )
 from cdrmix.reasoning.policy import Action, Decision, Environment, MemoryPolicy, State
-from cdrmix.reasoning.speculation import branch, merge, select
+from cdrmix.reasoning.state_rows import branch, merge, select
 
 REFERENCE_KL_WEIGHT = 1e-3
 
 
 @dataclass(frozen=True)
 class Rollouts(Generic[State]):
-    """What a batch of episodes went through; steps not taken hold anything legal.
+    """Record of a batch of episodes; steps after an episode's end hold arbitrary legal ones.
 
     Attributes:
-        hidden, features, legal: what was seen, [N, T, D], [N, T, F], [N, T, A].
+        hidden, features, legal: observations, [N, T, D], [N, T, F], [N, T, A].
         actions: [N, T] int64.
         logprobs: of the actions, under the policy that took them, [N, T] (nats).
-        values: of the value head before each step, [N, T + 1]; 0 after an end.
+        values: of the value head before each step, [N, T + 1]; 0 after the end.
         rewards: [N, T].
-        taken: whether a step was taken, [N, T].
+        taken: True for steps before the end, [N, T].
         returns: sum of the rewards of whole episodes, [N].
-        final: the states in which they ended.
+        final: states in which they ended.
     """
 
     hidden: Tensor
@@ -61,14 +55,15 @@ class Rollouts(Generic[State]):
     final: State
 
     def last(self, count: int) -> Rollouts[State]:
-        """The last `count` steps that each episode took, up to its end."""
+        """Cuts each episode to its last `count` steps; `returns` stay those of the whole."""
         length = self.taken.shape[1]
         if length <= count:
             return self
+        # a shorter episode begins at its first step, so that all rows stay `count` steps long
         first = (self.taken.sum(1) - count).clamp(min=0).unsqueeze(1)
         places = first + torch.arange(count, device=first.device)
         rows = torch.arange(len(first), device=first.device).unsqueeze(1)
-        values = torch.cat([places, first + count], dim=1)
+        values = torch.cat([places, first + count], dim=1)  # one more: the state after the last
         return replace(
             self,
             hidden=self.hidden[rows, places],
@@ -90,35 +85,41 @@ def roll_out(
     *,
     generator: torch.Generator | None,
 ) -> Rollouts[State]:
-    """Play episodes to their end, which their rules bring about in a bounded number of steps.
+    """Plays episodes to their end, which the rules guarantee within a bounded number of steps.
 
-    Reading takes a step for each segment before the question is asked: an episode that was cut
-    short would never answer, and teach what the value head believes.
+    There is no cut at a horizon: reading takes a step for each segment before the question, so that
+    an episode cut short would never answer, and its target would be the value head's own guess.
 
     Args:
         environment: rules.
-        policy: decides.
-        state: where the episodes start, not yet over.
-        generator: source of the sampling; None takes the likeliest action.
+        policy: chooses the actions.
+        state: start of the episodes, not yet over.
+        generator: samples the actions; None takes the likeliest.
     Raises:
         DataError: if a reward or a decision is not finite.
     """
     steps: list[list[Tensor]] = []
     running = torch.ones(len(state.time), dtype=torch.bool, device=state.time.device)
     while bool(running.any()):
-        seen = environment.observe(state)
-        decision = policy(*seen)
-        check_decision(decision, seen.legal)
-        actions = _choose(decision, generator)
+        observation = environment.observe(state)
+        decision = policy(*observation)
+        check_decision(decision, observation.legal)
+        if generator is None:
+            actions = decision.logprobs.argmax(-1)
+        else:
+            probabilities = decision.logprobs.exp()
+            actions = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
         after = environment.step(state, actions)
-        chosen = decision.logprobs.gather(1, actions.unsqueeze(1)).squeeze(1)
+        logprob = decision.logprobs.gather(1, actions.unsqueeze(1)).squeeze(1)
         value = torch.where(running, decision.value, 0.0)
-        steps.append([*seen, actions, chosen, value, running])
+        steps.append([*observation, actions, logprob, value, running])
+        # all rows step together; those that are over stay at their last state
         state = merge(running, after.state, state)
         running = running & ~after.done
     hidden, features, legal, acted, logprobs, values, taken = (
         torch.stack(column, dim=1) for column in zip(*steps, strict=True)
     )
+    # all episodes at once, as decoding an answer is costly; the reward belongs to the last step
     outcome = environment.settle(state)
     check_rewards(outcome.reward)
     last = F.one_hot(taken.sum(1) - 1, taken.shape[1])
@@ -136,14 +137,9 @@ def roll_out(
     )
 
 
-def _choose(decision: Decision, generator: torch.Generator | None) -> Tensor:
-    if generator is None:
-        return decision.logprobs.argmax(-1)
-    return torch.multinomial(decision.logprobs.exp(), 1, generator=generator).squeeze(1)
-
-
 def check_decision(decision: Decision, legal: Tensor) -> None:
-    """Raises DataError if a number of the agent's is not finite."""
+    """Raises DataError if a legal action's log-probability or a value is not finite."""
+    # illegal actions are -inf by design
     bad = (legal & ~decision.logprobs.isfinite()).any(1) | ~decision.value.isfinite()
     if bool(bad.any()):
         raise DataError(
@@ -163,22 +159,6 @@ def check_rewards(reward: Tensor) -> None:
         )
 
 
-class Update(NamedTuple):
-    """What one batch of rollouts taught.
-
-    Attributes:
-        metrics: of the last epoch, sums over its steps.
-        epochs: that were taken before the policy had moved far enough.
-        explained_variance: of the value head on this batch, before it learned from it.
-        zero_variance_groups: groups that taught nothing.
-    """
-
-    metrics: PolicyMetrics
-    epochs: int
-    explained_variance: Tensor
-    zero_variance_groups: Tensor
-
-
 def policy_loss(
     policy: MemoryPolicy,
     rollouts: Rollouts[Any],
@@ -187,24 +167,24 @@ def policy_loss(
     *,
     reference: MemoryPolicy | None,
 ) -> tuple[Tensor, PolicyMetrics]:
-    """GRPO loss of a batch of rollouts, summed over steps.
+    """Computes the GRPO loss of rollouts with value loss and entropy, summed over steps.
 
     Args:
-        policy: learns.
+        policy: gets the gradients.
         rollouts: of an earlier state of it.
-        advantages: one per rollout, [N].
-        config: clip, discount.
-        reference: policy that this one is kept near to; None for a policy that starts at random.
+        advantages: of whole rollouts, [N]; all steps of a rollout share one.
+        config: clip ratio, discount and weights.
+        reference: adds a KL penalty towards this policy; None leaves it out.
     """
-    seen = (rollouts.hidden, rollouts.features, rollouts.legal)
-    decision = policy(*(part.flatten(0, 1) for part in seen))
+    observations = (rollouts.hidden, rollouts.features, rollouts.legal)
+    decision = policy(*(part.flatten(0, 1) for part in observations))
     shape = rollouts.actions.shape
     index = rollouts.actions.flatten().unsqueeze(1)
     reference_logprobs = None
     if reference is not None:
         with torch.no_grad():
-            found = reference(*(part.flatten(0, 1) for part in seen)).logprobs
-        reference_logprobs = found.gather(1, index).view(shape)
+            every = reference(*(part.flatten(0, 1) for part in observations)).logprobs
+        reference_logprobs = every.gather(1, index).view(shape)
     targets = lambda_returns(
         rollouts.rewards,
         rollouts.values,
@@ -228,59 +208,14 @@ def policy_loss(
     )
 
 
-def learn_from(
-    policy: MemoryPolicy,
-    optimizer: torch.optim.Optimizer,
-    rollouts: Rollouts[Any],
-    config: PolicyConfig,
-    *,
-    group_size: int,
-    gradient_clipping: float = 1.0,
-    reference: MemoryPolicy | None = None,
-) -> Update:
-    """Up to `config.epochs` epochs on one batch of rollouts, on one process.
-
-    Args:
-        policy: learns.
-        optimizer: of its parameters.
-        rollouts: those of one prompt beside each other.
-        config: clip, discount, horizon and KL target.
-        group_size: G.
-        gradient_clipping: largest gradient norm.
-        reference: as in `policy_loss`.
-    """
-    grouped = rollouts.returns.view(-1, group_size)
-    advantages = group_advantages(grouped).flatten()
-    rollouts = rollouts.last(config.horizon)
-    epochs = 0
-    for _ in range(config.epochs):
-        loss, metrics = policy_loss(policy, rollouts, advantages, config, reference=reference)
-        if epochs and float(metrics.kl / metrics.steps) > config.kl_margin * config.kl_target:
-            break
-        optimizer.zero_grad()
-        (loss / metrics.steps).backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), gradient_clipping)
-        optimizer.step()
-        epochs += 1
-    targets = lambda_returns(
-        rollouts.rewards,
-        rollouts.values,
-        rollouts.taken,
-        gamma=config.gamma,
-        gae_lambda=config.gae_lambda,
-    )
-    explained = explained_variance(rollouts.values[:, :-1], targets, rollouts.taken)
-    return Update(metrics, epochs, explained, zero_variance_groups(grouped))
-
-
 class Branching(NamedTuple, Generic[State]):
-    """What became of the branches of each state.
+    """Result of trying branches from each state.
 
     Attributes:
-        state: after the branch that was accepted, or as it was.
-        actions: that was taken, [N]; -1 where none was accepted.
+        state: after the accepted branch; unchanged where none was accepted.
+        actions: of the accepted branch, [N]; -1 where there is none.
         advantages: of every branch, [N, K], the likeliest action's first.
-        done: whether the accepted branch ends the episode, [N]; False where there is none.
+        done: True where the accepted branch ends the episode, [N].
     """
 
     state: State
@@ -293,45 +228,53 @@ class Branching(NamedTuple, Generic[State]):
 def try_branches(
     environment: Environment[State], policy: MemoryPolicy, state: State
 ) -> Branching[State]:
-    """Try the likeliest actions of each state side by side; keep the first that is good enough.
+    """Tries the likeliest actions of each state side by side, and accepts one if it is good enough.
 
-    All branches of all states are rows of one batch and share nothing. A branch's advantage is
-    gamma V(s') - V(s), and 0 where it ends the episode: what an end earns its checker alone can
-    say, and whoever acts does not know it. Of those with at least `accept_threshold` the likeliest
-    action is kept, and where there is none the state stays as it was. A value head errs more often
-    than a trained policy: see the branches' success in docs/reasoning.md before acting on this.
+    All branches of all states are independent rows of one batch. A branch's advantage is
+    gamma V(s') - V(s), and 0 where it ends the episode: the reward of an end is known to the
+    checker alone, not to an agent that acts. Of the branches with at least `accept_threshold` the
+    likeliest is accepted; where there is none, the state stays as it was. The value head errs more
+    often than a trained policy: see the success of branches in docs/reasoning.md.
 
     Raises:
         DataError: if a decision is not finite.
     """
     config = environment.config
-    seen = environment.observe(state)
-    decision = policy(*seen)
-    check_decision(decision, seen.legal)
+    observations = environment.observe(state)
+    decision = policy(*observations)
+    check_decision(decision, observations.legal)
     count = min(config.max_branches, len(Action))
+    # stable, so that equal probabilities (a fresh policy) give the same order everywhere
     likely = decision.logprobs.sort(dim=1, descending=True, stable=True)
     actions = likely.indices[:, :count]  # [N, K]
     tried = environment.step(branch(state, count), actions.flatten())
     before = decision.value.repeat_interleave(count)
     ahead = config.gamma * policy(*environment.observe(tried.state)).value
     advantages = torch.where(tried.done, 0.0, ahead - before).view(-1, count)
+    # illegal actions were stepped too, to keep one shape, but can never be accepted
     advantages = advantages.masked_fill(likely.values[:, :count].isinf(), -torch.inf)
     good = advantages >= config.accept_threshold
-    place = (good.cumsum(1) == 0).sum(1).clamp(max=count - 1)  # of the first good one
+    first = (good.cumsum(1) == 0).sum(1).clamp(max=count - 1)  # any place where none is good
     accepted = good.any(1)
-    rows = torch.arange(len(place), device=place.device) * count + place
-    chosen = actions.gather(1, place.unsqueeze(1)).squeeze(1)
+    rows = torch.arange(len(first), device=first.device) * count + first
+    likeliest = actions.gather(1, first.unsqueeze(1)).squeeze(1)
     return Branching(
         state=merge(accepted, select(tried.state, rows), state),
-        actions=torch.where(accepted, chosen, -1),
+        actions=torch.where(accepted, likeliest, -1),
         advantages=advantages,
         done=accepted & tried.done[rows],
     )
 
 
 class BranchedStep(NamedTuple, Generic[State]):
-    """A step by branches: the next state, and of each episode the action taken, whether it was
-    accepted rather than fallen back on, and whether the episode is over; [N] each."""
+    """Step by branches.
+
+    Attributes:
+        state: next state.
+        actions: of each episode, [N].
+        accepted: False where no branch was accepted and SPLICE_WINDOW taken instead, [N].
+        done: True where the episode is over, [N].
+    """
 
     state: State
     actions: Tensor
@@ -343,7 +286,7 @@ class BranchedStep(NamedTuple, Generic[State]):
 def step_by_branches(
     environment: Environment[State], policy: MemoryPolicy, state: State
 ) -> BranchedStep[State]:
-    """As `try_branches`; where no branch is accepted, SPLICE_WINDOW moves on: always legal, free.
+    """Steps as `try_branches`; where none is accepted, by SPLICE_WINDOW: always legal, and free.
 
     Raises:
         DataError: if a decision is not finite.
@@ -363,7 +306,7 @@ def step_by_branches(
 
 
 class Branched(NamedTuple, Generic[State]):
-    """Episodes played by branches: their settled states, and how many decisions accepted one."""
+    """Episodes played by branches: settled states, and the count of decisions that accepted one."""
 
     final: State
     num_accepted: int
@@ -374,17 +317,18 @@ class Branched(NamedTuple, Generic[State]):
 def roll_out_branches(
     environment: Environment[State], policy: MemoryPolicy, state: State
 ) -> Branched[State]:
-    """Play episodes to their end by branches, in a bounded number of steps.
+    """Plays episodes to their end by branches.
 
     Args:
-        environment: rules; its `max_branches` and `accept_threshold` decide.
-        policy: whose likeliest actions are tried.
-        state: where the episodes start, not yet over.
+        environment: rules, with `max_branches` and `accept_threshold`.
+        policy: gives the likeliest actions and the values.
+        state: start of the episodes, not yet over.
     Raises:
         DataError: if a reward or a decision is not finite.
     """
     running = torch.ones(len(state.time), dtype=torch.bool, device=state.time.device)
-    num_accepted = num_decisions = 0
+    num_accepted = 0
+    num_decisions = 0
     while bool(running.any()):
         after = step_by_branches(environment, policy, state)
         num_accepted += int((after.accepted & running).sum())

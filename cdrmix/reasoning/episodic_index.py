@@ -1,18 +1,12 @@
 """Episodic memory: segments of text under keys, searched by inner product.
 
-Segments are proposed, and become durable when they are accepted; what is rolled back was never
-there. Where the capacity is reached, the segment of least use gives way. Everything is
-deterministic: equal calls in equal order give equal entries, scores and files.
-
-FAISS beside the exact search: quicker over many entries, rebuilt from the keys whenever asked.
-
-The cache is never saved and never the truth: it holds what the index's keys say, and ids, ties and
-scores that are given back come from the index itself.
+Segments are proposed, and become entries at the next commit. Beyond the capacity the entries of
+least utility give way. Everything is deterministic: equal calls in equal order give equal entries,
+scores and files. `FaissCache` searches many entries faster; it is never saved, and the ids and
+scores of its results are computed from the index.
 """
 
-# B queries, S key dimensions, n entries, k entries found
-
-# B queries, S key dimensions, n entries
+# B queries, S key dimensions, n entries, k entries for a query
 
 from __future__ import annotations
 
@@ -29,24 +23,24 @@ from torch import Tensor
 from cdrmix.config.reasoning import EvictionConfig
 from cdrmix.errors import ConfigError
 
-# Above this cosine two keys are one: the entry takes the newer segment's text.
+# Above this cosine two keys count as the same, and the entry takes the newer segment's text.
 DUPLICATE_COSINE = 0.95
-# Below this cosine an entry is not about the query.
+# Below this cosine an entry is unrelated to the query.
 LEAST_SCORE = 0.2
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One segment.
+    """Segment of a text.
 
     Attributes:
         tokens: its token ids.
-        offset: where it began (tokens from the start of the text).
-        source: what text it is from.
-        score: how much it was worth when it was accepted, 0 to 1.
-        id: rises with every new entry; -1 before it is accepted.
+        offset: tokens of the text before it.
+        source: name of the text.
+        score: worth of keeping it, 0 to 1.
+        id: rises with every new entry; -1 before the commit.
         last_used: step at which it was written, refreshed or read last.
-        num_reads: how often it was read.
+        num_reads: times that it was read.
     """
 
     tokens: tuple[int, ...]
@@ -71,7 +65,7 @@ class SearchResult(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What a commit did, by entry id."""
+    """Ids of the entries that a commit changed."""
 
     added: list[int]
     refreshed: list[int]
@@ -79,14 +73,14 @@ class Committed(NamedTuple):
 
 
 class EpisodicIndex:
-    """Entries in the order of their ids, and proposals beside them.
+    """Entries in the order of their ids, and proposed segments.
 
     Args:
         key_size: S.
         max_tokens: capacity (tokens of all entries together).
         encoder: digest of the encoder that makes keys and queries.
         tokenizer: digest of the tokenizer that gives the segments' ids.
-        eviction: how the entries that leave are chosen.
+        eviction: weights of an entry's utility.
     """
 
     def __init__(
@@ -103,7 +97,8 @@ class EpisodicIndex:
         self.tokenizer = tokenizer
         self._eviction = eviction or EvictionConfig()
         self.entries: list[Entry] = []
-        self._rows = torch.zeros(0, key_size)  # room for keys, doubled when it is used up
+        # grown by doubling: to append to a tensor of exact size would copy it at every write
+        self._rows = torch.zeros(0, key_size)
         self.next_id = 0
         self.version = 0  # rises whenever keys change, for caches of them
         self._pending: list[tuple[Tensor, Entry]] = []
@@ -121,24 +116,19 @@ class EpisodicIndex:
         """Tokens of all entries."""
         return sum(len(entry.tokens) for entry in self.entries)
 
-    @property
-    def num_pending(self) -> int:
-        """Segments proposed and not yet accepted."""
-        return len(self._pending)
-
     def propose(
         self, key: Tensor, tokens: Sequence[int], *, offset: int, source: str, score: float
     ) -> None:
-        """Put a segment forward; it cannot be found before it is accepted.
+        """Puts a segment forward; searches do not see it before the next commit.
 
         Args:
             key: unit vector, [S].
             tokens: of the segment; at least one, and no more than the capacity.
-            offset: where it begins (tokens from the start of the text).
-            source: what text it is from.
-            score: how much it is worth keeping, 0 to 1.
+            offset: tokens of the text before it.
+            source: name of the text.
+            score: worth of keeping it, 0 to 1.
         Raises:
-            ValueError: if the key is no finite unit vector of S numbers, or the segment too long.
+            ValueError: if the key is no finite unit vector [S], or the segment too long.
         """
         key = key.detach().float().cpu()
         if key.shape != self._rows.shape[1:]:
@@ -147,40 +137,51 @@ class EpisodicIndex:
             )
         if not math.isclose(float(key.norm()), 1.0, abs_tol=1e-3):
             raise ValueError(f"a key of length {float(key.norm()):g}; keys are unit vectors")
+        # a longer one would evict everything and still not fit
         if not 1 <= len(tokens) <= self.max_tokens:
             raise ValueError(f"a segment of {len(tokens)} tokens; 1 to {self.max_tokens} fit")
         entry = Entry(tuple(int(token) for token in tokens), offset, source, score)
         self._pending.append((key, entry))
 
-    def rollback(self) -> None:
-        """Forget what was proposed."""
-        self._pending.clear()
-
     def commit(self, *, step: int) -> Committed:
-        """Accept what was proposed, in its order; then make room.
+        """Accepts the proposed segments in their order, then evicts entries beyond the capacity.
 
         Args:
-            step: now, for the age of entries.
+            step: present time, for the age of entries.
         """
-        done = Committed([], [], [])
+        changes = Committed([], [], [])
         for key, entry in self._pending:
-            near = self._duplicate_of(key)
-            if near is None:
-                self._append(key, dataclasses.replace(entry, id=self.next_id, last_used=step))
-                done.added.append(self.next_id)
-                self.next_id += 1
-            else:
-                self._refresh(near, key, entry, step)
-                done.refreshed.append(self.entries[near].id)
+            # one by one, as a segment may repeat another of the same commit
+            cosines = self.keys @ key
+            row = int(cosines.argmax()) if self.entries else -1
+            if row >= 0 and float(cosines[row]) > DUPLICATE_COSINE:
+                old = self.entries[row]
+                self._rows[row] = key
+                self.entries[row] = dataclasses.replace(
+                    entry,
+                    id=old.id,
+                    score=max(old.score, entry.score),
+                    last_used=step,
+                    num_reads=old.num_reads,
+                )
+                changes.refreshed.append(old.id)
+                continue
+            if len(self.entries) == len(self._rows):
+                more = torch.zeros(max(len(self._rows), 64), self._rows.shape[1])
+                self._rows = torch.cat([self._rows, more])
+            self._rows[len(self.entries)] = key
+            self.entries.append(dataclasses.replace(entry, id=self.next_id, last_used=step))
+            changes.added.append(self.next_id)
+            self.next_id += 1
         if self._pending:
             self.version += 1
         self._pending.clear()
-        new = {*done.added, *done.refreshed}
-        done.evicted.extend(self._make_room(step, new))
-        return done
+        # only after all are in: capacity may be exceeded by a part of the commit
+        changes.evicted.extend(self._make_room(step, {*changes.added, *changes.refreshed}))
+        return changes
 
     def search(self, queries: Tensor, *, top_k: int) -> SearchResult:
-        """The accepted entries nearest to each query, exactly; ties go to the older entry.
+        """Finds the entries nearest to each query by exact search; ties go to the older entry.
 
         Args:
             queries: unit vectors, [B, S].
@@ -188,20 +189,22 @@ class EpisodicIndex:
         """
         scores = queries.detach().float().cpu() @ self.keys.transpose(0, 1)  # [B, n]
         rows = [best_of(row, top_k) for row in scores]
-        return self.found([row.tolist() for row in rows], scores)
+        return self.results([row.tolist() for row in rows], scores)
 
     def restore(self, keys: Tensor, entries: Sequence[Entry], *, next_id: int) -> None:
-        """Take the place of what is held: keys [n, S] and their entries, in the order of ids."""
+        """Replaces all entries and their keys [n, S], in the order of ids."""
         assert len(keys) == len(entries), "one key per entry"
-        self._rows, self.entries, self.next_id = keys, list(entries), next_id
+        self._rows = keys
+        self.entries = list(entries)
+        self.next_id = next_id
         self.version += 1
 
-    def found(self, rows: Sequence[Sequence[int]], scores: Tensor) -> SearchResult:
-        """Rows of entries, best first, as ids and scores; those below the least score are left out.
+    def results(self, rows: Sequence[Sequence[int]], scores: Tensor) -> SearchResult:
+        """Returns the ids and scores of entries, without those below `LEAST_SCORE`.
 
         Args:
-            rows: of each query, as many as wanted.
-            scores: of each query with every entry, [B, n].
+            rows: places of entries for each query, best first.
+            scores: cosine of each query with every entry, [B, n].
         """
         width = max((len(row) for row in rows), default=0)
         ids = torch.full((len(rows), width), -1, dtype=torch.int64)
@@ -214,11 +217,11 @@ class EpisodicIndex:
         return SearchResult(ids, values)
 
     def touch(self, ids: Tensor, *, step: int) -> None:
-        """Note that entries were read and used; `search` by itself changes nothing.
+        """Counts a read of entries; a search alone is none, as its result may not be used.
 
         Args:
             ids: of entries, any shape; -1 is passed over.
-            step: now.
+            step: present time.
         """
         read = set(ids.flatten().tolist()) - {-1}
         self.entries = [
@@ -229,20 +232,28 @@ class EpisodicIndex:
         ]
 
     def entry(self, id: int) -> Entry:
-        """The entry of an id.
+        """Returns the entry of an id.
 
         Raises:
-            KeyError: if it was never there, or was evicted.
+            KeyError: if there never was one, or it was evicted.
         """
+        # entries stay in the order of their ids: new ones are appended, evictions keep the order
         place = bisect.bisect_left(self.entries, id, key=lambda entry: entry.id)
         if place == len(self.entries) or self.entries[place].id != id:
             raise KeyError(f"no entry {id}")
         return self.entries[place]
 
     def utility(self, *, step: int) -> Tensor:
-        """Worth of keeping each entry, by its score, recency and reads; [n]."""
+        """Computes the worth of keeping each entry, from its score, recency and reads; [n]."""
         weights = self._eviction
-        scores = _scaled(torch.tensor([entry.score for entry in self.entries]))
+        scores = torch.tensor([entry.score for entry in self.entries])
+        # scores are the agent's probabilities, often within a narrow range: spread over 0 to 1 they
+        # count beside recency and reads
+        if len(scores) == 0 or scores.max() == scores.min():
+            scores = torch.zeros_like(scores)
+        else:
+            scores = (scores - scores.min()) / (scores.max() - scores.min())
+        # float64, as a float32 sum would lose the recency after some 20 half-lives
         ages = torch.tensor([step - entry.last_used for entry in self.entries], dtype=torch.float64)
         reads = torch.tensor([math.log1p(entry.num_reads) for entry in self.entries])
         most = max(float(reads.max()), 1e-9) if len(reads) else 1.0
@@ -250,33 +261,8 @@ class EpisodicIndex:
         worth = weights.score_weight * scores + weights.recency_weight * recency
         return worth + weights.reads_weight * reads / most
 
-    def _duplicate_of(self, key: Tensor) -> int | None:
-        if not self.entries:
-            return None
-        cosines = self.keys @ key
-        nearest = int(cosines.argmax())
-        return nearest if float(cosines[nearest]) > DUPLICATE_COSINE else None
-
-    def _append(self, key: Tensor, entry: Entry) -> None:
-        if len(self.entries) == len(self._rows):
-            more = torch.zeros(max(len(self._rows), 64), self._rows.shape[1])
-            self._rows = torch.cat([self._rows, more])
-        self._rows[len(self.entries)] = key
-        self.entries.append(entry)
-
-    def _refresh(self, row: int, key: Tensor, entry: Entry, step: int) -> None:
-        old = self.entries[row]
-        self._rows[row] = key
-        self.entries[row] = dataclasses.replace(
-            entry,
-            id=old.id,
-            score=max(old.score, entry.score),
-            last_used=step,
-            num_reads=old.num_reads,
-        )
-
     def _make_room(self, step: int, new: set[int]) -> list[int]:
-        """Evict what is of least utility, ties by age and new entries last, until the rest fits."""
+        """Evicts entries of least utility, older ones of equals and new ones last, to fit."""
         excess = self.num_tokens - self.max_tokens
         if excess <= 0:
             return []
@@ -288,31 +274,25 @@ class EpisodicIndex:
                 break
             evicted.add(row)
             excess -= len(self.entries[row].tokens)
-        kept = [row for row in range(len(self.entries)) if row not in evicted]
-        gone = [self.entries[row].id for row in sorted(evicted)]
-        self._rows = self._rows[kept]
-        self.entries = [self.entries[row] for row in kept]
+        ids = [self.entries[row].id for row in sorted(evicted)]
+        rest = [row for row in range(len(self.entries)) if row not in evicted]
+        self._rows = self._rows[rest]
+        self.entries = [self.entries[row] for row in rest]
         self.version += 1
-        return gone
+        return ids
 
 
 def best_of(scores: Tensor, count: int) -> Tensor:
-    """Places of the highest scores, best first, ties by the lowest place: [n] -> [<= count]."""
+    """Returns the places of the highest scores, ties by the lowest place: [n] -> [<= count]."""
     count = min(count, len(scores))
     if count == 0:
         return torch.empty(0, dtype=torch.int64)
-    # topk may give any of equal scores; a stable sort of all is slower than finding the least
+    # topk gives any of equal scores, and a stable sort of all is slower: topk finds the least score
+    # that counts, and the stable sort takes only those from there on
     least = torch.topk(scores, count).values[-1]
     places = torch.nonzero(scores >= least).squeeze(1)
     order = torch.sort(scores[places], descending=True, stable=True).indices
     return places[order][:count]
-
-
-def _scaled(values: Tensor) -> Tensor:
-    """Values mapped to 0..1; zeros where all are equal."""
-    if len(values) == 0 or values.max() == values.min():
-        return torch.zeros_like(values)
-    return (values - values.min()) / (values.max() - values.min())
 
 
 # From here on the exact search of one query takes more than about 10 ms on one core.
@@ -322,10 +302,10 @@ _NUM_PROBES = 8
 
 
 class FaissCache:
-    """Searches an index through FAISS: all keys up to 8,191 of them, the nearest clusters beyond.
+    """Search of an index by FAISS: all keys up to 8,191 entries, the nearest clusters beyond.
 
     Args:
-        index: what to search; changes of it are noticed.
+        index: may change; the cache is then built anew.
     Raises:
         ConfigError: if FAISS is not installed.
     """
@@ -343,37 +323,29 @@ class FaissCache:
         self._built: tuple[int, Any] | None = None
 
     def search(self, queries: Tensor, *, top_k: int) -> SearchResult:
-        """As `EpisodicIndex.search`; beyond 8,191 entries it may miss some.
-
-        Args:
-            queries: unit vectors, [B, S].
-            top_k: k.
-        """
+        """Searches as `EpisodicIndex.search`; beyond 8,191 entries it may miss some."""
         if not len(self._index):
             return self._index.search(queries, top_k=top_k)
-        built = self._rebuilt()
-        asked = queries.detach().float().cpu().contiguous()
-        _, rows = built.search(asked.numpy(), min(top_k, len(self._index)))
-        exact = asked.new_zeros(len(asked), len(self._index))
-        ordered = []
-        for place, row in enumerate(rows.tolist()):
-            found = sorted(entry for entry in row if entry >= 0)
-            exact[place, found] = self._index.keys[found] @ asked[place]
-            ordered.append(sorted(found, key=lambda entry: (-float(exact[place, entry]), entry)))
-        return self._index.found(ordered, exact)
-
-    def _rebuilt(self) -> Any:
         if self._built is None or self._built[0] != self._index.version:
-            self._built = (self._index.version, self._build())
-        return self._built[1]
-
-    def _build(self) -> Any:
-        keys = self._index.keys.contiguous().numpy()
-        clustered = len(keys) >= _CLUSTERED_FROM
-        layout = f"IVF{_NUM_CLUSTERS},Flat" if clustered else "Flat"
-        built = self._faiss.index_factory(keys.shape[1], layout, self._faiss.METRIC_INNER_PRODUCT)
-        built.train(keys)
-        if clustered:
-            built.nprobe = _NUM_PROBES
-        built.add(keys)
-        return built
+            keys = self._index.keys.contiguous().numpy()
+            clustered = len(keys) >= _CLUSTERED_FROM
+            layout = f"IVF{_NUM_CLUSTERS},Flat" if clustered else "Flat"
+            cache = self._faiss.index_factory(
+                keys.shape[1], layout, self._faiss.METRIC_INNER_PRODUCT
+            )
+            cache.train(keys)
+            if clustered:
+                cache.nprobe = _NUM_PROBES
+            cache.add(keys)
+            self._built = (self._index.version, cache)
+        vectors = queries.detach().float().cpu().contiguous()
+        _, rows = self._built[1].search(vectors.numpy(), min(top_k, len(self._index)))
+        # FAISS sums in another order: scores are computed anew, and ties put in the order of age,
+        # so that a result does not depend on whether the cache is used
+        scores = vectors.new_zeros(len(vectors), len(self._index))
+        ordered = []
+        for query, row in enumerate(rows.tolist()):
+            places = sorted(place for place in row if place >= 0)
+            scores[query, places] = self._index.keys[places] @ vectors[query]
+            ordered.append(sorted(places, key=lambda place: (-float(scores[query, place]), place)))
+        return self._index.results(ordered, scores)

@@ -1,26 +1,22 @@
-"""The plastic adapter of one linear layer.
+"""Plastic adapters: fast weights beside the linear layers of a backbone, written while it reads.
 
-For a token with features p = normalize(A x) and q = normalize(B^T y0), where y0 = W x:
+For a token of an adapted layer with y0 = W x, p = normalize(A x) and q = normalize(B^T y0):
 
     y = y0 + alpha g B (H p)          H: fast weights of this sequence, zero at its start
     H' = rule(H, q, e, m)             e: trace of the p before, m = sigmoid(w_m . x + b)
 
-A, B, g, w_m, b and the trace's decay are parameters, learned slowly; H is state.
-
-A backbone that learns while it reads: plastic adapters on its linear layers.
-
-The adapters hang on the layers by forward hooks, so that a backbone's code, its parameter names
-and, with plasticity off, its numbers stay what they are.
+A, B, g, w_m, b and the trace's decay are parameters, learned slowly; H is state, see
+`fast_weights`. The adapters are attached by forward hooks, so that a backbone's code, its parameter
+names and, with plasticity off, its numbers stay what they are.
 """
 
-# B sequences, T time, I inputs and O outputs of the layer, r rank
-
-# B sequences, T time
+# B sequences, T tokens, I inputs and O outputs of the layer, r rank
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,17 +49,17 @@ _INITIAL_GAIN = 10.0
 # Largest ||alpha g B H p|| / ||W x|| of a token. A bound on H alone that would keep to this for
 # every p, ||alpha g B H|| <= .5 ||W||, keeps the binding task from being learned at all.
 LARGEST_RELATIVE_CHANGE = 0.5
-_TINY = 1e-12  # keeps a length of zero from being divided by
+_TINY = 1e-12  # added to lengths that are divided by, which may be zero
 
 
 class Guards(NamedTuple):
-    """How often the guards stepped in, and how large things grew; scalars over layers and rows.
+    """Counters of the guards, scalars over layers and sequences.
 
     Attributes:
         limited_writes: tokens whose write was lowered to `LARGEST_WRITE`.
-        skipped_writes: tokens whose features were not finite; they store nothing.
+        skipped_writes: tokens that stored nothing, as their features were not finite.
         limited_changes: tokens whose change was scaled down to `LARGEST_RELATIVE_CHANGE`.
-        largest_weight: of the magnitudes of H after the last token.
+        largest_weight: largest magnitude in H after the last token.
     """
 
     limited_writes: Tensor
@@ -73,7 +69,14 @@ class Guards(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """What an adapter makes of a layer's output."""
+    """Output of an adapter.
+
+    Attributes:
+        y: output of the layer with its change.
+        after: fast weights after the last token.
+        correlation: local objective; None unless asked for.
+        guards: None where nothing was written.
+    """
 
     y: Tensor
     after: FastWeights
@@ -82,14 +85,7 @@ class Adapted(NamedTuple):
 
 
 class PlasticAdapter(nn.Module):
-    """The slow parameters of one adapted layer.
-
-    Args:
-        in_features: I.
-        out_features: O.
-        config: rank, scale, decay and clamp.
-        rule: hebb, delta or oja.
-    """
+    """Slow parameters of one adapted layer, and the use of its fast weights."""
 
     def __init__(
         self, in_features: int, out_features: int, config: AdapterConfig, rule: Rule
@@ -99,7 +95,7 @@ class PlasticAdapter(nn.Module):
         self.rule = rule
         self.down = nn.Parameter(torch.empty(config.rank, in_features))  # A
         self.up = nn.Parameter(torch.empty(out_features, config.rank))  # B
-        # single numbers are vectors of one: DeepSpeed broadcasts no other (0.19.8, engine.py)
+        # vectors of one number, as DeepSpeed does not broadcast scalars (0.19.8, engine.py)
         self.gain = nn.Parameter(torch.empty(1))  # g
         self.modulator = nn.Parameter(torch.empty(in_features))
         self.modulator_bias = nn.Parameter(torch.empty(1))
@@ -107,7 +103,7 @@ class PlasticAdapter(nn.Module):
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str) -> None:
-        """Random factors; a modulator of 1/2 and a trace that halves twice, for every token."""
+        """Sets random factors, a modulator of 1/2 and a trace decay of 1/4."""
         normal_(self.down, self.down.shape[1] ** -0.5, seed=seed, name=f"{name}.down")
         normal_(self.up, self.config.rank**-0.5, seed=seed, name=f"{name}.up")
         self.gain.fill_(_INITIAL_GAIN)
@@ -125,7 +121,7 @@ class PlasticAdapter(nn.Module):
         with_correlation: bool,
         mask: Tensor | None = None,
     ) -> Adapted:
-        """The layer's output with what is remembered, and the fast weights after the last token.
+        """Changes the layer's output by the fast weights, and writes them.
 
         Args:
             x: input of the layer, [B, T, I].
@@ -133,21 +129,25 @@ class PlasticAdapter(nn.Module):
             before: fast weights before the first token.
             start: tokens of the episode before x.
             writes: False reads the fast weights and leaves them as they are.
-            with_correlation: also give the local objective.
-            mask: which tokens are text, [B, T]; the others are filling and store nothing.
+            with_correlation: compute the local objective too.
+            mask: True for text, False for padding, which stores nothing, [B, T].
         """
         if not writes:
-            return Adapted(self._recalled(x, y0, before.weights), before)
+            return Adapted(self._read_only(x, y0, before.weights), before)
+        # the recurrence runs in float32: in bf16, writes below 1/256 of H would be lost
         pre = F.normalize(F.linear(x, self.down).float(), dim=-1)  # p, [B, T, r]
         post = F.normalize((y0 @ self.up).float(), dim=-1)  # q, [B, T, r]
         strength = torch.sigmoid((x @ self.modulator + self.modulator_bias).float())  # m, [B, T]
+        # a single token that is not finite would spoil H for the rest of the text
         finite = (pre.sum(-1) + post.sum(-1) + strength).isfinite()
         stores = finite if mask is None else finite & mask
         pre, post = (torch.where(stores.unsqueeze(-1), part, 0) for part in (pre, post))
         trace = traces(pre, before.trace, 0.5 * torch.sigmoid(self.trace_decay.float()))
-        wanted = torch.where(stores, strength, 0)
-        stored = Writes(post, trace[:, :-1], limited(wanted, post, trace[:, :-1]))
+        strength = torch.where(stores, strength, 0)
+        stored = Writes(post, trace[:, :-1], limited(strength, post, trace[:, :-1]))
+        # the objective asks what H gives for the trace under which the token is stored
         lookups = [pre, stored.trace] if with_correlation else [pre]
+        clamp = self.config.clamp
         read, weights = scan_chunks(
             before.weights,
             torch.stack(lookups, dim=2),
@@ -155,53 +155,55 @@ class PlasticAdapter(nn.Module):
             rule=self.rule,
             decay=self.config.decay,
             start=start,
-            border=self._clamped,
+            clamp=lambda weights: clamp * torch.tanh(weights / clamp),
         )
         correlation = None
         if with_correlation:
-            correlation = correlation_loss(
-                stored.post,
-                stored.strength,
-                read[:, :, 1],
-                weights,
-                decay=self.config.decay,
-                decorrelation_weight=self.config.decorrelation_weight,
-            )
+            correlation = self._correlation(stored, read[:, :, 1], weights)
         after = FastWeights(weights, trace[:, -1])
-        y, limited_changes = self._changed(y0, read[:, :, 0])
+        y, limited_changes = self._change(y0, read[:, :, 0])
         guards = Guards(
-            limited_writes=(stored.strength < wanted).sum(),
+            limited_writes=(stored.strength < strength).sum(),
             skipped_writes=(~finite).sum(),
             limited_changes=limited_changes,
             largest_weight=weights.detach().abs().max(),
         )
         return Adapted(y, after, correlation, guards)
 
-    def _clamped(self, weights: Tensor) -> Tensor:
-        clamp = self.config.clamp
-        return clamp * torch.tanh(weights / clamp)
+    def _correlation(self, stored: Writes, recalled: Tensor, weights: Tensor) -> Tensor:
+        return correlation_loss(
+            stored.post,
+            stored.strength,
+            recalled,
+            weights,
+            decay=self.config.decay,
+            decorrelation_weight=self.config.decorrelation_weight,
+        )
 
-    def _recalled(self, x: Tensor, y0: Tensor, weights: Tensor) -> Tensor:
-        """`_changed` in as few operations as can be, which is what a single token costs."""
-        features = F.linear(x, self.down).float()  # p, not normalised
+    def _read_only(self, x: Tensor, y0: Tensor, weights: Tensor) -> Tensor:
+        """Computes `_change` in as few operations as possible, which decide the cost of one token.
+
+        p is not normalised: its length divides the scale instead.
+        """
+        features = F.linear(x, self.down).float()
         recalled = torch.bmm(features, weights.transpose(1, 2)).to(y0.dtype)
         change = F.linear(recalled, self.up)
-        size, own, length = (
+        size, layer_size, length = (
             torch.linalg.vector_norm(part, dim=-1, keepdim=True, dtype=torch.float32)
             for part in (change, y0, features)
         )
-        largest = LARGEST_RELATIVE_CHANGE * own / (size + _TINY)
+        largest = LARGEST_RELATIVE_CHANGE * layer_size / (size + _TINY)
         scale = torch.clamp(self.gain * self.config.alpha / (length + _TINY), -largest, largest)
         return torch.addcmul(y0, change, scale.to(y0.dtype))
 
-    def _changed(self, y0: Tensor, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        """y0 + alpha g B (H p), [B, T, O], and the number of tokens at which it was bounded."""
+    def _change(self, y0: Tensor, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns y0 + alpha g B (H p), [B, T, O], and the number of tokens that were bounded."""
         change = self.config.alpha * self.gain * self.up  # [O, r]
         spread = change.transpose(0, 1).float() @ change.float()
         # ||change recalled||^2 in r dimensions instead of O
         size = ((recalled @ spread) * recalled).sum(-1).clamp(min=1e-12).sqrt()  # [B, T]
-        own = torch.linalg.vector_norm(y0, dim=-1, dtype=torch.float32)
-        scale = (LARGEST_RELATIVE_CHANGE * own / size).clamp(max=1)
+        layer_size = torch.linalg.vector_norm(y0, dim=-1, dtype=torch.float32)
+        scale = (LARGEST_RELATIVE_CHANGE * layer_size / size).clamp(max=1)
         bounded = (recalled * scale.unsqueeze(-1)).to(y0.dtype)
         return y0 + F.linear(bounded, change.to(y0.dtype)), (scale < 1).sum()
 
@@ -219,7 +221,7 @@ class PlasticState:
 
     Attributes:
         layers: by the name of the adapted layer.
-        num_tokens: tokens that every row has read since its episode began.
+        num_tokens: tokens of the episode so far, padding included; equal for all rows.
     """
 
     layers: Mapping[str, FastWeights]
@@ -228,10 +230,10 @@ class PlasticState:
 
 @dataclass(frozen=True)
 class EpisodeState:
-    """All that a sequence carries: the backbone's state and the fast weights.
+    """State of a batch of sequences.
 
     Attributes:
-        blocks: state and cache of the backbone; None where its window begins anew.
+        blocks: state and cache of the backbone; None at the start of a window.
         plastic: fast weights, which outlive the window.
     """
 
@@ -240,14 +242,14 @@ class EpisodeState:
 
 
 class PlasticOutput(NamedTuple):
-    """What a forward pass with plasticity gives.
+    """Output of a forward pass with plasticity.
 
     Attributes:
-        output: of the backbone; its `state` is part of `state` here.
+        output: of the backbone; its `state` is `state.blocks`.
         state: after the last token.
-        correlation: objective of all adapters, summed over sequences and averaged over layers;
-            None unless asked for.
-        guards: what the guards did in the layers here; None where nothing was written.
+        correlation: local objective, summed over sequences and averaged over layers; None unless
+            asked for.
+        guards: of the layers on this rank; None where nothing was written.
     """
 
     output: Output
@@ -263,12 +265,12 @@ class PlasticBackbone(nn.Module):
     Transformer blocks, and dense feed-forwards; experts are not.
 
     Args:
-        backbone: taken over as it is, and trained or not as its parameters say.
+        backbone: trained or not, as its parameters say.
         config: rank, scale, decay and clamp of the adapters.
-        rule: how fast weights are written.
+        rule: hebb, delta or oja.
     Raises:
-        ValueError: if the backbone recomputes its activations: a block that is run again
-            would write its tokens again.
+        ValueError: if the backbone recomputes its activations: a block that is run again would
+            write its tokens again.
     """
 
     def __init__(self, backbone: Backbone, config: AdapterConfig, *, rule: Rule = "hebb") -> None:
@@ -276,7 +278,12 @@ class PlasticBackbone(nn.Module):
         if backbone.activation_checkpointing:
             raise ValueError("plastic adapters need a backbone without activation checkpointing")
         self.backbone = backbone
-        self._layers = dict(_adapted_layers(backbone))
+        self._layers: dict[str, nn.Linear] = {}
+        for name, module in backbone.named_modules():
+            for part in _ADAPTED.get(type(module), ()):
+                layer = getattr(module, part)
+                assert isinstance(layer, nn.Linear), f"{name}.{part} is no linear layer"
+                self._layers[f"{name}.{part}"] = layer
         self.adapters = nn.ModuleDict(
             {
                 _key(name): PlasticAdapter(layer.in_features, layer.out_features, config, rule)
@@ -287,12 +294,12 @@ class PlasticBackbone(nn.Module):
 
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
-        """Set the initial values of the adapters from the seed; the backbone stays."""
+        """Sets the initial values of the adapters from the seed; the backbone stays."""
         for name in self._layers:
             self.adapter(name).initialize(seed=seed, name=f"adapters.{name}")
 
     def start(self, batch_size: int) -> EpisodeState:
-        """State of a batch of episodes before their first token."""
+        """Returns the state of a batch of episodes before their first token."""
         device = self.backbone.device
         layers = {
             name: blank(batch_size, self.adapter_config.rank, device=device)
@@ -311,22 +318,36 @@ class PlasticBackbone(nn.Module):
         with_correlation: bool = False,
         mask: Tensor | None = None,
     ) -> PlasticOutput:
-        """Read tokens.
+        """Reads tokens.
 
         Args:
             input_ids: [B, T], int64.
             state: from `start` or an earlier call; not changed.
-            segment_ids: where the backbone forgets, as in `Backbone.forward`; fast weights do not.
-            return_blocks: keep the backbone's state and cache in the state that is given back.
+            segment_ids: documents, as in `Backbone.forward`; fast weights pass their boundaries.
+            return_blocks: return the backbone's state and cache too.
             writes: False reads the fast weights and leaves them as they are.
-            with_correlation: also give the local objective.
-            mask: which tokens are text, [B, T]; the others are filling, and fast weights only
-                fade over them.
+            with_correlation: compute the local objective too.
+            mask: True for text, [B, T]; over padding, fast weights only fade.
         """
-        reading = _Reading(self, state.plastic, writes, with_correlation and writes, mask)
+        results: dict[str, Adapted] = {}
+
+        def adapt(name: str, _: nn.Module, inputs: tuple[Tensor, ...], y0: Tensor) -> Tensor:
+            results[name] = self.adapter(name)(
+                inputs[0],
+                y0,
+                state.plastic.layers[name],
+                start=state.plastic.num_tokens,
+                writes=writes,
+                with_correlation=with_correlation and writes,
+                mask=mask,
+            )
+            return results[name].y
+
+        # only for this call, so that the same backbone can also be run without its adapters
         with contextlib.ExitStack() as hooks:
             for name, layer in self._layers.items():
-                hooks.callback(layer.register_forward_hook(reading.hook(name)).remove)
+                handle = layer.register_forward_hook(functools.partial(adapt, name))
+                hooks.callback(handle.remove)
             output = self.backbone(
                 input_ids,
                 segment_ids=segment_ids,
@@ -334,80 +355,38 @@ class PlasticBackbone(nn.Module):
                 return_state=return_blocks,
             )
         after = PlasticState(
-            {name: result.after for name, result in reading.results.items()},
+            {name: result.after for name, result in results.items()},
             state.plastic.num_tokens + (input_ids.shape[1] if writes else 0),
         )
-        results = list(reading.results.values())
-        correlations = [result.correlation for result in results if result.correlation is not None]
+        correlation, guards = _over_layers(list(results.values()), self.backbone)
         return PlasticOutput(
             output=output,
             state=EpisodeState(output.state, after),
-            correlation=(
-                mean_over_layers(torch.stack(correlations), self.backbone) if correlations else None
-            ),
-            guards=_combined([result.guards for result in results if result.guards is not None]),
+            correlation=correlation,
+            guards=guards,
         )
 
     def adapter(self, name: str) -> PlasticAdapter:
-        """The adapter of a layer, by the layer's name in the backbone."""
+        """Returns the adapter of a layer, by the layer's name in the backbone."""
         adapter = self.adapters[_key(name)]
         assert isinstance(adapter, PlasticAdapter), "the table holds adapters only"
         return adapter
 
 
-class _Reading:
-    """One forward pass: what goes into the adapters and what comes out, by layer."""
-
-    def __init__(
-        self,
-        model: PlasticBackbone,
-        before: PlasticState,
-        writes: bool,
-        with_correlation: bool,
-        mask: Tensor | None,
-    ) -> None:
-        self._model = model
-        self._before = before
-        self._mask = mask
-        self._writes = writes
-        self._with_correlation = with_correlation
-        self.results: dict[str, Adapted] = {}
-
-    def hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-        """What runs after a layer's forward and replaces its output."""
-
-        def adapt(_: nn.Module, inputs: tuple[Tensor, ...], y0: Tensor) -> Tensor:
-            self.results[name] = self._model.adapter(name)(
-                inputs[0],
-                y0,
-                self._before.layers[name],
-                start=self._before.num_tokens,
-                writes=self._writes,
-                with_correlation=self._with_correlation,
-                mask=self._mask,
-            )
-            return self.results[name].y
-
-        return adapt
-
-
-def _adapted_layers(backbone: Backbone) -> Iterator[tuple[str, nn.Linear]]:
-    for name, module in backbone.named_modules():
-        for part in _ADAPTED.get(type(module), ()):
-            layer = getattr(module, part)
-            assert isinstance(layer, nn.Linear), f"{name}.{part} is no linear layer"
-            yield f"{name}.{part}", layer
-
-
 def _key(name: str) -> str:
-    """A layer's name as a key of a module table, which allows no dots."""
+    """Converts a layer's name to a key of `nn.ModuleDict`, which allows no dots."""
     return name.replace(".", "/")
 
 
-def _combined(guards: list[Guards]) -> Guards | None:
+def _over_layers(results: list[Adapted], backbone: Backbone) -> tuple[Tensor | None, Guards | None]:
+    """Returns the mean of the layers' objectives and the sum of their counters, where there are."""
+    correlations = [each.correlation for each in results if each.correlation is not None]
+    guards = [each.guards for each in results if each.guards is not None]
+    correlation = None
+    if correlations:
+        # a stage of a pipeline holds some layers; the mean is over those of all stages
+        correlation = mean_over_layers(torch.stack(correlations), backbone)
     if not guards:
-        return None
-    limited_writes, skipped_writes, limited_changes, largest = (
-        torch.stack(values) for values in zip(*guards, strict=True)
-    )
-    return Guards(limited_writes.sum(), skipped_writes.sum(), limited_changes.sum(), largest.max())
+        return correlation, None
+    *counts, largest = (torch.stack(column) for column in zip(*guards, strict=True))
+    return correlation, Guards(*(count.sum() for count in counts), largest.max())

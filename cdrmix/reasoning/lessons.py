@@ -1,11 +1,10 @@
-"""Training batches of Stage B, each a pure function of (seed, phase, number).
+"""Lessons, the batches of Stage B: each a pure function of (seed, phase, number).
 
-A lesson holds tasks, cut into segments, with all that chance decides about them, and plain text.
-What training sees of a task is its evidence among a few other segments; whole texts come in the
-policy's phase.
+A lesson holds tasks, cut into segments, with every random choice about them, and plain text. The
+policy's phase reads whole texts; the others read a task's evidence among a few other segments.
 """
 
-# N texts, L segments, E pieces of evidence, n rows of T + 1 tokens of plain text
+# N texts, L segments, n rows of T + 1 tokens of plain text
 
 from __future__ import annotations
 
@@ -39,15 +38,16 @@ from cdrmix.reasoning.segments import (
     make_texts,
     window_tokens,
 )
-from cdrmix.reasoning.speculation import map_tensors
+from cdrmix.reasoning.state_rows import map_tensors
 from cdrmix.reasoning.tasks import Example, generate_examples
 
-# Segments in a window that do not belong there, as when more was fetched than the answer takes; one
-# of these counts is drawn.
+# Counts of stray segments in a window, one drawn for each, as an agent fetches more than the answer
+# takes. With a single stray in .3 of the windows, answers beside another key's code were right in
+# .56 to .75 of texts (docs/reasoning.md).
 _STRAYS = (0, 1, 1, 2)
-# How often a segment of a training text is folded into the slots.
+# Share of a training text's segments that are folded into the slots.
 _SUMMARISED_SHARE = 0.3
-# A task that a length has no room for may be longer by so many windows.
+# Most windows by which a text may exceed its length to have room for its task.
 _LONGER_BY = 16
 
 Rows = Callable[[NDArray[np.int64]], NDArray[np.int64]]
@@ -55,21 +55,22 @@ Rows = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Lesson:
-    """One batch, made and learned from as a whole.
+    """One batch, learned from as a whole.
 
     Attributes:
-        seed: of what is sampled while it is learned from.
-        examples: the tasks, [N].
-        texts: their segments and questions.
+        seed: of the sampling while it is learned from.
+        examples: tasks, [N].
+        texts: segments and questions of the tasks.
         evidence: segments from which each answer follows, in the order in which one leads to the
             next, [N].
-        found: segments in the window when the next piece of evidence is looked for, [N].
-        sought: the segment that is looked for then, [N]; -1 where there is none.
-        gathered: segments in the window when the question is answered, [N].
-        answers: tokens of the right answer with the stop, [N].
-        summarised: segments that are folded into the slots, [N, L].
+        found: segments in the window at a retrieval, [N].
+        sought: segment that this retrieval should fetch, [N]; -1 for none.
+        gathered: segments in the window at the answer, [N].
+        answers: tokens of the right answers, with the stop, [N].
+        summarised: True for segments that are folded into the slots, [N, L].
         plain: text of the corpus, [n, T + 1] int64; no rows without a corpus.
-        drills: further windows with a question, as tokens, and the answer to each with the stop.
+        drills: (tokens of a window with its question, tokens of the answer with the stop), read
+            without any memory.
     """
 
     seed: int
@@ -85,22 +86,22 @@ class Lesson:
     drills: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
     def to(self, device: torch.device) -> Lesson:
-        """The lesson with its tensors on a device."""
+        """Moves the lesson's tensors to a device."""
         return map_tensors(self, lambda tensor: tensor.to(device))
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """Where lessons come from.
+    """Source of lessons.
 
     Args:
         training: tasks, lengths and sizes.
-        seed: of the whole run.
+        seed: of the run.
         window_tokens: of the reader.
         tokenizer: of the corpus.
         rows: samples of the corpus by their numbers, [n] -> [n, T + 1]; None leaves text out.
-        num_rows: how many there are.
-        drills: whether lessons of the joint phase hold drills.
+        num_rows: samples of the corpus.
+        drills: put drills into lessons of the joint phase.
     """
 
     training: StageBTraining
@@ -113,49 +114,60 @@ class Lessons:
 
     @functools.cached_property
     def marks(self) -> Marks:
-        """Of the tokenizer."""
+        """Marks of the tokenizer."""
         return make_marks(self.tokenizer)
 
     def lesson(self, phase: Phase, number: int) -> Lesson:
-        """Lesson `number` of a phase, from 0.
+        """Makes lesson `number` of a phase, from 0.
 
         Raises:
             DataError: if a shard of the corpus is missing or truncated.
         """
+        # Resuming, and other numbers of ranks, rely on lessons that depend on nothing else. All
+        # choices are drawn from one generator: their order decides the numbers of every run.
         rng = random.Random(f"{self.seed}/{phase}/{number}")
-        count = self.training.texts_per_lesson
+        training = self.training
+        count = training.texts_per_lesson
         examples = [self._example(phase, number * count + place) for place in range(count)]
-        drawn = [self._task(example, rng, whole=phase == "policy") for example in examples]
-        texts = self.texts([segments for segments, _ in drawn], examples)
+        tasks = [self._task(example, rng, whole=phase == "policy") for example in examples]
+        texts = self.texts([segments for segments, _ in tasks], examples)
         length = texts.tokens.shape[1]
-        chosen = [
-            self._windows(len(segments), evidence, length - len(segments), rng)
-            for segments, evidence in drawn
+        # shorter texts have empty segments before them, which shifts their places
+        offsets = [length - len(segments) for segments, _ in tasks]
+        windows = [
+            self._windows(len(segments), evidence, offset, rng)
+            for (segments, evidence), offset in zip(tasks, offsets, strict=True)
         ]
         summarised = torch.tensor(
             [[rng.random() < _SUMMARISED_SHARE for _ in range(length)] for _ in examples]
         )
+        seed = rng.getrandbits(62)
+        plain = torch.zeros(0, 1, dtype=torch.int64)
+        if self.rows is not None:
+            numbers = [rng.randrange(self.num_rows) for _ in range(rows_of_text(count))]
+            samples = torch.from_numpy(self.rows(np.array(numbers, dtype=np.int64)))
+            plain = samples[:, : 1 + row_tokens(self.window_tokens, samples.shape[1] - 1)]
         return Lesson(
-            seed=rng.getrandbits(62),
+            seed=seed,
             examples=tuple(examples),
             texts=texts,
             evidence=tuple(
-                tuple(place + length - len(segments) for place in evidence)
-                for segments, evidence in drawn
+                tuple(place + offset for place in evidence)
+                for (_, evidence), offset in zip(tasks, offsets, strict=True)
             ),
-            found=tuple(found for found, _, _ in chosen),
-            sought=torch.tensor([sought for _, sought, _ in chosen]),
-            gathered=tuple(gathered for _, _, gathered in chosen),
+            found=tuple(found for found, _, _ in windows),
+            sought=torch.tensor([sought for _, sought, _ in windows]),
+            gathered=tuple(gathered for _, _, gathered in windows),
             answers=tuple(self.answer_tokens(example) for example in examples),
             summarised=summarised & (texts.lengths > 0),
-            plain=self._plain(rng),
+            plain=plain,
             drills=self._drills(number, rng) if phase == "joint" and self.drills else (),
         )
 
     def texts(
         self, segments: Sequence[Sequence[Sequence[int]]], examples: Sequence[Example]
     ) -> Texts:
-        """A batch from the segments of each text and its task's question."""
+        """Builds a batch from the segments of each text and its task's question."""
         return self.as_texts(
             segments, [self.tokenizer.encode(example.question) for example in examples]
         )
@@ -163,29 +175,31 @@ class Lessons:
     def as_texts(
         self, segments: Sequence[Sequence[Sequence[int]]], questions: Sequence[Sequence[int]]
     ) -> Texts:
-        """A batch from the segments of each text and the tokens of its question."""
+        """Builds a batch from the segments of each text and the tokens of its question."""
         most = segment_tokens(self.window_tokens)
         return make_texts(segments, questions, self.marks, most=most)
 
     def segments(self, text: str) -> list[list[int]]:
-        """A text cut into segments of tokens."""
+        """Cuts a text into segments of tokens."""
         ids = self.tokenizer.encode(text)
         return cut_segments(ids, self.marks, most=segment_tokens(self.window_tokens))
 
     def answer_tokens(self, example: Example) -> tuple[int, ...]:
-        """The right answer with the stop; a long one is cut to what a window has room for."""
+        """Returns the right answer with the stop, cut to the room that windows have for it."""
         words = self.tokenizer.encode(" ".join(example.answers))
         return (*words[: ANSWER_TOKENS - 1], self.marks.stop)
 
     def _example(self, use: str, number: int) -> Example:
-        """Tasks take turns, and in the policy's phase lengths; elsewhere texts are thinned anyway.
+        """Makes an example; tasks take turns, and in the policy's phase also lengths.
 
-        A task that a length has no room for is given the next one that has.
+        Elsewhere texts are thinned out, and a length of one window is enough. A task without room
+        in its length takes the next one that has room.
         """
         tasks = self.training.tasks
         ratios = self.training.length_ratios
         task = tasks[number % len(tasks)]
         wanted = ratios[number // len(tasks) % len(ratios)] if use == "policy" else 1
+        # the same task and not the next one, so that each keeps its share of the lessons
         for ratio in range(wanted, wanted + _LONGER_BY):
             try:
                 return self.example(task, f"{self.seed}/{use}", number, ratio)
@@ -194,7 +208,7 @@ class Lessons:
         return self.example(task, f"{self.seed}/{use}", number, wanted + _LONGER_BY)
 
     def example(self, task: str, seed: str, number: int, length_ratio: int) -> Example:
-        """Example `number` of a task at a length, measured in windows of this tokenizer."""
+        """Makes example `number` of a task at a length in windows of this tokenizer."""
         return generate_examples(
             task,
             number=number,
@@ -207,31 +221,33 @@ class Lessons:
     def _task(
         self, example: Example, rng: random.Random, *, whole: bool
     ) -> tuple[list[list[int]], list[int]]:
-        """Segments, and which of them are the evidence, in its order."""
+        """Returns a task's segments, and the places of its evidence among them, in its order."""
         segments = self.segments(example.text)
-        said = [self.tokenizer.decode(segment) for segment in segments]
+        # by text, as the tokens of a sentence differ with what stands before it
+        texts = [self.tokenizer.decode(segment) for segment in segments]
         evidence: list[int] = []
         for line in example.evidence:
-            place = next((i for i, text in enumerate(said) if line in text), None)
+            place = next((i for i, text in enumerate(texts) if line in text), None)
             if place is not None and place not in evidence:
                 evidence.append(place)
         if whole or len(segments) <= TRAINED_SEGMENTS:
             return segments, evidence
         others = [place for place in range(len(segments)) if place not in evidence]
-        kept = rng.sample(others, max(TRAINED_SEGMENTS - len(evidence), 0))
-        order = sorted([*evidence, *kept])
+        fillers = rng.sample(others, max(TRAINED_SEGMENTS - len(evidence), 0))
+        order = sorted([*evidence, *fillers])
         places = {place: index for index, place in enumerate(order)}
         return [segments[place] for place in order], [places[place] for place in evidence]
 
     def _windows(
         self, count: int, evidence: Sequence[int], offset: int, rng: random.Random
     ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-        """Segments found, the one sought next, and those gathered at the end, in fetching order."""
+        """Draws the window at a retrieval, the segment to fetch, and the window at the answer."""
         others = [place for place in range(count) if place not in evidence]
         strays = rng.sample(others, min(rng.choice(_STRAYS), len(others)))
         gathered = [*evidence, *strays]
-        if not evidence:
+        if not evidence:  # a task over its whole text, as counting words
             return (), -1, tuple(place + offset for place in gathered)
+        # any prefix of the evidence: the query has to ask for each piece from those before it
         known = rng.randrange(len(evidence))
         found = [*evidence[:known], *strays]
         return (
@@ -243,28 +259,18 @@ class Lessons:
     def _drills(
         self, number: int, rng: random.Random
     ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Evidence among a few other segments, question, answer."""
+        """Makes windows of evidence and strays with a question, and their answers."""
         count = self.training.texts_per_lesson * DRILLS_PER_TASK
         drills = []
         for place in range(count):
             example = self._example("drill", number * count + place)
             segments, evidence = self._task(example, rng, whole=False)
             gathered = self._windows(len(segments), evidence, 0, rng)[2]
-            asked = self.tokenizer.encode(example.question)
-            room = segment_room(self.window_tokens, len(asked))
-            chosen, _ = fitting([len(segment) for segment in segments], gathered, room)
+            question = self.tokenizer.encode(example.question)
+            room = segment_room(self.window_tokens, len(question))
+            places, _ = fitting([len(segment) for segment in segments], gathered, room)
+            window = [segments[each] for each in sorted(places)]
             drills.append(
-                (
-                    window_tokens([segments[each] for each in sorted(chosen)], asked, self.marks),
-                    self.answer_tokens(example),
-                )
+                (window_tokens(window, question, self.marks), self.answer_tokens(example))
             )
         return tuple(drills)
-
-    def _plain(self, rng: random.Random) -> Tensor:
-        if self.rows is None:
-            return torch.zeros(0, 1, dtype=torch.int64)
-        count = rows_of_text(self.training.texts_per_lesson)
-        wanted = np.array([rng.randrange(self.num_rows) for _ in range(count)], dtype=np.int64)
-        rows = torch.from_numpy(self.rows(wanted))
-        return rows[:, : 1 + row_tokens(self.window_tokens, rows.shape[1] - 1)]

@@ -1,15 +1,15 @@
-"""A backbone that reads texts longer than its window, and answers from what it kept.
+"""Backbone that reads texts longer than its window, and answers from its memory of them.
 
-The text is read segment by segment. The backbone forgets at every border, state and cache; what
-remains is fast weights (`hebbian`), slots (`working_memory`) and the segments that were written to
-memory. How a segment looks does not depend on what was done with those before it, so that one
-reading serves all branches of an agent. At the end the window holds segments fetched from memory
-and the question:
+A text is read segment by segment, and the backbone's state and cache begin anew at each. Fast
+weights (`hebbian`), slots (`working_memory`) and segments written to memory remain. The hidden
+states of a segment do not depend on the agent's actions, so that one reading serves all episodes of
+a text. At the end the window holds segments fetched from memory and the question:
 
     <memory> segment ... <memory> segment <memory> question <answer> the answer, token by token
 """
 
 # N texts, L segments of at most S tokens, D hidden, K key dimensions, n windows of T tokens
+# Several windows may be of one text, so that functions on windows take the text of each as `rows`.
 
 from __future__ import annotations
 
@@ -26,31 +26,32 @@ from cdrmix.planning.stage_b_memory import segment_tokens
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticAdapter, PlasticBackbone, PlasticState
 from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
 from cdrmix.reasoning.segments import Marks, Texts, fitting, window_tokens
-from cdrmix.reasoning.speculation import select
+from cdrmix.reasoning.state_rows import select
 from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 
 # budget used, question asked, buffer filled, its best score, window filled, last action
 NUM_FEATURES = 5 + NUM_ACTIONS
-# Room that a window keeps for its answer: three made-up words of four tokens, and the stop.
+# Room of a window for its answer: three made-up words of four tokens, and the stop.
 ANSWER_TOKENS = 14
-# Segments are read together in passes of at least so many tokens; each is its own document there.
+# Segments are read together in passes of at least so many tokens, each as a document of its own:
+# passes of single segments of small windows would cost more in calls than in arithmetic.
 _LEAST_PASS_TOKENS = 256
-# A tenth of what adapters have that learn with an untrained backbone: a trained one is disturbed
-# little before they have learned what is worth storing.
+# A tenth of the gain of adapters that learn beside an untrained backbone: a trained one is hardly
+# disturbed before the adapters have learned what is worth storing.
 _INITIAL_GAIN = 1.0
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a batch of texts left behind.
+    """Result of reading a batch of texts.
 
     Attributes:
-        texts: that were read.
+        texts: as they were read.
         hidden: of every token, [N, L, S, D].
         pooled: mean over the tokens of each segment, [N, L, D]; 0 where empty.
         keys: of the segments, unit vectors, [N, L, K].
         plastic: fast weights after the last token; None where they are switched off.
-        correlation: objective of the adapters, summed over texts; None unless asked for.
+        correlation: local objective of the adapters, summed over texts; None unless asked for.
     """
 
     texts: Texts
@@ -63,13 +64,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows with a question.
+    """Windows of segments and a question.
 
     Attributes:
-        rows: the text that each is about, [n].
-        tokens: [n, T] int64, filled up behind.
-        lengths: [n].
-        question_lengths: tokens of the question with the marks around it, which end the window.
+        rows: text of each window, [n].
+        tokens: [n, T] int64, padded at the end.
+        lengths: without padding, [n].
+        question_lengths: tokens of the question and the marks around it, [n]; they end the window.
         room: tokens of segments that would still fit, [n].
     """
 
@@ -81,19 +82,19 @@ class Windows:
 
     @property
     def question_mask(self) -> Tensor:
-        """Which tokens are the question with its marks, [n, T]."""
+        """True for the tokens of the question and its marks, [n, T]."""
         place = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         ends = self.lengths.unsqueeze(1)
         return (place < ends) & (place >= ends - self.question_lengths.unsqueeze(1))
 
 
 class MemoryReader(nn.Module):
-    """A backbone with adapters, working memory, retrieval encoder and memory agent.
+    """Backbone with adapters, working memory, retrieval encoder and memory agent.
 
     Args:
-        backbone: taken over as it is.
+        backbone: trained or not.
         stage_b: dimensions of the parts.
-        window_tokens: tokens that the backbone sees at a time, question and answer included.
+        window_tokens: length of a window, with question and answer.
         marks: of the tokenizer.
     """
 
@@ -113,17 +114,17 @@ class MemoryReader(nn.Module):
 
     @property
     def backbone(self) -> Backbone:
-        """The backbone, whose numbers without memory are what they were."""
+        """Backbone; without memory it computes what it did before."""
         return self.plastic.backbone
 
     @property
     def capacity(self) -> int:
-        """Segments that memory holds at most."""
+        """Most segments that memory holds."""
         return max(self.config.memory.max_tokens // self.segment_tokens, 1)
 
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
-        """Set the initial values of all parts but the backbone from the seed."""
+        """Sets the initial values of all parts but the backbone from the seed."""
         self.plastic.initialize(seed=seed)
         for adapter in self.plastic.adapters.values():
             assert isinstance(adapter, PlasticAdapter), "the table holds adapters only"
@@ -135,12 +136,12 @@ class MemoryReader(nn.Module):
     def read(
         self, texts: Texts, *, plastic: bool = True, with_correlation: bool = False
     ) -> Reading:
-        """Read texts to their end.
+        """Reads texts to their end.
 
         Args:
-            texts: N of them.
+            texts: N texts.
             plastic: False leaves the fast weights out.
-            with_correlation: also give the adapters' local objective.
+            with_correlation: compute the adapters' local objective too.
         """
         state = self.plastic.start(len(texts.tokens)) if plastic else None
         step = max(self.window_tokens, _LEAST_PASS_TOKENS) // self.segment_tokens
@@ -150,22 +151,23 @@ class MemoryReader(nn.Module):
             part = slice(first, first + step)
             tokens = texts.tokens[:, part].flatten(1)
             mask = texts.mask[:, part].flatten(1)
-            borders = torch.arange(tokens.shape[1], device=tokens.device) // self.segment_tokens
-            borders = borders.expand_as(tokens)
+            segments = torch.arange(tokens.shape[1], device=tokens.device) // self.segment_tokens
+            segments = segments.expand_as(tokens)
             if state is None:
-                hidden.append(self.backbone(tokens, segment_ids=borders).hidden)
+                # as under the memory phase's plain reading, which is cheaper without hooks
+                hidden.append(self.backbone(tokens, segment_ids=segments).hidden)
                 continue
-            found = self.plastic(
+            read = self.plastic(
                 tokens,
                 state=state,
-                segment_ids=borders,
+                segment_ids=segments,
                 mask=mask,
                 with_correlation=with_correlation,
             )
-            state = EpisodeState(None, found.state.plastic)
-            hidden.append(found.output.hidden)
-            if found.correlation is not None:
-                correlations.append(found.correlation)
+            state = EpisodeState(None, read.state.plastic)
+            hidden.append(read.output.hidden)
+            if read.correlation is not None:
+                correlations.append(read.correlation)
         every = torch.cat(hidden, dim=1).unflatten(1, texts.tokens.shape[1:])  # [N, L, S, D]
         pooled = _masked_mean(every, texts.mask)
         return Reading(
@@ -180,15 +182,16 @@ class MemoryReader(nn.Module):
         )
 
     def summarise(self, reading: Reading, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Slots after chosen segments were folded into them in their order, [n, slots, width].
+        """Folds chosen segments into fresh slots, in their order, [n, slots, width].
 
         Args:
-            reading: N texts.
-            rows: text of each, [n].
-            chosen: which of its segments, [n, L].
+            reading: of N texts.
+            rows: text of each result, [n].
+            chosen: True for segments to fold, [n, L].
         """
         slots = self.memory.start(len(rows))
         mask = reading.texts.mask
+        # segment by segment for all rows, as a write depends on the slots before it
         for place in torch.nonzero(chosen.any(0)).flatten().tolist():
             after = self.memory.write(slots, reading.hidden[rows, place], mask[rows, place])
             slots = torch.where(chosen[:, place].view(-1, 1, 1), after, slots)
@@ -197,58 +200,49 @@ class MemoryReader(nn.Module):
     def windows(
         self, texts: Texts, rows: Sequence[int], fetched: Sequence[Sequence[int]]
     ) -> Windows:
-        """Windows with fetched segments, in the order of the text, and the question.
+        """Builds windows of fetched segments, in the order of the text, and the question.
 
         Args:
-            texts: N of them.
+            texts: N texts.
             rows: text of each window.
-            fetched: segments to put there, the most wanted first; from the first that finds no
-                room on they are left out.
+            fetched: segments of each window, the most wanted first; the first one without room and
+                all behind it are left out.
         """
-        built = []
+        windows = []
         rooms = []
         for row, wanted in zip(rows, fetched, strict=True):
-            chosen, room = self.choose(texts, row, wanted)
+            places, room = self.choose(texts, row, wanted)
             rooms.append(room)
-            segments = [texts.segment(row, place) for place in sorted(chosen)]
-            built.append(window_tokens(segments, texts.questions[row], self.marks))
-        return self._stacked(texts, rows, built, rooms)
-
-    def last_windows(self, texts: Texts) -> Windows:
-        """What a window of each text holds that was only read: its last segments, the question."""
-        latest = range(texts.tokens.shape[1] - 1, -1, -1)
-        rows = range(len(texts.questions))
-        return self.windows(texts, rows, [latest] * len(rows))
-
-    def choose(self, texts: Texts, row: int, wanted: Sequence[int]) -> tuple[list[int], int]:
-        """Which of the wanted segments fit into the window of a text, and how much room is left."""
-        room = segment_room(self.window_tokens, len(texts.questions[row]))
-        return fitting(texts.lengths[row].tolist(), wanted, room)
-
-    def _stacked(
-        self,
-        texts: Texts,
-        rows: Sequence[int],
-        built: Sequence[Sequence[int]],
-        rooms: Sequence[int],
-    ) -> Windows:
+            segments = [texts.segment(row, place) for place in sorted(places)]
+            windows.append(window_tokens(segments, texts.questions[row], self.marks))
         device = texts.tokens.device
-        tokens = torch.full((len(built), max(map(len, built))), self.marks.pad)
-        for place, ids in enumerate(built):
+        tokens = torch.full((len(windows), max(map(len, windows))), self.marks.pad)
+        for place, ids in enumerate(windows):
             tokens[place, : len(ids)] = torch.tensor(ids)
         return Windows(
             rows=torch.tensor(rows, device=device),
             tokens=tokens.to(device),
-            lengths=torch.tensor([len(ids) for ids in built], device=device),
+            lengths=torch.tensor([len(ids) for ids in windows], device=device),
             question_lengths=torch.tensor(
                 [len(texts.questions[row]) + 2 for row in rows], device=device
             ),
             room=torch.tensor(rooms, device=device),
         )
 
+    def last_windows(self, texts: Texts) -> Windows:
+        """Builds the windows of a reader without memory: last segments of the text, question."""
+        latest = range(texts.tokens.shape[1] - 1, -1, -1)
+        rows = range(len(texts.questions))
+        return self.windows(texts, rows, [latest] * len(rows))
+
+    def choose(self, texts: Texts, row: int, wanted: Sequence[int]) -> tuple[list[int], int]:
+        """Returns the wanted segments that fit into the window of a text, and the room left."""
+        room = segment_room(self.window_tokens, len(texts.questions[row]))
+        return fitting(texts.lengths[row].tolist(), wanted, room)
+
     @contextlib.contextmanager
     def remembering(self, slots: Tensor | None) -> Iterator[None]:
-        """While this lasts, the backbone reads the slots; None: it does not."""
+        """Lets the backbone read slots while this lasts; None: without."""
         if slots is None:
             yield
             return
@@ -264,90 +258,91 @@ class MemoryReader(nn.Module):
         blocks: EpisodeState | None = None,
         return_blocks: bool = False,
     ) -> tuple[Output, EpisodeState | None]:
-        """One pass over windows, which stores nothing.
+        """Runs one pass over windows, which writes neither slots nor fast weights.
 
         Args:
-            tokens: [n, T]; of windows, or what follows on `blocks`.
+            tokens: of windows, or those that continue `blocks`, [n, T].
             slots: of each window, [n, slots, width]; None without.
             plastic: fast weights of each window; None without.
             blocks: from an earlier pass.
-            return_blocks: give what a later pass goes on from.
+            return_blocks: return the state from which a later pass goes on.
         """
         if plastic is None:
+            # blocks are returned in the same form, so that decoding goes on in either case
             with self.remembering(slots):
                 before = blocks.blocks if blocks else None
                 output = self.backbone(tokens, state=before, return_state=return_blocks)
             return output, EpisodeState(output.state, PlasticState({}, 0))
         state = EpisodeState(blocks.blocks if blocks else None, plastic)
         with self.remembering(slots):
-            found = self.plastic(tokens, state=state, writes=False, return_blocks=return_blocks)
-        return found.output, found.state
+            read = self.plastic(tokens, state=state, writes=False, return_blocks=return_blocks)
+        return read.output, read.state
 
     def question_state(self, windows: Windows, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the agent sees of windows [n, D], and their queries [n, K], from [n, T, D]."""
-        seen = _masked_mean(hidden, windows.question_mask)
-        return seen, self.retrieval.query(seen)
+        """Pools the question's hidden states, [n, T, D] -> [n, D], and makes queries [n, K]."""
+        pooled = _masked_mean(hidden, windows.question_mask)
+        return pooled, self.retrieval.query(pooled)
 
     @torch.no_grad()
     def answer(
         self, windows: Windows, *, slots: Tensor | None, plastic: PlasticState | None
     ) -> list[list[int]]:
-        """Greedy answers, without the stop.
-
-        Windows of equal length go together, so that state and cache never hold filling.
+        """Decodes greedy answers, without the stop.
 
         Args:
-            windows: n of them.
+            windows: n windows.
             slots: of each window; None without.
             plastic: fast weights of each window; None without.
         """
         answers: list[list[int]] = [[] for _ in windows.rows]
+        # windows of equal length together, so that neither state nor cache holds padding
         for length in windows.lengths.unique().tolist():
             group = torch.nonzero(windows.lengths == length).flatten()
-            found = self._decode(
+            decoded = self._decode(
                 windows.tokens[group, :length],
                 None if slots is None else slots[group],
                 None if plastic is None else select(plastic, group),
             )
-            for place, tokens in zip(group.tolist(), found.tolist(), strict=True):
+            for place, tokens in zip(group.tolist(), decoded.tolist(), strict=True):
                 end = tokens.index(self.marks.stop) if self.marks.stop in tokens else None
                 answers[place] = tokens[:end]
         return answers
 
     def _decode(self, tokens: Tensor, slots: Tensor | None, plastic: PlasticState | None) -> Tensor:
-        """[n, T] -> [n, <= ANSWER_TOKENS]."""
+        """Decodes until all answers have stopped, [n, T] -> [n, <= ANSWER_TOKENS]."""
+        # rows that have stopped are decoded on, which keeps the batch whole, and cut by the caller
         stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        chosen = []
+        answer = []
         state = None
         for _ in range(ANSWER_TOKENS):
             output, state = self.look(
                 tokens, slots=slots, plastic=plastic, blocks=state, return_blocks=True
             )
             next_tokens = self.backbone.logits(output.hidden[:, -1]).argmax(-1)
-            chosen.append(next_tokens)
+            answer.append(next_tokens)
             stopped |= next_tokens == self.marks.stop
             if bool(stopped.all()):
                 break
             tokens = next_tokens.unsqueeze(1)
-        return torch.stack(chosen, dim=1)
+        return torch.stack(answer, dim=1)
 
     @torch.no_grad()
     def answer_alone(self, texts: Texts) -> list[list[int]]:
-        """What the backbone answers from the end of each text, without any memory."""
+        """Answers with the backbone alone, from the end of each text."""
         return self.answer(self.last_windows(texts), slots=None, plastic=None)
 
 
 def segment_room(window_tokens: int, question_tokens: int) -> int:
-    """Tokens of segments that fit into a window beside a question and its answer."""
+    """Returns the tokens of segments that fit into a window beside question and answer."""
     return window_tokens - ANSWER_TOKENS - question_tokens - 2
 
 
 def plastic_rows(plastic: PlasticState | None, rows: Tensor) -> PlasticState | None:
-    """Fast weights of chosen texts, [n]."""
+    """Selects the fast weights of chosen texts, [n]."""
     return None if plastic is None else select(plastic, rows)
 
 
 def _masked_mean(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the tokens of a mask, [..., T, D] -> [..., D]; 0 where there are none."""
+    """Averages over the tokens of a mask, [..., T, D] -> [..., D]; 0 where there are none."""
     total = (hidden * mask.unsqueeze(-1)).sum(-2)
     return total / mask.sum(-1, keepdim=True).clamp(min=1)

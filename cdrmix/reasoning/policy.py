@@ -1,11 +1,6 @@
-"""What the memory agent acts in: what it sees, what a step gives, and the rules' interface.
+"""Memory agent, which chooses the next memory operation, and interface of its environments."""
 
-The memory agent: which memory operation comes next, and what the present state is worth.
-"""
-
-# N rollouts, D hidden, F features, A actions
-
-# N rollouts, D hidden, F features of the memory, A actions
+# N episodes, D hidden, F features of memory and budget, A actions
 
 from __future__ import annotations
 
@@ -20,12 +15,12 @@ from cdrmix.models.initialize import normal_
 
 
 class Observation(NamedTuple):
-    """What the agent sees.
+    """View of the agent.
 
     Attributes:
         hidden: of the window, [N, D].
         features: of memory and budget, [N, F], between 0 and 1.
-        legal: actions that may be taken, [N, A].
+        legal: True for actions that may be taken, [N, A].
     """
 
     hidden: Tensor
@@ -43,7 +38,7 @@ class Episodes(Protocol):
 
     @property
     def score(self) -> Tensor:
-        """Any number of each episode, [N] float32."""
+        """One number of each episode, [N] float32."""
         ...
 
 
@@ -51,14 +46,14 @@ State = TypeVar("State", bound=Episodes)
 
 
 class Transition(NamedTuple, Generic[State]):
-    """What a step gives: the next state, and whether the episode is over [N]."""
+    """Result of a step: the next state, and True where the episode is over, [N]."""
 
     state: State
     done: Tensor
 
 
 class EpisodeOutcome(NamedTuple, Generic[State]):
-    """What episodes that are over come to: their last state, and reward [N]."""
+    """Last state and reward of episodes that are over, [N]."""
 
     state: State
     reward: Tensor
@@ -70,18 +65,15 @@ class Environment(Protocol[State]):
     config: PolicyConfig
 
     def observe(self, state: State) -> Observation:
-        """What the agent sees in a state."""
+        """Returns the agent's view of a state."""
         ...
 
     def step(self, state: State, actions: Tensor) -> Transition[State]:
-        """Take one action per episode, [N] int64, legal ones."""
+        """Takes one legal action per episode, [N] int64."""
         ...
 
     def settle(self, state: State) -> EpisodeOutcome[State]:
-        """Reward episodes that are over; before its end an episode earns nothing.
-
-        What an answer is worth can be costly to find: many episodes are settled together.
-        """
+        """Rewards episodes that are over, all at once, as an answer may be costly to find."""
         ...
 
 
@@ -90,7 +82,7 @@ class Action(IntEnum):
 
     SUMMARIZE folds the window into working memory and moves on; RETRIEVE reads episodic memory into
     a buffer; SPLICE_WINDOW puts the buffer into the window, or moves on where it is empty;
-    CACHE_WRITE proposes the window for episodic memory and moves on.
+    CACHE_WRITE writes the window to episodic memory and moves on.
     """
 
     SUMMARIZE = 0
@@ -104,7 +96,7 @@ VALUE_WIDTH = 64  # inner features of the value head
 
 
 class Decision(NamedTuple):
-    """What the heads say of a batch of states.
+    """Outputs of the heads for a batch of states.
 
     Attributes:
         logprobs: of every action, [N, A] (nats); minus infinity where one is illegal.
@@ -120,11 +112,7 @@ class Decision(NamedTuple):
 class MemoryPolicy(nn.Module):
     """Policy and value heads over the backbone's last hidden state and the memory's state.
 
-    The policy starts uniform over what is legal.
-
-    Args:
-        hidden_size: D.
-        num_features: F; see `cdrmix.reasoning.episodes`.
+    The policy starts uniform over the legal actions.
     """
 
     def __init__(self, hidden_size: int, num_features: int) -> None:
@@ -132,33 +120,35 @@ class MemoryPolicy(nn.Module):
         self.policy = nn.Linear(hidden_size, NUM_ACTIONS, bias=False)
         self.feature_policy = nn.Linear(num_features, NUM_ACTIONS)
         self.value = nn.Linear(hidden_size, 1, bias=False)
-        # what a memory is worth is no sum: a good match counts once the question is asked
+        # the value is no sum over features: a good match counts only once the question is asked
         self.feature_value_in = nn.Linear(num_features, VALUE_WIDTH)
         self.feature_value_out = nn.Linear(VALUE_WIDTH, 1)
 
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
-        """A uniform policy, and a value of zero whose inner features are random."""
+        """Sets a uniform policy, and a value of zero with random inner features."""
         for parameter in self.parameters():
             parameter.zero_()
+        # random, as equal inner features would get equal gradients and stay equal
         scale = self.feature_value_in.weight.shape[1] ** -0.5
         normal_(self.feature_value_in.weight, 3 * scale, seed=seed, name="policy.feature_value_in")
 
     def forward(self, hidden: Tensor, features: Tensor, legal: Tensor) -> Decision:
-        """Decide.
+        """Computes probabilities of the actions, and the value.
 
         Args:
             hidden: normalised hidden state, [N, D].
-            features: state of memory and budget, [N, F], of the order of 1.
-            legal: whether each action may be taken, [N, A]; at least one of each row.
+            features: of memory and budget, [N, F], of the order of 1.
+            legal: True for actions that may be taken, [N, A]; at least one of each row.
         """
-        hidden = hidden.to(self.policy.weight.dtype)  # means over segments are float32
+        # means over segments are float32, while the heads may be bf16
+        hidden = hidden.to(self.policy.weight.dtype)
         logits = self.policy(hidden) + self.feature_policy(features.to(hidden.dtype))
         logits = logits.float().masked_fill(~legal, -torch.inf)
         logprobs = torch.log_softmax(logits, dim=-1)
-        # an illegal action has no share in the entropy: 0 log 0 is 0
-        known = logprobs.masked_fill(~legal, 0)
-        entropy = -(known.exp() * known * legal).sum(-1)
+        # an illegal action has no share in the entropy: 0 log 0 is 0, but 0 * -inf is not a number
+        finite = logprobs.masked_fill(~legal, 0)
+        entropy = -(finite.exp() * finite * legal).sum(-1)
         inner = torch.tanh(self.feature_value_in(features.to(hidden.dtype)))
         value = self.value(hidden) + self.feature_value_out(inner)
         return Decision(logprobs, entropy, value.squeeze(-1).float())

@@ -1,16 +1,17 @@
-"""The environment of the memory agent on real text: segments that were read, then a question.
+"""Environment of the memory agent on real text: the segments of a text, then a question.
 
 Each step takes one action. While the text lasts, every action moves on to the next segment:
 
     SUMMARIZE folds the segment into the slots     CACHE_WRITE writes it to memory
-    RETRIEVE reads memory                          SPLICE_WINDOW passes the segment by
+    RETRIEVE fetches segments like this one        SPLICE_WINDOW passes the segment by
 
-Once the question stands in the window, RETRIEVE fetches the segments nearest to what the window now
-asks for, SPLICE_WINDOW puts them into the window, and SPLICE_WINDOW with nothing fetched answers.
-The answer's score, by the checker of `tasks`, is what the episode earns.
+Once the question is asked, RETRIEVE fetches the segments nearest to the query of the window,
+SPLICE_WINDOW puts them into the window, and SPLICE_WINDOW with nothing fetched answers. An episode
+is rewarded for the score of its answer.
 """
 
-# N rollouts, P texts, L segments, D hidden, K key dimensions, M entries, J fetched, A actions
+# N episodes, P texts, L segments, D hidden, K key dimensions, M entries of memory, J spliced,
+# A actions
 
 from __future__ import annotations
 
@@ -29,37 +30,38 @@ from cdrmix.reasoning.hebbian import PlasticState
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows, plastic_rows
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action, EpisodeOutcome, Observation, Transition
 
-# Segments that the agent may fetch; those that find no room in the window are left out.
+# Most segments spliced into a window; those without room in it are left out.
 MOST_FETCHED = 8
 STEPS_AFTER_QUESTION = 9  # four times retrieve and splice, then answer
+# (text, answer tokens) -> 0 to 1
 Grade = Callable[[int, Sequence[int]], float]
-# (text, segments in the window, bits of those in the slots)
+# (text, segments in the window, bits of those in the slots): all that an answer depends on
 _Key = tuple[int, tuple[int, ...], bytes]
 
 
 @dataclass(frozen=True)
 class ReadingState:
-    """Where a batch of episodes stands; the names shared with `StreamState` mean the same.
+    """State of a batch of episodes.
 
-    Segments in memory, buffer and window are numbered through: those of earlier texts, then those
-    of the text.
+    Segments in memory, buffer and window are numbered through: first the entries of earlier texts,
+    then the segments of the text.
 
     Attributes:
-        rows: the text of each, [N].
+        rows: text of each episode, [N].
         time: steps taken, [N].
         memory: segments written, oldest first, -1 where empty, [N, M].
         buffer: segments retrieved, best first, -1 where empty, [N, top_k].
-        score: cosine of the best of them, [N]; 0 where none.
+        score: cosine of the best segment in the buffer, [N]; 0 where empty.
         fetched: segments spliced into the window, the earliest first, -1 where empty, [N, J].
-        summarised: segments folded into the slots, [N, L].
+        summarised: True for segments folded into the slots, [N, L].
         last: last action, [N]; -1 at the start.
         operations: retrievals and writes, [N].
-        harm: entries evicted, and retrievals to no purpose, [N].
-        seen: what the agent sees of the window with the question, [N, D]; 0 before.
+        harm: entries evicted, and retrievals that fetched nothing for the question, [N].
+        seen: pooled hidden state of the window with the question, [N, D]; 0 before.
         query: retrieval query of that window, [N, K]; 0 before.
-        filled: share of the window's room that is fetched segments, [N].
+        filled: share of the window's room that spliced segments take, [N].
         earned: score of the answer, [N]; 0 until it is settled.
-        solved: whether the episode is over, [N].
+        solved: True where the episode is over, [N].
     """
 
     rows: Tensor
@@ -80,20 +82,20 @@ class ReadingState:
 
 
 class ReadingEpisodes:
-    """Rules of reading, for a batch of texts that were read already.
+    """Rules of episodes on a batch of texts that were read already.
 
     Args:
-        reader: its backbone looks at windows and answers.
+        reader: runs windows and answers.
         reading: of P texts.
-        grade: score of an answer, (text, tokens) -> 0 to 1.
+        grade: score of an answer.
         forbidden: actions that are never legal.
-        earlier: what earlier texts left in memory; None: nothing.
+        earlier: entries of earlier texts; None for none.
 
     Attributes:
-        texts: segments as states number them.
-        num_earlier: of them are of earlier texts.
-        retrieval_seconds: spent on looking for entries.
-        num_retrievals: episodes that they were looked for in.
+        texts: segments by the numbers that states use.
+        num_earlier: number of entries of earlier texts.
+        retrieval_seconds: total time of searches.
+        num_retrievals: total number of episodes searched for.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class ReadingEpisodes:
         self.grade = grade
         self.config: PolicyConfig = reader.config.policy
         self.top_k = reader.config.memory.top_k
-        # a text has no more segments to write
+        # a text has no more segments to write, and every column costs time in each retrieval
         self.num_entries = min(reader.capacity, reading.texts.tokens.shape[1])
         self.forbidden = forbidden
         self._earlier = earlier
@@ -118,11 +120,12 @@ class ReadingEpisodes:
         self.num_earlier = len(earlier) if earlier else 0
         self.retrieval_seconds = 0.0
         self.num_retrievals = 0
-        self._known: dict[_Key, tuple[Tensor, Tensor, Tensor]] = {}
-        self._answered: dict[_Key, tuple[list[int], float]] = {}
+        # rollouts of one text often share a window: each is run, and answered, once
+        self._looks: dict[_Key, tuple[Tensor, Tensor, Tensor]] = {}
+        self._answers: dict[_Key, tuple[list[int], float]] = {}
 
     def start(self, branches: int = 1) -> ReadingState:
-        """Episodes before their first action, those of one text beside each other."""
+        """Returns episodes before their first action, those of one text beside each other."""
         texts = self.reading.texts
         device = texts.tokens.device
         rows = torch.arange(len(texts.tokens), device=device).repeat_interleave(branches)
@@ -146,10 +149,11 @@ class ReadingEpisodes:
             earned=torch.zeros(len(rows), device=device),
             solved=zero.bool(),
         )
-        return self._looked(state, self._is_asked(state))  # a text may be empty
+        # an empty text begins with the question
+        return self._look(state, self._is_asked(state))
 
     def observe(self, state: ReadingState) -> Observation:
-        """What the agent sees in a state."""
+        """Returns the agent's view of a state."""
         asked = self._is_asked(state)
         segment = self.reading.pooled[state.rows, self._place(state)]
         hidden = torch.where(asked.unsqueeze(1), state.seen, segment)
@@ -167,15 +171,15 @@ class ReadingEpisodes:
         return Observation(hidden, torch.cat([features, last], dim=1), self._legal(state, asked))
 
     def _legal(self, state: ReadingState, asked: Tensor) -> Tensor:
-        """[N, A]. SPLICE_WINDOW moves on where there is nothing to splice: it is always legal.
+        """Returns the legal actions, [N, A]; SPLICE_WINDOW always is, as it moves on when empty.
 
-        The budget is of retrievals and writes: a longer text may be passed by for nothing.
+        The budget limits retrievals and writes, so that passing a long text by costs nothing.
         """
         legal = torch.ones(len(state.time), NUM_ACTIONS, dtype=torch.bool, device=asked.device)
-        # what was found already is put into the window before there is something new to ask for
-        found = asked & (state.buffer >= 0).any(1)
-        holds = (state.memory >= 0).any(1) | (self.num_earlier > 0)
-        legal[:, Action.RETRIEVE] = holds & ~found
+        # a second retrieval before the splice would ask the same again
+        waiting = asked & (state.buffer >= 0).any(1)
+        has_entries = (state.memory >= 0).any(1) | (self.num_earlier > 0)
+        legal[:, Action.RETRIEVE] = has_entries & ~waiting
         legal[:, Action.CACHE_WRITE] = ~asked
         legal[:, Action.SUMMARIZE] = ~asked
         for action in self.forbidden:
@@ -186,48 +190,58 @@ class ReadingEpisodes:
 
     @torch.no_grad()
     def step(self, state: ReadingState, actions: Tensor) -> Transition[ReadingState]:
-        """Take one action per episode, [N] int64, legal ones."""
+        """Takes one legal action per episode, [N] int64."""
         asked = self._is_asked(state)
         running = ~state.solved
-        memory, evicted = self._written(state, actions == Action.CACHE_WRITE)
+        place = self._place(state)
+        writes = actions == Action.CACHE_WRITE
         retrieves = actions == Action.RETRIEVE
         splices = actions == Action.SPLICE_WINDOW
+        written = torch.cat([state.memory[:, 1:], self.num_earlier + place.unsqueeze(1)], dim=1)
+        evicts = writes & (state.memory[:, 0] >= 0)  # entries stand at the end of the row
         buffer = state.buffer
         score = state.score
         if bool(retrieves.any()):
             began = time.perf_counter()
-            buffer, score = self._retrieved(state, retrieves, asked)
+            buffer, score = self._retrieve(state, retrieves, asked)
             self.retrieval_seconds += time.perf_counter() - began
-            self.num_retrievals += len(retrieves)  # all rows are searched for, in one product
+            self.num_retrievals += len(retrieves)  # one product searches for all of them
+        # before the question, and with nothing near enough, a retrieval cannot help the answer
         useless = retrieves & (~asked | (buffer < 0).all(1))
         puts = splices & asked & (state.buffer >= 0).any(1)
+        # a stable sort moves the empty places behind the others, which keep their order
         pushed = torch.cat([state.fetched, state.buffer], dim=1)
         pushed = pushed.gather(1, (pushed < 0).int().argsort(dim=1, stable=True))[:, :MOST_FETCHED]
         summarised = state.summarised.clone()
         folds = torch.nonzero((actions == Action.SUMMARIZE) & ~asked).flatten()
-        summarised[folds, self._place(state)[folds]] = True
+        summarised[folds, place[folds]] = True
         after = dataclasses.replace(
             state,
             time=state.time + 1,
-            memory=memory,
+            memory=torch.where(writes.unsqueeze(1), written, state.memory),
             buffer=torch.where(splices.unsqueeze(1), -1, buffer),
             score=torch.where(splices, 0.0, score),
             fetched=torch.where(puts.unsqueeze(1), pushed, state.fetched),
             summarised=summarised,
             last=actions,
-            operations=state.operations + (retrieves | (actions == Action.CACHE_WRITE)),
-            harm=state.harm + evicted + useless,
+            operations=state.operations + (retrieves | writes),
+            harm=state.harm + evicts.long() + useless,
         )
         now_asked = self._is_asked(after)
         answers = splices & asked & ~puts
-        out = now_asked & (after.time >= self._num_steps(after))
-        done = running & (answers | out)
-        after = self._looked(after, running & now_asked & ~done & (puts | ~asked))
+        out_of_time = now_asked & (after.time >= self._num_steps(after))
+        done = running & (answers | out_of_time)
+        # the window is run anew only where it changed: at the question, and after each splice
+        after = self._look(after, running & now_asked & ~done & (puts | ~asked))
         return Transition(dataclasses.replace(after, solved=state.solved | done), done)
 
     @torch.no_grad()
     def settle(self, state: ReadingState) -> EpisodeOutcome[ReadingState]:
-        """Answer and reward, for what was right alone; see `stream`."""
+        """Answers and rewards episodes; costs and bonus scale the score, so that a failure earns 0.
+
+        Where costs and bonus count for failures too, and returns are divided by their standard
+        deviation, the agent learns to do nothing (tests/integration/test_learning.py).
+        """
         earned = self._earned(state)
         stability = 1 - state.harm / self._num_steps(state)
         worth = 1 + self.config.stability_bonus * stability
@@ -236,27 +250,27 @@ class ReadingEpisodes:
 
     @torch.no_grad()
     def answers(self, state: ReadingState) -> list[list[int]]:
-        """Tokens of each episode's answer."""
-        return [self._answered[key][0] for key in self._answer(state)]
+        """Returns the tokens of each episode's answer."""
+        return [self._answers[key][0] for key in self._answer(state)]
 
     def in_window(self, state: ReadingState, row: int) -> list[int]:
-        """Segments that stand in the window of an episode beside its question."""
+        """Returns the segments in the window of an episode beside its question."""
         text = int(state.rows[row])
         return sorted(self.reader.choose(self.texts, text, self._wanted(state, row))[0])
 
     def segment_read(self, state: ReadingState) -> int | None:
-        """The segment that a single episode has before it; None once the question is asked."""
+        """Returns the present segment of a single episode; None once the question is asked."""
         if bool(self._is_asked(state)[0]):
             return None
         return self.num_earlier + int(self._place(state)[0])
 
-    def _looked(self, state: ReadingState, changed: Tensor) -> ReadingState:
-        """The state with what windows that changed now look like."""
+    def _look(self, state: ReadingState, changed: Tensor) -> ReadingState:
+        """Runs the windows that changed, and puts their states and queries into the state."""
         rows = torch.nonzero(changed).flatten()
         if len(rows) == 0:
             return state
         keys = self._keys(state, rows)
-        new = {key: int(row) for key, row in zip(keys, rows, strict=True) if key not in self._known}
+        new = {key: int(row) for key, row in zip(keys, rows, strict=True) if key not in self._looks}
         if new:
             places = torch.tensor(list(new.values()), device=rows.device)
             windows, slots, plastic = self._window(state, places)
@@ -265,37 +279,37 @@ class ReadingEpisodes:
             free = self.reader.window_tokens - windows.question_lengths
             filled = 1 - windows.room / free
             for place, key in enumerate(new):
-                self._known[key] = (seen[place], query[place], filled[place])
-        found = [
-            torch.stack(column) for column in zip(*(self._known[key] for key in keys), strict=True)
+                self._looks[key] = (seen[place], query[place], filled[place])
+        looks = [
+            torch.stack(column) for column in zip(*(self._looks[key] for key in keys), strict=True)
         ]
         return dataclasses.replace(
             state,
-            seen=state.seen.index_copy(0, rows, found[0].to(state.seen.dtype)),
-            query=state.query.index_copy(0, rows, found[1]),
-            filled=state.filled.index_copy(0, rows, found[2]),
+            seen=state.seen.index_copy(0, rows, looks[0].to(state.seen.dtype)),
+            query=state.query.index_copy(0, rows, looks[1]),
+            filled=state.filled.index_copy(0, rows, looks[2]),
         )
 
     def _earned(self, state: ReadingState) -> Tensor:
-        """Scores of the answers, [N]."""
-        return state.earned.new_tensor([self._answered[key][1] for key in self._answer(state)])
+        """Returns the scores of the answers, [N]."""
+        return state.earned.new_tensor([self._answers[key][1] for key in self._answer(state)])
 
     def _answer(self, state: ReadingState) -> list[_Key]:
-        """Answer each window that was not answered yet; what they are kept under."""
+        """Answers each window that has no answer yet, and returns the keys of all."""
         keys = self._keys(state, torch.arange(len(state.rows)))
-        new = {key: row for row, key in enumerate(keys) if key not in self._answered}
+        new = {key: row for row, key in enumerate(keys) if key not in self._answers}
         if new:
             places = torch.tensor(list(new.values()), device=state.rows.device)
             windows, slots, plastic = self._window(state, places)
             answers = self.reader.answer(windows, slots=slots, plastic=plastic)
             for key, answer in zip(new, answers, strict=True):
-                self._answered[key] = (answer, self.grade(key[0], answer))
+                self._answers[key] = (answer, self.grade(key[0], answer))
         return keys
 
     def _window(
         self, state: ReadingState, places: Tensor
     ) -> tuple[Windows, Tensor, PlasticState | None]:
-        """Windows, slots and fast weights of chosen episodes."""
+        """Returns windows, slots and fast weights of chosen episodes."""
         rows = state.rows[places]
         windows = self.reader.windows(
             self.texts, rows.tolist(), [self._wanted(state, int(p)) for p in places]
@@ -307,7 +321,7 @@ class ReadingEpisodes:
         return [segment for segment in state.fetched[place].tolist() if segment >= 0]
 
     def _keys(self, state: ReadingState, rows: Tensor) -> list[_Key]:
-        """What the look of a window depends on; rollouts of one text often share it."""
+        """Returns keys by which episodes with equal windows and slots share one pass and answer."""
         return [
             (
                 int(state.rows[row]),
@@ -324,43 +338,37 @@ class ReadingEpisodes:
         return state.time >= self.reading.texts.num_segments[state.rows]
 
     def _place(self, state: ReadingState) -> Tensor:
-        """The segment that stands in the window, [N]."""
+        """Returns the present segment, [N]; the last one once the question is asked."""
         count = self.reading.texts.num_segments[state.rows]
         length = self.reading.texts.tokens.shape[1]
         return length - count + torch.minimum(state.time, count - 1)
 
-    def _written(self, state: ReadingState, writes: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory after the writes, the oldest first, and how many entries were lost, [N]."""
-        place = self.num_earlier + self._place(state)
-        pushed = torch.cat([state.memory[:, 1:], place.unsqueeze(1)], dim=1)
-        lost = writes & (state.memory[:, 0] >= 0)
-        return torch.where(writes.unsqueeze(1), pushed, state.memory), lost.long()
-
-    def _retrieved(
+    def _retrieve(
         self, state: ReadingState, retrieves: Tensor, asked: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Buffer and its best score after the retrievals; what is in the window is not fetched."""
+        """Returns buffer and best score after the retrievals, without segments of the window."""
         places = (state.memory - self.num_earlier).clamp(min=0)
         rows = state.rows.unsqueeze(1)
         keys = self.reading.keys[rows, places]  # [N, M, K]
-        # before the question is asked nobody knows it: a segment looks for what is like itself
-        own = self.reading.keys[state.rows, self._place(state)]
-        query = torch.where(asked.unsqueeze(1), state.query, own)
-        held = state.memory
+        # before the question is asked it is unknown: the key of the segment itself is the query
+        segment = self.reading.keys[state.rows, self._place(state)]
+        query = torch.where(asked.unsqueeze(1), state.query, segment)
+        candidates = state.memory
         scores = (keys @ query.unsqueeze(2)).squeeze(2)
-        if self._earlier:  # of which some may stand in the window
+        if self._earlier:
+            # as many more as may stand in the window already
             count = self.top_k + MOST_FETCHED
-            found, cosines = self._earlier.find(query, keys, held >= 0, count=count)
-            held = torch.cat([found, held], dim=1)
+            entries, cosines = self._earlier.find(query, keys, candidates >= 0, count=count)
+            candidates = torch.cat([entries, candidates], dim=1)
             scores = torch.cat([cosines, scores], dim=1)
-        there = (held.unsqueeze(2) == state.fetched.unsqueeze(1)).any(2)
-        usable = (held >= 0) & ~there
+        in_window = (candidates.unsqueeze(2) == state.fetched.unsqueeze(1)).any(2)
+        usable = (candidates >= 0) & ~in_window
         best = scores.masked_fill(~usable, -torch.inf).sort(dim=1, descending=True, stable=True)
         order = best.indices[:, : self.top_k]
-        found = torch.where(usable.gather(1, order), held.gather(1, order), -1)
-        found = F.pad(found, (0, self.top_k - found.shape[1]), value=-1)
+        nearest = torch.where(usable.gather(1, order), candidates.gather(1, order), -1)
+        nearest = F.pad(nearest, (0, self.top_k - nearest.shape[1]), value=-1)
         top = best.values[:, 0].clamp(min=0)
         return (
-            torch.where(retrieves.unsqueeze(1), found, state.buffer),
+            torch.where(retrieves.unsqueeze(1), nearest, state.buffer),
             torch.where(retrieves, top, state.score),
         )

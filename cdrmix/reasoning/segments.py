@@ -1,6 +1,6 @@
-"""Texts cut into segments: what is read at a time, and what episodic memory keeps."""
+"""Texts as segments, the unit of reading and of episodic memory, and the form of a window."""
 
-# N texts, L segments, S tokens of the longest possible one, V vocabulary
+# N texts, L segments of at most S tokens, V vocabulary
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SENTENCE_ENDS = (".", "?", "!", "\n")
 
 
 class Marks(NamedTuple):
-    """Tokens that give a window its form.
+    """Special tokens of a window.
 
     Attributes:
-        memory: stands before every segment, and before the question.
-        answer: stands behind the question.
-        stop: ends an answer.
-        pad: fills up.
-        ends: whether a sentence ends with a token, [V].
+        memory: before every segment, and before the question.
+        answer: behind the question.
+        stop: end of an answer.
+        pad: padding.
+        ends: True for tokens that end a sentence, [V].
     """
 
     memory: int
@@ -37,12 +37,13 @@ class Marks(NamedTuple):
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts in segments, with a question each.
+    """Batch of texts in segments, with a question each.
 
-    Rows are aligned at their ends: the segments that a shorter text lacks are empty ones before it.
+    Rows are aligned at their ends: a shorter text has empty segments before it, so that the
+    question follows the last segment of every row.
 
     Attributes:
-        tokens: [N, L, S] int64, filled up behind each segment.
+        tokens: [N, L, S] int64, padded at the end of each segment.
         lengths: tokens of each segment, 0 where empty, [N, L].
         questions: tokens of each question.
     """
@@ -53,21 +54,21 @@ class Texts:
 
     @property
     def mask(self) -> Tensor:
-        """Which tokens are text, [N, L, S]."""
+        """True for text, False for padding, [N, L, S]."""
         place = torch.arange(self.tokens.shape[2], device=self.tokens.device)
         return place < self.lengths.unsqueeze(2)
 
     @property
     def num_segments(self) -> Tensor:
-        """Segments of each text, [N]."""
+        """Number of segments of each text, [N]."""
         return (self.lengths > 0).sum(1)
 
     def to(self, device: torch.device) -> Texts:
-        """The texts on a device."""
+        """Moves the texts to a device."""
         return Texts(self.tokens.to(device), self.lengths.to(device), self.questions)
 
     def behind(self, segments: Sequence[Sequence[int]]) -> Texts:
-        """The texts with further segments, the same before each; those are numbered first."""
+        """Returns the texts with the same further segments, numbered first, before each."""
         longest = max(map(len, segments), default=0)
         wider = max(longest - self.tokens.shape[2], 0)
         tokens = F.pad(self.tokens, (0, wider, len(segments), 0))
@@ -78,12 +79,13 @@ class Texts:
         return Texts(tokens, lengths, self.questions)
 
     def segment(self, row: int, place: int) -> list[int]:
-        """Tokens of one segment."""
+        """Returns the tokens of one segment."""
         return self.tokens[row, place, : int(self.lengths[row, place])].tolist()
 
 
 def make_marks(tokenizer: Tokenizer) -> Marks:
-    """The marks of a tokenizer's special tokens."""
+    """Returns the marks of a tokenizer."""
+    # whole tokens are tested: one that joins a stop and the next word ends no segment
     ends = [tokenizer.decode([id]).endswith(_SENTENCE_ENDS) for id in range(tokenizer.vocab_size)]
     return Marks(
         memory=tokenizer.special_id("<|memory|>"),
@@ -95,16 +97,22 @@ def make_marks(tokenizer: Tokenizer) -> Marks:
 
 
 def cut_segments(ids: Sequence[int], marks: Marks, *, most: int) -> list[list[int]]:
-    """Segments of a text: as many whole sentences as fit; a longer sentence is cut.
+    """Cuts a text into segments of as many whole sentences as fit; a longer sentence is cut.
 
     Args:
         ids: tokens of the text.
-        marks: say where sentences end.
+        marks: of the tokenizer.
         most: length of the longest segment (tokens).
     """
+    sentences: list[list[int]] = [[]]
+    for id in ids:
+        sentences[-1].append(id)
+        # a model may have more ids than its tokenizer
+        if id < len(marks.ends) and bool(marks.ends[id]):
+            sentences.append([])
     segments: list[list[int]] = []
     open_segment: list[int] = []
-    for sentence in _sentences(ids, marks):
+    for sentence in sentences:
         if len(open_segment) + len(sentence) > most:
             segments.append(open_segment)
             open_segment = []
@@ -115,37 +123,29 @@ def cut_segments(ids: Sequence[int], marks: Marks, *, most: int) -> list[list[in
     return [segment for segment in [*segments, open_segment] if segment]
 
 
-def _sentences(ids: Sequence[int], marks: Marks) -> list[list[int]]:
-    sentences: list[list[int]] = [[]]
-    for id in ids:
-        sentences[-1].append(id)
-        if id < len(marks.ends) and bool(marks.ends[id]):
-            sentences.append([])
-    return [sentence for sentence in sentences if sentence]
-
-
 def fitting(lengths: Sequence[int], wanted: Sequence[int], room: int) -> tuple[list[int], int]:
-    """Wanted segments up to the first that does not fit behind its mark, and the room left.
+    """Returns the wanted segments up to the first that has no room, and the room left.
 
     Args:
         lengths: tokens of each segment; those of 0 are passed over.
         wanted: segments, the most wanted first.
-        room: tokens.
+        room: tokens, including a mark before each segment.
     """
-    taken: list[int] = []
+    places: list[int] = []
     for place in wanted:
         if lengths[place] + 1 > room:
+            # no smaller one further on instead: the order is the agent's, best first
             break
         if lengths[place] > 0:
-            taken.append(place)
+            places.append(place)
             room -= lengths[place] + 1
-    return taken, room
+    return places, room
 
 
 def window_tokens(
     segments: Sequence[Sequence[int]], question: Sequence[int], marks: Marks
 ) -> tuple[int, ...]:
-    """What a window holds: segments, each behind its mark, and the question."""
+    """Joins the tokens of a window: segments, each behind its mark, and the question."""
     ids: list[int] = []
     for segment in segments:
         ids += [marks.memory, *segment]
@@ -159,12 +159,12 @@ def make_texts(
     *,
     most: int,
 ) -> Texts:
-    """A batch of texts from their segments.
+    """Builds a batch of texts from their segments.
 
     Args:
         texts: tokens of each segment of each text; at least one segment in one of them.
         questions: tokens of each question.
-        marks: give the filling.
+        marks: of the tokenizer.
         most: S.
     """
     length = max(len(segments) for segments in texts)

@@ -1,12 +1,9 @@
-"""What reasoning tasks say: statements that matter, and a question with its answers.
+"""Reasoning tasks as texts of a given length, their files, and the checker of answers.
 
-Needles, variable tracking, common words and look-ups follow the tasks of RULER (2404.06654) in
-kind, with words made of syllables instead of essays, so that they are generated anywhere. Where
-statements stand in a text, and what stands between them, is for `cdrmix.reasoning.tasks`.
-
-Reasoning tasks as texts of a wanted length, their files, and the one checker of answers.
-
-The checker is both the reward of training and the score of evaluation.
+Needles, variable tracking, common words and look-ups follow the kinds of RULER (2404.06654), with
+words made of syllables instead of essays, so that no data set is needed. A task is statements and a
+question; its text puts sentences without meaning between them. The checker is both the reward of
+training and the score of evaluation.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from cdrmix.errors import DataError
 from cdrmix.monitoring.sinks import write_text_atomic
@@ -30,15 +27,10 @@ _VOWELS = "aeiou"
 
 
 class Puzzle(NamedTuple):
-    """A task without its haystack.
+    """Task without the sentences between its statements; fields as of `Example`.
 
-    Attributes:
-        statements: sentences that matter or mislead, in the order in which they must be read.
-        question: asked behind the text.
-        answers: words that answer it.
-        evidence: statements from which the answer follows, in the order in which one leads to the
-            next; none where it takes the whole text.
-        match: all: every answer counts its share; any: one is enough.
+    Statements are sentences that matter or mislead, in the order of the text. There is no evidence
+    where the answer takes the whole text.
     """
 
     statements: list[str]
@@ -49,7 +41,7 @@ class Puzzle(NamedTuple):
 
 
 def words(rng: random.Random, *, num_syllables: int = 3) -> Iterator[str]:
-    """Made-up words, none twice."""
+    """Generates made-up words, none twice."""
     syllables = ["".join(pair) for pair in itertools.product(_CONSONANTS, _VOWELS)]
     seen: set[str] = set()
     while True:
@@ -60,7 +52,7 @@ def words(rng: random.Random, *, num_syllables: int = 3) -> Iterator[str]:
 
 
 def needle(rng: random.Random, *, num_keys: int, num_values: int, num_queries: int) -> Puzzle:
-    """Codes of keys hidden in a text; some keys are asked for, with all their codes."""
+    """Hides codes of keys, and asks for all codes of some keys."""
     fresh = words(rng)
     keys = [next(fresh) for _ in range(num_keys)]
     codes = {key: [str(rng.randrange(1000, 10_000)) for _ in range(num_values)] for key in keys}
@@ -75,10 +67,10 @@ def needle(rng: random.Random, *, num_keys: int, num_values: int, num_queries: i
 
 
 def variable_tracking(rng: random.Random, *, hops: int, num_chains: int = 2) -> Puzzle:
-    """Variables that take each other's value; all of one chain are asked for.
+    """Chains variables that copy the value of the one before, and asks for all of one chain.
 
-    Their names are short: what holds a chain of two hops, the question and its answer then stand in
-    a window of 64 tokens.
+    Names are short, so that the evidence of two hops, the question and its answer fit a window of
+    64 tokens.
     """
     fresh = words(rng, num_syllables=2)
     values = [str(value) for value in rng.sample(range(1000, 10_000), num_chains)]
@@ -92,19 +84,19 @@ def variable_tracking(rng: random.Random, *, hops: int, num_chains: int = 2) -> 
 
 
 def common_words(rng: random.Random, *, num_common: int = 3, repeats: int = 6) -> Puzzle:
-    """A list in which some words come up more often than all others."""
+    """Lists words, some more often than all others, and asks for those."""
     fresh = words(rng)
     common = [next(fresh) for _ in range(num_common)]
     rare = [next(fresh) for _ in range(2 * num_common)]
-    listed = common * repeats + rare
-    rng.shuffle(listed)
-    statements = [f"Listed: {word}." for word in listed]
+    sequence = common * repeats + rare
+    rng.shuffle(sequence)
+    statements = [f"Listed: {word}." for word in sequence]
     question = f"Which {num_common} words are listed most often?"
     return Puzzle(statements, question, common, evidence=[])
 
 
 def look_up(rng: random.Random, *, num_people: int = 6) -> Puzzle:
-    """Where the friend of somebody lives, among facts about others."""
+    """Asks for the city of somebody's friend, among facts about others."""
     fresh = words(rng)
     people = [next(fresh).capitalize() for _ in range(num_people)]
     cities = [next(fresh).capitalize() for _ in range(num_people)]
@@ -121,10 +113,10 @@ def look_up(rng: random.Random, *, num_people: int = 6) -> Puzzle:
 
 
 def arithmetic(rng: random.Random, *, steps: int) -> Puzzle:
-    """A chain of at most nine sums and differences, each of the value before; none is negative."""
+    """Chains at most nine sums and differences, each of the value before; none is negative."""
     fresh = words(rng)
     name = next(fresh)
-    value = rng.randrange(10 * steps, 100)
+    value = rng.randrange(10 * steps, 100)  # each step subtracts 9 at most
     statements = [f"{name} is {value}."]
     for _ in range(steps):
         earlier = name
@@ -141,7 +133,7 @@ def arithmetic(rng: random.Random, *, steps: int) -> Puzzle:
 
 
 def logic(rng: random.Random, *, steps: int) -> Puzzle:
-    """A chain of implications from something true, and one that begins nowhere; half are true."""
+    """Chains implications from a fact, and others from nothing; half of the answers are yes."""
     fresh = words(rng)
     chains = [[next(fresh) for _ in range(steps + 1)] for _ in range(2)]
     queues = [[f"If {a} then {b}." for a, b in itertools.pairwise(names)] for names in chains]
@@ -154,9 +146,10 @@ def logic(rng: random.Random, *, steps: int) -> Puzzle:
 
 
 def _interleaved(rng: random.Random, queues: list[list[str]]) -> list[str]:
-    """One list in which each queue keeps its order."""
+    """Merges queues at random; each keeps its order."""
     turns = [place for place, queue in enumerate(queues) for _ in queue]
     rng.shuffle(turns)
+    # positions are shuffled and not the sentences, whose order within a chain matters
     rests = [iter(queue) for queue in queues]
     return [next(rests[place]) for place in turns]
 
@@ -184,17 +177,17 @@ _FILLER = (
 
 @dataclass(frozen=True)
 class Example:
-    """One task.
+    """Task with its text, and a row of a file of tasks.
 
     Attributes:
-        task: a key of `KINDS`, or a name of your own.
+        task: a key of `KINDS`, or any name in a file of the user's.
         length_ratio: length of the text in windows.
-        text: what is to be read.
-        question: asked behind it.
-        answers: words that answer it.
+        text: read before the question.
+        question: at the end of the text.
+        answers: right words.
         match: all: every answer counts its share; any: one is enough.
         evidence: sentences of the text from which the answer follows, in the order in which one
-            leads to the next; training looks at them, evaluation does not.
+            leads to the next; used by training, not by evaluation.
     """
 
     task: str
@@ -207,15 +200,14 @@ class Example:
 
 
 def score(example: Example, answer: str) -> float:
-    """How much of an answer is right, 0 to 1: reward and score alike.
+    """Scores an answer, 0 to 1, as reward and for evaluation.
 
-    Words are compared whole and without case. Only as many words as there could be right ones, and
-    as many again for what stands between them, are read: an answer that lists everything it saw
-    earns no more than its beginning.
+    Words are compared whole and without case. Only twice as many words as there are right ones
+    count, so that listing everything earns no more than the beginning of the list.
     """
     wanted = [word.lower() for word in example.answers]
-    found = re.findall(r"\w+", answer.lower())[: 2 * len(wanted)]
-    right = [word in found for word in wanted]
+    words_read = re.findall(r"\w+", answer.lower())[: 2 * len(wanted)]
+    right = [word in words_read for word in wanted]
     return float(any(right)) if example.match == "any" else sum(right) / len(right)
 
 
@@ -235,15 +227,15 @@ def generate_examples(
     window_tokens: int,
     count_tokens: CountTokens,
 ) -> Example:
-    """Example `number` of a task; equal arguments give equal examples.
+    """Makes example `number` of a task; equal arguments give equal examples.
 
-    From two windows on, all that matters stands before the last window, so that whoever reads that
-    one alone has nothing to go by.
+    From two windows on, all statements stand before the last window, so that a reader of that one
+    alone can only guess.
 
     Args:
         task: a key of `KINDS`.
         number: from 0.
-        seed: of the whole set.
+        seed: of all examples.
         length_ratio: length of the text in windows.
         window_tokens: length of a window.
         count_tokens: tokens of a sentence with the space behind it.
@@ -254,14 +246,19 @@ def generate_examples(
     rng = random.Random(f"{seed}/{task}/{length_ratio}/{number}")
     puzzle = KINDS[task](rng)
     most = length_ratio * window_tokens
-    kept_free = window_tokens if length_ratio > 1 else 0
-    sentences = _laid_out(puzzle, rng, most, kept_free, count_tokens)
+    # a text of one window has no window before the last
+    last_tokens = window_tokens if length_ratio > 1 else 0
+    sentences = _lay_out(puzzle, rng, most, last_tokens, count_tokens)
     if sentences is None:
         needed = sum(count_tokens(f"{line} ") for line in puzzle.statements)
         raise DataError(
             f"{task}: its statements take {needed} tokens, but a text of {length_ratio} x "
             f"{window_tokens} tokens has room for fewer"
-            + (", as whole sentences without any of them fill its last window" if kept_free else "")
+            + (
+                ", as whole sentences without any of them fill its last window"
+                if last_tokens
+                else ""
+            )
             + ". Try a longer length_ratio"
         )
     return Example(
@@ -275,25 +272,33 @@ def generate_examples(
     )
 
 
-def _laid_out(
-    puzzle: Puzzle, rng: random.Random, most: int, kept_free: int, count_tokens: CountTokens
+def _lay_out(
+    puzzle: Puzzle, rng: random.Random, most: int, last_tokens: int, count_tokens: CountTokens
 ) -> list[str] | None:
-    """Statements in their order among fillers; None where they do not fit."""
+    """Puts statements in their order among fillers; None where they do not fit.
+
+    The text ends with fillers of at least `last_tokens` tokens.
+    """
     room = most - sum(count_tokens(f"{line} ") for line in puzzle.statements)
-    if room < kept_free:
+    if room < last_tokens:
         return None
+    # a filler that names a word of the puzzle could mislead, or answer
+    statement_words = set(re.findall(r"\w+", " ".join(puzzle.statements).lower()))
     fillers = []
     spent = 0
     num_last = 0
-    for filler in _fillers(rng, puzzle):
+    for word in words(rng):
+        if word in statement_words:
+            continue
+        filler = rng.choice(_FILLER).format(word)
         cost = count_tokens(f"{filler} ")
         if spent + cost > room:
             break
         # the first fillers drawn are the last of the text: together longer than a window
-        num_last += spent < kept_free
+        num_last += spent < last_tokens
         fillers.append(filler)
         spent += cost
-    if spent < kept_free:
+    if spent < last_tokens:
         return None
     last = fillers[:num_last]
     before = fillers[num_last:]
@@ -303,16 +308,8 @@ def _laid_out(
     return before + last
 
 
-def _fillers(rng: random.Random, puzzle: Puzzle) -> Iterator[str]:
-    """Sentences that say nothing, without any word of the puzzle."""
-    taken = set(re.findall(r"\w+", " ".join(puzzle.statements).lower()))
-    for word in words(rng):
-        if word not in taken:
-            yield rng.choice(_FILLER).format(word)
-
-
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """One JSON object per line.
+    """Writes one JSON object per line.
 
     Raises:
         StateError: if the file cannot be written.
@@ -324,16 +321,16 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
 def read_examples(
     path: Path, *, check: Callable[[Example], None] = lambda example: None
 ) -> list[Example]:
-    """What `write_examples` wrote, or a file of your own of the same form.
+    """Reads a file of `write_examples`, or one of the user's of the same form.
 
     Args:
         path: of the file; blank lines are passed over.
-        check: raises ValueError for an example that its reader cannot use.
+        check: raises ValueError for an example that the caller cannot use.
     Raises:
         DataError: naming the line, if the file or a row cannot be used.
     """
     try:
-        # not splitlines: JSON may hold the other ends of lines that Unicode has
+        # not splitlines, which also splits at separators of Unicode that JSON strings may hold
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
@@ -346,13 +343,13 @@ def read_examples(
             example = _parse(json.loads(line))
             check(example)
         except (ValueError, TypeError, RecursionError) as error:
-            why: Exception = error
+            reason = str(error)
             if isinstance(error, RecursionError):
-                why = ValueError("nested too deeply")
+                reason = "nested too deeply"
             if isinstance(error, json.JSONDecodeError):
-                why = ValueError(f"{error.msg} at column {error.colno}")
+                reason = f"{error.msg} at column {error.colno}"
             raise DataError(
-                f"{path}:{number}: {why}. A row is a JSON object with "
+                f"{path}:{number}: {reason}. A row is a JSON object with "
                 f"{', '.join(field.name for field in dataclasses.fields(Example))}"
             ) from None
         examples.append(example)
@@ -368,6 +365,7 @@ def _parse(row: object) -> Example:
     for name, kind in {**kinds, "match": str}.items():
         if name not in row:
             raise ValueError(f"{name} is missing")
+        # not isinstance, by which True would be a number
         if type(row[name]) is not kind:
             raise TypeError(f"{name} is {row[name]!r}, not {kind.__name__}")
     if unknown := sorted(row.keys() - kinds.keys() - {"match", "evidence"}):
@@ -382,17 +380,14 @@ def _parse(row: object) -> Example:
     evidence = row.get("evidence", [])
     if not isinstance(evidence, list) or not all(type(line) is str for line in evidence):
         raise TypeError(f"evidence is {evidence!r}, not a list of sentences")
-    answers = _parse_answers(row["answers"])
-    return Example(**{**row, "answers": answers, "evidence": tuple(evidence)})
-
-
-def _parse_answers(answers: list[Any]) -> tuple[str, ...]:
+    answers = row["answers"]
     if not answers or not all(type(word) is str and word for word in answers):
         raise ValueError(f"answers are {answers!r}; at least one word is needed")
-    for word in answers:  # which `score` would never find
+    for word in answers:
+        # `score` compares single words, so that others would never be right
         if not re.fullmatch(r"\w+", word):
             raise ValueError(
                 f"answer {word!r} is no single word of letters and digits, as they are compared; "
                 "give each word of it as an answer of its own"
             )
-    return tuple(answers)
+    return Example(**{**row, "answers": tuple(answers), "evidence": tuple(evidence)})

@@ -1,16 +1,13 @@
-"""Projections of hidden states to the keys and queries of episodic memory.
+"""Working memory, and the encoder of episodic memory's keys and queries.
 
-Working memory: a few slots that summarise what a window held, for the windows after it.
-
-Every `stride` tokens each slot looks at the tokens that its query fits, and a gate decides how much
-of the slot gives way. Later tokens read the slots by attention; what they read is added to their
-embeddings. The projection back is zero at first: a backbone with a fresh working memory gives the
+Working memory is a few slots that summarise a window for the windows after it. Every `stride`
+tokens each slot attends to the tokens that match its query, and a gate decides how much of the slot
+they replace. Later tokens read the slots by attention, and the result is added to their embeddings.
+The projection back is zero at first, so that a backbone with a fresh working memory computes the
 same numbers as without.
 """
 
-# B rows, T time, D hidden, S key dimensions
-
-# B sequences, T time, D hidden, N slots, S width of a slot, n strides of c tokens
+# B sequences, T tokens, D hidden, N slots, S width of a slot or of a key
 
 from __future__ import annotations
 
@@ -28,12 +25,7 @@ from cdrmix.models.initialize import normal_
 
 
 class RetrievalEncoder(nn.Module):
-    """Keys of segments and queries for them, unit vectors of one space.
-
-    Args:
-        hidden_size: D, of the backbone.
-        key_size: S.
-    """
+    """Projections of hidden states to keys of segments and queries for them, unit vectors."""
 
     def __init__(self, hidden_size: int, key_size: int) -> None:
         super().__init__()
@@ -42,47 +34,43 @@ class RetrievalEncoder(nn.Module):
 
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
-        """Set the initial values from the seed."""
+        """Sets the initial values from the seed."""
         for part in ("to_key", "to_query"):
             weight = getattr(self, part).weight
             normal_(weight, weight.shape[1] ** -0.5, seed=seed, name=f"retrieval.{part}")
 
     def key(self, hidden: Tensor) -> Tensor:
-        """Key of a segment from its hidden states, [B, T, D] -> [B, S], float32."""
+        """Makes the key of a segment from its hidden states, [B, T, D] -> [B, S], float32."""
         return F.normalize(self.to_key(hidden.mean(1)).float(), dim=-1)
 
     def query(self, hidden: Tensor) -> Tensor:
-        """Query from the hidden state of one token, [B, D] -> [B, S], float32."""
+        """Makes a query from one (pooled) hidden state, [B, D] -> [B, S], float32."""
         return F.normalize(self.to_query(hidden).float(), dim=-1)
 
 
 @torch.no_grad()
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 of named weights, hex, in any order: keys of other weights mean nothing to these."""
-    found = hashlib.sha256()
+    """Returns the sha256 of named weights in any order; keys are valid for one digest only."""
+    digest = hashlib.sha256()
     for name, tensor in sorted(weights, key=lambda pair: pair[0]):
+        # float32, so that a model saved in bf16 and the same one in memory agree
         values = tensor.detach().float().cpu().contiguous()
-        found.update(f"{name} {tuple(values.shape)}".encode())
-        found.update(values.numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tuple(values.shape)}".encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
 
 
 NUM_SLOTS = 8
-# Slots start apart, and look for one thing rather than at the mean of a stride.
+# Scales the slots' scores, so that each attends to a few tokens and not to the mean of a stride.
 _SHARPNESS = 4.0
 
 
 class WorkingMemory(nn.Module):
-    """Slots that share `summary_dim` features.
-
-    Args:
-        hidden_size: D, of the backbone.
-        config: `summary_dim`, `kv_summary_stride`.
-    """
+    """Slots that share the `summary_dim` features of a configuration."""
 
     def __init__(self, hidden_size: int, config: MemoryConfig) -> None:
         super().__init__()
-        width = config.summary_dim // NUM_SLOTS  # the schema takes multiples alone
+        width = config.summary_dim // NUM_SLOTS  # the schema allows multiples only
         self.stride = config.kv_summary_stride
         self.slots = nn.Parameter(torch.empty(NUM_SLOTS, width))  # initial content, and query
         self.key = nn.Linear(hidden_size, width, bias=False)
@@ -93,7 +81,7 @@ class WorkingMemory(nn.Module):
 
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
-        """Set the initial values from the seed; nothing is read before training."""
+        """Sets the initial values from the seed; before training, a read gives zero."""
         normal_(self.slots, 1.0, seed=seed, name="working_memory.slots")
         for part in ("key", "value", "query", "gate"):
             layer = getattr(self, part)
@@ -103,17 +91,17 @@ class WorkingMemory(nn.Module):
         self.up.weight.zero_()
 
     def start(self, batch_size: int) -> Tensor:
-        """Slots of sequences of which nothing was read yet, [B, N, S]."""
+        """Returns the slots before the first token, [B, N, S]."""
         return self.slots.float().expand(batch_size, *self.slots.shape)
 
     def write(self, memory: Tensor, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Fold tokens into the slots.
+        """Folds tokens into the slots.
 
         Args:
             memory: slots before, [B, N, S], float32.
-            hidden: hidden states of the tokens, [B, T, D]; a last stride may be shorter.
-            mask: which tokens are text, [B, T]; the others are not looked at, and a stride without
-                text changes nothing.
+            hidden: hidden states of the tokens, [B, T, D]; the last stride may be shorter.
+            mask: True for text, [B, T]; padding gets no attention, and a stride without text
+                changes nothing.
         Returns:
             Slots after, [B, N, S], float32.
         """
@@ -122,27 +110,29 @@ class WorkingMemory(nn.Module):
         fit = _SHARPNESS * keys @ self.slots.float().transpose(0, 1)  # [B, T, N]
         fit = fit / self.slots.shape[1] ** 0.5
         if mask is not None:
+            # not -inf: the softmax over a stride of padding alone would not be a number
             fit = fit.masked_fill(~mask.unsqueeze(2), torch.finfo(fit.dtype).min)
         for start in range(0, hidden.shape[1], self.stride):
             stride = slice(start, start + self.stride)
             weights = torch.softmax(fit[:, stride], dim=1)
-            seen = weights.transpose(1, 2) @ values[:, stride]  # [B, N, S]
-            gate_input = torch.cat([seen, memory], dim=-1).to(self.gate.weight.dtype)
+            content = weights.transpose(1, 2) @ values[:, stride]  # [B, N, S]
+            gate_input = torch.cat([content, memory], dim=-1).to(self.gate.weight.dtype)
+            # float32, as slots are carried over a whole text and change by little at a time
             gate = torch.sigmoid(self.gate(gate_input).float())
             if mask is not None:
                 gate = gate * mask[:, stride].any(1).view(-1, 1, 1)
-            memory = torch.lerp(memory, torch.tanh(seen), gate)
+            memory = torch.lerp(memory, torch.tanh(content), gate)
         return memory
 
     def read(self, memory: Tensor, x: Tensor) -> Tensor:
-        """What the slots hold for each token, [B, T, D] -> [B, T, D]; zero at first."""
+        """Reads the slots for each token, [B, T, D] -> [B, T, D]."""
         query = self.query(x).float()  # [B, T, S]
         scores = query @ memory.transpose(1, 2) / memory.shape[2] ** 0.5  # [B, T, N]
         return self.up((torch.softmax(scores, dim=-1) @ memory).to(x.dtype))
 
     @contextlib.contextmanager
     def reading(self, backbone: Backbone, memory: Tensor) -> Iterator[None]:
-        """While this lasts, what the backbone reads includes what the slots hold for it."""
+        """Adds a read of the slots to the backbone's embeddings while this lasts."""
 
         def add(_: nn.Module, __: tuple[Tensor, ...], x: Tensor) -> Tensor:
             return x + self.read(memory, x)

@@ -18,10 +18,10 @@ from cdrmix.objectives.grpo import group_advantages
 from cdrmix.planning.cluster import processes
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.policy import MemoryPolicy
-from cdrmix.reasoning.speculation import branch
-from cdrmix.reasoning.stream import NUM_FEATURES
+from cdrmix.reasoning.state_rows import branch
 from tests.harness import run_ranks
 from tools.benchmark.learn_policy import HIDDEN, environment, make_streams
+from tools.benchmark.segment_stream import NUM_FEATURES
 
 TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 LESSONS, TEXTS, GROUP, STEPS = 3, 4, 8, 3

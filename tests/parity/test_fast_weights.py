@@ -9,16 +9,44 @@ from cdrmix.reasoning.fast_weights import (
     CLAMP_EVERY_TOKENS,
     LARGEST_WRITE,
     RULES,
+    Clamp,
+    Rule,
     Writes,
     limited,
     scan_chunks,
-    scan_tokens,
     traces,
 )
 
 DECAY = 0.98
 # tokens, and tokens of the episode before them
 CASES = [(1, 0), (15, 0), (16, 7), (53, 0), (53, 30), (3, 14)]
+
+
+def scan_tokens(
+    weights: torch.Tensor,
+    lookups: torch.Tensor,
+    writes: Writes,
+    *,
+    rule: Rule,
+    decay: float,
+    start: int,
+    clamp: Clamp,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence as it is defined, token by token."""
+    read = []
+    for t in range(lookups.shape[1]):
+        read.append(lookups[:, t] @ weights.transpose(1, 2))  # [B, J, r]
+        q = writes.post[:, t].unsqueeze(2)
+        e = writes.trace[:, t].unsqueeze(2)  # [B, r, 1]
+        if rule == "delta":
+            q = q - weights @ e
+        elif rule == "oja":
+            e = e - weights.transpose(1, 2) @ q
+        m = writes.strength[:, t, None, None]
+        weights = decay * weights + m * q @ e.transpose(1, 2)
+        if (start + t + 1) % CLAMP_EVERY_TOKENS == 0:
+            weights = clamp(weights)
+    return torch.stack(read, dim=1), weights
 
 
 def clamped(weights: torch.Tensor) -> torch.Tensor:
@@ -42,7 +70,7 @@ def scanned(scan, given: list[torch.Tensor], rule: str, start: int) -> list[torc
     """What a form reads and leaves, then its gradients."""
     weights, lookups, *writes = given
     read, after = scan(
-        weights, lookups, Writes(*writes), rule=rule, decay=DECAY, start=start, border=clamped
+        weights, lookups, Writes(*writes), rule=rule, decay=DECAY, start=start, clamp=clamped
     )
     generator = torch.Generator().manual_seed(1)
     probes = [torch.randn(x.shape, generator=generator) for x in (read, after)]
@@ -66,7 +94,7 @@ def test_chunks_equal_the_recurrence_with_all_gradients(rule: str, length: int, 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sequence_read_in_pieces_equals_it_read_at_once(rule: str) -> None:
     weights, lookups, *writes = (x.detach() for x in inputs(50, 8))
-    settings = {"rule": rule, "decay": DECAY, "border": clamped}
+    settings = {"rule": rule, "decay": DECAY, "clamp": clamped}
     whole, after = scan_chunks(weights, lookups, Writes(*writes), start=0, **settings)
     pieces, begin = [], 0
     for length in (1, 15, 20, 1, 13):
@@ -91,7 +119,7 @@ def test_what_was_stored_is_read_and_fades(rule: str) -> None:
         rule=rule,
         decay=0.5,
         start=0,
-        border=clamped,
+        clamp=clamped,
     )
     expected = torch.stack([0 * axes[1], axes[1], axes[1] / 2, 0 * axes[1]])
     torch.testing.assert_close(read[0, :, 0], expected)
@@ -108,7 +136,7 @@ def test_delta_replaces_what_hebb_adds_up() -> None:
             rule=rule,
             decay=1.0,
             start=0,
-            border=clamped,
+            clamp=clamped,
         )[1][0, :, 0]
         for rule in RULES
     }
@@ -143,7 +171,7 @@ def test_writes_stay_bounded_however_strong_the_modulator(rule: str) -> None:
         rule=rule,
         decay=0.999,
         start=0,
-        border=clamped,
+        clamp=clamped,
     )
     assert after.abs().max().item() <= 2
     assert math.isfinite(after.sum().item())

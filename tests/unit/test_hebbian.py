@@ -1,4 +1,4 @@
-"""Plastic adapters on real backbones: exactness when off, state, guards, proposals."""
+"""Plastic adapters on real backbones: exactness when off, state, guards, branches."""
 
 import pytest
 import torch
@@ -14,14 +14,9 @@ from cdrmix.reasoning.hebbian import (
     PlasticBackbone,
     PlasticState,
 )
-from cdrmix.reasoning.speculation import (
-    Speculation,
+from cdrmix.reasoning.state_rows import (
     branch,
-    commit,
-    detach,
     map_tensors,
-    propose,
-    rollback,
     select,
 )
 
@@ -143,13 +138,6 @@ def test_the_correlation_objective_alone_reaches_the_adapters() -> None:
     assert model(tokens(), state=model.start(3)).correlation is None
 
 
-def test_gradients_end_where_the_state_is_detached() -> None:
-    model = make()
-    state = model(tokens(), state=model.start(3)).state
-    assert all(layer.weights.requires_grad for layer in state.plastic.layers.values())
-    assert not any(layer.weights.requires_grad for layer in detach(state).plastic.layers.values())
-
-
 def test_fast_weights_are_within_the_clamp_at_every_border() -> None:
     model = make()
     repeated = tokens(3, 1).expand(3, 48)  # one pattern over and over: they grow between borders
@@ -187,24 +175,12 @@ def test_a_token_that_is_not_finite_is_counted_and_not_stored() -> None:
     assert adapted.y[0, torch.arange(12) != 4].isfinite().all()
 
 
-def test_to_commit_twice_is_to_commit_once() -> None:
+def test_reading_leaves_the_state_that_it_starts_from_as_it_was() -> None:
     model = make()
-    start = Speculation(model.start(3))
-    proposed = propose(start, model(tokens(), state=start.accepted).state)
-    once = commit(proposed)
-    assert same(commit(once).accepted, once.accepted)
-    assert same(once.accepted, proposed.proposed) and once.proposed is None
-    assert not same(once.accepted, start.accepted)
-
-
-def test_rolling_back_leaves_what_was_accepted_as_it_was() -> None:
-    model = make()
-    accepted = model(tokens(), state=model.start(3)).state
-    copy = branch(accepted, 1)
-    proposed = propose(Speculation(accepted), model(tokens(), state=accepted).state)
-    after = rollback(proposed)
-    assert same(after.accepted, copy) and after.proposed is None
-    assert same(commit(after).accepted, copy)  # nothing is left to commit
+    before = model(tokens(), state=model.start(3)).state
+    copy = branch(before, 1)
+    assert not same(model(tokens(), state=before).state, before)
+    assert same(before, copy)
 
 
 def test_branches_in_one_batch_do_not_see_each_other() -> None:

@@ -6,7 +6,7 @@ import torch
 from cdrmix.reasoning.lessons import Lesson
 from cdrmix.reasoning.memory_reader import ANSWER_TOKENS, MemoryReader
 from cdrmix.reasoning.segments import Texts, cut_segments, make_texts
-from cdrmix.reasoning.speculation import select
+from cdrmix.reasoning.state_rows import select
 from tests.unit.small_reader import (
     WINDOW_TOKENS,
     small_config,

@@ -11,8 +11,8 @@ from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.planning.counts import count, parameter_shapes, stage_b_params
 from cdrmix.reasoning.hebbian import PlasticBackbone
 from cdrmix.reasoning.policy import MemoryPolicy
-from cdrmix.reasoning.stream import NUM_FEATURES
 from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
+from tools.benchmark.segment_stream import NUM_FEATURES
 
 VARIANTS = sorted(shipped("model_configs").glob("cdrmix-*.yaml"))
 

@@ -16,8 +16,7 @@ from cdrmix.reasoning.episodes import (
     try_branches,
 )
 from cdrmix.reasoning.policy import Action, EpisodeOutcome, MemoryPolicy
-from cdrmix.reasoning.speculation import branch, map_tensors, select
-from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, StreamState
+from cdrmix.reasoning.state_rows import branch, map_tensors, select
 from tools.benchmark.learn_policy import (
     HIDDEN,
     NUM_SEGMENTS,
@@ -25,6 +24,7 @@ from tools.benchmark.learn_policy import (
     fresh_policy,
     make_streams,
 )
+from tools.benchmark.segment_stream import NUM_FEATURES, SegmentStream, StreamState
 
 SUMMARIZE, RETRIEVE, SPLICE, WRITE = Action
 

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from cdrmix.objectives.grpo import group_advantages
+from cdrmix.config.reasoning import PolicyConfig
+from cdrmix.objectives.grpo import PolicyMetrics, group_advantages
 from cdrmix.planning.autosize import variant
-from cdrmix.reasoning.episodes import Rollouts, learn_from, roll_out, roll_out_branches
+from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out, roll_out_branches
 from cdrmix.reasoning.policy import Action, EpisodeOutcome, MemoryPolicy
-from cdrmix.reasoning.speculation import branch
-from cdrmix.reasoning.stream import NUM_FEATURES, SegmentStream, Streams, StreamState
+from cdrmix.reasoning.state_rows import branch
+from tools.benchmark.segment_stream import NUM_FEATURES, SegmentStream, Streams, StreamState
 from tools.benchmark.timing import report
 
 NUM_SEGMENTS = 24
@@ -81,6 +82,54 @@ def fresh_policy() -> MemoryPolicy:
     policy = MemoryPolicy(HIDDEN, NUM_FEATURES)
     policy.initialize(seed=0)
     return policy
+
+
+class Update(NamedTuple):
+    """Result of the epochs on one batch of rollouts.
+
+    Attributes:
+        metrics: of the last epoch, sums over its steps.
+        epochs: number of epochs before the policy had moved far enough.
+    """
+
+    metrics: PolicyMetrics
+    epochs: int
+
+
+def learn_from(
+    policy: MemoryPolicy,
+    optimizer: torch.optim.Optimizer,
+    rollouts: Rollouts[Any],
+    config: PolicyConfig,
+    *,
+    group_size: int,
+    gradient_clipping: float = 1.0,
+    reference: MemoryPolicy | None = None,
+) -> Update:
+    """Takes up to `config.epochs` optimizer steps on one batch of rollouts, on one process.
+
+    Args:
+        policy: is trained.
+        optimizer: of its parameters.
+        rollouts: those of one prompt beside each other.
+        config: clip, discount, horizon and KL target.
+        group_size: rollouts of one prompt.
+        gradient_clipping: largest gradient norm.
+        reference: as in `policy_loss`.
+    """
+    advantages = group_advantages(rollouts.returns.view(-1, group_size)).flatten()
+    rollouts = rollouts.last(config.horizon)
+    epochs = 0
+    for _ in range(config.epochs):
+        loss, metrics = policy_loss(policy, rollouts, advantages, config, reference=reference)
+        if epochs and float(metrics.kl / metrics.steps) > config.kl_margin * config.kl_target:
+            break
+        optimizer.zero_grad()
+        (loss / metrics.steps).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), gradient_clipping)
+        optimizer.step()
+        epochs += 1
+    return Update(metrics, epochs)
 
 
 class Curve(NamedTuple):

@@ -26,7 +26,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.models.backbone import Backbone
 from cdrmix.network import free_port
-from cdrmix.reasoning.episodes import learn_from, roll_out
+from cdrmix.reasoning.episodes import roll_out
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.policy import Action
@@ -34,6 +34,7 @@ from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.tasks import generate_examples
 from cdrmix.stage_b import phases
 from cdrmix.stage_b.long_context import load_reader, score_tasks
+from tools.benchmark.learn_policy import learn_from
 from tools.benchmark.timing import report
 
 TASKS: tuple[ReasoningTask, ...] = ("needle_keys", "variable_tracking")

@@ -26,7 +26,7 @@ from cdrmix.reasoning.fast_weights import blank
 from cdrmix.reasoning.hebbian import PlasticAdapter, PlasticBackbone
 from cdrmix.reasoning.memory_reader import NUM_FEATURES
 from cdrmix.reasoning.policy import MemoryPolicy
-from cdrmix.reasoning.speculation import map_tensors
+from cdrmix.reasoning.state_rows import map_tensors
 from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 from tools.benchmark.learn_retrieval import SIZES, latency
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
@@ -99,7 +99,6 @@ def operations(rounds: int) -> dict[str, float]:
     def write() -> None:
         encoder.key(segment)
         index.propose(fresh[0], range(SEGMENT_TOKENS), offset=0, source="", score=0.0)
-        index.rollback()
 
     variants = {
         "summarize": lambda: slots.write(before, segment),

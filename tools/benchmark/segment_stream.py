@@ -1,12 +1,12 @@
-"""The environment of the memory agent: a stream of segments, and a question when it is over.
+"""Small environment of the memory agent without a backbone: a stream of random segments.
 
-The window holds one segment. Each step takes one action and moves on; what was not written to
-memory is gone. After the last segment the question stands in the window, with a few steps left to
-retrieve what it asks for and to splice that into the window. The episode is solved when the segment
-asked for stands beside the question.
+The window holds one segment. Each step takes one action and moves on; segments that were not
+written to memory are lost. Then a question asks for one segment, with a few steps to retrieve it
+and to splice it into the window, which solves the episode. The rules are those of
+`cdrmix.reasoning.reading_environment`, fast enough to train many policies.
 """
 
-# N rollouts, L segments, D hidden, S key dimensions, M entries of memory, K retrieved, A actions
+# N episodes, L segments, D hidden, S key dimensions, M entries of memory, K retrieved, A actions
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ NUM_FEATURES = 5 + NUM_ACTIONS
 
 @dataclass(frozen=True)
 class Streams:
-    """What a batch of episodes is about; does not change.
+    """Segments and questions of a batch of episodes; constant.
 
     Attributes:
         hidden: of each segment's window, [N, L, D].
         keys: of each segment, unit vectors, [N, L, S].
-        live: whether a segment may be asked for, [N, L].
+        live: True for segments that may be asked for, [N, L].
         question: hidden state of the window with the question, [N, D].
         query: its retrieval query, unit vectors, [N, S].
-        asked: the segment that answers it, [N].
+        asked: segment that answers it, [N].
     """
 
     hidden: Tensor
@@ -47,18 +47,18 @@ class Streams:
 
 @dataclass(frozen=True)
 class StreamState:
-    """Where a batch of episodes stands.
+    """State of a batch of episodes.
 
     Attributes:
-        streams: what they are about.
+        streams: segments and questions.
         time: steps taken, [N].
         memory: segments written, oldest first, -1 where empty, [N, M].
         buffer: segments retrieved, best first, -1 where empty, [N, K].
-        score: cosine of the best of them, [N]; 0 where none.
+        score: cosine of the best segment in the buffer, [N]; 0 where empty.
         last: last action, [N]; -1 at the start.
         operations: retrievals and writes, [N].
-        harm: segments that could be asked for and were evicted, and retrievals to no purpose, [N].
-        solved: whether the segment asked for was put beside the question, [N].
+        harm: live segments evicted, and retrievals that cannot help the answer, [N].
+        solved: True where the segment asked for was put beside the question, [N].
     """
 
     streams: Streams
@@ -79,7 +79,7 @@ class SegmentStream:
         policy: step budget, latency penalty and stability bonus.
         num_entries: M; the oldest entry gives way.
         top_k: K.
-        steps_after_question: that are left once it stands in the window.
+        steps_after_question: steps left once the question is asked.
         forbidden: actions that are never legal.
     """
 
@@ -99,7 +99,7 @@ class SegmentStream:
         self.forbidden = forbidden
 
     def start(self, streams: Streams) -> StreamState:
-        """Episodes before their first action."""
+        """Returns episodes before their first action."""
         count = len(streams.asked)
         device = streams.asked.device
         zero = torch.zeros(count, dtype=torch.int64, device=device)
@@ -120,7 +120,7 @@ class SegmentStream:
         return streams.hidden.shape[1] + self.steps_after_question
 
     def observe(self, state: StreamState) -> Observation:
-        """What the agent sees in a state."""
+        """Returns the agent's view of a state."""
         streams = state.streams
         asked = self._is_asked(state)
         place = self._segment(state)
@@ -140,7 +140,7 @@ class SegmentStream:
         return Observation(hidden, torch.cat([features, last], dim=1), self._legal(state))
 
     def _legal(self, state: StreamState) -> Tensor:
-        """[N, A]. SPLICE_WINDOW moves on where there is nothing to splice: it is always legal."""
+        """Returns the legal actions, [N, A]; SPLICE_WINDOW always is, as it moves on when empty."""
         legal = torch.ones(len(state.time), NUM_ACTIONS, dtype=torch.bool, device=state.time.device)
         legal[:, Action.RETRIEVE] = (state.memory >= 0).any(1)
         legal[:, Action.CACHE_WRITE] = ~self._is_asked(state)
@@ -151,7 +151,7 @@ class SegmentStream:
         return legal
 
     def step(self, state: StreamState, actions: Tensor) -> Transition[StreamState]:
-        """Take one action per episode, [N] int64, legal ones."""
+        """Takes one legal action per episode, [N] int64."""
         asked = self._is_asked(state)
         memory, evicted = self._written(state, actions == Action.CACHE_WRITE)
         retrieves = actions == Action.RETRIEVE
@@ -175,7 +175,7 @@ class SegmentStream:
         return Transition(after, done)
 
     def settle(self, state: StreamState) -> EpisodeOutcome[StreamState]:
-        """Reward success alone: a failure that spent little earns nothing.
+        """Rewards success alone: a failure that spent little earns nothing.
 
         Where costs and bonus count for failures too, and returns are divided by their standard
         deviation, the agent learns to do nothing.
@@ -192,7 +192,7 @@ class SegmentStream:
         return state.time.clamp(max=state.streams.hidden.shape[1] - 1)
 
     def _written(self, state: StreamState, writes: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory after the writes, and how many entries that could be asked for were lost."""
+        """Returns memory after the writes, and the number of live segments lost."""
         pushed = torch.cat([state.memory[:, 1:], self._segment(state).unsqueeze(1)], dim=1)
         oldest = state.memory[:, 0]
         was_live = state.streams.live.gather(1, oldest.clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -200,15 +200,17 @@ class SegmentStream:
         return torch.where(writes.unsqueeze(1), pushed, state.memory), lost.long()
 
     def _retrieved(self, state: StreamState, retrieves: Tensor) -> tuple[Tensor, Tensor]:
-        """Buffer and its best score after the retrievals."""
+        """Returns buffer and best score after the retrievals."""
         streams = state.streams
         filled = state.memory >= 0
         width = streams.keys.shape[2]
         places = state.memory.clamp(min=0).unsqueeze(2).expand(-1, -1, width)
         keys = streams.keys.gather(1, places)  # [N, M, S]
-        # before the question is asked nobody knows it: a window looks for what is like itself
-        own = streams.keys[torch.arange(len(places), device=places.device), self._segment(state)]
-        query = torch.where(self._is_asked(state).unsqueeze(1), streams.query, own)
+        # before the question is asked it is unknown: the key of the segment itself is the query
+        segment = streams.keys[
+            torch.arange(len(places), device=places.device), self._segment(state)
+        ]
+        query = torch.where(self._is_asked(state).unsqueeze(1), streams.query, segment)
         scores = (keys @ query.unsqueeze(2)).squeeze(2).masked_fill(~filled, -torch.inf)
         best = scores.sort(dim=1, descending=True, stable=True)
         found = state.memory.gather(1, best.indices[:, : self.top_k])
