@@ -68,8 +68,8 @@ def test_what_is_no_list_of_codes_is_refused(languages: object) -> None:
 def test_missing_package_is_told_before_the_first_document() -> None:
     code = (
         "import sys\n"
-        "sys.path = [p for p in sys.path if 'site-packages' not in p]\n"
         "from cdrmix.corpus.steps.language import Language\n"
+        "sys.path = [p for p in sys.path if 'site-packages' not in p]\n"
         "Language()"
     )
     done = subprocess.run(
