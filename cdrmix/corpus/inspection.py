@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.config.load import config_hash
-from cdrmix.corpus.recipe import Recipe, built_mixture, recipe_yaml
+from cdrmix.corpus.recipe import Recipe, recipe_yaml
 from cdrmix.corpus.source import SourceListing
 from cdrmix.corpus.stage import DROPPED_FILE, close_synced, read_record
 from cdrmix.corpus.steps.read_bytes import bounded_lines
 from cdrmix.corpus.tasks_of_sources import Task
-from cdrmix.data.mixed import SEQUENCE_LENGTH, mixture_course
+from cdrmix.data.mixed import SEQUENCE_LENGTH, built_mixture, mixture_course
 from cdrmix.data.shards import (
     MANIFEST_FILE,
     ShardInfo,

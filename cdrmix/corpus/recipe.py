@@ -22,8 +22,8 @@ from cdrmix.config.schema import MixtureConfig
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
 from cdrmix.corpus.source import SourceConfig
 from cdrmix.data.document import FimConfig
-from cdrmix.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, Manifest
-from cdrmix.errors import ConfigError, DataError, TrainingError
+from cdrmix.data.shards import MAX_SHARD_TOKENS
+from cdrmix.errors import ConfigError, TrainingError
 
 # The name of a step in a recipe -> the class that does it, imported when a recipe asks for it.
 STEPS = {
@@ -149,22 +149,6 @@ def load_recipe(path: str | Path) -> Recipe:
     if recipe is None or problems:
         raise ConfigError("\n".join(_placed(problem, path) for problem in problems))
     return recipe
-
-
-def built_mixture(manifest: Manifest) -> MixtureConfig | None:
-    """The mixture in the recipe that a folder was built by, if it had one.
-
-    Raises:
-        DataError: if the manifest holds something else in its place.
-    """
-    given = manifest.source.get("mixture")
-    if given is None:
-        return None
-    mixture, problems = validate(given, MixtureConfig)
-    if mixture is None:
-        told = "; ".join(f"{'.'.join(problem.path)}: {problem.text}" for problem in problems)
-        raise DataError(f"{MANIFEST_FILE}: source.mixture: {told}")
-    return mixture
 
 
 def recipe_yaml(recipe: Recipe) -> str:

@@ -28,6 +28,7 @@ from cdrmix.data.document import joined, reserved_in
 Row = tuple[int, str, dict[str, Any]]
 # (row, reason in a few words, detail)
 Refuse = Callable[[int, str, str], None]
+_Reader = Callable[[Path, SourceConfig, Refuse], Iterator[tuple[int, Any]]]
 _JSON_CHUNK_CHARACTERS = 2**20
 _ARROW_BATCH_ROWS = 64
 # Limit on rows that are decoded together, in multiples of `max_document_bytes`.
@@ -53,7 +54,7 @@ def read_rows(file: SourceFile, source: SourceConfig, refuse: Refuse) -> Iterato
         Unreadable: if the rest of the file cannot be read.
         OSError: if it cannot be opened.
     """
-    readers = {
+    readers: dict[str, _Reader] = {
         "json": _json_file,
         "jsonl": _json_lines,
         "csv": partial(_csv_rows, delimiter=","),
