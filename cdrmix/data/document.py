@@ -126,6 +126,7 @@ def restored(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     pre, suf, mid = map(tokenizer.special_id, (FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE))
     if not ids or ids[0] != pre:
         return list(ids)
+    # Text never encodes to these ids, so that the first ones are the separators.
     suffix_at = ids.index(suf)
     middle_at = ids.index(mid)
     prefix = ids[1:suffix_at]
@@ -152,6 +153,7 @@ def reserved_in(text: str) -> str | None:
 
 def parted(text: str) -> tuple[str, str, str] | None:
     """Parts of a joined text; None if a step has taken them apart."""
+    # A step may have cut the text, or replaced a name in it.
     if text.count(THOUGHT) != 1 or text.count(ANSWER) != 1:
         return None
     prompt, _, rest = text.partition(THOUGHT)

@@ -27,6 +27,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         try:
             folder.rename(out)
         except OSError:
+            # Not empty: rename replaces an empty folder only, so another process was faster.
             if not out.is_dir():
                 raise
             shutil.rmtree(folder)

@@ -133,7 +133,7 @@ class Loader:
                 + ". Resume with the data set, data.order, data.mixture, training.seed and "
                 "training.sequence_length of the checkpoint, or start a new run."
             )
-        self.close()
+        self.close()  # the thread reads from the old position
         self.samples_consumed = state["samples_consumed"]
         self._batches = self._start()
 
@@ -172,6 +172,8 @@ class Loader:
         step = self._global_batch_size
         num_steps = min(_ORDER_BLOCK // len(self._offsets), self._dataset.num_samples // step)
         num_steps = max(1, num_steps)
+        shape = (-1, self._micro_batch_size, self._dataset.sequence_length + 1)
+        eos_id = self._dataset.manifest.eos_id
 
         def block_at(start: int) -> NDArray[np.int64]:
             numbers = (start + step * np.arange(num_steps))[:, None] + self._offsets
@@ -185,22 +187,18 @@ class Loader:
             following = block_at(start)
             self._dataset.expect(np.concatenate([block, following]))
             for indices in block:
-                yield self._batch(indices)
-
-    def _batch(self, indices: NDArray[np.int64]) -> Batch:
-        """Reads arrays [A, B, T] of samples [A * B]."""
-        shape = (-1, self._micro_batch_size, self._dataset.sequence_length + 1)
-        rows = self._dataset.rows(indices).reshape(shape)
-        eos_id = self._dataset.manifest.eos_id
-        batch: Batch = {"input_ids": rows[..., :-1], "labels": rows[..., 1:]}
-        if self._segment_documents:
-            batch["labels"], batch["segment_ids"] = split_documents(rows, eos_id)
-        if self._weight_of_role is not None:
-            roles = self._dataset.roles(indices).reshape(shape)
-            batch["weights"] = self._weight_of_role[roles[..., 1:]]
-        if self._num_targets > 1:
-            batch["targets"] = next_targets(rows, batch["labels"], self._num_targets, eos_id)
-        return batch
+                rows = self._dataset.rows(indices).reshape(shape)  # [A, B, T + 1]
+                batch: Batch = {"input_ids": rows[..., :-1], "labels": rows[..., 1:]}
+                if self._segment_documents:
+                    batch["labels"], batch["segment_ids"] = split_documents(rows, eos_id)
+                if self._weight_of_role is not None:
+                    roles = self._dataset.roles(indices).reshape(shape)
+                    # The weight of a label, which is the token after its position.
+                    batch["weights"] = self._weight_of_role[roles[..., 1:]]
+                if self._num_targets > 1:
+                    labels = batch["labels"]
+                    batch["targets"] = next_targets(rows, labels, self._num_targets, eos_id)
+                yield batch
 
 
 def split_documents(
@@ -259,6 +257,7 @@ def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
 
     An exception of the reading is raised here, at the batch that it hit.
     """
+    # Two queues instead of one bounded one: a put into a full queue could not be ended on close.
     ready: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
     room: queue.SimpleQueue[None] = queue.SimpleQueue()
     stopping = threading.Event()

@@ -71,6 +71,7 @@ class MixedDataset(SplitDataset):
         for source in np.unique(sources).tolist():
             chosen = sources == source
             key = None if seed is None else (seed, source)
+            # Each domain counts its own epochs, under a key with its own number.
             begin, end = self._begins[source : source + 2]
             size = int(end - begin)
             indices[chosen] = begin + permute_epochs(cursors[chosen], size, key, window=window)
@@ -119,7 +120,7 @@ def plan_mixture(
             weights=num_samples if phase.weights is None else phase.weights,
             num_samples=phase.samples
             if phase.tokens is None
-            else -(-phase.tokens // sequence_length),
+            else -(-phase.tokens // sequence_length),  # rounded up: a phase has a sample
             change=phase.change,
         )
         for phase in config.phases

@@ -122,6 +122,7 @@ class Mixture:
             self._stages.append(_Stage(start, base, slots))
         self._starts = np.array([stage.start for stage in self._stages], dtype=np.int64)
         order = [self.domains, [num_samples[name] for name in self.domains], self._stages]
+        # Of the layout, not of the configuration: equal orders may be written differently.
         self.digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:12]
 
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -137,6 +138,7 @@ class Mixture:
         cursors = np.empty_like(numbers)
         places = np.searchsorted(self._starts, numbers, side="right") - 1
         for place in np.unique(places).tolist():
+            # All numbers of a stage at once: a batch seldom spans more than one.
             stage = self._stages[place]
             chosen = places == place
             table = _fill_block(stage.slots)
@@ -159,6 +161,7 @@ class Mixture:
         for place, phase in enumerate(self.phases):
             length = phase.num_samples
             if length is None or number < start + length:
+                # At the middle of the sample, so that neither end of the phase is favoured.
                 done = 1.0 if length is None else (number + 0.5 - start) / length
                 return self._shares_within(place, done)
             start += length
@@ -218,6 +221,7 @@ def _fill_block(slots: tuple[int, ...]) -> _Table:
     size = sum(slots)
     sources = np.empty(size, dtype=np.int64)
     ranks = np.empty(size, dtype=np.int64)
+    # Two heaps: by time of release, and of those released by deadline.
     waiting = [(0, source) for source, share in enumerate(slots) if share]
     ready: list[tuple[int, int]] = []
     counts = [0] * len(slots)

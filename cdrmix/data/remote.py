@@ -77,7 +77,12 @@ class RemoteFiles:
         path = self._cache / file.name
         try:
             with locked(self._lock_of(file.name), blocking=True):
-                if not self._is_good(path, file):
+                if file.name not in self._verified and path.exists():
+                    with path.open("rb") as stream:
+                        if hashlib.file_digest(stream, "sha256").hexdigest() == file.sha256:
+                            self._verified.add(file.name)
+                if file.name not in self._verified or not path.exists():
+                    self._verified.discard(file.name)
                     self._copy(file, path)
                 os.utime(path)
                 yield path
@@ -115,49 +120,35 @@ class RemoteFiles:
                 # The reader of the file tries again, and fails with this error.
                 _logger.warning("reading ahead: %s", error)
 
-    def _is_good(self, path: Path, file: RemoteFile) -> bool:
-        if file.name in self._verified and path.exists():
-            return True
-        try:
-            with path.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        except FileNotFoundError:
-            return False
-        if digest == file.sha256:
-            self._verified.add(file.name)
-        return digest == file.sha256
-
     def _copy(self, file: RemoteFile, path: Path) -> None:
-        """Copies a file whose lock this process holds."""
+        """Copies a file whose lock this process holds, after evicting others to make room."""
         partial = path.with_name(f".{file.name}.partial")
         # One process at a time makes room and reserves it.
         with locked(self._cache / ".room", blocking=True):
             path.unlink(missing_ok=True)  # damaged, else it would not be copied
-            self._evict_for(file.bytes)
+            entries: list[tuple[int, int, Path]] = []  # time of use, bytes
+            for entry in self._cache.iterdir():
+                if entry.name.removesuffix(".partial").endswith((".bin", ".roles")):
+                    # Another process may have renamed it since.
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat()
+                        entries.append((status.st_mtime_ns, status.st_size, entry))
+            used = sum(size for _, size, _ in entries)
+            for _, _, entry in sorted(entries):
+                if used + file.bytes <= self.max_bytes:
+                    break
+                # Its lock is free unless a process copies or holds it: an unfinished file with a
+                # free lock is of a killed process.
+                name = entry.name.removeprefix(".").removesuffix(".partial")
+                with locked(self._lock_of(name), blocking=False) as free:
+                    if free and entry.exists():
+                        used -= entry.stat().st_size
+                        entry.unlink()
             with partial.open("wb") as stream:
                 stream.truncate(file.bytes)  # so that others count it
         copy(f"{self._url}/{file.name}", partial, file.sha256, max_bytes=file.bytes)
         partial.replace(path)
         self._verified.add(file.name)
-
-    def _evict_for(self, num_bytes: int) -> None:
-        """Removes files, or unfinished ones of killed processes, until there is room."""
-        entries: list[tuple[int, int, Path]] = []  # time of use, bytes
-        for entry in self._cache.iterdir():
-            if entry.name.removesuffix(".partial").endswith((".bin", ".roles")):
-                # Another process may have renamed it since.
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat()
-                    entries.append((status.st_mtime_ns, status.st_size, entry))
-        used = sum(size for _, size, _ in entries)
-        for _, _, entry in sorted(entries):
-            if used + num_bytes <= self.max_bytes:
-                return
-            name = entry.name.removeprefix(".").removesuffix(".partial")
-            with locked(self._lock_of(name), blocking=False) as free:
-                if free and entry.exists():
-                    used -= entry.stat().st_size
-                    entry.unlink()
 
     def _lock_of(self, name: str) -> Path:
         return self._cache / ".locks" / name

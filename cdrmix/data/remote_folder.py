@@ -39,6 +39,7 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
     cache = Path(data.cache_folder)
     try:
         with locked(cache / ".lock", blocking=True):
+            # Named by host and process: on a shared file system others may hold their own.
             new = cache / f".new-{os.uname().nodename}-{os.getpid()}"
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()

@@ -24,7 +24,6 @@ import numpy as np
 from cdrmix.data.folders import locked, new_folder, remove_unfinished
 from cdrmix.data.shards import (
     MANIFEST_FILE,
-    Dtype,
     ShardInfo,
     TokenizerInfo,
     new_manifest,
@@ -33,7 +32,7 @@ from cdrmix.data.shards import (
     write_manifest,
     write_shards,
 )
-from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
+from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 
@@ -102,7 +101,11 @@ def build_sample(out: Path, vocab_size: int, *, stdlib: Path | None = None) -> N
     try:
         if (out / MANIFEST_FILE).exists():
             return
-        with _lock(out):
+        lock = out.parent / f".{out.name}.lock"
+        with contextlib.ExitStack() as stack:
+            if not stack.enter_context(locked(lock, blocking=False)):
+                _logger.info("sample corpus: another process builds %s; waiting for it", out)
+                stack.enter_context(locked(lock, blocking=True))
             if (out / MANIFEST_FILE).exists():  # built while this process waited for the lock
                 return
             if out.exists():
@@ -139,12 +142,23 @@ def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
         num_bytes / 1e6,
         vocab_size,
     )
+    # The validation split stays unseen, by the tokenizer too.
     trained = train_tokenizer((d.text for d in documents if d.split == "train"), vocab_size)
     remove_unfinished(out)  # by the lock, nobody else is building
     with new_folder(out) as folder:
         file = write_file(folder / TOKENIZER_FILE, trained.to_str(pretty=True).encode())
         tokenizer = load_tokenizer(folder)
-        shards = _write_documents(folder, documents, tokenizer, smallest_dtype(vocab_size))
+        streams = defaultdict(list)
+        for document in documents:
+            streams[document.split, document.domain].append(document.text)
+        shards: list[ShardInfo] = []
+        dtype = smallest_dtype(vocab_size)
+        for (split, domain), texts in sorted(streams.items()):
+            pieces = (
+                (np.array([*ids, tokenizer.eos_id]), len(text.encode()))
+                for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True)
+            )
+            shards += write_shards(folder, pieces, split=split, domain=domain, dtype=dtype)
         manifest = new_manifest(
             shards,
             vocab_size=vocab_size,
@@ -157,23 +171,6 @@ def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
         write_manifest(folder, manifest)
     tokens = ", ".join(f"{info.tokens:,} {split}" for split, info in manifest.splits.items())
     _logger.info("sample corpus: %s; tokens: %s", out, tokens)
-
-
-def _write_documents(
-    folder: Path, documents: list[SampleDocument], tokenizer: Tokenizer, dtype: Dtype
-) -> list[ShardInfo]:
-    """Encodes and writes the documents, one stream per split and domain, in sorted order."""
-    streams = defaultdict(list)
-    for document in documents:
-        streams[document.split, document.domain].append(document.text)
-    shards = []
-    for (split, domain), texts in sorted(streams.items()):
-        encoded = (
-            (np.array([*ids, tokenizer.eos_id]), len(text.encode()))
-            for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True)
-        )
-        shards += write_shards(folder, encoded, split=split, domain=domain, dtype=dtype)
-    return shards
 
 
 def read_standard_library(stdlib: Path) -> Iterator[SampleDocument]:
@@ -201,7 +198,7 @@ def read_standard_library(stdlib: Path) -> Iterator[SampleDocument]:
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             _logger.warning("sample corpus: %s left out: %s", path, error)
             continue
-        # Generated tables of characters, hardly different from one another.
+        # Generated tables of characters, nearly equal to each other.
         if "Character Mapping Codec" in text[:200]:
             continue
         yield SampleDocument(name, "code", text)
@@ -246,22 +243,10 @@ def _topics(stdlib: Path) -> Iterator[SampleDocument]:
     except (OSError, SyntaxError, ValueError, IndexError) as error:
         _logger.info("sample corpus: goes on without %s: %s", path, error)
         return
+    # Longest first, so that an excerpt comes after the topic that it is from.
     seen: set[str] = set()
     for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
         paragraphs = {p for p in topics[name].split("\n\n") if len(p) >= _PARAGRAPH_CHARACTERS}
         if len(paragraphs & seen) <= len(paragraphs) // 10:
             yield SampleDocument(f"{_TOPICS}#{name}", "prose", topics[name])
         seen |= paragraphs
-
-
-@contextlib.contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """Holds the lock beside `out`; logs if it has to wait."""
-    path = out.parent / f".{out.name}.lock"
-    with locked(path, blocking=False) as free:
-        if free:
-            yield
-            return
-    _logger.info("sample corpus: another process is building %s; waiting for it", out)
-    with locked(path, blocking=True):
-        yield

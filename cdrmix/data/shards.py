@@ -46,6 +46,7 @@ Dtype = Literal["uint16", "uint32"]
 
 
 class _Record(BaseModel):
+    # Unknown keys are refused: a manifest of a later format must not be read by half.
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -186,11 +187,12 @@ def _group(
     tokens = 0
     for ids, text_bytes in documents:
         for start in range(0, len(ids), max_tokens):
-            piece = ids[start : start + max_tokens]
+            piece = ids[start : start + max_tokens]  # a document may be longer than a shard
             if tokens + len(piece) > max_tokens:
                 yield group
                 group = []
                 tokens = 0
+            # The text counts once, with the first piece.
             group.append((piece, text_bytes if start == 0 else 0))
             tokens += len(piece)
     if group:
@@ -272,6 +274,7 @@ def _split_totals(shards: Iterable[ShardInfo]) -> dict[str, SplitInfo]:
     """Tokens, documents and text bytes per split."""
     totals: dict[str, SplitInfo] = {}
     for shard in shards:
+        # SplitInfo is frozen, so that each shard makes a new one.
         before = totals.get(shard.split, SplitInfo(tokens=0, documents=0, text_bytes=0))
         totals[shard.split] = SplitInfo(
             tokens=before.tokens + shard.tokens,
@@ -284,6 +287,7 @@ def _split_totals(shards: Iterable[ShardInfo]) -> dict[str, SplitInfo]:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `manifest.json`, whole or not at all; equal manifests give equal bytes."""
     text = json.dumps(_values(manifest), indent=2, sort_keys=True)
+    # Written last and renamed: a folder with a manifest is complete.
     partial = folder / f"{MANIFEST_FILE}.partial"
     write_file(partial, f"{text}\n".encode())
     partial.replace(folder / MANIFEST_FILE)
@@ -389,7 +393,7 @@ def verify_shards(
         for shard in (() if remote_files(folder) else manifest.shards[part::parts])
         for suffix, info in shard.files().items()
     ]
-    if part == 0:
+    if part == 0:  # one rank is enough for the tokenizer
         tokenizer = manifest.tokenizer
         path = folder / tokenizer.file
         problems.append(file_problem(path, None, tokenizer.sha256, mode="digest"))

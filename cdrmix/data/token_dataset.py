@@ -103,34 +103,30 @@ def permute_epochs(
         numbers: any shape, 0 or more.
         key: each epoch is permuted under (*key, epoch). None: stored order.
         window: permute windows of that many positions, and positions within each; None: all.
+            The rest behind the last whole window stays there, in an order of its own.
     """
     epochs, indices = np.divmod(numbers, size)
-    if key is not None:
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            epoch_key = (*key, epoch)
-            indices[chosen] = (
-                Permutation(size, epoch_key)(indices[chosen])
-                if window is None
-                else _permute_windows(indices[chosen], size, epoch_key, window)
-            )
+    if key is None:
+        return indices
+    # A block of numbers may span epochs: each has a permutation of its own.
+    for epoch in np.unique(epochs).tolist():
+        chosen = epochs == epoch
+        epoch_key = (*key, epoch)
+        if window is None:
+            indices[chosen] = Permutation(size, epoch_key)(indices[chosen])
+            continue
+        num_whole = size // window
+        places, offsets = np.divmod(indices[chosen], window)
+        whole = places < num_whole
+        if num_whole:
+            places[whole] = Permutation(num_whole, (*epoch_key, 0))(places[whole])
+        # Each window has a key of its own; equal orders in all of them would repeat patterns.
+        for place in np.unique(places).tolist():
+            within = places == place
+            length = window if place < num_whole else size - num_whole * window
+            offsets[within] = Permutation(length, (*epoch_key, 1 + place))(offsets[within])
+        indices[chosen] = places * window + offsets
     return indices
-
-
-def _permute_windows(
-    indices: NDArray[np.int64], size: int, key: tuple[int, ...], window: int
-) -> NDArray[np.int64]:
-    """Permutes whole windows, and positions within each; the rest at the end stays there."""
-    num_whole = size // window
-    places, offsets = np.divmod(indices, window)
-    whole = places < num_whole
-    if num_whole:
-        places[whole] = Permutation(num_whole, (*key, 0))(places[whole])
-    for place in np.unique(places).tolist():
-        within = places == place
-        length = window if place < num_whole else size - num_whole * window
-        offsets[within] = Permutation(length, (*key, 1 + place))(offsets[within])
-    return places * window + offsets
 
 
 def _mix(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
@@ -210,6 +206,7 @@ class TokenStream:
         """
         if self._remote is not None:
             shards = np.searchsorted(self._ends, positions.ravel(), side="right")
+            # The order of first use decides which shards are copied while there is room.
             first_uses = np.sort(np.unique(shards, return_index=True)[1])
             files = [self._file(i, suffix) for i in shards[first_uses] for suffix in _READ_SUFFIXES]
             self._remote.expect([file for file in files if file is not None])
@@ -332,5 +329,6 @@ class TokenDataset(SplitDataset):
             seed: key of a permutation per epoch; None: stored order.
             window: permute windows of that many samples, and samples within each; None: all.
         """
+        # The keys must not change: a checkpoint stores a position in this order, not the order.
         key = None if seed is None else (seed,)
         return permute_epochs(numbers, self.num_samples, key, window=window)

@@ -88,6 +88,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
             f"vocab_size = {vocab_size}: at least {smallest} tokens are needed, "
             f"{len(SPECIAL_TOKENS)} special ones and {len(alphabet)} bytes."
         )
+    # No normaliser: ids must give back every byte of the text.
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -135,6 +136,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, encoded on all cores that this process may use."""
+        # One flat batch, so that the threads share the pieces of a long text.
         pieces = [_cut(text) for text in texts]
         encoded = iter(
             self._encoding.encode_ordinary_batch(

@@ -235,40 +235,38 @@ def components(
     """
     number = 0
 
+    def resorted(chunks: Chunks) -> Chunks:
+        sort = new_sort()
+        for chunk in chunks:
+            sort.add(chunk)
+        return sort.chunks()
+
     def stored(chunks: Chunks) -> RecordFile:
         path = folder / f"edges-{number % 2}"  # two take turns: one is read, the other written
         return RecordFile(path, chunks, num_columns=2, memory_bytes=memory_bytes)
 
-    stars = stored(unique(_resort(edges, new_sort)))
+    def large_star(edges: Chunks) -> Chunks:
+        """Links the larger neighbours of each node to the smallest of node and neighbours."""
+        both = (np.concatenate([chunk, chunk[:, ::-1]]) for chunk in edges)
+        for group in grouped(resorted(both)):
+            nodes = group.keys[:, 0]
+            larger = group.values > nodes
+            smallest = np.minimum(nodes, group.leaders)
+            yield np.column_stack([group.values[larger], smallest[larger]])
+
+    def small_star(edges: Chunks) -> Chunks:
+        """Links each node and its smaller neighbours to the smallest of them."""
+        for group in grouped(edges):
+            first = group.values == group.leaders
+            yield np.column_stack([group.keys[first, 0], group.leaders[first]])
+            yield np.column_stack([group.values[~first], group.leaders[~first]])
+
+    stars = stored(unique(resorted(edges)))
     while True:
         number += 1
-        large = unique(_resort(_large_star(stars.chunks(), new_sort), new_sort))
-        linked = stored(unique(_resort(_small_star(large), new_sort)))
+        large = unique(resorted(large_star(stars.chunks())))
+        linked = stored(unique(resorted(small_star(large))))
+        # Equal counts and checksums: nothing has changed in this round.
         if (linked.num_records, linked.checksum) == (stars.num_records, stars.checksum):
             return linked
         stars = linked
-
-
-def _large_star(edges: Chunks, new_sort: Callable[[], ExternalSort]) -> Chunks:
-    """Links the larger neighbours of each node to the smallest of node and neighbours."""
-    both = (np.concatenate([chunk, chunk[:, ::-1]]) for chunk in edges)
-    for group in grouped(_resort(both, new_sort)):
-        nodes = group.keys[:, 0]
-        larger = group.values > nodes
-        smallest = np.minimum(nodes, group.leaders)
-        yield np.column_stack([group.values[larger], smallest[larger]])
-
-
-def _small_star(edges: Chunks) -> Chunks:
-    """Links each node and its smaller neighbours to the smallest of them."""
-    for group in grouped(edges):
-        first = group.values == group.leaders
-        yield np.column_stack([group.keys[first, 0], group.leaders[first]])
-        yield np.column_stack([group.values[~first], group.leaders[~first]])
-
-
-def _resort(chunks: Chunks, new_sort: Callable[[], ExternalSort]) -> Chunks:
-    sort = new_sort()
-    for chunk in chunks:
-        sort.add(chunk)
-    return sort.chunks()

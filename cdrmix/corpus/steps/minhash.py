@@ -282,7 +282,18 @@ class SimHash:
 
     def sign(self, texts: Sequence[str]) -> Signatures:
         """Keys are the bits of three blocks out of six, a key per choice."""
-        votes, counts, firsts = _summaries_of_pieces(texts, self.shingle_words, _bit_votes)
+
+        def votes_of(hashes: NDArray[np.uint64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+            # Number of shingles of each piece that have each bit set, [pieces, 64].
+            votes = np.zeros((len(bounds) - 1, 64), dtype=np.int64)
+            bits = np.unpackbits(hashes.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1)
+            # reduceat takes an empty range for its first element, so empty pieces are left out.
+            filled = np.flatnonzero(np.diff(bounds))
+            if filled.size:
+                votes[filled] = np.add.reduceat(bits, bounds[filled], axis=0, dtype=np.int64)
+            return votes
+
+        votes, counts, firsts = _summaries_of_pieces(texts, self.shingle_words, votes_of)
         votes = np.add.reduceat(votes, firsts, axis=0)  # [n, 64]
         counts = np.add.reduceat(counts, firsts)
         sketches = np.packbits(2 * votes > counts[:, None], axis=1)
@@ -299,17 +310,6 @@ class SimHash:
     def describe(self) -> dict[str, Any]:
         """The shape of the signatures."""
         return {"method": "simhash", "shingle_words": self.shingle_words}
-
-
-def _bit_votes(hashes: NDArray[np.uint64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number of shingles of each piece that have each bit set, [pieces, 64]."""
-    votes = np.zeros((len(bounds) - 1, 64), dtype=np.int64)
-    bits = np.unpackbits(hashes.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1)
-    # reduceat takes an empty range for its first element, so empty pieces are left out.
-    filled = np.flatnonzero(np.diff(bounds))
-    if filled.size:
-        votes[filled] = np.add.reduceat(bits, bounds[filled], axis=0, dtype=np.int64)
-    return votes
 
 
 def _summaries_of_pieces(

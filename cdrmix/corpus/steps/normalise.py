@@ -196,24 +196,22 @@ class Boilerplate:
             if document.domain not in self.domains:
                 yield document
                 continue
-            lines = [line for line in document.text.split("\n") if self._keeps(line.strip())]
+            lines = []
+            for line in document.text.split("\n"):
+                bare = line.strip()
+                ends = bare.endswith(_SENTENCE_ENDS) and not bare.endswith("...")
+                is_fit = (ends or not self.require_sentence_end) and (
+                    self.min_line_words <= 1 or len(bare.split()) >= self.min_line_words
+                )
+                # Empty lines stay: they separate paragraphs.
+                if not bare or (is_fit and not is_boilerplate(bare)):
+                    lines.append(line)
             text = _EMPTY_LINES.sub("\n\n", "\n".join(lines)).strip("\n")
             if not text or len(text) < self.min_kept_fraction * len(document.text):
                 drop(document, "only boilerplate")
             else:
                 document.text = text
                 yield document
-
-    def _keeps(self, line: str) -> bool:
-        if not line:
-            return True
-        if self.require_sentence_end and (
-            not line.endswith(_SENTENCE_ENDS) or line.endswith("...")
-        ):
-            return False
-        if self.min_line_words > 1 and len(line.split()) < self.min_line_words:
-            return False
-        return not is_boilerplate(line)
 
 
 class Length:

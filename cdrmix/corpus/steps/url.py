@@ -195,20 +195,15 @@ class Blocklist:
                 return "blocked url"
         if not (self._words or self._phrases):
             return None
-        num_listed = self._num_distinct_words(document.text)
-        return "blocked words" if num_listed >= self.min_distinct_words else None
-
-    def _num_distinct_words(self, text: str) -> int:
-        words = _WORD.findall(text.lower())
+        words = _WORD.findall(document.text.lower())
         distinct = frozenset(words)
         num_listed = len(distinct & self._words)
-        # A phrase is looked for in sequence only where its first word occurs.
         for phrase in self._phrases:
+            # A phrase is compared in sequence only where its first word occurs.
             if phrase[0] in distinct:
-                size = len(phrase)
                 num_listed += any(
-                    tuple(words[i : i + size]) == phrase
+                    tuple(words[i : i + len(phrase)]) == phrase
                     for i, word in enumerate(words)
                     if word == phrase[0]
                 )
-        return num_listed
+        return "blocked words" if num_listed >= self.min_distinct_words else None
