@@ -18,11 +18,11 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from cdrmix.config.load import config_hash
 from cdrmix.corpus.build_tasks import Task
-from cdrmix.corpus.recipe import Recipe, built_mixture, recipe_yaml
+from cdrmix.corpus.recipe import Recipe, recipe_yaml
 from cdrmix.corpus.source import SourceListing
 from cdrmix.corpus.steps.read_bytes import bounded_lines
 from cdrmix.corpus.task_run import DROPPED_FILE, close_synced, read_record
-from cdrmix.data.mixed import SEQUENCE_LENGTH, mixture_course
+from cdrmix.data.mixed import SEQUENCE_LENGTH, built_mixture, mixture_course
 from cdrmix.data.shards import (
     ShardInfo,
     check_regular,

@@ -22,8 +22,8 @@ from cdrmix.config.schema import MixtureConfig
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
 from cdrmix.corpus.source import SourceConfig
 from cdrmix.data.document import FimConfig
-from cdrmix.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, Manifest
-from cdrmix.errors import ConfigError, DataError, TrainingError
+from cdrmix.data.shards import MAX_SHARD_TOKENS
+from cdrmix.errors import ConfigError, TrainingError
 
 # Class of each step, by its name in a recipe. Imported only for a recipe that uses it, since some
 # need packages of the [data] extra.
@@ -271,19 +271,3 @@ def recipe_yaml(recipe: Recipe) -> str:
         for step in recipe.steps
     ]
     return dump_yaml(values)
-
-
-def built_mixture(manifest: Manifest) -> MixtureConfig | None:
-    """Returns the mixture in the recipe of a built folder; None if the recipe had none.
-
-    Raises:
-        DataError: if the manifest holds an invalid mixture.
-    """
-    values = manifest.source.get("mixture")
-    if values is None:
-        return None
-    mixture, problems = validate(values, MixtureConfig)
-    if mixture is None:
-        text = "; ".join(f"{'.'.join(problem.path)}: {problem.text}" for problem in problems)
-        raise DataError(f"{MANIFEST_FILE}: source.mixture: {text}")
-    return mixture

@@ -1,21 +1,18 @@
-"""The one record that travels through data preparation, and what a step is.
+"""The record of data preparation, the interface of its steps, and two forms of documents.
 
-A step takes documents and gives documents, one at a time and in order. What it does not pass on it
-hands to `drop` with a reason, so that nothing disappears without a trace. A step keeps nothing
-from one document to the next unless its docstring says what and how much.
+A step takes documents and gives documents, one at a time and in order. It reports every document
+that it does not pass on to `drop` with a reason, so that nothing disappears without a trace. A step
+keeps no state from one document to the next unless its docstring says what and how much.
 
-Fill in the middle: documents rearranged so that predicting the next token learns to infill.
+Fill in the middle rearranges documents so that predicting the next token learns to infill: a
+document is cut at two characters, anywhere, and its middle put last: prefix, suffix, middle (PSM),
+or suffix, prefix, middle (SPM, in the second variant of the paper). The ids of documents decide
+which of them are cut, and where. Source: Bavarian et al., Efficient Training of Language Models to
+Fill in the Middle, 2022.
 
-A document is cut at two characters, anywhere, and its middle put last, behind what comes before and
-after it: prefix, suffix, middle (PSM), or suffix, prefix, middle (SPM, in the second variant of the
-paper). Which documents, and where, follows from their ids. Source: Bavarian et al., Efficient
-Training of Language Models to Fill in the Middle, 2022.
-
-Documents in three parts, prompt, thought and answer, and the role of each of their tokens.
-
-On its way through the steps such a document is one text, its parts joined by the names of special
-tokens, which fields that are read must not hold. Only in documents of these sources the names then
-become special tokens.
+A chain of thought is a document in three parts, prompt, thought and answer, with a role per token.
+Between steps it is one text, its parts joined by the names of special tokens, which the fields read
+must not contain. Only in documents of these sources the names then become special tokens.
 """
 
 from __future__ import annotations
@@ -41,14 +38,14 @@ from cdrmix.data.tokenizer import (
 
 @dataclass(slots=True)
 class Document:
-    """One text and where it is from.
+    """One text and its origin.
 
     Attributes:
         text: the text, str.
         id: unique and stable within the corpus: `<source>/<file>#<row>`.
         source: name of the source in the recipe.
         domain: domain of the source, such as code or prose.
-        metadata: plain JSON values that a reader or step found out: url, language, title, ...
+        metadata: plain JSON values from a reader or step: url, language, title, ...
     """
 
     text: str
@@ -59,7 +56,7 @@ class Document:
 
 
 def draw_by_key(document_id: str, purpose: str) -> float:
-    """A number from 0 to 1 that follows from an id, another one for each purpose."""
+    """Number from 0 to 1 that follows from an id, another one for each purpose."""
     digest = hashlib.blake2b(f"{purpose}:{document_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
@@ -77,18 +74,18 @@ class Step(Protocol):
     name: str
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Pass documents on, in order, changed or not.
+        """Passes documents on, in order, changed or not.
 
         Args:
-            documents: what the step before gave.
-            drop: told of each document that goes no further, with a reason of a few words
+            documents: documents of the step before.
+            drop: called for each document that goes no further, with a reason of a few words
                 (`too short`, `language fr`), the same words for the same cause.
         """
         ...
 
 
 class FimConfig(Section):
-    """Which training documents are rearranged for infilling."""
+    """Rearrangement of training documents for infilling."""
 
     domains: tuple[str, ...] | None = Field(
         None, description="Domains whose documents may be rearranged; null: all of them."
@@ -106,7 +103,7 @@ class FimConfig(Section):
 
 
 def rearranged(document: Document, config: FimConfig, tokenizer: Tokenizer) -> list[int] | None:
-    """Ids of a rearranged document, without EOS; None where it stays as it is."""
+    """Ids of a rearranged document, without EOS; None if it stays as it is."""
     text = document.text
     if config.domains is not None and document.domain not in config.domains:
         return None
@@ -125,41 +122,43 @@ def rearranged(document: Document, config: FimConfig, tokenizer: Tokenizer) -> l
 
 
 def restored(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Ids whose text is the document's, of ids with or without an order of `rearranged`."""
+    """Ids whose text is the original one, of ids with or without the order of `rearranged`."""
     pre, suf, mid = map(tokenizer.special_id, (FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE))
     if not ids or ids[0] != pre:
         return list(ids)
+    # Text never encodes to these ids, so that the first ones are the separators.
     suffix_at = ids.index(suf)
     middle_at = ids.index(mid)
     prefix = ids[1:suffix_at]
     suffix = ids[suffix_at + 1 : middle_at]
-    # In SPM nothing is before the suffix, and prefix and middle follow each other at the end.
+    # In SPM the part before the suffix is empty, and prefix and middle stand together at the end.
     return [*prefix, *ids[middle_at + 1 :], *suffix]
 
 
-# What a token is part of; its place here is what shards store. `<|thought|>` belongs to the thought
-# and `<|answer|>` to the answer: a model has to begin them. So does the EOS behind it.
+# Parts that a token may belong to; shards store the index. `<|thought|>` belongs to the thought and
+# `<|answer|>` to the answer, as a model has to begin them; so does the EOS behind the answer.
 ROLES = ("text", "prompt", "thought", "answer")
 _PROMPT, _THOUGHT, _ANSWER = (ROLES.index(role) for role in ROLES[1:])
 
 
 def joined(prompt: str, thought: str, answer: str) -> str:
-    """The parts as one text."""
+    """Joins the parts into one text."""
     return f"{prompt}{THOUGHT}{thought}{ANSWER}{answer}"
 
 
 def reserved_in(text: str) -> str | None:
-    """The first name of a special token in a text; None: there is none."""
+    """First name of a special token in a text, or None."""
     return next((token for token in SPECIAL_TOKENS if token in text), None)
 
 
 def parted(text: str) -> tuple[str, str, str] | None:
-    """The parts of a joined text; None where something has taken them apart."""
+    """Parts of a joined text; None if a step has taken them apart."""
+    # A step may have cut the text, or replaced a name in it.
     if text.count(THOUGHT) != 1 or text.count(ANSWER) != 1:
         return None
     prompt, _, rest = text.partition(THOUGHT)
-    thought, found, answer = rest.partition(ANSWER)
-    return (prompt, thought, answer) if found else None
+    thought, separator, answer = rest.partition(ANSWER)
+    return (prompt, thought, answer) if separator else None
 
 
 def encoded(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -173,7 +172,7 @@ def encoded(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def fields_of(ids: Sequence[int], tokenizer: Tokenizer) -> dict[str, str] | None:
-    """The parts of a document by role, from its ids; None where it is no chain of thought."""
+    """Parts of a document by role, from its ids; None if it is no chain of thought."""
     thought, answer = map(tokenizer.special_id, (THOUGHT, ANSWER))
     if thought not in ids or answer not in ids:
         return None

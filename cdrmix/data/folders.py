@@ -13,13 +13,13 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out` that becomes `out` if nothing is raised.
+    """Gives a temporary folder beside `out` that becomes `out` if nothing is raised.
 
-    Where another process has made `out` meanwhile, that one stays.
+    If another process has made `out` meanwhile, that one stays.
     """
     # Processes of several machines may be at the same task, where a queue starts one again.
     folder = out.parent / f".{out.name}.building-{os.uname().nodename}-{os.getpid()}"
-    shutil.rmtree(folder, ignore_errors=True)  # of a killed process that had the same number
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed process with the same number
     folder.mkdir(parents=True)
     try:
         yield folder
@@ -27,6 +27,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         try:
             folder.rename(out)
         except OSError:
+            # Not empty: rename replaces an empty folder only, so another process was faster.
             if not out.is_dir():
                 raise
             shutil.rmtree(folder)
@@ -37,14 +38,14 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(out: Path) -> None:
-    """Remove what killed processes left of `out`; nobody may be building it now."""
+    """Removes leftovers of killed processes beside `out`; no process may be building it now."""
     for leftover in out.parent.glob(f".{out.name}.building-*"):
         shutil.rmtree(leftover)
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, blocking: bool) -> Iterator[bool]:
-    """Hold the lock file `path`; gives False, without it, where not `blocking` and it is taken."""
+    """Holds the lock file `path`; gives False, without it, if not `blocking` and it is taken."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_new(path, keeps_content=True) as file:
         try:
@@ -56,14 +57,16 @@ def locked(path: Path, *, blocking: bool) -> Iterator[bool]:
 
 
 def open_new(path: Path, *, keeps_content: bool = False) -> BinaryIO:
-    """Open a file for writing, empty unless `keeps_content`, but never what a link leads to: a
-    folder made by somebody else could have one to any file of the user's."""
+    """Opens a file for writing, empty unless `keeps_content`, but never through a link.
+
+    A folder made by somebody else could have a link to any file of the user's.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (0 if keeps_content else os.O_TRUNC)
     return open(path, "r+b", opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 def sync(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk."""
+    """Waits until the names in `folder` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """Token batches in an order that depends on nothing but the global sample number.
 
-Global sample n is sample n mod N of epoch n div N, permuted under the key (seed, epoch), or what a
-mixture of domains has there. So the position is one number, the samples consumed, whatever the
-data-parallel size, and the batches are the same whichever ranks share them out.
+Global sample n is sample n mod N of epoch n div N, permuted under the key (seed, epoch), or the
+sample at that place of a mixture. So the position is one number, the samples consumed, whatever the
+data-parallel size, and the batches are the same however ranks share them.
 """
 
 # A accumulation steps, B micro batch (samples), W data ranks, G = A * B * W global batch, T time
@@ -27,7 +27,7 @@ _ORDER_BLOCK = 4096
 # Longest wait for the thread that reads ahead when a run ends.
 _CLOSE_SECONDS = 5.0
 
-IGNORED_LABEL = -100  # what cdrmix.objectives leaves out
+IGNORED_LABEL = -100  # left out of the loss by cdrmix.objectives
 
 Batch = dict[str, NDArray[Any]]
 
@@ -38,18 +38,17 @@ class Loader:
     Args:
         global_batch_size: samples per optimizer step over all data ranks, G.
         micro_batch_size: samples per forward pass of one data rank, B.
-        data_rank: this rank's place among `data_size` data ranks, W.
-        seed: key of the order; used when `shuffle` is set.
+        data_rank: number of this rank among `data_size` data ranks, W.
+        seed: key of the order; used if `shuffle` is set.
         shuffle: True: a permutation per epoch. False: stored order.
         window_samples: shuffle windows of that many samples, and the samples in each, so that
             few shards are read at a time; None: all samples of the epoch together.
-        segment_documents: also say which document each token is of.
-        token_weights: also give the weight of each label in the loss; None: they weigh the same.
-        num_targets: tokens that are predicted from each position, n; from 2 on, the batch has them.
-        prefetch: steps read ahead by a thread; 0 reads in `next`.
+        segment_documents: add the number of each token's document.
+        token_weights: add the weight of each label in the loss; None: all weigh the same.
+        num_targets: tokens that are predicted from each position, n; added from 2 on.
+        prefetch: steps that a thread reads ahead; 0 reads in `next`.
     Attributes:
-        samples_consumed: samples handed out to all ranks together; what is read ahead is not
-            counted.
+        samples_consumed: samples handed out to all ranks together, without those read ahead.
     Raises:
         PlanError: if B * W does not divide G.
     """
@@ -92,18 +91,18 @@ class Loader:
             self._weight_of_role = np.array(weights, dtype=np.float32)
         # Micro-step m covers B * W consecutive samples, of which rank r takes B from r * B on.
         micro_starts = np.arange(0, global_batch_size, micro_batch_size * data_size)
-        own = np.arange(micro_batch_size) + data_rank * micro_batch_size
-        self._offsets = (micro_starts[:, None] + own).ravel()  # [A * B]
+        rank_samples = np.arange(micro_batch_size) + data_rank * micro_batch_size
+        self._offsets = (micro_starts[:, None] + rank_samples).ravel()  # [A * B]
         self._batches = self._start()
 
     def next(self) -> dict[str, torch.Tensor]:
-        """The rank's share of the next step: `input_ids` and `labels`, int64 [A, B, T].
+        """Returns the rank's share of the next step: `input_ids` and `labels`, int64 [A, B, T].
 
-        labels[..., t] is the token after input_ids[..., t]. Both are views of one array and so
-        not contiguous: reshape them rather than view them. With `segment_documents` there are
-        `segment_ids` as well, and labels of their own; see `split_documents`. With `token_weights`
-        there are the `weights` of the labels, float32 [A, B, T]. With `num_targets` above 1 there
-        are the labels of further heads, `targets`, int64 [A, B, T, n]; see `next_targets`.
+        labels[..., t] is the token after input_ids[..., t]. Both are views of one array and so not
+        contiguous: reshape them rather than view them. Further entries, by option:
+        segment_documents: `segment_ids`, and labels ignored at ends of documents.
+        token_weights: `weights` of the labels, float32 [A, B, T].
+        num_targets above 1: labels of further heads, `targets`, int64 [A, B, T, n].
 
         Raises:
             DataError: if a shard is missing or truncated.
@@ -113,11 +112,11 @@ class Loader:
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Position and what gives it a meaning; plain numbers and strings."""
+        """Position and the identity of the order that it counts in; plain numbers and strings."""
         return {"samples_consumed": self.samples_consumed} | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. Batch sizes and the number of ranks may differ.
+        """Moves to a saved position. Batch sizes and the number of ranks may differ.
 
         Raises:
             StateError: if the state belongs to another data set or order.
@@ -134,98 +133,88 @@ class Loader:
                 + ". Resume with the data set, data.order, data.mixture, training.seed and "
                 "training.sequence_length of the checkpoint, or start a new run."
             )
-        self.close()
+        self.close()  # the thread reads from the old position
         self.samples_consumed = state["samples_consumed"]
         self._batches = self._start()
 
     def sample_rows(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Rows [stop - start, T + 1] of global samples start .. stop - 1, all ranks' alike.
+        """Rows [stop - start, T + 1] of global samples start .. stop - 1 of all ranks together.
 
-        The position stays where it is.
+        The position does not move.
         """
         numbers = np.arange(start, stop, dtype=np.int64)
         return self._dataset.rows(self._dataset.order(numbers, self._seed, self._window))
 
     def close(self) -> None:
-        """End the thread that reads ahead; `next` must not be called after it."""
+        """Ends the thread that reads ahead; `next` must not be called afterwards."""
         self._batches.close()
 
     def _identity(self) -> dict[str, Any]:
+        order = "sequential" if self._seed is None else "shuffled"
+        if self._window is not None:
+            order = f"shuffled by {self._window} samples"
         return {
             "manifest_digest": self._dataset.manifest_digest,
             "split": self._dataset.split,
             "num_samples": self._dataset.num_samples,
             "sequence_length": self._dataset.sequence_length,
-            "order": self._order_name(),
+            "order": order,
             "seed": self._seed,
             "mixture": self._dataset.mixture,
         }
-
-    def _order_name(self) -> str:
-        if self._seed is None:
-            return "sequential"
-        return "shuffled" if self._window is None else f"shuffled by {self._window} samples"
 
     def _start(self) -> Generator[Batch]:
         batches = self._batches_from(self.samples_consumed)
         return _read_ahead(batches, self._prefetch) if self._prefetch else batches
 
     def _batches_from(self, start: int) -> Generator[Batch]:
-        """Batch of step after step, beginning at global sample `start`."""
-        blocks = self._blocks(start)
-        coming = next(blocks)
-        while True:
-            block = coming
-            coming = next(blocks)
-            self._dataset.expect(np.concatenate([block, coming]))
-            for indices in block:
-                yield self._batch(indices)
-
-    def _blocks(self, start: int) -> Iterator[NDArray[np.int64]]:
-        """Samples of this rank in some steps at a time, [steps, A * B], from `start` on."""
+        """Reads the batch of step after step, beginning at global sample `start`."""
         step = self._global_batch_size
-        num_steps = max(
-            1, min(_ORDER_BLOCK // len(self._offsets), self._dataset.num_samples // step)
-        )
+        num_steps = min(_ORDER_BLOCK // len(self._offsets), self._dataset.num_samples // step)
+        num_steps = max(1, num_steps)
+        shape = (-1, self._micro_batch_size, self._dataset.sequence_length + 1)
+        eos_id = self._dataset.manifest.eos_id
+
+        def block_at(start: int) -> NDArray[np.int64]:
+            numbers = (start + step * np.arange(num_steps))[:, None] + self._offsets
+            return self._dataset.order(numbers, self._seed, self._window)  # [steps, A * B]
+
+        following = block_at(start)
         while True:
-            starts = start + step * np.arange(num_steps)
-            numbers = starts[:, None] + self._offsets
-            yield self._dataset.order(numbers, self._seed, self._window)
+            block = following
             start += step * num_steps
-
-    def _batch(self, indices: NDArray[np.int64]) -> Batch:
-        """Arrays [A, B, T] of samples [A * B]."""
-        rows = self._in_micro_batches(self._dataset.rows(indices))
-        batch: Batch = {"input_ids": rows[..., :-1], "labels": rows[..., 1:]}
-        if self._segment_documents:
-            eos_id = self._dataset.manifest.eos_id
-            batch["labels"], batch["segment_ids"] = split_documents(rows, eos_id)
-        if self._weight_of_role is not None:
-            roles = self._in_micro_batches(self._dataset.roles(indices))
-            batch["weights"] = self._weight_of_role[roles[..., 1:]]
-        if self._num_targets > 1:
-            eos_id = self._dataset.manifest.eos_id
-            batch["targets"] = next_targets(rows, batch["labels"], self._num_targets, eos_id)
-        return batch
-
-    def _in_micro_batches(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return rows.reshape(-1, self._micro_batch_size, rows.shape[-1])
+            # One block ahead, so that a remote folder has time to copy its shards.
+            following = block_at(start)
+            self._dataset.expect(np.concatenate([block, following]))
+            for indices in block:
+                rows = self._dataset.rows(indices).reshape(shape)  # [A, B, T + 1]
+                batch: Batch = {"input_ids": rows[..., :-1], "labels": rows[..., 1:]}
+                if self._segment_documents:
+                    batch["labels"], batch["segment_ids"] = split_documents(rows, eos_id)
+                if self._weight_of_role is not None:
+                    roles = self._dataset.roles(indices).reshape(shape)
+                    # The weight of a label, which is the token after its position.
+                    batch["weights"] = self._weight_of_role[roles[..., 1:]]
+                if self._num_targets > 1:
+                    labels = batch["labels"]
+                    batch["targets"] = next_targets(rows, labels, self._num_targets, eos_id)
+                yield batch
 
 
 def split_documents(
     rows: NDArray[np.int64], eos_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Labels and document numbers of packed samples, so that each document is alone.
+    """Labels and document numbers of packed samples, so that each document stands alone.
 
-    A document ends with its EOS. The EOS stands in the input of its own document, where its label
-    would be the first token of the next one: that label is ignored, because with the documents
-    apart nothing precedes it. So a packed sample is worth the same as its documents one by one.
+    A document ends with its EOS. The EOS is an input of its own document, where its label would be
+    the first token of the next one: that label is ignored, because with the documents apart nothing
+    precedes that token. So a packed sample weighs the same as its documents one by one.
 
     Args:
         rows: [..., T + 1].
     Returns:
-        labels [..., T], `IGNORED_LABEL` at borders, and segment_ids [..., T]: 0 for the document
-        that a sample begins in, 1 for the next, and so on. Both int64.
+        labels [..., T], `IGNORED_LABEL` at ends of documents, and segment_ids [..., T]: 0 for the
+        document that a sample begins in, 1 for the next, and so on. Both int64.
     """
     ends = rows[..., :-1] == eos_id
     labels = rows[..., 1:].copy()
@@ -240,8 +229,8 @@ def next_targets(
 ) -> NDArray[np.int64]:
     """The next n tokens at each position, of which the first is its label.
 
-    A further one is ignored where it is of another document than the position, or beyond the
-    sample: of a head that looks i tokens further, the last i positions predict nothing.
+    A further one is ignored if it belongs to another document than the position or lies beyond the
+    sample: a head that predicts i tokens further has no target at the last i positions.
 
     Args:
         rows: [..., T + 1].
@@ -256,18 +245,19 @@ def next_targets(
     targets = np.full((*labels.shape, num_targets), IGNORED_LABEL)
     targets[..., 0] = labels
     for further in range(1, min(num_targets, length)):
-        begin = 1 + further  # the token that the first position's target is
+        begin = 1 + further  # index of the first position's target
         same = documents[..., begin:] == documents[..., : length - further]
-        found = np.where(same, rows[..., begin:], IGNORED_LABEL)
-        targets[..., : length - further, further] = found
+        in_document = np.where(same, rows[..., begin:], IGNORED_LABEL)
+        targets[..., : length - further, further] = in_document
     return targets
 
 
 def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
-    """The same batches, up to `depth` of them read ahead by a thread that ends on close.
+    """Gives the same batches, up to `depth` of them read ahead by a thread that ends on close.
 
-    What is raised while reading is raised here, at the batch that it hit.
+    An exception of the reading is raised here, at the batch that it hit.
     """
+    # Two queues instead of one bounded one: a put into a full queue could not be ended on close.
     ready: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
     room: queue.SimpleQueue[None] = queue.SimpleQueue()
     stopping = threading.Event()

@@ -1,4 +1,4 @@
-"""Which domain, and which of its samples, stands at a global sample number: a pure function.
+"""Order of samples over several domains: a pure function of the global sample number.
 
 A mixture is a list of phases; a phase asks for shares of domains, constant or changing over its
 length. Length and difficulty are properties of domains: a curriculum from short to long, or from
@@ -33,7 +33,7 @@ _BLOCK_SLOTS = 10_000
 # Changing shares go in this many steps, with blocks of 100 slots in a phase too short for more.
 _CHANGE_STEPS = 64
 _CHANGE_BLOCK_SLOTS = (10_000, 1_000, 100)
-_ASKED_POINTS = 512  # where a range's asked shares are looked at
+_TARGET_POINTS = 512  # at which the target shares of a range are averaged
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Phase:
     """One phase of a mixture.
 
     Attributes:
-        weights: weight of each domain; they are relative, and a domain that is left out has none.
+        weights: relative weight of each domain; 0 for a domain that is left out.
         num_samples: length (samples); None: to the end of training, for the last phase.
         change: step: the weights hold from the first sample. linear, cosine: they are reached at
             the end of the phase, starting from those of the phase before.
@@ -70,14 +70,14 @@ class Mixture:
     """Order of samples over several domains.
 
     Args:
-        num_samples: samples in each domain; one that is used up begins again.
+        num_samples: samples in each domain; an exhausted one begins again.
         phases: at least one; the last goes on after its end with the weights reached.
         temperature: shares are weights to the power of 1 / temperature, so that above 1 small
             domains are seen more often.
     Attributes:
-        domains: names, sorted; a source number is a place in them.
-        phases: as given.
-        digest: 12 hex digits that name the order; equal for equal shares and lengths.
+        domains: names, sorted; a source number is an index into them.
+        phases: the phases.
+        digest: 12 hex digits that identify the order; equal for equal shares and lengths.
     Raises:
         DataError: if a domain is unknown, or the weights or lengths are not usable.
     """
@@ -91,35 +91,63 @@ class Mixture:
     ) -> None:
         self.domains = tuple(sorted(num_samples))
         _check(self.domains, phases)
-        self._shares = [self._normalised(phase.weights, temperature) for phase in phases]
         self.phases = tuple(phases)
-        self._check_shares(num_samples)
-        self._stages = self._lay_out()
+        self._shares: list[list[float]] = []
+        for number, phase in enumerate(phases):
+            # Scaled to at most 1 first, so that no power overflows.
+            largest = max(phase.weights.values())
+            weights = [phase.weights.get(name, 0.0) / largest for name in self.domains]
+            powers = [math.pow(weight, 1 / temperature) for weight in weights]
+            self._shares.append([power / math.fsum(powers) for power in powers])
+            for name, share in zip(self.domains, self._shares[-1], strict=True):
+                what = f"data.mixture: phases[{number}]: domain {name} has a share of {share:.2g}"
+                if share > 0 and num_samples[name] == 0:
+                    raise DataError(f"{what}, but too few tokens for one sample. Leave it out.")
+                if 0 < share < 1 / _BLOCK_SLOTS:
+                    raise DataError(
+                        f"{what}; the smallest is {1 / _BLOCK_SLOTS}. Raise its weight or the "
+                        "temperature, or leave it out."
+                    )
+        self._stages: list[_Stage] = []
+        start = 0
+        base = (0,) * len(self.domains)
+        for place, phase in enumerate(self.phases):
+            for slots, length in self._parts(place, phase.num_samples):
+                self._stages.append(_Stage(start, base, slots))
+                if length is not None:
+                    base = _counts_after(self._stages[-1], length)
+                    start += length
+        if self.phases[-1].num_samples is not None:  # its last shares hold to the end of training
+            slots = _whole_slots(np.array(self._shares[-1]) * _BLOCK_SLOTS)
+            self._stages.append(_Stage(start, base, slots))
         self._starts = np.array([stage.start for stage in self._stages], dtype=np.int64)
         order = [self.domains, [num_samples[name] for name in self.domains], self._stages]
+        # Of the layout, not of the configuration: equal orders may be written differently.
         self.digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:12]
 
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Source of each global sample number, and how many earlier samples are from it.
+        """Source of each global sample number, and number of earlier samples from it.
 
         Args:
             numbers: any shape, 0 or more.
         Returns:
-            Place in `domains` and number within the source, which counts on over its epochs; both
-            of the shape of `numbers`.
+            Index into `domains`, and number within the source, which counts on over its epochs;
+            both of the shape of `numbers`.
         """
         sources = np.empty_like(numbers)
         cursors = np.empty_like(numbers)
         places = np.searchsorted(self._starts, numbers, side="right") - 1
         for place in np.unique(places).tolist():
+            # All numbers of a stage at once: a batch seldom spans more than one.
             stage = self._stages[place]
             chosen = places == place
             table = _fill_block(stage.slots)
             blocks, slots = np.divmod(numbers[chosen] - stage.start, len(table.sources))
-            found = table.sources[slots]
+            block_sources = table.sources[slots]
             earlier = np.array(stage.base) + blocks[:, None] * np.array(stage.slots)
-            sources[chosen] = found
-            cursors[chosen] = earlier[np.arange(len(found)), found] + table.ranks[slots]
+            earlier_of_source = earlier[np.arange(len(block_sources)), block_sources]
+            sources[chosen] = block_sources
+            cursors[chosen] = earlier_of_source + table.ranks[slots]
         return sources, cursors
 
     def counts(self, number: int) -> NDArray[np.int64]:
@@ -127,74 +155,31 @@ class Mixture:
         stage = self._stages[int(np.searchsorted(self._starts, number, side="right")) - 1]
         return np.array(_counts_after(stage, number - stage.start))
 
-    def asked(self, number: int) -> NDArray[np.float64]:
-        """Share that each domain was asked for at global sample `number`, [domains]."""
+    def target_shares(self, number: int) -> NDArray[np.float64]:
+        """Target share of each domain at global sample `number`, [domains]."""
         start = 0
         for place, phase in enumerate(self.phases):
             length = phase.num_samples
             if length is None or number < start + length:
+                # At the middle of the sample, so that neither end of the phase is favoured.
                 done = 1.0 if length is None else (number + 0.5 - start) / length
                 return self._shares_within(place, done)
             start += length
         return np.array(self._shares[-1])
 
     def describe(self) -> str:
-        """The mixture in one line, for messages."""
+        """Returns the mixture in one line, for messages."""
         names = ", ".join(self.domains)
         return f"{self.digest} ({len(self.phases)} phases over {names})"
 
-    def _normalised(self, weights: Mapping[str, float], temperature: float) -> list[float]:
-        """Shares of the domains, summing to one. Scaled first, so that no power overflows."""
-        largest = max(weights.values())
-        raised = [
-            math.pow(weights.get(name, 0.0) / largest, 1 / temperature) for name in self.domains
-        ]
-        return [value / math.fsum(raised) for value in raised]
-
-    def _check_shares(self, num_samples: Mapping[str, int]) -> None:
-        shares = [
-            (
-                f"data.mixture: phases[{number}]: domain {name} has a share of {share:.2g}",
-                name,
-                share,
-            )
-            for number, found in enumerate(self._shares)
-            for name, share in zip(self.domains, found, strict=True)
-            if share > 0
-        ]
-        for what, name, share in shares:
-            if num_samples[name] == 0:
-                raise DataError(f"{what}, but too few tokens for one sample. Leave it out.")
-            if share < 1 / _BLOCK_SLOTS:
-                raise DataError(
-                    f"{what}; the smallest is {1 / _BLOCK_SLOTS}. Raise its weight or the "
-                    "temperature, or leave it out."
-                )
-
     def _shares_within(self, place: int, done: float) -> NDArray[np.float64]:
-        """Shares in a phase of which the part `done` is over, 0 to 1."""
+        """Shares in a phase after the part `done` of it, 0 to 1."""
         phase = self.phases[place]
         target = np.array(self._shares[place])
         if phase.change == "step":
             return target
         reached = done if phase.change == "linear" else (1 - math.cos(math.pi * done)) / 2
         return (1 - reached) * np.array(self._shares[place - 1]) + reached * target
-
-    def _lay_out(self) -> list[_Stage]:
-        stages: list[_Stage] = []
-        start = 0
-        base = (0,) * len(self.domains)
-        for place, phase in enumerate(self.phases):
-            for slots, length in self._parts(place, phase.num_samples):
-                stages.append(_Stage(start, base, slots))
-                if length is not None:
-                    base = _counts_after(stages[-1], length)
-                    start += length
-        last = self.phases[-1]
-        if last.num_samples is not None:
-            shares = np.array(self._shares[-1])
-            stages.append(_Stage(start, base, _whole_slots(shares * _BLOCK_SLOTS)))
-        return stages
 
     def _parts(self, place: int, length: int | None) -> list[tuple[tuple[int, ...], int | None]]:
         """Slots of a block and number of samples of each stage of a phase."""
@@ -209,17 +194,17 @@ class Mixture:
         owed = np.zeros(len(self.domains))
         for begin, end in zip([0, *ends], [*ends, length], strict=True):
             shares = self._shares_within(place, (begin + end) / 2 / length)
-            # What rounding took in earlier steps is given back in the next.
+            # Rounding errors of earlier steps are made up for in the next.
             blocks = max(1, (end - begin) // size)
-            wanted = np.maximum(0, shares * size + owed / blocks)
-            slots = _whole_slots(wanted * size / wanted.sum())
+            target = np.maximum(0, shares * size + owed / blocks)
+            slots = _whole_slots(target * size / target.sum())
             owed += (shares * size - np.array(slots)) * blocks
             parts.append((slots, end - begin))
         return parts
 
 
 class _Table(NamedTuple):
-    """A filled block: the source of each slot, and how many slots before it have the same."""
+    """A filled block: the source of each slot, and the number of earlier slots of that source."""
 
     sources: NDArray[np.int64]
     ranks: NDArray[np.int64]
@@ -227,57 +212,58 @@ class _Table(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _fill_block(slots: tuple[int, ...]) -> _Table:
-    """A block with `slots` of each source, none of them a whole slot or more off its share.
+    """Fills a block with `slots` of each source, none of them a whole slot or more off its share.
 
     The j-th of n slots of a source is released when its share has reached j, and due when it has
-    reached j + 1; of what is released, the earliest due is next. That no slot is ever late is the
+    reached j + 1; of the released ones, the earliest due is next. That no slot is ever late is the
     theorem on proportionate schedules of one processor.
     """
     size = sum(slots)
     sources = np.empty(size, dtype=np.int64)
     ranks = np.empty(size, dtype=np.int64)
+    # Two heaps: by time of release, and of those released by deadline.
     waiting = [(0, source) for source, share in enumerate(slots) if share]
     ready: list[tuple[int, int]] = []
-    given = [0] * len(slots)
+    counts = [0] * len(slots)
     for slot in range(size):
         while waiting and waiting[0][0] <= slot:
             source = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (-(-(given[source] + 1) * size // slots[source]), source))
+            heapq.heappush(ready, (-(-(counts[source] + 1) * size // slots[source]), source))
         due, source = heapq.heappop(ready)
         assert due > slot, f"slot {slot} of {slots} is late"
         sources[slot] = source
-        ranks[slot] = given[source]
-        given[source] += 1
-        if given[source] < slots[source]:
-            heapq.heappush(waiting, (given[source] * size // slots[source], source))
+        ranks[slot] = counts[source]
+        counts[source] += 1
+        if counts[source] < slots[source]:
+            heapq.heappush(waiting, (counts[source] * size // slots[source], source))
     return _Table(sources, ranks)
 
 
 def _counts_after(stage: _Stage, num_samples: int) -> tuple[int, ...]:
     """Samples of each domain before the one that is `num_samples` after the stage's first."""
     blocks, rest = divmod(num_samples, sum(stage.slots))
-    begun = [0] * len(stage.slots)
+    partial = [0] * len(stage.slots)
     if rest:
-        found = _fill_block(stage.slots).sources[:rest]
-        begun = np.bincount(found, minlength=len(stage.slots)).tolist()
+        sources = _fill_block(stage.slots).sources[:rest]
+        partial = np.bincount(sources, minlength=len(stage.slots)).tolist()
     return tuple(
         base + blocks * slots + more
-        for base, slots, more in zip(stage.base, stage.slots, begun, strict=True)
+        for base, slots, more in zip(stage.base, stage.slots, partial, strict=True)
     )
 
 
 def _whole_slots(values: NDArray[np.float64]) -> tuple[int, ...]:
-    """Whole numbers near `values`, with the same sum: what is left goes to the largest rests."""
+    """Rounds `values` to whole numbers with the same sum, by largest remainder."""
     floors = np.floor(values + 1e-9).astype(int)
     rests = values - floors
-    left = round(float(values.sum())) - int(floors.sum())
+    remaining = round(float(values.sum())) - int(floors.sum())
     # Rounded: the last bits of a power or cosine, which machines disagree on, decide nothing.
-    floors[np.argsort(-rests.round(9), kind="stable")[:left]] += 1
+    floors[np.argsort(-rests.round(9), kind="stable")[:remaining]] += 1
     return tuple(floors.tolist())
 
 
 def _check(domains: Sequence[str], phases: Sequence[Phase]) -> None:
-    """Refuse what cannot be laid out, all of it in one message."""
+    """Refuses phases that cannot be laid out, all problems in one message."""
     problems = [] if phases else ["phases: give at least one."]
     for number, phase in enumerate(phases):
         where = f"phases[{number}]"
@@ -304,17 +290,17 @@ def _check(domains: Sequence[str], phases: Sequence[Phase]) -> None:
 
 
 def draw_sources(mixture: Mixture, start: int, stop: int) -> dict[str, dict[str, float]]:
-    """What was asked for and what is drawn for global samples start to stop - 1.
+    """Shares asked for and shares drawn in global samples start to stop - 1.
 
     Returns:
-        By domain: `asked` (mean share asked for), `drawn` (share), `samples` (count).
+        By domain: `asked` (mean target share), `drawn` (share), `samples` (count).
     """
-    points = np.linspace(start, stop, 2 * _ASKED_POINTS + 1)[1::2]  # midpoints of equal parts
-    asked = np.mean([mixture.asked(int(point)) for point in points], axis=0)
+    points = np.linspace(start, stop, 2 * _TARGET_POINTS + 1)[1::2]  # midpoints of equal parts
+    targets = np.mean([mixture.target_shares(int(point)) for point in points], axis=0)
     samples = mixture.counts(stop) - mixture.counts(start)
     return {
         name: {
-            "asked": float(asked[place]),
+            "asked": float(targets[place]),
             "drawn": float(samples[place] / (stop - start)),
             "samples": int(samples[place]),
         }

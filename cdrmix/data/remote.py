@@ -1,13 +1,14 @@
-"""Files behind a URL, copied to a bounded folder of this machine before they are asked for.
+"""Files behind a URL, copied ahead of use to a bounded folder of this machine.
 
 All processes of a machine share the folder. A file is there whole or not at all: it is copied
-beside its name, under a lock, compared with its sha256, and renamed. What was used longest ago goes
-first when room is needed; who still has it mapped is not disturbed by that.
+beside its name, under a lock, compared with its sha256, and renamed. The least recently used files
+go first when room is needed; a process that still has one mapped is not disturbed by that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import http.client
 import os
@@ -27,18 +28,21 @@ from cdrmix.log import get_logger
 _ATTEMPTS = 7  # 1, 2, 4 ... 32 seconds apart: a minute in all
 _TIMEOUT_SECONDS = 60
 _CHUNK_BYTES = 2**20
-_REFUSED_CODES = range(400, 500)  # the server is there and will not give it
-_PASSING_CODES = (408, 425, 429)
-_OWN_SCHEMES = ("http", "https", "file")
+_REFUSED_CODES = range(400, 500)  # the server answers and refuses
+_PASSING_CODES = (408, 425, 429)  # of these: time-out, too early, too many requests
+_BUILTIN_SCHEMES = ("http", "https", "file")
+# Faults that no further attempt cures: a missing or forbidden file, a full disk of this machine.
+_PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
-# URL and size by folder, of `remember`.
+# URL and size by folder, set by `remember`.
 _remembered: dict[Path, tuple[str, int]] = {}
 
 _logger = get_logger(__name__)
 
 
 class RemoteFile(NamedTuple):
-    """A file of a remote folder: its name there, size in bytes and sha256 (hex)."""
+    """A file of a remote folder: name in it, size in bytes and sha256 (hex)."""
 
     name: str
     bytes: int
@@ -49,11 +53,9 @@ class RemoteFiles:
     """Files of one remote folder, in a folder of this machine.
 
     Args:
-        url: of the remote folder.
+        url: URL of the remote folder.
         cache: folder of this machine; `<name>`s in it are whole.
-        max_bytes: most that files of this folder take up together.
-    Attributes:
-        max_bytes: as given.
+        max_bytes: limit on the size of all cached files of this folder together.
     """
 
     def __init__(self, url: str, cache: Path, max_bytes: int) -> None:
@@ -61,21 +63,26 @@ class RemoteFiles:
         self._cache = cache
         self.max_bytes = max_bytes
         self._verified: set[str] = set()  # by this process: a copy may be of an earlier run
-        self._coming: list[RemoteFile] = []
+        self._pending: list[RemoteFile] = []
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def held(self, file: RemoteFile) -> Iterator[Path]:
-        """A file that stays while the context lasts; waits for it where it is still to come.
+        """Keeps a file in the cache while the context lasts; copies it first if it is not there.
 
         Raises:
-            DataError: if it cannot be copied, or is not what it should be.
+            DataError: if it cannot be copied, or differs from what it should be.
         """
         path = self._cache / file.name
         try:
             with locked(self._lock_of(file.name), blocking=True):
-                if not self._is_good(path, file):
+                if file.name not in self._verified and path.exists():
+                    with path.open("rb") as stream:
+                        if hashlib.file_digest(stream, "sha256").hexdigest() == file.sha256:
+                            self._verified.add(file.name)
+                if file.name not in self._verified or not path.exists():
+                    self._verified.discard(file.name)
                     self._copy(file, path)
                 os.utime(path)
                 yield path
@@ -85,10 +92,12 @@ class RemoteFiles:
             ) from error
 
     def expect(self, files: Sequence[RemoteFile]) -> None:
-        """Copy these files, in the order in which they are needed, without waiting for them; as
-        many of them as there is room for."""
+        """Copies these files in the background, in the order in which they are needed.
+
+        Only as many of them as there is room for.
+        """
         with self._guard:
-            self._coming = list(files)
+            self._pending = list(files)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._read_ahead, name="shards-ahead", daemon=True
@@ -99,71 +108,54 @@ class RemoteFiles:
         room = self.max_bytes
         while True:
             with self._guard:
-                if not self._coming or self._coming[0].bytes > room:
+                if not self._pending or self._pending[0].bytes > room:
                     self._thread = None
                     return
-                file = self._coming.pop(0)
+                file = self._pending.pop(0)
             room -= file.bytes
             try:
                 with self.held(file):
                     pass
             except DataError as error:
-                # Who needs the file tries again, and tells.
+                # The reader of the file tries again, and fails with this error.
                 _logger.warning("reading ahead: %s", error)
 
-    def _is_good(self, path: Path, file: RemoteFile) -> bool:
-        if file.name in self._verified and path.exists():
-            return True
-        try:
-            with path.open("rb") as opened:
-                found = hashlib.file_digest(opened, "sha256").hexdigest()
-        except FileNotFoundError:
-            return False
-        if found == file.sha256:
-            self._verified.add(file.name)
-        return found == file.sha256
-
     def _copy(self, file: RemoteFile, path: Path) -> None:
-        partial = path.with_name(f".{file.name}.partial")  # the lock is ours
+        """Copies a file whose lock this process holds, after evicting others to make room."""
+        partial = path.with_name(f".{file.name}.partial")
+        # One process at a time makes room and reserves it.
         with locked(self._cache / ".room", blocking=True):
-            self._make_room(file)
-            with partial.open("wb") as opened:
-                opened.truncate(file.bytes)  # so that others count it
+            path.unlink(missing_ok=True)  # damaged, else it would not be copied
+            entries: list[tuple[int, int, Path]] = []  # time of use, bytes
+            for entry in self._cache.iterdir():
+                if entry.name.removesuffix(".partial").endswith((".bin", ".roles")):
+                    # Another process may have renamed it since.
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat()
+                        entries.append((status.st_mtime_ns, status.st_size, entry))
+            used = sum(size for _, size, _ in entries)
+            for _, _, entry in sorted(entries):
+                if used + file.bytes <= self.max_bytes:
+                    break
+                # Its lock is free unless a process copies or holds it: an unfinished file with a
+                # free lock is of a killed process.
+                name = entry.name.removeprefix(".").removesuffix(".partial")
+                with locked(self._lock_of(name), blocking=False) as free:
+                    if free and entry.exists():
+                        used -= entry.stat().st_size
+                        entry.unlink()
+            with partial.open("wb") as stream:
+                stream.truncate(file.bytes)  # so that others count it
         copy(f"{self._url}/{file.name}", partial, file.sha256, max_bytes=file.bytes)
         partial.replace(path)
         self._verified.add(file.name)
-
-    def _make_room(self, file: RemoteFile) -> None:
-        # Damaged, else it would not be copied.
-        (self._cache / file.name).unlink(missing_ok=True)
-        found: list[tuple[int, int, Path]] = []  # time of use, bytes
-        for entry in self._cache.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # renamed since, by who copies it
-                if _is_copy(entry):
-                    status = entry.stat()
-                    found.append((status.st_mtime_ns, status.st_size, entry))
-        used = sum(size for _, size, _ in found)
-        for _, _, entry in sorted(found):
-            if used + file.bytes <= self.max_bytes:
-                return
-            used -= self._evict(entry)
-
-    def _evict(self, entry: Path) -> int:
-        """Remove a file, or what a killed process left of one, unless it is held; bytes freed."""
-        name = entry.name.removeprefix(".").removesuffix(".partial")
-        with locked(self._lock_of(name), blocking=False) as free:
-            if not free or not entry.exists():
-                return 0
-            size = entry.stat().st_size
-            entry.unlink()
-            return size
 
     def _lock_of(self, name: str) -> Path:
         return self._cache / ".locks" / name
 
 
 def remember(folder: Path, url: str, max_bytes: int) -> None:
-    """Tell this process that a folder is the cache of a remote one.
+    """Registers a folder as the cache of a remote one, in this process.
 
     Not by a file in the folder: one that somebody else made could then name a URL.
     """
@@ -171,13 +163,9 @@ def remember(folder: Path, url: str, max_bytes: int) -> None:
 
 
 def remote_files(folder: Path) -> RemoteFiles | None:
-    """The files behind a folder that this process was told of; None for any other folder."""
-    known = _remembered.get(folder.resolve())
-    return None if known is None else RemoteFiles(known[0], folder, known[1])
-
-
-def _is_copy(entry: Path) -> bool:
-    return entry.name.removesuffix(".partial").endswith((".bin", ".roles"))
+    """Files behind a folder that was registered by `remember`; None for any other folder."""
+    entry = _remembered.get(folder.resolve())
+    return None if entry is None else RemoteFiles(entry[0], folder, entry[1])
 
 
 def copy(
@@ -188,13 +176,13 @@ def copy(
     max_bytes: int,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Copy what a URL names into a file.
+    """Copies the content of a URL into a file.
 
     Args:
-        sha256: what its digest must be (hex); None: it is not known.
-        max_bytes: size that it has, or may have; nothing beyond is fetched.
+        sha256: expected digest (hex); None: it is not known.
+        max_bytes: expected or largest size; nothing beyond is fetched.
     Raises:
-        DataError: if it is not there, is something else, or cannot be stored.
+        DataError: if it does not exist, differs from what it should be, or cannot be stored.
         UnreachableDataError: if it stays out of reach.
     """
     shown = redacted_text(url)
@@ -207,35 +195,46 @@ def copy(
         if attempt:
             sleep(2.0 ** (attempt - 1))
         try:
-            found = _copy_once(url, path, max_bytes)
+            digest = _copy_once(url, path, max_bytes)
         except (OSError, http.client.HTTPException) as error:
-            if not _may_pass(error):
-                raise DataError(f"{shown}: {_told(error)}") from error
-            is_other = False
-            problem = _told(error)
+            problem = redacted_text(str(error)) or type(error).__name__
+            if _is_permanent(error):
+                raise DataError(f"{shown}: {problem}") from error
+            failure: type[DataError] = UnreachableDataError
         else:
-            if found is None:
-                is_other = True
-                problem = f"has more than {max_bytes} bytes"
-            elif sha256 in (None, found):
+            if digest is not None and sha256 in (None, digest):
                 return
-            else:
-                is_other = True
-                problem = f"its sha256 is {found}, the manifest says {sha256}"
+            failure = DataError
+            problem = (
+                f"has more than {max_bytes} bytes"
+                if digest is None
+                else f"its sha256 is {digest}, the manifest says {sha256}"
+            )
         _logger.warning("%s: %s (attempt %d of %d)", shown, problem, attempt + 1, _ATTEMPTS)
-    kind = DataError if is_other else UnreachableDataError
-    raise kind(
+    raise failure(
         f"{shown}: {problem}; {_ATTEMPTS} attempts. Look at the server and the network, and start "
         "again to go on from the newest checkpoint."
     )
 
 
 def _copy_once(url: str, path: Path, max_bytes: int) -> str | None:
-    """Copy, wait until it is on the disk; its sha256, or None where it is longer than allowed."""
+    """Copies and fsyncs; returns the sha256, or None if it is longer than allowed."""
+    if url.partition("://")[0] in _BUILTIN_SCHEMES:
+        source: BinaryIO = urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS)
+    else:
+        import fsspec
+
+        try:
+            source = fsspec.open(url, "rb").open()
+        except (ValueError, ImportError) as error:  # an unknown scheme, or a package is missing
+            raise DataError(
+                f"{redacted_text(url)}: {error}. Known without another package: file, http and "
+                "https; others need the fsspec package for them, such as s3fs or gcsfs."
+            ) from None
     digest = hashlib.sha256()
-    # Without cutting it first, so that the room that was reserved for it stays reserved.
+    # Without truncating it first, so that the room that was reserved for it stays reserved.
     mode = "r+b" if path.exists() else "wb"
-    with _open(url) as source, path.open(mode) as target:
+    with source, path.open(mode) as target:
         while chunk := source.read(_CHUNK_BYTES):
             if target.tell() + len(chunk) > max_bytes:
                 return None
@@ -247,32 +246,11 @@ def _copy_once(url: str, path: Path, max_bytes: int) -> str | None:
     return digest.hexdigest()
 
 
-def _open(url: str) -> BinaryIO:
-    if url.partition("://")[0] in _OWN_SCHEMES:
-        opened: BinaryIO = urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS)
-        return opened
-    import fsspec
-
-    try:
-        found: BinaryIO = fsspec.open(url, "rb").open()
-    except (ValueError, ImportError) as error:  # an unknown scheme, or one with a package to add
-        raise DataError(
-            f"{redacted_text(url)}: {error}. Known without another package: file, http and https; "
-            "others need the fsspec package for them, such as s3fs or gcsfs."
-        ) from None
-    return found
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether it is worth another attempt."""
+def _is_permanent(error: Exception) -> bool:
+    """Tells errors that no further attempt can cure."""
     if isinstance(error, urllib.error.HTTPError):
-        return error.code in _PASSING_CODES or error.code not in _REFUSED_CODES
+        return error.code in _REFUSED_CODES and error.code not in _PASSING_CODES
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
         error = error.reason
-    no_hope = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-    full = isinstance(error, OSError) and error.errno in (28, 122)  # ENOSPC, EDQUOT: ours
-    return not (isinstance(error, no_hope) or full)
-
-
-def _told(error: Exception) -> str:
-    return redacted_text(str(error)) or type(error).__name__
+    is_full = isinstance(error, OSError) and error.errno in _FULL_DISK
+    return isinstance(error, _PERMANENT_ERRORS) or is_full

@@ -1,4 +1,4 @@
-"""A folder of token shards behind a URL, as a folder of this machine whose shards come by need."""
+"""A folder of token shards behind a URL as a local folder whose shards are copied on demand."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from cdrmix.errors import DataError
 
 
 def local_folder(data: DataConfig, sequence_length: int) -> Path:
-    """The folder of `data.path`; of a URL, one in the cache with its manifest and tokenizer.
+    """Returns the folder of `data.path`; of a URL, one in the cache with manifest and tokenizer.
 
-    Any number of processes of a machine may ask for it at once.
+    That one is named by the content of the data set. Any number of processes of a machine may
+    call this at once.
 
     Args:
         sequence_length: tokens per sample.
@@ -38,11 +39,25 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
     cache = Path(data.cache_folder)
     try:
         with locked(cache / ".lock", blocking=True):
+            # Named by host and process: on a shared file system others may hold their own.
             new = cache / f".new-{os.uname().nodename}-{os.getpid()}"
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
             try:
-                return _open(new, url, data, sequence_length)
+                path = new / MANIFEST_FILE
+                copy(f"{url}/{MANIFEST_FILE}", path, None, max_bytes=MAX_MANIFEST_BYTES)
+                manifest = read_manifest(new)
+                _check_room(manifest, data, sequence_length)
+                name = manifest.tokenizer.file
+                sha256 = manifest.tokenizer.sha256
+                copy(f"{url}/{name}", new / name, sha256, max_bytes=MAX_TOKENIZER_BYTES)
+                folder = cache / manifest_digest(manifest)[:16]
+                folder.mkdir(exist_ok=True)
+                remember(folder, url, data.cache_bytes)
+                # The manifest last: with it the folder counts as built.
+                for new_file in (new / name, path):
+                    new_file.replace(folder / new_file.name)
+                return folder
             finally:
                 shutil.rmtree(new, ignore_errors=True)
     except OSError as error:
@@ -51,31 +66,15 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
         ) from error
 
 
-def _open(new: Path, url: str, data: DataConfig, sequence_length: int) -> Path:
-    """The folder of the data set that the URL has now, which is named by its content."""
-    copy(f"{url}/{MANIFEST_FILE}", new / MANIFEST_FILE, None, max_bytes=MAX_MANIFEST_BYTES)
-    manifest = read_manifest(new)
-    _check_room(manifest, data, sequence_length)
-    tokenizer = manifest.tokenizer
-    path = new / tokenizer.file
-    copy(f"{url}/{tokenizer.file}", path, tokenizer.sha256, max_bytes=MAX_TOKENIZER_BYTES)
-    folder = Path(data.cache_folder) / manifest_digest(manifest)[:16]
-    folder.mkdir(exist_ok=True)
-    remember(folder, url, data.cache_bytes)
-    for name in (tokenizer.file, MANIFEST_FILE):
-        (new / name).replace(folder / name)
-    return folder
-
-
 def _check_room(manifest: Manifest, data: DataConfig, sequence_length: int) -> None:
-    """Refuse a cache whose shards would be thrown out before they are read."""
+    """Refuses a cache whose shards would be evicted before they are read."""
     train = [shard for shard in manifest.shards if shard.split == "train"]
     sizes = [shard.bin.bytes + (shard.roles.bytes if shard.roles else 0) for shard in train]
     total = sum(sizes)
     shard_bytes = max(sizes, default=0)
     token_bytes = np.dtype(manifest.dtype).itemsize + any(shard.roles for shard in train)
     window_bytes = data.window_samples * sequence_length * token_bytes
-    # Of each domain, what is read now and what comes next; both may begin and end within a shard.
+    # Per domain the window in use and the next; both may begin and end within a shard.
     domains = len({shard.domain for shard in train})
     needed = {
         "shuffled": total,

@@ -1,9 +1,9 @@
 """The sample corpus: text that every Python ships, as a built folder of token shards.
 
-Two domains. `code`: the source files of the standard library as they stand. `prose`: the
-docstrings of each file under their names, and the language reference inside `pydoc_data`. A file's
-code and docstrings are always in the same split, so nothing held out is trained on; the docstrings
-of a split are in it twice, because code without them would not be code as people write it.
+Two domains. `code`: the source files of the standard library as they are. `prose`: the docstrings
+of each file under their names, and the language reference inside `pydoc_data`. A file's code and
+docstrings are always in the same split, so nothing held out is trained on; the docstrings of a
+split are in it twice, because code without them would not be code as people write it.
 """
 
 import ast
@@ -15,7 +15,7 @@ import sysconfig
 import tokenize
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,6 @@ import numpy as np
 from cdrmix.data.folders import locked, new_folder, remove_unfinished
 from cdrmix.data.shards import (
     MANIFEST_FILE,
-    Dtype,
     ShardInfo,
     TokenizerInfo,
     new_manifest,
@@ -33,13 +32,13 @@ from cdrmix.data.shards import (
     write_manifest,
     write_shards,
 )
-from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
+from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 
 _VALIDATION_SHARE = 0.05  # of the source files
 
-# Tests are left out because Debian ships none; what others installed or configured, because the
+# Tests are left out because Debian ships none; installed packages and local settings, because the
 # corpus must depend on nothing but the Python.
 _SKIPPED_FOLDERS = {
     "__pycache__",
@@ -64,7 +63,7 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SampleDocument:
-    """One text; `path` is the source file it is from, relative to the standard library."""
+    """One text; `path` is its source file, relative to the standard library."""
 
     path: str
     domain: str
@@ -78,7 +77,7 @@ class SampleDocument:
 
 
 def ensure_sample(vocab_size: int, root: Path = Path("data")) -> Path:
-    """Folder of the sample corpus with `vocab_size` slots, built on first use.
+    """Returns the folder of the sample corpus with `vocab_size` slots, built on first use.
 
     Safe to call from several processes: one builds, the others wait for it.
 
@@ -91,18 +90,22 @@ def ensure_sample(vocab_size: int, root: Path = Path("data")) -> Path:
 
 
 def build_sample(out: Path, vocab_size: int, *, stdlib: Path | None = None) -> None:
-    """Build the sample corpus into `out`, unless it is there; all of it appears, or nothing.
+    """Builds the sample corpus into `out`, unless it is there; all of it appears, or nothing.
 
     Args:
-        vocab_size: most tokens of its tokenizer, special tokens among them.
+        vocab_size: most tokens of its tokenizer, special tokens included.
         stdlib: folder of sources; None: the standard library of this Python.
     Raises:
-        DataError: if there are no sources, `out` is something else, or it cannot be written.
+        DataError: if there are no sources, `out` holds something else, or it cannot be written.
     """
     try:
         if (out / MANIFEST_FILE).exists():
             return
-        with _lock(out):
+        lock = out.parent / f".{out.name}.lock"
+        with contextlib.ExitStack() as stack:
+            if not stack.enter_context(locked(lock, blocking=False)):
+                _logger.info("sample corpus: another process builds %s; waiting for it", out)
+                stack.enter_context(locked(lock, blocking=True))
             if (out / MANIFEST_FILE).exists():  # built while this process waited for the lock
                 return
             if out.exists():
@@ -121,12 +124,16 @@ def build_sample(out: Path, vocab_size: int, *, stdlib: Path | None = None) -> N
 
 def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
     _logger.info("sample corpus: reading the sources in %s", stdlib)
-    documents = _unique(read_standard_library(stdlib))
+    first: dict[str, SampleDocument] = {}  # by text: equal ones once
+    for document in read_standard_library(stdlib):
+        if document.text.strip():
+            first.setdefault(document.text, document)
+    documents = list(first.values())
     if not documents:
         raise DataError(
-            f"{stdlib}: holds no Python sources, of which the sample corpus is made (a Python "
-            "that ships them compiled or in a zip file?). Use another Python, or set data.path "
-            "to a folder of token shards."
+            f"{stdlib}: holds no Python sources, from which the sample corpus is built (a "
+            "Python that ships them compiled or in a zip file?). Use another Python, or set "
+            "data.path to a folder of token shards."
         )
     num_bytes = sum(len(document.text.encode()) for document in documents)
     _logger.info(
@@ -135,12 +142,23 @@ def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
         num_bytes / 1e6,
         vocab_size,
     )
+    # The validation split stays unseen, by the tokenizer too.
     trained = train_tokenizer((d.text for d in documents if d.split == "train"), vocab_size)
     remove_unfinished(out)  # by the lock, nobody else is building
     with new_folder(out) as folder:
         file = write_file(folder / TOKENIZER_FILE, trained.to_str(pretty=True).encode())
         tokenizer = load_tokenizer(folder)
-        shards = _write_documents(folder, documents, tokenizer, smallest_dtype(vocab_size))
+        streams = defaultdict(list)
+        for document in documents:
+            streams[document.split, document.domain].append(document.text)
+        shards: list[ShardInfo] = []
+        dtype = smallest_dtype(vocab_size)
+        for (split, domain), texts in sorted(streams.items()):
+            pieces = (
+                (np.array([*ids, tokenizer.eos_id]), len(text.encode()))
+                for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True)
+            )
+            shards += write_shards(folder, pieces, split=split, domain=domain, dtype=dtype)
         manifest = new_manifest(
             shards,
             vocab_size=vocab_size,
@@ -155,26 +173,24 @@ def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
     _logger.info("sample corpus: %s; tokens: %s", out, tokens)
 
 
-def _write_documents(
-    folder: Path, documents: list[SampleDocument], tokenizer: Tokenizer, dtype: Dtype
-) -> list[ShardInfo]:
-    """Encode and write the documents, one stream per split and domain, in sorted order."""
-    streams = defaultdict(list)
-    for document in documents:
-        streams[document.split, document.domain].append(document.text)
-    shards = []
-    for (split, domain), texts in sorted(streams.items()):
-        encoded = (
-            (np.array([*ids, tokenizer.eos_id]), len(text.encode()))
-            for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True)
-        )
-        shards += write_shards(folder, encoded, split=split, domain=domain, dtype=dtype)
-    return shards
-
-
 def read_standard_library(stdlib: Path) -> Iterator[SampleDocument]:
-    """Code and prose of the sources below `stdlib`, in sorted order of their paths."""
-    for path in _source_files(stdlib):
+    """Reads code and prose of the sources below `stdlib`, in sorted order of their paths."""
+    paths = []
+    for folder, folders, names in os.walk(stdlib):
+        # In place: os.walk then skips them.
+        folders[:] = [
+            name
+            for name in folders
+            if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)
+        ]
+        paths += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py")
+            and name not in _SKIPPED_FILES
+            and not name.startswith(_SKIPPED_PREFIXES)
+        ]
+    for path in sorted(paths, key=lambda path: path.relative_to(stdlib).as_posix()):
         name = path.relative_to(stdlib).as_posix()
         try:
             with tokenize.open(path) as file:
@@ -182,31 +198,12 @@ def read_standard_library(stdlib: Path) -> Iterator[SampleDocument]:
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             _logger.warning("sample corpus: %s left out: %s", path, error)
             continue
-        # Generated tables of characters, hardly different from one another.
+        # Generated tables of characters, nearly equal to each other.
         if "Character Mapping Codec" in text[:200]:
             continue
         yield SampleDocument(name, "code", text)
-        prose = "\n\n\n".join(_docstrings(text, name))
-        yield SampleDocument(name, "prose", prose)
+        yield SampleDocument(name, "prose", "\n\n\n".join(_docstrings(text, name)))
     yield from _topics(stdlib)
-
-
-def _source_files(stdlib: Path) -> list[Path]:
-    found = []
-    for folder, folders, names in os.walk(stdlib):
-        folders[:] = [
-            name
-            for name in folders
-            if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)
-        ]
-        found += [
-            Path(folder, name)
-            for name in names
-            if name.endswith(".py")
-            and name not in _SKIPPED_FILES
-            and not name.startswith(_SKIPPED_PREFIXES)
-        ]
-    return sorted(found, key=lambda path: path.relative_to(stdlib).as_posix())
 
 
 def _docstrings(text: str, path: str) -> Iterator[str]:
@@ -226,7 +223,7 @@ def _docstrings(text: str, path: str) -> Iterator[str]:
 def _definitions(
     node: ast.AST, name: str
 ) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """The node itself and what it defines, inside `if` and `try` too, with dotted names."""
+    """The node itself and its definitions, inside `if` and `try` too, with dotted names."""
     if isinstance(node, (ast.Module, *_NAMED)):
         yield name, node
     for child in [*getattr(node, "body", []), *getattr(node, "orelse", [])]:
@@ -246,31 +243,10 @@ def _topics(stdlib: Path) -> Iterator[SampleDocument]:
     except (OSError, SyntaxError, ValueError, IndexError) as error:
         _logger.info("sample corpus: goes on without %s: %s", path, error)
         return
+    # Longest first, so that an excerpt comes after the topic that it is from.
     seen: set[str] = set()
     for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
         paragraphs = {p for p in topics[name].split("\n\n") if len(p) >= _PARAGRAPH_CHARACTERS}
         if len(paragraphs & seen) <= len(paragraphs) // 10:
             yield SampleDocument(f"{_TOPICS}#{name}", "prose", topics[name])
         seen |= paragraphs
-
-
-def _unique(documents: Iterable[SampleDocument]) -> list[SampleDocument]:
-    """The first of each set of documents with equal text; none without text."""
-    first: dict[str, SampleDocument] = {}
-    for document in documents:
-        if document.text.strip():
-            first.setdefault(document.text, document)
-    return list(first.values())
-
-
-@contextlib.contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """Hold the lock beside `out`; waiting for it is told."""
-    path = out.parent / f".{out.name}.lock"
-    with locked(path, blocking=False) as held:
-        if held:
-            yield
-            return
-    _logger.info("sample corpus: another process is building %s; waiting for it", out)
-    with locked(path, blocking=True):
-        yield

@@ -46,6 +46,7 @@ Dtype = Literal["uint16", "uint32"]
 
 
 class _Record(BaseModel):
+    # Unknown keys are refused: a manifest of a later format must not be read by half.
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -59,8 +60,8 @@ class FileInfo(_Record):
 class ShardInfo(_Record):
     """One `.bin/.idx` pair; `text_bytes` is the UTF-8 size of the text behind its tokens.
 
-    `roles` is a third file where tokens are of other parts than plain text: a byte each, a place in
-    `cdrmix.data.document.ROLES`.
+    `roles` is a third file for documents with parts other than plain text: a byte per token, an
+    index into `cdrmix.data.document.ROLES`.
     """
 
     stem: str = Field(pattern=_NAME)
@@ -74,9 +75,9 @@ class ShardInfo(_Record):
     roles: FileInfo | None = None
 
     def files(self) -> dict[str, FileInfo]:
-        """Those of its files that there are, by suffix."""
-        found = {"bin": self.bin, "idx": self.idx, "roles": self.roles}
-        return {suffix: info for suffix, info in found.items() if info is not None}
+        """Existing files of the shard, by suffix."""
+        infos = {"bin": self.bin, "idx": self.idx, "roles": self.roles}
+        return {suffix: info for suffix, info in infos.items() if info is not None}
 
 
 class SplitInfo(_Record):
@@ -96,7 +97,7 @@ class TokenizerInfo(_Record):
 
 
 class Manifest(_Record):
-    """What a built folder holds. `vocab_size` is the slots asked for, not the tokens in use."""
+    """Content of a built folder. `vocab_size` counts the slots asked for, not the tokens in use."""
 
     format_version: Literal[1]
     vocab_size: int
@@ -109,7 +110,7 @@ class Manifest(_Record):
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
-        """Check sizes against each other: readers map files by the number of tokens."""
+        """Checks sizes against each other: readers map files by the number of tokens."""
         stems = {shard.stem for shard in self.shards}
         if len(stems) < len(self.shards):
             raise ValueError("two shards have the same stem")
@@ -127,7 +128,7 @@ class Manifest(_Record):
 
 
 def smallest_dtype(vocab_size: int) -> Dtype:
-    """uint16 where every id below `vocab_size` fits, else uint32."""
+    """uint16 if it holds every id below `vocab_size`, else uint32."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
@@ -140,18 +141,29 @@ def write_shards(
     dtype: Dtype,
     max_tokens: int = MAX_SHARD_TOKENS,
 ) -> list[ShardInfo]:
-    """Write the documents of one split and domain as numbered shards, fsynced.
+    """Writes the documents of one split and domain as numbered shards, fsynced.
 
     Args:
         documents: (token ids that end with EOS, bytes of their text as UTF-8) each.
         max_tokens: largest shard; a longer document is cut into several.
     Returns:
-        One entry per shard, in file order; none when there are no documents.
+        One entry per shard, in file order; none without documents.
     """
     shards = []
     for number, group in enumerate(_group(documents, max_tokens)):
         stem = f"{split}-{domain}-{number:05d}"
-        pieces = [_narrow(ids, dtype) for ids, _ in group]
+        # A cast alone would wrap an id that does not fit.
+        largest = np.iinfo(dtype).max
+        assert all(ids.min() >= 0 and ids.max() <= largest for ids, _ in group), dtype
+        pieces = [ids.astype(np.dtype(dtype).newbyteorder("<")) for ids, _ in group]
+        sizes = np.array([len(piece) for piece in pieces], dtype="<i4")
+        ends = np.cumsum(sizes, dtype=np.int64) * np.dtype(dtype).itemsize
+        offsets = np.concatenate([[0], ends[:-1]]).astype("<i8")
+        bounds = np.arange(len(sizes) + 1, dtype="<i8")  # of documents, of one sequence each
+        header = struct.pack(
+            _IDX_HEADER, _IDX_MAGIC, _IDX_VERSION, _DTYPE_CODES[dtype], len(sizes), len(bounds)
+        )
+        index = header + sizes.tobytes() + offsets.tobytes() + bounds.tobytes()
         shards.append(
             ShardInfo(
                 stem=stem,
@@ -161,7 +173,7 @@ def write_shards(
                 documents=len(pieces),
                 text_bytes=sum(text_bytes for _, text_bytes in group),
                 bin=write_pieces(folder / f"{stem}.bin", pieces),
-                idx=write_file(folder / f"{stem}.idx", _index(list(map(len, pieces)), dtype)),
+                idx=write_file(folder / f"{stem}.idx", index),
             )
         )
     return shards
@@ -170,30 +182,25 @@ def write_shards(
 def _group(
     documents: Iterable[tuple[NDArray[Any], int]], max_tokens: int
 ) -> Iterator[list[tuple[NDArray[Any], int]]]:
-    """Consecutive documents, as many as fit into one shard."""
+    """Groups consecutive documents, as many as fit into one shard."""
     group: list[tuple[NDArray[Any], int]] = []
     tokens = 0
     for ids, text_bytes in documents:
         for start in range(0, len(ids), max_tokens):
-            piece = ids[start : start + max_tokens]
+            piece = ids[start : start + max_tokens]  # a document may be longer than a shard
             if tokens + len(piece) > max_tokens:
                 yield group
                 group = []
                 tokens = 0
+            # The text counts once, with the first piece.
             group.append((piece, text_bytes if start == 0 else 0))
             tokens += len(piece)
     if group:
         yield group
 
 
-def _narrow(ids: NDArray[Any], dtype: Dtype) -> NDArray[Any]:
-    """Ids as stored, little-endian; a cast alone would wrap an id that does not fit."""
-    assert ids.min() >= 0 and ids.max() <= np.iinfo(dtype).max, f"ids do not fit {dtype}"
-    return ids.astype(np.dtype(dtype).newbyteorder("<"))
-
-
 def write_pieces(path: Path, pieces: list[NDArray[Any]]) -> FileInfo:
-    """Write arrays one after the other and wait until they are on the disk."""
+    """Writes arrays one after the other and waits until they are on the disk."""
     digest = hashlib.sha256()
     with open_new(path) as file:
         for piece in pieces:
@@ -205,18 +212,6 @@ def write_pieces(path: Path, pieces: list[NDArray[Any]]) -> FileInfo:
         return FileInfo(bytes=file.tell(), sha256=digest.hexdigest())
 
 
-def _index(lengths: list[int], dtype: Dtype) -> bytes:
-    """Content of an .idx file: header, then lengths, byte offsets and document bounds."""
-    sizes = np.asarray(lengths, dtype="<i4")
-    ends = np.cumsum(sizes, dtype=np.int64) * np.dtype(dtype).itemsize
-    offsets = np.concatenate([[0], ends[:-1]]).astype("<i8")
-    bounds = np.arange(len(sizes) + 1, dtype="<i8")
-    header = struct.pack(
-        _IDX_HEADER, _IDX_MAGIC, _IDX_VERSION, _DTYPE_CODES[dtype], len(sizes), len(bounds)
-    )
-    return header + sizes.tobytes() + offsets.tobytes() + bounds.tobytes()
-
-
 def read_lengths(folder: Path, shard: ShardInfo) -> NDArray[np.int32]:
     """Tokens of each document of a shard, from its .idx file, [n].
 
@@ -226,7 +221,7 @@ def read_lengths(folder: Path, shard: ShardInfo) -> NDArray[np.int32]:
     path = folder / f"{shard.stem}.idx"
     header = struct.Struct(_IDX_HEADER)
     with path.open("rb") as file:
-        # The header's own count is not asked: memory for it would be taken before it is read.
+        # The header's own count is ignored: a wrong one would allocate memory before it is noticed.
         file.seek(header.size)
         lengths = np.frombuffer(file.read(4 * shard.documents), "<i4")
     if len(lengths) != shard.documents or lengths.min(initial=1) < 1:
@@ -240,7 +235,7 @@ def read_lengths(folder: Path, shard: ShardInfo) -> NDArray[np.int32]:
 
 
 def write_file(path: Path, content: bytes) -> FileInfo:
-    """Write `content` and wait until it is on the disk."""
+    """Writes `content` and waits until it is on the disk."""
     with open_new(path) as file:
         file.write(content)
         file.flush()
@@ -256,11 +251,11 @@ def new_manifest(
     eos_id: int,
     source: dict[str, Any],
 ) -> Manifest:
-    """Manifest over shards written for `vocab_size` slots.
+    """Manifest of shards written for `vocab_size` slots.
 
     Args:
-        source: where the text is from; plain values, without dates or paths of this machine, so
-            that equal builds are equal byte by byte.
+        source: origin of the text; plain values, without dates or paths of this machine, so that
+            equal builds are equal byte by byte.
     """
     shards = tuple(shards)
     return Manifest(
@@ -279,6 +274,7 @@ def _split_totals(shards: Iterable[ShardInfo]) -> dict[str, SplitInfo]:
     """Tokens, documents and text bytes per split."""
     totals: dict[str, SplitInfo] = {}
     for shard in shards:
+        # SplitInfo is frozen, so that each shard makes a new one.
         before = totals.get(shard.split, SplitInfo(tokens=0, documents=0, text_bytes=0))
         totals[shard.split] = SplitInfo(
             tokens=before.tokens + shard.tokens,
@@ -289,15 +285,16 @@ def _split_totals(shards: Iterable[ShardInfo]) -> dict[str, SplitInfo]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json`, whole or not at all; equal manifests give equal bytes."""
+    """Writes `manifest.json`, whole or not at all; equal manifests give equal bytes."""
     text = json.dumps(_values(manifest), indent=2, sort_keys=True)
+    # Written last and renamed: a folder with a manifest is complete.
     partial = folder / f"{MANIFEST_FILE}.partial"
     write_file(partial, f"{text}\n".encode())
     partial.replace(folder / MANIFEST_FILE)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a built folder.
+    """Reads the manifest of a built folder.
 
     Raises:
         DataError: if it is missing or is not a manifest of this format.
@@ -320,7 +317,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Content of a regular file; a pipe in its place would keep the reader waiting for ever.
+    """Reads a regular file; a pipe in its place would keep the reader waiting for ever.
 
     Raises:
         DataError: if it is of another kind, or has more than `max_bytes`.
@@ -333,11 +330,11 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def check_regular(path: Path) -> int:
-    """Check that a file is neither pipe nor device; its size in bytes.
+    """Checks that a file is neither pipe nor device; returns its size in bytes.
 
     Raises:
         DataError: if it is of another kind.
-        OSError: if it is not there.
+        OSError: if it does not exist.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -351,13 +348,15 @@ def manifest_digest(manifest: Manifest) -> str:
 
 
 def _values(manifest: Manifest) -> dict[str, Any]:
-    """A manifest's values, without files that a shard does not have: so the digest of a data set is
-    what it was before there were roles, and its checkpoints go on."""
+    """Values of a manifest, without absent files of shards.
+
+    So data sets from before there were roles have the same digest, and their checkpoints resume.
+    """
     return manifest.model_dump(exclude_defaults=True)
 
 
 def check_vocab(manifest: Manifest, vocab_size: int) -> None:
-    """Check that every token id has a row in an embedding of `vocab_size` rows.
+    """Checks that every token id has a row in an embedding of `vocab_size` rows.
 
     Raises:
         DataError: if the tokenizer has more tokens than that.
@@ -379,13 +378,13 @@ def verify_shards(
     parts: int = 1,
     mode: Literal["digest", "size"] = "digest",
 ) -> None:
-    """Compare files with the manifest: sizes, and in mode 'digest' the sha256 as well.
+    """Compares files with the manifest: sizes, and in mode 'digest' the sha256 as well.
 
-    The shards of a remote folder are digested when they come, and not here.
+    The shards of a remote folder are digested when they arrive, and not here.
 
     Args:
-        part: which of `parts` shares of the shards to check, so that ranks can divide the work;
-            the tokenizer belongs to share 0, and is small enough to be digested in any mode.
+        part: share to check, of `parts` shares of the shards, so that ranks divide the work; the
+            tokenizer belongs to share 0, and is small enough to be digested in any mode.
     Raises:
         DataError: naming every missing, truncated or altered file of the share.
     """
@@ -394,19 +393,18 @@ def verify_shards(
         for shard in (() if remote_files(folder) else manifest.shards[part::parts])
         for suffix, info in shard.files().items()
     ]
-    if part == 0:
+    if part == 0:  # one rank is enough for the tokenizer
         tokenizer = manifest.tokenizer
         path = folder / tokenizer.file
         problems.append(file_problem(path, None, tokenizer.sha256, mode="digest"))
-    found = [problem for problem in problems if problem]
-    if found:
-        raise DataError("\n".join([*found, REBUILD]))
+    if any(problems):
+        raise DataError("\n".join([*filter(None, problems), REBUILD]))
 
 
 def file_problem(
     path: Path, num_bytes: int | None, sha256: str, *, mode: Literal["digest", "size"]
 ) -> str | None:
-    """What is wrong with one file, or None. `num_bytes` None: the size is not known."""
+    """Description of a fault of one file, or None. `num_bytes` None: its size is not known."""
     try:
         actual_bytes = check_regular(path)
         if num_bytes is not None and actual_bytes != num_bytes:

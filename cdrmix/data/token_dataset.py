@@ -1,9 +1,8 @@
-"""A keyed permutation of 0 .. size - 1 that needs no memory: Feistel with cycle walking.
+"""Samples of token shards: a permutation of any size, a memory-mapped stream, and its samples.
 
-Any position can be asked for at any time, so the order of an epoch of 10^12 samples is known
-without a shuffled list, and resuming costs nothing.
-
-Samples cut from token shards: memory-mapped, whole batches at once.
+The permutation needs no memory (a keyed Feistel network with cycle walking): it can be evaluated at
+any position, so the order of an epoch of 10^12 samples is known without a shuffled list, and
+resuming costs nothing. A stream reads whole batches at once.
 """
 
 # n samples, T sequence length (tokens)
@@ -41,6 +40,9 @@ _SHIFT = np.uint64(32)
 # rounds fail.
 _NUM_ROUNDS = 6
 MAX_SIZE = 2**62
+_READ_SUFFIXES = ("bin", "roles")  # by training
+# An open map holds a file descriptor, of which a process often has 1,024.
+_MAX_OPEN_SHARDS = 256
 
 
 class Permutation:
@@ -69,6 +71,7 @@ class Permutation:
     def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Images of `indices` (any shape, int64, 0 <= index < size), same shape, int64."""
         images = self._feistel(np.asarray(indices, dtype=np.int64).astype(np.uint64).ravel())
+        # An image beyond the end is permuted again until it falls inside, which stays one to one.
         walking = np.flatnonzero(images >= self.size)
         while walking.size:
             images[walking] = self._feistel(images[walking])
@@ -76,7 +79,7 @@ class Permutation:
         return images.astype(np.int64).reshape(np.shape(indices))
 
     def _feistel(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """One pass over the power-of-two domain; the halves take turns in hiding each other."""
+        """One pass over the power-of-two domain; the halves encrypt each other in turn."""
         low = values & self._low_mask
         high = values >> self._low_bits
         for number, key in enumerate(self._round_keys):
@@ -94,40 +97,36 @@ def permute_epochs(
     *,
     window: int | None = None,
 ) -> NDArray[np.int64]:
-    """Position within its epoch of each number that counts on over epochs of `size`.
+    """Position of each number within its epoch, permuted; numbers count on over epochs of `size`.
 
     Args:
         numbers: any shape, 0 or more.
-        key: each epoch is permuted under (*key, epoch). None: none is.
+        key: each epoch is permuted under (*key, epoch). None: stored order.
         window: permute windows of that many positions, and positions within each; None: all.
+            The rest behind the last whole window stays there, in an order of its own.
     """
     epochs, indices = np.divmod(numbers, size)
-    if key is not None:
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            of_epoch = (*key, epoch)
-            indices[chosen] = (
-                Permutation(size, of_epoch)(indices[chosen])
-                if window is None
-                else _permute_windows(indices[chosen], size, of_epoch, window)
-            )
+    if key is None:
+        return indices
+    # A block of numbers may span epochs: each has a permutation of its own.
+    for epoch in np.unique(epochs).tolist():
+        chosen = epochs == epoch
+        epoch_key = (*key, epoch)
+        if window is None:
+            indices[chosen] = Permutation(size, epoch_key)(indices[chosen])
+            continue
+        num_whole = size // window
+        places, offsets = np.divmod(indices[chosen], window)
+        whole = places < num_whole
+        if num_whole:
+            places[whole] = Permutation(num_whole, (*epoch_key, 0))(places[whole])
+        # Each window has a key of its own; equal orders in all of them would repeat patterns.
+        for place in np.unique(places).tolist():
+            within = places == place
+            length = window if place < num_whole else size - num_whole * window
+            offsets[within] = Permutation(length, (*epoch_key, 1 + place))(offsets[within])
+        indices[chosen] = places * window + offsets
     return indices
-
-
-def _permute_windows(
-    indices: NDArray[np.int64], size: int, key: tuple[int, ...], window: int
-) -> NDArray[np.int64]:
-    """What is left over behind the last whole window, [..], stays there, in an order of its own."""
-    num_whole = size // window
-    places, offsets = np.divmod(indices, window)
-    whole = places < num_whole
-    if num_whole:
-        places[whole] = Permutation(num_whole, (*key, 0))(places[whole])
-    for place in np.unique(places).tolist():
-        within = places == place
-        length = window if place < num_whole else size - num_whole * window
-        offsets[within] = Permutation(length, (*key, 1 + place))(offsets[within])
-    return places * window + offsets
 
 
 def _mix(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
@@ -139,19 +138,14 @@ def _mix(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     return hashed
 
 
-_READ_SUFFIXES = ("bin", "roles")  # by training
-# An open map holds a file descriptor, of which a process often has 1,024.
-_MAX_OPEN_SHARDS = 256
-
-
 class TokenStream:
-    """The tokens of some shards, or their roles, end to end.
+    """Tokens of some shards, or their roles, end to end.
 
     Args:
         folder: a built folder.
-        shards: in the order of the stream.
-        dtype: how they are stored.
-        suffix: of the files; where a shard has none of roles, they are 0.
+        shards: shards in the order of the stream.
+        dtype: stored type.
+        suffix: of the files; the roles of a shard without such a file are 0.
     """
 
     def __init__(
@@ -169,60 +163,56 @@ class TokenStream:
         self._ends = list(accumulate(shard.tokens for shard in shards))
         self._begins = [0, *self._ends]
         self._remote = remote_files(folder)
-        self._tokens = lru_cache(maxsize=self._max_open_shards())(self._map)
+        max_open = _MAX_OPEN_SHARDS
+        if self._remote is not None:
+            # A file evicted from the cache keeps its room on the disk while it is mapped.
+            largest = max((shard.bin.bytes for shard in shards), default=1)
+            max_open = min(max_open, max(1, self._remote.max_bytes // largest))
+        self._tokens = lru_cache(maxsize=max_open)(self._map)
 
     def rows(self, positions: list[int], length: int) -> NDArray[np.int64]:
-        """The `length` tokens from each of n positions on, [n, length], int64.
+        """Reads `length` tokens from each of n positions on, [n, length], int64.
 
         Raises:
             DataError: if a shard is missing or truncated.
         """
         rows = np.empty((len(positions), length), dtype=np.int64)
         pieces = []
-        begin = end = 0
+        begin = end = shard = 0
         for position in positions:
             if not begin <= position < end:  # rows of one shard in a row look it up once
                 shard = bisect_right(self._ends, position)
                 begin = self._begins[shard]
                 end = self._ends[shard]
                 tokens = self._tokens(shard)
-            row = tokens[position - begin : position - begin + length]
-            pieces.append(row if position + length <= end else self._go_on(row, shard, length))
+            pieces.append(tokens[position - begin : position - begin + length])
+            # A row may go on in the shards after it.
+            missing = length - len(pieces[-1])
+            following = shard
+            while missing:
+                following += 1
+                pieces.append(self._tokens(following)[:missing])
+                missing -= len(pieces[-1])
         if pieces:
-            # Copied and cast in one pass: 11 us for 8 rows of 2,048, where row by row took 12, and
-            # a gather, or a cast of gathered rows, 15 to 21.
+            # Copied and cast in one pass: 11 us for 8 rows of 2,048; row by row takes 12, and a
+            # gather, or a cast of gathered rows, 15 to 21.
             np.concatenate(pieces, out=rows.reshape(-1))
         return rows
 
-    def _go_on(self, row: NDArray[Any], shard: int, length: int) -> NDArray[Any]:
-        """`row`, which ends with `shard`, with what is missing from the shards after it."""
-        pieces = [row]
-        missing = length - len(row)
-        while missing:
-            shard += 1
-            pieces.append(self._tokens(shard)[:missing])
-            missing -= len(pieces[-1])
-        return np.concatenate(pieces)
-
     def expect(self, positions: NDArray[np.int64]) -> None:
-        """Have the shards of these positions, which are read soon and in this order, at hand, with
-        their roles."""
+        """Announces positions that are read soon, in this order.
+
+        A remote folder's shards with them, and their roles, are copied ahead of use.
+        """
         if self._remote is not None:
             shards = np.searchsorted(self._ends, positions.ravel(), side="right")
+            # The order of first use decides which shards are copied while there is room.
             first_uses = np.sort(np.unique(shards, return_index=True)[1])
             files = [self._file(i, suffix) for i in shards[first_uses] for suffix in _READ_SUFFIXES]
             self._remote.expect([file for file in files if file is not None])
 
-    def _max_open_shards(self) -> int:
-        """As many as there is room for: a file that was thrown out of a cache keeps its room on
-        the disk while it is mapped."""
-        if self._remote is None:
-            return _MAX_OPEN_SHARDS
-        largest = max((shard.bin.bytes for shard in self._shards), default=1)
-        return min(_MAX_OPEN_SHARDS, max(1, self._remote.max_bytes // largest))
-
     def _map(self, shard: int) -> NDArray[Any]:
-        """One shard, memory-mapped. A file shorter than mapped would be a SIGBUS."""
+        """Maps one shard into memory; a truncated one would be a SIGBUS when it is read."""
         file = self._file(shard, self._suffix)
         if file is None:
             return np.broadcast_to(np.zeros(1, self._dtype), self._shards[shard].tokens)
@@ -238,52 +228,97 @@ class TokenStream:
     def _file(self, shard: int, suffix: str) -> RemoteFile | None:
         info = self._shards[shard]
         file = info.files().get(suffix)
-        return (
-            None if file is None else RemoteFile(f"{info.stem}.{suffix}", file.bytes, file.sha256)
-        )
+        if file is None:
+            return None
+        return RemoteFile(f"{info.stem}.{suffix}", file.bytes, file.sha256)
 
 
-class TokenDataset:
-    """Samples of a split: its shards, in manifest order, are one stream cut into equal pieces.
-
-    Sample i is the tokens i * T to i * T + T, T + 1 of them: neighbours share one token, so that
-    every token but the first is predicted exactly once. A tail shorter than T is left out.
+class SplitDataset:
+    """A split of a built folder as samples of T + 1 tokens.
 
     Args:
         folder: a built folder.
         split: name of a split in its manifest.
         sequence_length: T (tokens).
+        by_domain: read the shards domain by domain, rather than in manifest order.
     Attributes:
-        num_samples: samples in the split (count).
+        num_samples: samples in the split (count); set by the subclass.
         bytes_per_token: UTF-8 bytes of text per token, for bits per byte.
-        manifest_digest: names the data set.
-        mixture: None; what `cdrmix.data.mixed.MixedDataset` names its mixture by.
+        manifest, manifest_digest: of the folder; the digest identifies the data set.
+        mixture: digest and domains of the mixture, None without one.
     Raises:
-        DataError: if the split is missing or too short for one sample.
+        DataError: if the split is missing.
     """
 
+    num_samples: int
     mixture: str | None = None
 
-    def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
+    def __init__(
+        self, folder: Path, split: str, sequence_length: int, *, by_domain: bool = False
+    ) -> None:
         self.folder = Path(folder)
         self.split = split
         self.sequence_length = sequence_length
         self.manifest = read_manifest(self.folder)
         self.manifest_digest = manifest_digest(self.manifest)
         totals = self.manifest.splits.get(split)
-        num_tokens = totals.tokens if totals else 0
+        if totals is None:
+            raise DataError(
+                f"{self.folder / MANIFEST_FILE}: no split '{split}'. "
+                f"Splits here: {', '.join(self.manifest.splits) or 'none'}. "
+                "A corpus of few documents may lack a validation split; use a larger one."
+            )
+        self.bytes_per_token = totals.text_bytes / max(1, totals.tokens)
+        shards = [shard for shard in self.manifest.shards if shard.split == split]
+        if by_domain:
+            shards.sort(key=lambda shard: shard.domain)
+        self._stream = TokenStream(self.folder, shards, self.manifest.dtype)
+        self._roles = TokenStream(self.folder, shards, "uint8", suffix="roles")
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Reads samples `indices` [n] as an array [n, T + 1], int64.
+
+        Raises:
+            IndexError: if an index is outside 0 .. num_samples - 1.
+            DataError: if a shard is missing or truncated.
+        """
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_samples:
+            raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
+        return self._stream.rows(self._positions(indices).tolist(), self.sequence_length + 1)
+
+    def roles(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Roles of the tokens of `rows(indices)`, of the same shape; see `ShardInfo`."""
+        return self._roles.rows(self._positions(indices).tolist(), self.sequence_length + 1)
+
+    def expect(self, indices: NDArray[np.int64]) -> None:
+        """Announces samples that are read soon, any shape; see `TokenStream`."""
+        self._stream.expect(self._positions(indices))
+
+    def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """First token of each sample in the stream."""
+        return indices * self.sequence_length
+
+
+class TokenDataset(SplitDataset):
+    """Samples of a split: its shards, in manifest order, are one stream cut into equal pieces.
+
+    Sample i is the tokens i * T to i * T + T, T + 1 of them: neighbours share one token, so that
+    every token but the first is predicted exactly once. A tail shorter than T is left out.
+
+    Raises:
+        DataError: if the split is missing or too short for one sample.
+    """
+
+    def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
+        super().__init__(folder, split, sequence_length)
+        num_tokens = self.manifest.splits[split].tokens
         self.num_samples = max(0, num_tokens - 1) // sequence_length
-        if totals is None or self.num_samples == 0:
+        if self.num_samples == 0:
             raise DataError(
                 f"{self.folder / MANIFEST_FILE}: split '{split}' has {num_tokens} tokens; one "
                 f"sample of training.sequence_length = {sequence_length} needs "
-                f"{sequence_length + 1}. Splits here: {', '.join(self.manifest.splits) or 'none'}. "
-                "Use a larger corpus or a shorter sequence_length."
+                f"{sequence_length + 1}. Use a larger corpus or a shorter sequence_length."
             )
-        self.bytes_per_token = totals.text_bytes / totals.tokens
-        shards = [shard for shard in self.manifest.shards if shard.split == split]
-        self._stream = TokenStream(self.folder, shards, self.manifest.dtype)
-        self._roles = TokenStream(self.folder, shards, "uint8", suffix="roles")
 
     def order(
         self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
@@ -294,27 +329,6 @@ class TokenDataset:
             seed: key of a permutation per epoch; None: stored order.
             window: permute windows of that many samples, and samples within each; None: all.
         """
+        # The keys must not change: a checkpoint stores a position in this order, not the order.
         key = None if seed is None else (seed,)
         return permute_epochs(numbers, self.num_samples, key, window=window)
-
-    def expect(self, indices: NDArray[np.int64]) -> None:
-        """Have the shards of samples that are read soon, any shape, at hand; see `TokenStream`."""
-        self._stream.expect(indices * self.sequence_length)
-
-    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples `indices` [n] as an array [n, T + 1], int64.
-
-        Raises:
-            IndexError: if an index is outside 0 .. num_samples - 1.
-            DataError: if a shard is missing or truncated.
-        """
-        positions = (indices * self.sequence_length).tolist()
-        end = self.num_samples * self.sequence_length
-        if positions and not 0 <= min(positions) <= max(positions) < end:
-            raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
-        return self._stream.rows(positions, self.sequence_length + 1)
-
-    def roles(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Roles of the tokens of `rows(indices)`, of the same shape; see `ShardInfo`."""
-        positions = (indices * self.sequence_length).tolist()
-        return self._roles.rows(positions, self.sequence_length + 1)

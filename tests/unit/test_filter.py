@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.corpus.steps.filter import PROFILES, RULES, Filter, Profile, profile_of
+from cdrmix.corpus.steps.filter import PROFILES, RULES, Filter, Profile
 from cdrmix.corpus.steps.statistics import Statistics
 from cdrmix.errors import ConfigError, DataError
 from tests.unit.document_steps import document, reason_for, run
@@ -205,7 +205,7 @@ def test_text_in_other_scripts_is_not_symbols() -> None:
 
 
 def test_profile_follows_the_domain() -> None:
-    assert [profile_of(d) for d in ("web", "code", "books", "maths")] == [
+    assert [Filter().profile_of(d) for d in ("web", "code", "books", "maths")] == [
         "web", "code", "prose", "reference",
     ]  # fmt: skip
     assert reason_for(Filter(), FUNCTION, domain="code") is None

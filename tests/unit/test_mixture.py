@@ -101,13 +101,13 @@ def test_changing_shares_follow_their_curve(change: str, length: int) -> None:
     step = max(length / 64, 100)
     assert np.abs(drawn - asked).max() < 2 + step / 4
     assert np.abs(drawn[-1] - asked[-1]).max() < 2
-    assert mixture.asked(100 + length).tolist() == pytest.approx(last.tolist())
+    assert mixture.target_shares(100 + length).tolist() == pytest.approx(last.tolist())
 
 
 def test_temperature_raises_small_domains() -> None:
     def shares(temperature: float) -> list[float]:
         found = Mixture(SIZES, [Phase({"code": 9, "web": 1})], temperature=temperature)
-        return found.asked(0).tolist()
+        return found.target_shares(0).tolist()
 
     assert shares(1.0) == pytest.approx([0, 0.9, 0.1])
     assert shares(2.0) == pytest.approx([0, 0.75, 0.25])

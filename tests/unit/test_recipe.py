@@ -9,7 +9,6 @@ from cdrmix.corpus.inspection import lineage
 from cdrmix.corpus.recipe import (
     DEFAULT_STEPS,
     STEPS,
-    built_mixture,
     identity,
     is_corpus_step,
     load_recipe,
@@ -17,6 +16,7 @@ from cdrmix.corpus.recipe import (
     recipe_yaml,
     step_class,
 )
+from cdrmix.data.mixed import built_mixture
 from cdrmix.data.shards import TokenizerInfo, new_manifest
 from cdrmix.errors import ConfigError
 from tests.harness import ROOT

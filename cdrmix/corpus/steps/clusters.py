@@ -1,14 +1,13 @@
 """Second phase of deduplication: from signatures of all tasks to the documents to drop.
 
-First the groups of equal texts, of which the first document stays; among those that stay, pairs
-with a key in common are candidates, verified by their sketches, and joined to clusters, of which
-again the first stays. All of it streams through sorts on disk: memory is bounded whatever the
-number of documents and the size of a cluster.
+The first document of each group of equal texts stays. Of those that stay, pairs with a key in
+common are candidates, verified by their sketches and joined to clusters, of which again the first
+stays. Everything streams through sorts on disk: memory is bounded whatever the number of documents
+and the size of a cluster.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import json
 import shutil
@@ -32,10 +31,11 @@ from cdrmix.corpus.steps.components import (
 from cdrmix.corpus.steps.minhash import NO_KEY, Method
 from cdrmix.corpus.steps.signatures import SignatureFiles, place, split_places
 
+# Reasons to drop a document, as stored in the lists.
 EXACT = 1
 NEAR = 2
 URL = 3
-HOST = 4  # why a document is dropped
+HOST = 4
 DROPS = np.dtype([("id", "<u8"), ("cluster", "<u8"), ("kind", "u1")])
 _NUM_LARGEST = 10
 # At one time there are two sorts, a chunk of signatures, one of links, and copies of these.
@@ -48,7 +48,7 @@ class ClusterSizes:
 
     Attributes:
         clusters: number of clusters.
-        dropped: documents in them but the first of each.
+        dropped: documents in them except the first of each.
         sizes: clusters by number of documents: '2', '3-4', '5-8', ...
         largest: (documents, file, row of the first) of the largest clusters.
     """
@@ -61,14 +61,14 @@ class ClusterSizes:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """What was found, for the report.
+    """Result of the search, for the report.
 
     Attributes:
-        documents: documents looked at.
+        documents: documents examined.
         exact: groups of equal text.
-        candidates: pairs with a key in common, after equal texts were set aside.
-        verified: those of them whose sketches agree.
-        near: clusters of near-duplicates among what equal texts left.
+        candidates: pairs with a key in common, among the firsts of equal texts.
+        verified: number of these whose sketches agree.
+        near: clusters of near-duplicates among the firsts of equal texts.
     """
 
     documents: int
@@ -79,58 +79,62 @@ class Duplicates:
 
 
 def drops_path(folder: Path, signature_file: Path) -> Path:
-    """Where the documents to drop of one task are listed."""
+    """Path of the list of documents to drop of one task."""
     return Path(folder) / f"{Path(signature_file).name}.drops.npy"
 
 
 def find_duplicates(
     signature_files: Sequence[Path], out: Path, *, method: Method, memory_bytes: int = 2**28
 ) -> Duplicates:
-    """List the documents to drop, one file per signature file, and `duplicates.json`, which is
-    written last: where it is, the phase is done.
+    """Lists the documents to drop, one file per signature file, and writes `duplicates.json`.
+
+    That file is written last and marks the phase as done.
 
     Args:
         signature_files: in the order of the corpus; see `SignatureFiles`.
-        out: folder of the lists; made if it is not there. Temporary files are there too.
-        method: what the files were signed with.
+        out: folder of the lists and of temporary files; made if it does not exist.
+        method: method of the signatures.
         memory_bytes: most memory used for records.
     Raises:
         DataError: if a signature file is missing, truncated or of another method.
     """
     files = SignatureFiles(signature_files, method)
-    out.mkdir(parents=True, exist_ok=True)
-    with _work_folder(out) as folder:
+    folder = out / "clusters.partial"
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed run
+    folder.mkdir(parents=True)
+    try:
         search = _Search(files, method, folder, memory_bytes // _SHARES)
         exact = search.exact_links()
         near = search.near_links(exact)
-        found = Duplicates(
+        duplicates = Duplicates(
             documents=sum(files.num_records),
             exact=search.sizes(exact),
             candidates=search.num_candidates,
             verified=search.num_verified,
             near=search.sizes(near),
         )
-        _write_drops(out, files, exact, near)
-    written = out / "duplicates.json.partial"
-    written.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
-    written.replace(out / "duplicates.json")
-    return found
-
-
-@contextlib.contextmanager
-def _work_folder(out: Path) -> Iterator[Path]:
-    """An empty folder for temporary files, cleared of what a killed run left."""
-    folder = out / "clusters.partial"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    try:
-        yield folder
+        cursors = {EXACT: _Cursor(exact), NEAR: _Cursor(near)}
+        for number, (path, count) in enumerate(zip(files.paths, files.num_records, strict=True)):
+            lists = []
+            for kind, cursor in cursors.items():
+                links = cursor.up_to(place(number, max(count - 1, 0)))
+                drops = np.empty(len(links), dtype=DROPS)
+                drops["id"] = files.ids(number, split_places(links[:, 0])[1])
+                drops["cluster"] = links[:, 1]
+                drops["kind"] = kind
+                lists.append(drops)
+            # Sorted by id, which is how the third phase looks documents up.
+            np.save(drops_path(out, path), np.sort(np.concatenate(lists), order="id"))
     finally:
         shutil.rmtree(folder)
+    report = out / "duplicates.json.partial"
+    report.write_text(json.dumps(asdict(duplicates), indent=2) + "\n", encoding="utf-8")
+    report.replace(out / "duplicates.json")
+    return duplicates
 
 
 class _Search:
-    """One search: its files, its method and its share of memory.
+    """One search: files, method and share of memory.
 
     Attributes:
         num_candidates, num_verified: pairs seen by `near_links`.
@@ -144,7 +148,8 @@ class _Search:
         self._folder = folder
         self._memory_bytes = memory_bytes
         self._sort = partial(ExternalSort, folder=folder, memory_bytes=memory_bytes)
-        self.num_candidates = self.num_verified = 0
+        self.num_candidates = 0
+        self.num_verified = 0
 
     def exact_links(self) -> RecordFile:
         """(document, first document with the same text), sorted."""
@@ -154,13 +159,24 @@ class _Search:
         links = self._sort(2)
         for group in grouped(sort.chunks()):
             links.add(_pairs(group.values, group.leaders))
-        return self._stored("exact", links.chunks())
+        return RecordFile(
+            self._folder / "exact",
+            links.chunks(),
+            num_columns=2,
+            memory_bytes=self._memory_bytes,
+        )
 
     def near_links(self, exact: RecordFile) -> RecordFile:
         """(document, first document of its cluster), sorted; without the members of `exact`."""
-        sort = self._sort(2)
-        for records in self._keys(exact):
-            sort.add(records)
+        sort = self._sort(2)  # (key, place)
+        duplicates = _Cursor(exact)
+        # A quarter, as a record becomes a row per key.
+        for places, records in self._files.chunks(self._memory_bytes // 4):
+            members = duplicates.up_to(places[-1])[:, 0]
+            chosen = ~np.isin(places, members, assume_unique=True)
+            keys = records["keys"][chosen]  # [n, K]
+            rows = np.column_stack([keys.ravel(), np.repeat(places[chosen], keys.shape[1])])
+            sort.add(rows[rows[:, 0] != NO_KEY])
         candidates = self._sort(2)
         for group in grouped(sort.chunks()):
             # Linked to the first and to the one before: where the first is no duplicate of the
@@ -175,7 +191,7 @@ class _Search:
         )
 
     def sizes(self, links: RecordFile) -> ClusterSizes:
-        """Sizes of the clusters whose members link to their first document."""
+        """Counts the clusters whose members link to their first document, by size."""
         sort = self._sort(2)
         for chunk in links.chunks():
             sort.add(chunk[:, ::-1])
@@ -186,29 +202,27 @@ class _Search:
             for power, count in zip(powers.tolist(), counts.tolist(), strict=True):
                 histogram[power] = histogram.get(power, 0) + count
             # The smallest place first among clusters of one size.
-            found = zip(sizes.tolist(), (-leaders.astype(np.int64)).tolist(), strict=True)
-            largest = heapq.nlargest(_NUM_LARGEST, [*largest, *found])
+            clusters = zip(sizes.tolist(), (-leaders.astype(np.int64)).tolist(), strict=True)
+            largest = heapq.nlargest(_NUM_LARGEST, [*largest, *clusters])
+        firsts = np.array([-leader for _, leader in largest], dtype=np.uint64)
+        file_numbers, rows = (part.tolist() for part in split_places(firsts))
+        sizes_of_largest = (size for size, _ in largest)
         return ClusterSizes(
             clusters=sum(histogram.values()),
             dropped=links.num_records,
-            sizes={_size_label(power): histogram[power] for power in sorted(histogram)},
-            largest=[(size, *_file_and_row(-leader)) for size, leader in largest],
+            sizes={
+                "2" if power == 1 else f"{2 ** (power - 1) + 1}-{2**power}": histogram[power]
+                for power in sorted(histogram)
+            },
+            largest=list(zip(sizes_of_largest, file_numbers, rows, strict=True)),
         )
 
-    def _keys(self, exact: RecordFile) -> Chunks:
-        """(key, place) of every key of every document that is not a member of `exact`."""
-        duplicates = _Cursor(exact)
-        memory_bytes = self._memory_bytes // 4  # a record becomes a row per key
-        for places, records in self._files.chunks(memory_bytes):
-            members = duplicates.up_to(places[-1])[:, 0]
-            chosen = ~np.isin(places, members, assume_unique=True)
-            keys = records["keys"][chosen]  # [n, K]
-            rows = np.column_stack([keys.ravel(), np.repeat(places[chosen], keys.shape[1])])
-            yield rows[rows[:, 0] != NO_KEY]
-
     def _verified(self, candidates: Chunks) -> Chunks:
-        """The pairs whose sketches agree. Both sketches are found in passing over the signatures,
-        that of the second by sorting the pairs anew with the sketch of the first beside them."""
+        """Pairs whose sketches agree.
+
+        Two passes over the signatures find the sketches: the first document's are carried beside
+        the pairs, which are sorted anew for the second document's.
+        """
         width = -(-self._method.sketch_bytes // 8)  # columns
         sort = self._sort(2 + width, num_keys=2)
         for pairs, sketches in self._with_sketches(candidates):
@@ -223,7 +237,7 @@ class _Search:
             yield records[agreed, 1::-1]
 
     def _with_sketches(self, chunks: Chunks) -> Iterator[tuple[Records, NDArray[np.uint8]]]:
-        """Records sorted by their first column, a place, with the sketches of these places."""
+        """Joins sketches to records that are sorted by their first column, a place."""
         blocks = self._files.chunks(self._memory_bytes)
         places = np.empty(0, np.uint64)
         sketches = np.empty((0, 0), np.uint8)
@@ -240,36 +254,31 @@ class _Search:
                     places, signatures = next(blocks)
                     sketches = signatures["sketch"]
 
-    def _stored(self, name: str, chunks: Chunks) -> RecordFile:
-        return RecordFile(
-            self._folder / name, chunks, num_columns=2, memory_bytes=self._memory_bytes
-        )
-
 
 class _Cursor:
-    """Reads sorted links in step with something else that is in the same order."""
+    """Reader of sorted links in step with something else in the same order."""
 
     def __init__(self, links: RecordFile) -> None:
         self._chunks = links.chunks()
         self._rest = np.empty((0, 2), dtype=np.uint64)
 
     def up_to(self, last: np.uint64) -> Records:
-        """The links not given yet whose document is at most `last`."""
-        taken = []
+        """Links not given yet whose document is at most `last`."""
+        parts = []
         while True:
             count = int(np.searchsorted(self._rest[:, 0], last, side="right"))
-            taken.append(self._rest[:count])
+            parts.append(self._rest[:count])
             self._rest = self._rest[count:]
             if len(self._rest):
-                return np.concatenate(taken)
+                return np.concatenate(parts)
             following = next(self._chunks, None)
             if following is None:
-                return np.concatenate(taken)
+                return np.concatenate(parts)
             self._rest = following
 
 
 def _pairs(values: Records, others: Records) -> Records:
-    """(value, other) where they differ."""
+    """Pairs (value, other) that differ."""
     differ = values != others
     return np.column_stack([values[differ], others[differ]])
 
@@ -290,28 +299,3 @@ def _cluster_sizes(chunks: Chunks) -> Iterator[tuple[Records, Records]]:
         open_size = int(sizes[-1])
     if open_leader is not None:
         yield np.array([open_leader]), np.array([open_size], dtype=np.uint64)
-
-
-def _size_label(power: int) -> str:
-    """The sizes whose logarithm rounds up to `power`."""
-    return "2" if power == 1 else f"{2 ** (power - 1) + 1}-{2**power}"
-
-
-def _file_and_row(leader: int) -> tuple[int, int]:
-    file, row = split_places(np.array([leader], dtype=np.uint64))
-    return int(file[0]), int(row[0])
-
-
-def _write_drops(out: Path, files: SignatureFiles, exact: RecordFile, near: RecordFile) -> None:
-    """One list per signature file, sorted by id for lookup."""
-    cursors = {EXACT: _Cursor(exact), NEAR: _Cursor(near)}
-    for number, (path, count) in enumerate(zip(files.paths, files.num_records, strict=True)):
-        found = []
-        for kind, cursor in cursors.items():
-            links = cursor.up_to(place(number, max(count - 1, 0)))
-            drops = np.empty(len(links), dtype=DROPS)
-            drops["id"] = files.ids(number, split_places(links[:, 0])[1])
-            drops["cluster"] = links[:, 1]
-            drops["kind"] = kind
-            found.append(drops)
-        np.save(drops_path(out, path), np.sort(np.concatenate(found), order="id"))

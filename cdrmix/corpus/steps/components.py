@@ -1,10 +1,9 @@
-"""Sorting more fixed-width records than fit into memory: sorted runs on disk, merged in blocks.
+"""Sorting and graph components of more records than fit into memory.
 
-Connected components of a graph that need not fit into memory, by sorting alone.
-
-Large-star and small-star steps take turns until nothing changes (Kiveris et al., Connected
-Components in MapReduce and Beyond, 2014): each links neighbours to the smallest of them, and what
-is left is one star per component around its smallest node. A few rounds serve clusters of
+A sort writes sorted runs to disk and merges them in blocks. Connected components need nothing but
+sorts: large-star and small-star steps alternate until nothing changes (Kiveris et al., Connected
+Components in MapReduce and Beyond, 2014). Each links neighbours to the smallest of them; the result
+is one star per component around its smallest node. A few rounds suffice for clusters of
 duplicates, which are shallow.
 """
 
@@ -14,20 +13,23 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdrmix.corpus.steps.minhash import mix
 
-# A sort holds the records, an index and two copies on the way.
+Records = NDArray[np.uint64]  # [n, columns]
+Chunks = Iterator[Records]
+
+# A sort holds the records, an index and two copies at its peak.
 _COPIES = 4
 _SMALLEST_BLOCK = 256  # records read at a time from each of the runs that are merged
 
 
 class ExternalSort:
-    """Records of uint64 columns, sorted by the first columns.
+    """Sort of records of uint64 columns by the first columns.
 
     Memory is bounded by `memory_bytes` whatever the number of records and however many are equal.
 
@@ -35,7 +37,7 @@ class ExternalSort:
         num_columns: columns of a record.
         num_keys: columns to sort by, from the first; the order of records that are equal in them
             is not defined. None: all.
-        folder: where temporary files go; none is left after `chunks`.
+        folder: place of temporary files; none is left after `chunks`.
         memory_bytes: most memory used for records.
     """
 
@@ -48,11 +50,11 @@ class ExternalSort:
         self._temporary = tempfile.TemporaryDirectory(prefix="sort-", dir=folder)
         self._runs: list[Path] = []
         self._num_files = 0
-        self._pending: list[NDArray[np.uint64]] = []
+        self._pending: list[Records] = []
         self._num_pending = 0
 
-    def add(self, records: NDArray[np.uint64]) -> None:
-        """Take records [n, columns]."""
+    def add(self, records: Records) -> None:
+        """Takes records [n, columns]."""
         for start in range(0, len(records), self._capacity):
             piece = records[start : start + self._capacity]
             if self._num_pending + len(piece) > self._capacity:
@@ -60,8 +62,8 @@ class ExternalSort:
             self._pending.append(piece)
             self._num_pending += len(piece)
 
-    def chunks(self) -> Iterator[NDArray[np.uint64]]:
-        """All records in order, in chunks [n, columns] of bounded size; once."""
+    def chunks(self) -> Chunks:
+        """Gives all records in order, in chunks [n, columns] of bounded size; once."""
         with self._temporary:
             if not self._runs:
                 if self._num_pending:
@@ -78,17 +80,17 @@ class ExternalSort:
                     path.unlink()
             yield from self._merge(self._runs)
 
-    def _take(self) -> NDArray[np.uint64]:
-        """What is pending, sorted; nothing is pending after it."""
+    def _take(self) -> Records:
+        """Sorts the pending records; none is pending afterwards."""
         records = np.concatenate(self._pending)
         self._pending = []
         self._num_pending = 0
         return self._sorted(records)
 
-    def _sorted(self, records: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _sorted(self, records: Records) -> Records:
         return records[np.lexsort(records.T[self._num_keys - 1 :: -1])]
 
-    def _write(self, chunks: Iterator[NDArray[np.uint64]]) -> Path:
+    def _write(self, chunks: Chunks) -> Path:
         path = Path(self._temporary.name, f"run-{self._num_files:06d}")
         self._num_files += 1
         with path.open("wb") as file:
@@ -96,8 +98,12 @@ class ExternalSort:
                 chunk.tofile(file)
         return path
 
-    def _merge(self, runs: list[Path]) -> Iterator[NDArray[np.uint64]]:
-        """Sorted chunks of several sorted runs: what is not beyond the end of any run's block."""
+    def _merge(self, runs: list[Path]) -> Chunks:
+        """Merges sorted runs into sorted chunks.
+
+        A chunk holds the records that are not beyond the end of any run's block: what follows in a
+        file may come before the rest.
+        """
         block = max(_SMALLEST_BLOCK, self._capacity // len(runs))
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(path.open("rb")) for path in runs]
@@ -105,11 +111,15 @@ class ExternalSort:
             while True:
                 # All blocks are filled up each time: the runs share one range of keys, and so
                 # nearly all that is read is given at once.
-                heads = [self._fill(*pair, block) for pair in zip(heads, files, strict=True)]
-                going_on = [head for head in heads if len(head) == block]
-                if not going_on:
+                for number, file in enumerate(files):
+                    missing = block - len(heads[number])
+                    values = np.fromfile(file, np.uint64, missing * self._num_columns)
+                    rows = values.reshape(-1, self._num_columns)
+                    heads[number] = np.concatenate([heads[number], rows])
+                full = [head for head in heads if len(head) == block]
+                if not full:
                     break
-                cut = min(tuple(head[-1, : self._num_keys].tolist()) for head in going_on)
+                cut = min(tuple(head[-1, : self._num_keys].tolist()) for head in full)
                 counts = [_count_up_to(head, cut) for head in heads]
                 parts = [head[:count] for head, count in zip(heads, counts, strict=True)]
                 yield self._sorted(np.concatenate(parts))
@@ -117,38 +127,27 @@ class ExternalSort:
         if any(map(len, heads)):
             yield self._sorted(np.concatenate(heads))
 
-    def _fill(self, head: NDArray[np.uint64], file: IO[bytes], block: int) -> NDArray[np.uint64]:
-        """`head` and what follows it in the file, `block` records or all that are left."""
-        missing = block - len(head)
-        more = np.fromfile(file, np.uint64, missing * self._num_columns)
-        return np.concatenate([head, more.reshape(-1, self._num_columns)])
 
-
-def _count_up_to(records: NDArray[np.uint64], last: tuple[int, ...]) -> int:
-    """How many of the sorted records are not greater than `last`."""
+def _count_up_to(records: Records, last: tuple[int, ...]) -> int:
+    """Number of the sorted records that are not greater than `last`."""
     low = 0
     high = len(records)
     for column, value in enumerate(last):
         values = records[low:high, column]
-        wanted = np.uint64(value)
-        low, high = (
-            low + int(np.searchsorted(values, wanted, side="left")),
-            low + int(np.searchsorted(values, wanted, side="right")),
-        )
+        # As uint64: searchsorted would cast the column to float64 for a Python int, and lose bits.
+        target = np.uint64(value)
+        high = low + int(np.searchsorted(values, target, side="right"))
+        low += int(np.searchsorted(values, target, side="left"))
     return high
 
 
-Records = NDArray[np.uint64]
-Chunks = Iterator[Records]
-
-
 class Grouped(NamedTuple):
-    """A chunk of records sorted by key and value, whose groups have equal keys.
+    """A chunk of records sorted by key and value; a group has equal keys.
 
     Attributes:
         keys: [n, columns - 1]; values: [n].
         leaders: smallest value of each record's group, [n].
-        previous: value before it in its group, or its own where it is the first, [n].
+        previous: value before it in its group, or its own if it is the first, [n].
     """
 
     keys: Records
@@ -158,7 +157,7 @@ class Grouped(NamedTuple):
 
 
 def grouped(chunks: Chunks) -> Iterator[Grouped]:
-    """Groups of sorted records, of any length: what a chunk ends with is carried to the next."""
+    """Finds groups of sorted records, of any length: the last group of a chunk may go on."""
     key = None
     leader = np.uint64(0)
     before = np.uint64(0)
@@ -179,7 +178,7 @@ def grouped(chunks: Chunks) -> Iterator[Grouped]:
 
 
 def unique(chunks: Chunks) -> Chunks:
-    """Sorted records without repetitions."""
+    """Gives sorted records without repetitions."""
     last: Records | None = None
     for chunk in chunks:
         new = np.ones(len(chunk), dtype=bool)
@@ -207,10 +206,14 @@ class RecordFile:
             for chunk in chunks:
                 chunk.tofile(file)
                 self.num_records += len(chunk)
-                self.checksum = (self.checksum + _checksum(chunk)) % 2**64
+                mixed = np.zeros(len(chunk), dtype=np.uint64)
+                for column in chunk.T:
+                    mixed = mix(mixed ^ column) + np.uint64(1)
+                # A sum, so that it does not depend on where chunks end.
+                self.checksum = (self.checksum + int(mixed.sum(dtype=np.uint64))) % 2**64
 
     def chunks(self) -> Chunks:
-        """All records in order."""
+        """Reads all records in order."""
         with self._path.open("rb") as file:
             size = self._block * self._num_columns
             while (values := np.fromfile(file, np.uint64, size)).size:
@@ -220,11 +223,11 @@ class RecordFile:
 def components(
     edges: Chunks, *, folder: Path, new_sort: Callable[[], ExternalSort], memory_bytes: int
 ) -> RecordFile:
-    """Stars of the graph's components.
+    """Finds the components of a graph, as stars.
 
     Args:
         edges: (larger node, smaller node), in any order, each any number of times.
-        folder: where temporary files and the result go.
+        folder: place of temporary files and the result.
         new_sort: makes an empty sort of two columns.
         memory_bytes: most memory of a chunk read.
     Returns:
@@ -232,47 +235,38 @@ def components(
     """
     number = 0
 
+    def resorted(chunks: Chunks) -> Chunks:
+        sort = new_sort()
+        for chunk in chunks:
+            sort.add(chunk)
+        return sort.chunks()
+
     def stored(chunks: Chunks) -> RecordFile:
-        path = folder / f"edges-{number % 2}"
+        path = folder / f"edges-{number % 2}"  # two take turns: one is read, the other written
         return RecordFile(path, chunks, num_columns=2, memory_bytes=memory_bytes)
 
-    stars = stored(unique(_resort(edges, new_sort)))
+    def large_star(edges: Chunks) -> Chunks:
+        """Links the larger neighbours of each node to the smallest of node and neighbours."""
+        both = (np.concatenate([chunk, chunk[:, ::-1]]) for chunk in edges)
+        for group in grouped(resorted(both)):
+            nodes = group.keys[:, 0]
+            larger = group.values > nodes
+            smallest = np.minimum(nodes, group.leaders)
+            yield np.column_stack([group.values[larger], smallest[larger]])
+
+    def small_star(edges: Chunks) -> Chunks:
+        """Links each node and its smaller neighbours to the smallest of them."""
+        for group in grouped(edges):
+            first = group.values == group.leaders
+            yield np.column_stack([group.keys[first, 0], group.leaders[first]])
+            yield np.column_stack([group.values[~first], group.leaders[~first]])
+
+    stars = stored(unique(resorted(edges)))
     while True:
         number += 1
-        large = unique(_resort(_large_star(stars.chunks(), new_sort), new_sort))
-        linked = stored(unique(_resort(_small_star(large), new_sort)))
+        large = unique(resorted(large_star(stars.chunks())))
+        linked = stored(unique(resorted(small_star(large))))
+        # Equal counts and checksums: nothing has changed in this round.
         if (linked.num_records, linked.checksum) == (stars.num_records, stars.checksum):
             return linked
         stars = linked
-
-
-def _large_star(edges: Chunks, new_sort: Callable[[], ExternalSort]) -> Chunks:
-    """Links the larger neighbours of each node to the smallest of node and neighbours."""
-    both = (np.concatenate([chunk, chunk[:, ::-1]]) for chunk in edges)
-    for group in grouped(_resort(both, new_sort)):
-        nodes = group.keys[:, 0]
-        larger = group.values > nodes
-        smallest = np.minimum(nodes, group.leaders)
-        yield np.column_stack([group.values[larger], smallest[larger]])
-
-
-def _small_star(edges: Chunks) -> Chunks:
-    """Links each node and its smaller neighbours to the smallest of them."""
-    for group in grouped(edges):
-        first = group.values == group.leaders
-        yield np.column_stack([group.keys[first, 0], group.leaders[first]])
-        yield np.column_stack([group.values[~first], group.leaders[~first]])
-
-
-def _resort(chunks: Chunks, new_sort: Callable[[], ExternalSort]) -> Chunks:
-    sort = new_sort()
-    for chunk in chunks:
-        sort.add(chunk)
-    return sort.chunks()
-
-
-def _checksum(records: Records) -> int:
-    mixed = np.zeros(len(records), dtype=np.uint64)
-    for column in records.T:
-        mixed = mix(mixed ^ column) + np.uint64(1)
-    return int(mixed.sum(dtype=np.uint64))

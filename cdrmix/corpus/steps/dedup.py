@@ -1,17 +1,15 @@
-"""Deduplication in three phases, which an engine may run task by task and repeat at will.
+"""Deduplication by text and by address, in three phases that an engine runs task by task.
 
-1. `Sign` passes a task's documents on and writes their signatures (steps/signatures.py).
-2. `find_duplicates` reads the signatures of all tasks and lists, per task, what to drop
-   (steps/clusters.py).
-3. `Deduplicate` drops it.
+1. `Sign` passes a task's documents on and writes their signatures (signatures.py).
+2. `find_duplicates` reads the signatures of all tasks and lists, per task, the documents to drop
+   (clusters.py).
+3. `Deduplicate` drops them.
 
-What is dropped depends on the order of the signature files alone, not on who wrote them when.
+By address, `SignUrls` and `find_same_urls` take the place of the first two: one document per page,
+and a limited number of pages per host. They need no text, so they may come before every other step.
 
-Deduplication by address: one document per page, and at most so many pages per host.
-
-It needs no text, so it may stand before all that does. Like deduplication by text it has three
-phases: `SignUrls` takes notes on a task, `find_same_urls` lists what to drop from all notes, and
-`cdrmix.corpus.steps.dedup.Deduplicate` drops it.
+The result depends on the order of the signature files alone, not on when or by whom they were
+written; any phase of any task may be repeated.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +62,9 @@ _REASONS = {
 
 
 class Deduplicate:
-    """Drops the documents that a list names, of `find_duplicates` or `find_same_urls`; keeps that
-    list, 17 bytes each.
+    """Drops the documents on a list of `find_duplicates` or `find_same_urls`.
+
+    Holds that list in memory, 17 bytes per document.
 
     Args:
         drops: the list of this task, `drops_path` of its signature file.
@@ -78,52 +76,48 @@ class Deduplicate:
         self.drops = Path(drops)
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Pass on all documents that are not listed.
+        """Passes on all documents that are not on the list.
 
         Raises:
             DataError: if the list is missing, or is not one of these documents.
         """
-        listed = self._read()
-        num_dropped = 0
-        for document in documents:
-            wanted = np.uint64(hash_id(document.id))
-            found = int(np.searchsorted(listed["id"], wanted))
-            if found < len(listed) and listed["id"][found] == wanted:
-                num_dropped += 1
-                drop(document, _REASONS[int(listed["kind"][found])])
-            else:
-                yield document
-        if num_dropped != len(listed):
-            raise DataError(
-                f"{self.drops}: lists {len(listed)} documents, of which {num_dropped} were met: "
-                "the documents are not those that were signed, or share an id. Delete the "
-                "signatures and start the build again."
-            )
-
-    def _read(self) -> np.ndarray:
         try:
-            listed = np.load(self.drops)
+            drops = np.load(self.drops)
         except OSError as error:
             raise DataError(f"{self.drops}: cannot be read: {error.strerror}.") from error
         except ValueError as error:
             raise DataError(
                 f"{self.drops}: damaged: {error}. Delete it; it is made anew."
             ) from error
-        if listed.dtype != DROPS:
+        if drops.dtype != DROPS:
             raise DataError(f"{self.drops}: not a list of duplicates. Delete it; it is made anew.")
-        return listed
+        num_dropped = 0
+        for document in documents:
+            hashed_id = np.uint64(hash_id(document.id))
+            index = int(np.searchsorted(drops["id"], hashed_id))
+            if index < len(drops) and drops["id"][index] == hashed_id:
+                num_dropped += 1
+                drop(document, _REASONS[int(drops["kind"][index])])
+            else:
+                yield document
+        if num_dropped != len(drops):
+            raise DataError(
+                f"{self.drops}: lists {len(drops)} documents, of which {num_dropped} were met: "
+                "the documents are not those that were signed, or share an id. Delete the "
+                "signatures and start the build again."
+            )
 
 
-# One per document with an address: hash of its id, row in its task, hashes of host and page.
+# Record of a document with an address: hash of its id, row in its task, hashes of host and page.
 _NOTES = np.dtype([("id", "<u8"), ("row", "<u8"), ("host", "<u8"), ("page", "<u8")])
 _BATCH_RECORDS = 2**14
 
 
 class SignUrls:
-    """Passes all documents on and writes the hashes of their addresses on the way.
+    """Passes all documents on and writes the hashes of their addresses.
 
     Args:
-        path: the task's file, which appears whole when the last document has passed.
+        path: the task's file, which appears as a whole after the last document.
     """
 
     name = "sign urls"
@@ -132,14 +126,17 @@ class SignUrls:
         self.path = Path(path)
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Give the documents unchanged and in order."""
+        """Gives the documents unchanged and in order."""
         unfinished = self.path.with_name(f"{self.path.name}.partial")
         records: list[tuple[int, int, int, int]] = []
         with unfinished.open("wb") as file:
             for row, document in enumerate(documents):
-                hashes = _address_hashes(document.metadata)
-                if hashes is not None:
-                    records.append((hash_id(document.id), row, *hashes))
+                url = document.metadata.get("url")
+                canonical = canonical_url(url) if isinstance(url, str) else None
+                if canonical is not None:
+                    digest = hashlib.blake2b(host_of(canonical).encode(), digest_size=8).digest()
+                    host = int.from_bytes(digest, "little")
+                    records.append((hash_id(document.id), row, host, int(url_key(canonical), 16)))
                 if len(records) == _BATCH_RECORDS:
                     np.array(records, dtype=_NOTES).tofile(file)
                     records = []
@@ -153,14 +150,14 @@ class SignUrls:
 def find_same_urls(
     notes: Sequence[Path], out: Path, *, max_per_host: int | None, memory_bytes: int
 ) -> dict[str, int]:
-    """List the documents to drop, one file per file of notes.
+    """Lists the documents to drop, one file per file of notes.
 
     Of the documents of a page, the first of the corpus stays. Of the pages of a host those stay
-    whose hashes are smallest: a random choice that does not depend on where they stand.
+    whose hashes are smallest: a random choice that does not depend on their order.
 
     Args:
         notes: in the order of the corpus.
-        out: an existing folder for the lists, and for temporary files meanwhile.
+        out: an existing folder for the lists, and for temporary files.
         max_per_host: most pages of a host; None: all.
         memory_bytes: most memory used for records.
     Returns:
@@ -170,18 +167,27 @@ def find_same_urls(
         DataError: if notes are missing or damaged.
     """
     for path in notes:
-        _check(path)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+        if size % _NOTES.itemsize:
+            raise DataError(f"{path}: truncated. Delete its folder and start the build again.")
     work = out / "urls.partial"
-    shutil.rmtree(work, ignore_errors=True)  # what a killed run left
+    shutil.rmtree(work, ignore_errors=True)  # of a killed run
     work.mkdir()
     share = memory_bytes // 4  # two sorts, a chunk of notes and copies
     new_sort = partial(ExternalSort, folder=work, memory_bytes=share)
     by_page = new_sort(4, num_keys=3)
     dropped = new_sort(3, num_keys=1)
+    rows = max(1, share // (8 * _NOTES.itemsize))
     for number, path in enumerate(notes):
-        for records in _chunks(path, share):
-            places = records["row"] + place(number, 0)
-            by_page.add(np.column_stack([records["host"], records["page"], places, records["id"]]))
+        with path.open("rb") as file:
+            while len(records := np.fromfile(file, _NOTES, rows)):
+                places = records["row"] + place(number, 0)
+                by_page.add(
+                    np.column_stack([records["host"], records["page"], places, records["id"]])
+                )
     judge = _Judge(max_per_host)
     for chunk in by_page.chunks():
         dropped.add(judge.dropped(chunk))
@@ -191,7 +197,7 @@ def find_same_urls(
 
 
 class _Judge:
-    """Goes through (host, page, place, id), sorted, and says what is dropped and why."""
+    """Goes through (host, page, place, id), sorted, and decides which documents are dropped."""
 
     def __init__(self, max_per_host: int | None) -> None:
         self.counts = Counter(documents=0, pages=0, hosts=0, same_url=0, full_host=0)
@@ -200,58 +206,33 @@ class _Judge:
         self._last_rank = 0  # number of its page among those of its host
 
     def dropped(self, chunk: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """(place, id, kind of drop) of the records of a chunk that are dropped."""
+        """Rows (place, id, kind of drop) of the records of a chunk that are dropped."""
         changes = np.ones((len(chunk), 2), dtype=bool)
         changes[1:] = chunk[1:, :2] != chunk[:-1, :2]
         if self._last is not None:
             changes[0] = chunk[0, :2] != self._last[0, :2]
         new_host = changes[:, 0]
         new_page = changes.any(axis=1)
-        # Number of each record's page among those of its host, which may have begun in a chunk
-        # before.
+        # Number of each record's page among those of its host, which may have begun in an earlier
+        # chunk.
         num_pages = np.cumsum(new_page)
         pages_before = np.where(new_host, num_pages - 1, -self._last_rank)
         ranks: NDArray[np.int64] = num_pages - np.maximum.accumulate(pages_before)
         full = ranks > self._max_per_host
         same = ~new_page & ~full
-        self._last, self._last_rank = chunk[-1:].copy(), int(ranks[-1])
-        for name, found in (("pages", new_page), ("hosts", new_host), ("same_url", same)):
-            self.counts[name] += int(found.sum())
+        self._last = chunk[-1:].copy()
+        self._last_rank = int(ranks[-1])
         self.counts["documents"] += len(chunk)
+        self.counts["pages"] += int(new_page.sum())
+        self.counts["hosts"] += int(new_host.sum())
+        self.counts["same_url"] += int(same.sum())
         self.counts["full_host"] += int(full.sum())
         kinds = np.where(full, np.uint64(HOST), np.uint64(URL))
         return np.column_stack([chunk[:, 2:], kinds])[full | same]
 
 
-def _address_hashes(metadata: Mapping[str, Any]) -> tuple[int, int] | None:
-    """64 bits each for host and page of a document's address; None where it has none."""
-    url = metadata.get("url")
-    canonical = canonical_url(url) if isinstance(url, str) else None
-    if canonical is None:
-        return None
-    host = hashlib.blake2b(host_of(canonical).encode(), digest_size=8).digest()
-    return int.from_bytes(host, "little"), int(url_key(canonical), 16)
-
-
-def _check(path: Path) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
-    if size % _NOTES.itemsize:
-        raise DataError(f"{path}: truncated. Delete its folder and start the build again.")
-
-
-def _chunks(path: Path, memory_bytes: int) -> Iterator[NDArray[Any]]:
-    """The records of a file of notes, in chunks of bounded size."""
-    rows = max(1, memory_bytes // (8 * _NOTES.itemsize))
-    with path.open("rb") as file:
-        while len(records := np.fromfile(file, _NOTES, rows)):
-            yield records
-
-
 def _write_drops(notes: Sequence[Path], dropped: Iterator[NDArray[np.uint64]], out: Path) -> None:
-    """One list per file of notes, from (place, id, kind) in the order of the corpus."""
+    """Writes one list per file of notes, from (place, id, kind) in the order of the corpus."""
     rest = np.empty((0, 3), dtype=np.uint64)
     for number, path in enumerate(notes):
         end = place(number + 1, 0)

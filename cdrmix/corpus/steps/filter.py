@@ -1,17 +1,15 @@
-"""What each kind of text must look like: one table of heuristics, a column per profile.
+"""Filter of texts by Gopher's, C4's and FineWeb's heuristics: a table with a column per profile.
 
-- web: pages as crawled. Gopher's, C4's and FineWeb's rules with their published thresholds.
-- prose: books, articles, talks. The same without what only pages suffer from.
+- web: pages as crawled. All three sets of rules with their published thresholds.
+- prose: books, articles, talks. The same without the rules against faults of pages alone.
 - reference: manuals, API descriptions, dictionaries, mathematics, tables. They repeat themselves,
   list things and end few lines in a full stop: of 800 technical texts, the published web rules
-  kept fewer than 85. Only what no reference has is refused.
+  kept fewer than 85. Only properties that no reference has are refused.
 - code: source files. Lines and symbols, not words.
 
-A limit is a pair: the value at strictness 0, which is the published one where a source is named,
-and at strictness 1, to which a large model that is short of no text may go; between, a straight
-line. The second value is ours: about half-way to the median of good text of that kind.
-
-Drops texts that do not look like their kind: Gopher's, C4's and FineWeb's heuristics at once.
+A limit is a pair: the value at strictness 0, which is the published one if a source is named, and
+at strictness 1, for a large model with more text than it needs; between them, a straight line. The
+second value is ours: about half-way to the median of good text of that kind.
 """
 
 from __future__ import annotations
@@ -27,8 +25,9 @@ from cdrmix.errors import ConfigError, DataError
 Profile = Literal["web", "prose", "reference", "code"]
 Limit = tuple[float, float] | None
 PROFILES: tuple[Profile, ...] = get_args(Profile)
-# Profile of the usual domains of a recipe that are not named like one.
+# Profile of each domain that a recipe usually has.
 _PROFILE_OF_DOMAIN: dict[str, Profile] = {
+    **{profile: profile for profile in PROFILES},
     "books": "prose",
     "documents": "prose",
     "papers": "prose",
@@ -52,15 +51,15 @@ ENGLISH_STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")  #
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterRule:
-    """One heuristic: a figure of a text and the least or the most that it may be.
+    """One heuristic: the least or most that a figure of a text may be.
 
     Attributes:
-        reason: what is told of a text that fails.
-        figure: the attribute of Statistics that is looked at.
-        n: key into the figure, where it holds one value per n-gram length.
-        bound: whether the limits are the least or the most allowed.
-        source: where the value at strictness 0 of the first profile that has one is from; `ours`
-            for one of our own. Profiles that differ from it are ours.
+        reason: reason to drop a text that fails.
+        figure: attribute of Statistics that is compared.
+        n: key into the figure, if it holds one value per n-gram length.
+        bound: the limits are the least or the most allowed.
+        source: source of the value at strictness 0 of the first profile that has one; `ours` if
+            we chose it. Profiles that differ from it are ours.
         web, prose, reference, code: limits of the profiles; None where the rule does not apply.
     """
 
@@ -75,7 +74,7 @@ class FilterRule:
     code: Limit = None
 
     def limit(self, profile: Profile, strictness: float) -> float | None:
-        """The limit of a profile at a strictness of 0 to 1."""
+        """Limit of a profile at a strictness of 0 to 1."""
         pair: Limit = getattr(self, profile)
         return None if pair is None else pair[0] + strictness * (pair[1] - pair[0])
 
@@ -149,34 +148,6 @@ RULES: tuple[FilterRule, ...] = (
 
 
 # fmt: on
-def profile_of(domain: str) -> Profile:
-    """The profile that documents of a domain are judged by.
-
-    Raises:
-        DataError: if the domain has none; nothing is judged by rules that nobody chose.
-    """
-    for profile in PROFILES:
-        if domain == profile:
-            return profile
-    if domain in _PROFILE_OF_DOMAIN:
-        return _PROFILE_OF_DOMAIN[domain]
-    known = ", ".join(sorted({*PROFILES, *_PROFILE_OF_DOMAIN}))
-    raise DataError(
-        f"filter: domain {domain!r} has no profile. Known: {known}. Name one of these as the"
-        f" source's domain, or set the step's profiles: {{{domain}: {PROFILES[0]}}}"
-    )
-
-
-def checked_profile(name: str) -> Profile:
-    """The name of a profile.
-
-    Raises:
-        ConfigError: if there is no such profile.
-    """
-    for profile in PROFILES:
-        if name == profile:
-            return profile
-    raise ConfigError(f"filter: profile {name!r} is unknown. Known: {', '.join(PROFILES)}")
 
 
 class Filter:
@@ -184,11 +155,11 @@ class Filter:
 
     Args:
         profile: the profile of all documents; None for that of each document's domain.
-        profiles: domain -> profile, for domains that have none or should have another.
+        profiles: domain -> profile, for domains that have none or need another.
         strictness: 0 for the published limits (1B and 4B models), 1 for the strictest of the
             table (200B), in between a share of the way (0.5 for 40B).
-        stop_words: words of which good text holds some; none turns that rule off, as text in
-            other languages than English needs it.
+        stop_words: words that good text contains; an empty list turns that rule off, as text in
+            other languages than English requires.
     """
 
     name = "filter"
@@ -203,14 +174,25 @@ class Filter:
     ) -> None:
         if not 0 <= strictness <= 1:
             raise ConfigError(f"filter: strictness = {strictness} is not between 0 and 1")
-        self.profile = None if profile is None else checked_profile(profile)
-        self.profiles = {d: checked_profile(name) for d, name in (profiles or {}).items()}
+        for name in ([] if profile is None else [profile]) + list((profiles or {}).values()):
+            if name not in PROFILES:
+                known = ", ".join(PROFILES)
+                raise ConfigError(f"filter: profile {name!r} is unknown. Known: {known}")
+        self.profile = profile
+        self.profiles = dict(profiles or {})
         self.strictness = strictness
         self.stop_words = frozenset(stop_words)
-        self._limits: dict[Profile, list[tuple[FilterRule, float]]] = {}
+        self._limits: dict[str, list[tuple[FilterRule, float]]] = {}
+        for known_profile in PROFILES:
+            limits = ((rule, rule.limit(known_profile, strictness)) for rule in RULES)
+            self._limits[known_profile] = [
+                (rule, limit)
+                for rule, limit in limits
+                if limit is not None and (stop_words or rule.figure != "num_stop_words")
+            ]
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Documents that fail no rule; reasons: those of profiles.RULES."""
+        """Documents that fail no rule; reasons: those of RULES."""
         for document in documents:
             reason = self.reason_to_drop(document)
             if reason is None:
@@ -219,35 +201,35 @@ class Filter:
                 drop(document, reason)
 
     def check_domains(self, domains: Iterable[str]) -> None:
-        """Check that documents of some domains can be judged.
+        """Checks that documents of some domains can be judged.
 
         Raises:
             DataError: naming the first domain without a profile.
         """
         for domain in domains:
-            self._profile_of(domain)
+            self.profile_of(domain)
 
     def reason_to_drop(self, document: Document) -> str | None:
         """Reason of the first rule that the document fails, or None."""
-        profile = self._profile_of(document.domain)
         statistics = Statistics(document.text, self.stop_words)
-        for rule, limit in self._limits_of(profile):
+        for rule, limit in self._limits[self.profile_of(document.domain)]:
             figure = getattr(statistics, rule.figure)
             value = figure if rule.n is None else figure[rule.n]
             if value < limit if rule.bound == "least" else value > limit:
                 return rule.reason
         return None
 
-    def _profile_of(self, domain: str) -> Profile:
-        return self.profile or self.profiles.get(domain) or profile_of(domain)
+    def profile_of(self, domain: str) -> str:
+        """Name of the profile that judges documents of a domain.
 
-    def _limits_of(self, profile: Profile) -> list[tuple[FilterRule, float]]:
-        """The rules that apply to a profile, with their limits."""
-        if profile not in self._limits:
-            limits = ((rule, rule.limit(profile, self.strictness)) for rule in RULES)
-            self._limits[profile] = [
-                (rule, limit)
-                for rule, limit in limits
-                if limit is not None and (self.stop_words or rule.figure != "num_stop_words")
-            ]
-        return self._limits[profile]
+        Raises:
+            DataError: if the domain has none; no text is judged by rules that nobody chose.
+        """
+        profile = self.profile or self.profiles.get(domain) or _PROFILE_OF_DOMAIN.get(domain)
+        if profile is None:
+            known = ", ".join(sorted(_PROFILE_OF_DOMAIN))
+            raise DataError(
+                f"filter: domain {domain!r} has no profile. Known: {known}. Name one of these as "
+                f"the source's domain, or set the step's profiles: {{{domain}: {PROFILES[0]}}}"
+            )
+        return profile

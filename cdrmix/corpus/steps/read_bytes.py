@@ -1,4 +1,4 @@
-"""Bytes of plain and compressed files, never more of them in memory than asked for."""
+"""Bytes of plain and compressed files, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Unreadable(Exception):
 
     Attributes:
         reason: a few words, the same for the same cause.
-        detail: what exactly.
+        detail: particulars of this file.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -31,42 +31,40 @@ class Unreadable(Exception):
 
 
 def missing_extra(what: str, package: str) -> DataError:
-    """What to say where the package that reads something is not installed."""
+    """Error for a reader whose package is not installed."""
     return DataError(
         f"{what} needs the package '{package}'. Install it: pip install 'cdrmix[data]'"
     )
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """The file's content, decompressed as its name says.
+    """Opens a file for reading, decompressed according to its name.
 
-    Reading raises Unreadable where the compressed data is damaged or ends too early.
+    Reading raises Unreadable if the compressed data is damaged or ends too early.
     """
+    if path.suffix not in (".gz", ".zst"):
+        return path.open("rb", buffering=_CHUNK_BYTES)
     if path.suffix == ".gz":
-        return _buffered(_Decompressed(path, lambda: zlib.decompressobj(_GZIP), zlib.error))
-    if path.suffix == ".zst":
+        raw = _Decompressed(path, lambda: zlib.decompressobj(_GZIP), zlib.error)
+    else:
         try:
             import zstandard
         except ImportError:
             raise missing_extra(str(path), "zstandard") from None
         new_frame = zstandard.ZstdDecompressor().decompressobj
-        return _buffered(_Decompressed(path, new_frame, zstandard.ZstdError))
-    return path.open("rb", buffering=_CHUNK_BYTES)
-
-
-def _buffered(raw: io.RawIOBase) -> BinaryIO:
+        raw = _Decompressed(path, new_frame, zstandard.ZstdError)
     return io.BufferedReader(raw, _CHUNK_BYTES)
 
 
 class _Decompressed(io.RawIOBase):
     """A compressed file of any number of members.
 
-    All that precedes a damage is given before it is told: gzip's reader loses what it has read
-    ahead, and zstandard's takes a truncated file for a whole one.
+    Gives all content before a damage and raises then: gzip's reader loses its read-ahead, and
+    zstandard's takes a truncated file for a whole one.
 
     Args:
         new_member: makes a decompressor with `decompress`, `eof` and `unused_data`.
-        damage: what it raises at damaged data.
+        damage: class of its errors at damaged data.
     """
 
     def __init__(self, path: Path, new_member: Callable[[], Any], damage: type[Exception]) -> None:
@@ -90,30 +88,27 @@ class _Decompressed(io.RawIOBase):
                 raise Unreadable("damaged compression", "the file ends too early")
             if not chunk:
                 return 0
-            self._ready = self._decompressed(chunk)
+            content = []
+            while chunk:
+                if self._member is None:
+                    chunk = chunk.lstrip(b"\0")  # tapes pad gzip files; no member begins with NUL
+                    self._member = self._new_member() if chunk else None
+                    continue
+                try:
+                    content.append(self._member.decompress(chunk))
+                except self._damage as error:
+                    raise Unreadable("damaged compression", str(error)) from None
+                chunk = self._member.unused_data if self._member.eof else b""
+                self._member = None if self._member.eof else self._member
+            self._ready = b"".join(content)
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
-    def _decompressed(self, chunk: bytes) -> bytes:
-        content = []
-        while chunk:
-            if self._member is None:
-                chunk = chunk.lstrip(b"\0")  # tapes pad gzip files; no member begins with NUL
-                self._member = self._new_member() if chunk else None
-                continue
-            try:
-                content.append(self._member.decompress(chunk))
-            except self._damage as error:
-                raise Unreadable("damaged compression", str(error)) from None
-            chunk = self._member.unused_data if self._member.eof else b""
-            self._member = None if self._member.eof else self._member
-        return b"".join(content)
-
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """The whole content.
+    """Reads the whole content of a file, decompressed.
 
     Raises:
         Unreadable: if it is longer than `limit` bytes.
@@ -126,8 +121,10 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def bounded_lines(file: BinaryIO, limit: int) -> Iterator[bytes | None]:
-    """Lines with their ends; None for one that is longer than `limit` bytes, which is passed over
-    without being held."""
+    """Reads lines with their ends; None for a line longer than `limit` bytes.
+
+    Such a line is skipped piece by piece, so that it never stands in memory as a whole.
+    """
     while line := file.readline(limit + 1):
         if len(line) <= limit or line.endswith(b"\n"):
             yield line

@@ -1,15 +1,13 @@
-"""The readable text of an HTML page, by resiliparse, in a child process with limits.
+"""Files that are one text each: plain text, source code, HTML and Word documents.
 
-The text is what a page shows: no scripts, styles, forms or navigation, blocks on lines of their
-own, preformatted text as it stands. No guess is made at which part of a page is its article;
-line-level boilerplate is a matter for a later step.
+HTML is read by resiliparse. The text is what a page shows: no scripts, styles, forms or
+navigation, blocks on lines of their own, preformatted text as it stands. It is not guessed which
+part of a page is its article; a later step takes out boilerplate lines.
 
-The child process is there because the tree that the HTML standard asks for may be quadratic in the
-page: 50 kB of unclosed <font> make 1 GB of it, and nothing in Python stops a parser written in C++.
-The child answers page after page; one that exceeds the limits ends it, and the next page starts
-another.
-
-Files that are one text each: plain text, source code, HTML and Word documents.
+The parser runs in a child process with limits, because the tree that the HTML standard prescribes
+may be quadratic in the page: 50 kB of unclosed <font> make 1 GB of it, and nothing in Python stops
+a parser written in C++. The child answers page after page; a page that exceeds the limits ends it,
+and the next page starts another.
 """
 
 from __future__ import annotations
@@ -50,10 +48,13 @@ _SPACES = re.compile(r"[ \t\r\n\f]+")
 _EMPTY_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _LONGEST_TEXT = 4  # times the page: more is the indentation of hundreds of lists in lists
 _SIZE_BYTES = 8  # a message is its size and then UTF-8
+_DECLARED_CHARSET = re.compile(rb"<meta[^>]{0,200}charset\s*=\s*[\"']?([a-zA-Z0-9_:.-]+)", re.I)
+_CHARSET_WITHIN_BYTES = 1024  # the HTML standard has readers look no further
+_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 
 
 def extract_text(html: str) -> tuple[str, str]:
-    """Extract the text that a page shows, and its title ('' where it has none).
+    """Extracts the text that a page shows, and its title ('' if it has none).
 
     Raises:
         Unreadable: if the page takes more time or memory than any page of its size should.
@@ -63,7 +64,7 @@ def extract_text(html: str) -> tuple[str, str]:
 
 
 class _Parser:
-    """The child process, started by the first page and again after one that ended it.
+    """Child process that parses pages, started by the first page and after a page that ended it.
 
     Attributes:
         process: the child, or None before it is started.
@@ -72,10 +73,10 @@ class _Parser:
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         # Its pipes serve one process at a time: a fork starts a child of its own.
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=lambda: setattr(self, "process", None))
 
     def extract(self, html: str) -> tuple[str, str]:
-        """Ask the child for the text and title of a page."""
+        """Asks the child for the text and title of a page."""
         if self.process is None:
             if importlib.util.find_spec("resiliparse") is None:
                 raise missing_extra("HTML", "resiliparse")
@@ -96,20 +97,17 @@ class _Parser:
             self.process = None
             process.kill()
             process.stdout.close()
-            with contextlib.suppress(OSError):  # what it could not flush
+            with contextlib.suppress(OSError):  # bytes that it could not flush
                 process.stdin.close()
             status = process.wait()
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
             raise Unreadable(
                 "HTML beyond the limits of the parser",
-                f"{len(html)} characters may take {_cpu_seconds(html):.1f} CPU seconds, "
-                f"{_memory_bytes(html) >> 20} MiB and give {_LONGEST_TEXT * len(html)} characters "
+                f"{len(html)} characters may take {_limits(html)[0]:.1f} CPU seconds, "
+                f"{_limits(html)[1] >> 20} MiB and give {_LONGEST_TEXT * len(html)} characters "
                 f"of text; the parser ended with status {status}",
             ) from None
-
-    def _forget(self) -> None:
-        self.process = None
 
 
 _parser = _Parser()
@@ -128,20 +126,20 @@ def _read_message(stream: IO[bytes]) -> str:
     return content.decode(errors="surrogatepass")
 
 
-def _cpu_seconds(html: str) -> float:
-    return _CPU_SECONDS + _CPU_SECONDS_PER_BYTE * len(html)
-
-
-def _memory_bytes(html: str) -> int:
-    return _MEMORY_BYTES + _MEMORY_PER_BYTE * len(html)
+def _limits(html: str) -> tuple[float, int]:
+    """CPU time (seconds) and address space (bytes) that a page may take."""
+    return (
+        _CPU_SECONDS + _CPU_SECONDS_PER_BYTE * len(html),
+        _MEMORY_BYTES + _MEMORY_PER_BYTE * len(html),
+    )
 
 
 def _answer_pages() -> None:
-    """Read pages from standard input until it ends, and write text and title of each."""
+    """Reads pages from standard input until it ends; writes text and title of each."""
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.html import HTMLTree
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; its end ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the parent to handle; its end ends this
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
         try:
@@ -150,8 +148,9 @@ def _answer_pages() -> None:
             return
         # The default action of SIGPROF ends a process even inside C++; CPU time, because a result
         # must not depend on how busy the machine is.
-        signal.setitimer(signal.ITIMER_PROF, _cpu_seconds(html))
-        resource.setrlimit(resource.RLIMIT_AS, (_memory_bytes(html), resource.RLIM_INFINITY))
+        cpu_seconds, memory_bytes = _limits(html)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
         # Alternative texts, because figures are left out as a whole without them. A summary is not
         # among the library's blocks: its text would be one word with what follows.
         tree = HTMLTree.parse(html.replace("</summary>", "</summary><br>"))
@@ -168,15 +167,8 @@ def _answer_pages() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-if __name__ == "__main__":
-    _answer_pages()
-_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
-_DECLARED_CHARSET = re.compile(rb"<meta[^>]{0,200}charset\s*=\s*[\"']?([a-zA-Z0-9_:.-]+)", re.I)
-_CHARSET_WITHIN_BYTES = 1024  # where the HTML standard has readers look for it
-
-
 def read_text(file: SourceFile, source: SourceConfig) -> tuple[str, dict[str, Any]]:
-    """The text of a file and what it says about itself.
+    """Reads the text of a file, and metadata from within it.
 
     Raises:
         Unreadable: if it is too large, binary or damaged.
@@ -185,7 +177,13 @@ def read_text(file: SourceFile, source: SourceConfig) -> tuple[str, dict[str, An
     if file.kind == "docx":
         return _docx_text(file.path, source.max_document_bytes), {}
     content = read_bounded(file.path, source.max_document_bytes)
-    encoding = (_declared_charset(content) if file.kind == "html" else None) or source.encoding
+    encoding = source.encoding
+    # The charset that an HTML page declares, if Python knows it; a byte order mark outranks it.
+    if file.kind == "html" and not content.startswith(codecs.BOM_UTF8):
+        declaration = _DECLARED_CHARSET.search(content, 0, _CHARSET_WITHIN_BYTES)
+        if declaration is not None:
+            with contextlib.suppress(LookupError):
+                encoding = codecs.lookup(declaration[1].decode()).name
     text = decoded(content, encoding, source.encoding_errors)
     if "\0" in text:
         raise Unreadable("NUL characters", "a binary file, or text in another encoding")
@@ -196,55 +194,45 @@ def read_text(file: SourceFile, source: SourceConfig) -> tuple[str, dict[str, An
 
 
 def decoded(content: bytes, encoding: str, errors: str) -> str:
-    """Text of bytes, without a byte order mark.
+    """Decodes bytes, without a byte order mark.
 
     Args:
-        errors: `set_aside` or `replace`, as a source has it.
+        errors: `set_aside` or `replace`, as in a source.
     Raises:
         Unreadable: if they are not valid in `encoding` and are to be set aside.
     """
-    how = "strict" if errors == "set_aside" else errors
+    handler = "strict" if errors == "set_aside" else errors
     try:
-        return content.decode(encoding, errors=how).removeprefix("\ufeff")
+        return content.decode(encoding, errors=handler).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise Unreadable(
             f"invalid {encoding}", f"{error.reason} at byte {error.start}; see encoding_errors"
         ) from None
 
 
-def _declared_charset(content: bytes) -> str | None:
-    """The encoding that an HTML page names, if Python knows it."""
-    declared = _DECLARED_CHARSET.search(content, 0, _CHARSET_WITHIN_BYTES)
-    if declared is None or content.startswith(codecs.BOM_UTF8):
-        return None
-    try:
-        return codecs.lookup(declared[1].decode()).name
-    except LookupError:
-        return None
-
-
 def _docx_text(path: Path, limit: int) -> str:
-    """Paragraphs of a Word document, one to a line; the cells of a table's row by tabs."""
+    """Reads a Word document: a paragraph to a line; the cells of a table's row between tabs."""
     try:
         with zipfile.ZipFile(path) as archive:
-            # What the directory says about the size, zipfile holds the content to.
+            # zipfile reads no more of a member than its directory claims, so this bounds it.
             size = archive.getinfo("word/document.xml").file_size
             if size > limit:
                 raise Unreadable("larger than max_document_bytes", f"{size} bytes of XML")
             with archive.open("word/document.xml") as file:
-                return "\n".join(_paragraphs(file))
+                return "\n".join(_docx_lines(file))
     except (zipfile.BadZipFile, zlib.error) as error:
         raise Unreadable("damaged docx", str(error)) from None
     except KeyError:
         raise Unreadable("damaged docx", "no word/document.xml in it") from None
     except ElementTree.ParseError as error:
         raise Unreadable("damaged docx", f"its XML: {error}") from None
-    except (NotImplementedError, RuntimeError) as error:  # a compression or encryption of its own
+    except (NotImplementedError, RuntimeError) as error:  # unusual compression, or encryption
         raise Unreadable("unknown kind of docx", str(error)) from None
 
 
-def _paragraphs(file: IO[bytes]) -> Iterator[str]:
+def _docx_lines(file: IO[bytes]) -> Iterator[str]:
     """Text of each paragraph, and of each row of a table, in order."""
+    breaks = {"tab": "\t", "br": "\n", "cr": "\n"}
     cells: list[str] = []
     cell: list[str] = []
     depth = 0  # of tables in tables: the rows of an inner one are text of the outer one's cell
@@ -255,7 +243,10 @@ def _paragraphs(file: IO[bytes]) -> Iterator[str]:
             case "end", "tbl":
                 depth -= 1
             case "end", "p":
-                text = "".join(_runs(element))
+                tags = ((part.tag.removeprefix(_WORD), part.text) for part in element.iter())
+                text = "".join(
+                    run or "" if tag == "t" else breaks.get(tag, "") for tag, run in tags
+                )
                 if depth:
                     cell.append(text)
                 else:
@@ -270,12 +261,5 @@ def _paragraphs(file: IO[bytes]) -> Iterator[str]:
                 element.clear()
 
 
-def _runs(paragraph: ElementTree.Element) -> Iterator[str]:
-    for element in paragraph.iter():
-        match element.tag.removeprefix(_WORD):
-            case "t":
-                yield element.text or ""
-            case "tab":
-                yield "\t"
-            case "br" | "cr":
-                yield "\n"
+if __name__ == "__main__":
+    _answer_pages()

@@ -1,6 +1,7 @@
-"""Secrets that must not be learnt: private keys, cloud and service tokens, passwords in URLs.
+"""Replacement of personal data and secrets by placeholders that name their kind.
 
-Takes personal data and secrets out of text, and says in their place what stood there.
+Secrets are private keys, cloud and service tokens and passwords in URLs; pii.py detects personal
+data.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _AWS_SECRET = (
     r"(?i:aws_?(?:secret)?_?(?:access)?_?key|secret_?access_?key)[\"']?\s*[:=]\s*[\"']?"
     r"([A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])"
 )
-# (kind, a string that every match holds, pattern). Looking for the string first costs a hundredth
-# of the pattern; for the same reason none starts with a look-behind. Where a pattern has a group,
-# only the group is the secret. Sources: the token formats that the issuers publish.
+# (kind, a string in every match, pattern). The search for the string costs a hundredth of the
+# pattern; for the same reason none starts with a look-behind. If a pattern has a group, only the
+# group is the secret. Sources: the token formats that the issuers publish.
 _PATTERNS = tuple(
     (kind, needle, re.compile(pattern))
     for kind, needle, pattern in (
@@ -60,7 +61,7 @@ _PATTERNS = tuple(
         (
             "web_token",
             "eyJ",
-            # The edge is looked at first: a long run of eyJ would be read anew from each.
+            # The edge is tested first: a long run of eyJ would be read anew from each.
             r"eyJ(?<![\w-]eyJ)[\w-]{10,2000}\.eyJ[\w-]{10,9000}\.[\w-]{20,1000}",
         ),
         ("password", "://", r"://[^\s:/@?#\"'<>]{1,64}:([^\s:/@\"'<>]{3,128})@[\w.-]"),
@@ -69,30 +70,26 @@ _PATTERNS = tuple(
 _KEY_BEGINS = re.compile(r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----")
 _KEY_ENDS = re.compile(r"-----END (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----")
 _KEY_LINES = re.compile(r"(?:\s*(?:\\n)?[A-Za-z0-9+/=]{16,100})*")  # of base64; \n as in JSON
-_KEY_CHARACTERS = 20_000  # three times what 8,192 bits take
+_KEY_CHARACTERS = 20_000  # three times the size of a key of 8,192 bits
 CREDENTIAL_KINDS = ("private_key", *dict.fromkeys(kind for kind, _, _ in _PATTERNS))
 _WITHIN = frozenset(string.ascii_letters + string.digits + "_-")  # one of these before: no start
-# What documentation writes where a password would stand.
+# Stand-ins for a password in documentation.
 _NO_PASSWORD = re.compile(r"(?i)[$%{<*].*|[x.]{3,}|.*\}|pass|password|passwd|pwd|secret|pw|\d{1,5}")
 
 
-def _find_private_keys(text: str) -> Iterator[Span]:
-    """Blocks of PEM; one that is cut off goes up to its last line of base64."""
-    end = 0
-    for begin in _KEY_BEGINS.finditer(text) if "PRIVATE KEY" in text else ():
-        if begin.start() < end:
-            continue
-        last = _KEY_ENDS.search(text, begin.end(), begin.end() + _KEY_CHARACTERS)
-        last = last or _KEY_LINES.match(text, begin.end())
-        assert last, "the pattern of lines matches nothing at all, too"
-        end = last.end()
-        yield begin.start(), end, "private_key"
-
-
 def find_credentials(text: str, kinds: frozenset[str]) -> Iterator[Span]:
-    """(start, end, kind) of the secrets of these kinds, pattern by pattern."""
-    if "private_key" in kinds:
-        yield from _find_private_keys(text)
+    """Spans (start, end, kind) of the secrets of these kinds, pattern by pattern."""
+    if "private_key" in kinds and "PRIVATE KEY" in text:
+        end = 0
+        for begin in _KEY_BEGINS.finditer(text):
+            if begin.start() < end:
+                continue
+            # A block that is cut off goes up to its last line of base64.
+            last = _KEY_ENDS.search(text, begin.end(), begin.end() + _KEY_CHARACTERS)
+            last = last or _KEY_LINES.match(text, begin.end())
+            assert last, "the pattern of lines matches the empty string, too"
+            end = last.end()
+            yield begin.start(), end, "private_key"
     for kind, needle, pattern in _PATTERNS:
         if kind not in kinds or needle not in text:
             continue
@@ -105,7 +102,7 @@ def find_credentials(text: str, kinds: frozenset[str]) -> Iterator[Span]:
 
 
 KINDS = (*CREDENTIAL_KINDS, *pii.KINDS)
-# (kinds a detector may find, detector)
+# (kinds that a detector can report, detector)
 _DETECTORS: tuple[tuple[frozenset[str], Callable[[str], Iterator[Span]]], ...] = (
     (frozenset(("email",)), pii.find_emails),
     (frozenset(("iban",)), pii.find_ibans),
@@ -121,7 +118,7 @@ _DETECTORS: tuple[tuple[frozenset[str], Callable[[str], Iterator[Span]]], ...] =
 
 
 def placeholder(kind: str) -> str:
-    """What stands in the text for something of this kind: <EMAIL>, <AWS_KEY>, ...
+    """Placeholder in the text for data of this kind: <EMAIL>, <AWS_KEY>, ...
 
     The form is StarCoder's (Li et al. 2023, section 4), which models have seen before.
     """
@@ -129,25 +126,25 @@ def placeholder(kind: str) -> str:
 
 
 def find_private(text: str, kinds: Iterable[str] = KINDS) -> list[Span]:
-    """(start, end, kind) of all personal data and secrets, in order, without overlaps.
+    """Spans (start, end, kind) of all personal data and secrets, in order, without overlaps.
 
-    Of two that overlap the one that starts first stays; at one start, secrets before the rest.
+    Of two that overlap the one that starts first counts; at one start, secrets before the rest.
     """
-    wanted = frozenset(kinds)
-    spans = list(find_credentials(text, wanted))
-    for found, detect in _DETECTORS:
-        if found & wanted:
-            spans += [span for span in detect(text) if span[2] in wanted]
+    chosen = frozenset(kinds)
+    spans = list(find_credentials(text, chosen))
+    for detectable, detect in _DETECTORS:
+        if detectable & chosen:
+            spans += [span for span in detect(text) if span[2] in chosen]
     spans.sort(key=lambda span: span[0])  # stable: at one start the order of detection stays
-    kept: list[Span] = []
+    disjoint: list[Span] = []
     for span in spans:
-        if not kept or span[0] >= kept[-1][1]:
-            kept.append(span)
-    return kept
+        if not disjoint or span[0] >= disjoint[-1][1]:
+            disjoint.append(span)
+    return disjoint
 
 
 def scrub(text: str, kinds: Iterable[str] = KINDS) -> tuple[str, Counter[str]]:
-    """(text with placeholders, how many of each kind were replaced)."""
+    """Replaces private data; returns the text and the number of replacements by kind."""
     spans = find_private(text, kinds)
     pieces = []
     position = 0
@@ -161,10 +158,10 @@ def scrub(text: str, kinds: Iterable[str] = KINDS) -> tuple[str, Counter[str]]:
 class Scrub:
     """Replaces personal data and secrets by placeholders; drops nothing.
 
-    Writes metadata `scrubbed`: how many of each kind a document held, where it held any.
+    Writes metadata `scrubbed`, the number of replacements by kind, if there were any.
 
     Args:
-        kinds: what to look for; None for all of KINDS.
+        kinds: kinds to replace; None for all of KINDS.
     """
 
     name = "scrub"
@@ -177,7 +174,7 @@ class Scrub:
             )
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """All documents, without what was found in them."""
+        """All documents, without personal data and secrets of these kinds."""
         for document in documents:
             document.text, counts = scrub(document.text, self.kinds)
             if counts:

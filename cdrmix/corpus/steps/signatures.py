@@ -1,7 +1,7 @@
 """First phase of deduplication: a file of fixed-width signatures per task.
 
-A record holds what later phases need of a document, and no text: 248 bytes with the default
-MinHash. A document is named by its place, the number of its task's file and of its row.
+A record is enough for the later phases and holds no text: 248 bytes with the default MinHash. A
+document is identified by its place, the numbers of its task's file and of its row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +28,14 @@ _ROW_BITS = 40  # places: 2^24 files of 2^40 documents
 
 
 class Sign:
-    """Passes all documents on and writes their signatures into a file on the way.
+    """Passes all documents on and writes their signatures into a file.
 
-    The file appears when the last document has passed, whole or not at all. Held back are as many
-    documents as are signed together: at most 512, and 131,072 characters or one longer document.
+    The file appears after the last document, whole or not at all. Documents wait until their batch
+    is signed: at most 512, and 131,072 characters or one longer document.
 
     Args:
         path: the task's file.
-        method: which signatures.
+        method: method of the signatures.
     """
 
     name = "sign"
@@ -45,7 +45,7 @@ class Sign:
         self.method = method
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Give the documents unchanged and in order.
+        """Gives the documents unchanged and in order.
 
         Raises:
             DataError: if the file cannot be written.
@@ -55,9 +55,16 @@ class Sign:
             with self._named_errors():
                 file = partial.open("wb")
             with file:
-                self._write(file, _header(self.method))
+                with self._named_errors():
+                    file.write(_header(self.method))
                 for batch in _batches(documents):
-                    self._write(file, self._records(batch).tobytes())
+                    records = np.zeros(len(batch), dtype=record_type(self.method))
+                    records["id"] = [hash_id(document.id) for document in batch]
+                    digests = b"".join(_text_digest(document.text) for document in batch)
+                    records["text"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+                    records["keys"], records["sketch"] = self.method.sign([d.text for d in batch])
+                    with self._named_errors():
+                        file.write(records.tobytes())
                     yield from batch
                 with self._named_errors():
                     file.flush()
@@ -66,21 +73,9 @@ class Sign:
         finally:
             partial.unlink(missing_ok=True)
 
-    def _records(self, batch: list[Document]) -> NDArray[Any]:
-        records = np.zeros(len(batch), dtype=record_type(self.method))
-        records["id"] = [hash_id(document.id) for document in batch]
-        digests = b"".join(_text_digest(document.text) for document in batch)
-        records["text"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
-        records["keys"], records["sketch"] = self.method.sign([d.text for d in batch])
-        return records
-
-    def _write(self, file: IO[bytes], content: bytes) -> None:
-        with self._named_errors():
-            file.write(content)
-
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Only the file's own errors: those of the documents' source are not ours to name."""
+        """Names the file in its own errors, and leaves those of the documents' source alone."""
         try:
             yield
         except OSError as error:
@@ -94,21 +89,40 @@ class SignatureFiles:
     """Signature files in the order of the corpus, read as one list of records.
 
     Args:
-        paths: one file per task: sources as the recipe lists them, and within a source the tasks
-            in the order of what they read. The first document of a cluster in it survives.
-        method: the method that the files must have been written with.
+        paths: one file per task: sources in the recipe's order, and within a source the tasks in
+            reading order. The first document of a cluster in this order survives.
+        method: expected method of the files.
+    Attributes:
+        num_records: records of each file.
     Raises:
         DataError: if a file is missing, truncated, or of another method.
     """
 
     def __init__(self, paths: Sequence[Path], method: Method) -> None:
         self.paths = [Path(path) for path in paths]
+        self.num_records: list[int] = []
         self._type = record_type(method)
         header = _header(method)
-        self.num_records = [self._check(path, header) for path in self.paths]
+        for path in self.paths:
+            try:
+                with path.open("rb") as file:
+                    actual = file.read(_HEADER_BYTES)
+                    size = os.fstat(file.fileno()).st_size - _HEADER_BYTES
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+            if actual != header:
+                texts = (part.decode("utf-8", "replace").strip() for part in (actual, header))
+                present, expected = (text or "nothing" for text in texts)
+                raise DataError(
+                    f"{path}: has signatures of {present}, wanted are {expected}. "
+                    "Delete the signatures and start the build again."
+                )
+            if size % self._type.itemsize:
+                raise DataError(f"{path}: truncated. Delete it and start the build again.")
+            self.num_records.append(size // self._type.itemsize)
 
     def chunks(self, memory_bytes: int) -> Iterator[tuple[NDArray[np.uint64], NDArray[Any]]]:
-        """All records in order: places [n] and records [n], in chunks of bounded size."""
+        """Reads all records in order: places [n] and records [n], in chunks of bounded size."""
         rows = max(1, memory_bytes // (2 * self._type.itemsize))
         for number, count in enumerate(self.num_records):
             for start in range(0, count, rows):
@@ -129,26 +143,9 @@ class SignatureFiles:
             shape=(self.num_records[number],),
         )
 
-    def _check(self, path: Path, header: bytes) -> int:
-        """Records in a file."""
-        try:
-            with path.open("rb") as file:
-                found = file.read(_HEADER_BYTES)
-                size = os.fstat(file.fileno()).st_size - _HEADER_BYTES
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
-        if found != header:
-            raise DataError(
-                f"{path}: has signatures of {_readable(found)}, wanted are {_readable(header)}. "
-                "Delete the signatures and start the build again."
-            )
-        if size % self._type.itemsize:
-            raise DataError(f"{path}: truncated. Delete it and start the build again.")
-        return size // self._type.itemsize
-
 
 def place(file: int, row: int) -> np.uint64:
-    """The number that names row `row` of signature file `file`; ordered as the corpus is."""
+    """Number of row `row` of signature file `file`; ordered like the corpus."""
     return np.uint64((file << _ROW_BITS) | row)
 
 
@@ -159,7 +156,7 @@ def split_places(places: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray
 
 
 def hash_id(document_id: str) -> int:
-    """64 bits that stand for a document's id within its task."""
+    """64-bit hash of a document's id, unique within its task for practical purposes."""
     digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -177,9 +174,10 @@ def record_type(method: Method) -> np.dtype[Any]:
 
 
 def _text_digest(text: str) -> bytes:
-    """128 bits, equal for texts that differ in nothing but letter case and white space."""
+    """128 bits, equal for texts that differ only in letter case and white space."""
     digest = hashlib.blake2b(digest_size=16)
     for start in range(0, len(text), MAX_CHARACTERS):
+        # Piece by piece: the copies of a long text would be several times its size.
         piece = text[start : start + MAX_CHARACTERS].lower()
         digest.update("".join(piece.split()).encode("utf-8", "surrogatepass"))
     return digest.digest()
@@ -207,7 +205,3 @@ def _header(method: Method) -> bytes:
     content = json.dumps({"signatures": _FORMAT} | method.describe(), sort_keys=True).encode()
     assert len(content) < _HEADER_BYTES, "the description of a method is short"
     return content.ljust(_HEADER_BYTES)
-
-
-def _readable(header: bytes) -> str:
-    return header.decode("utf-8", "replace").strip() or "nothing"

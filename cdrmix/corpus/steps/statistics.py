@@ -1,16 +1,16 @@
-"""Figures of a text that the heuristics judge it by: each computed once, and only when asked for.
+"""Figures of a text for the filter, each computed at most once and only on demand.
 
-A word is what stands between white space (str.split), punctuation included: the definition that
-Gopher's heuristics are written for, and the same for prose and code. Case counts. A line is what
-stands between line ends, without white space around it; empty ones are no lines. A paragraph is
-what stands between empty lines. Languages that are written without spaces have no such words.
+A word is a run of characters between white space (str.split), punctuation included: the definition
+that Gopher's heuristics are written for, and the same for prose and code. Case counts. A line is
+the text between line ends, without white space around it; empty lines do not count. A paragraph is
+the text between empty lines. Languages that are written without spaces have no such words.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 import numpy as np
@@ -31,23 +31,22 @@ _MULTIPLIER = np.int64(-7046029254386353131)  # odd and large: 2^64 / golden rat
 
 
 class Statistics:
-    """The figures of one text.
+    """Figures of one text.
 
     Args:
         text: the text.
-        stop_words: which words `num_stop_words` counts, in lower case.
+        stop_words: words that `num_stop_words` counts, in lower case.
+    Attributes:
+        num_characters: characters, white space included.
     """
 
     def __init__(self, text: str, stop_words: frozenset[str] = frozenset()) -> None:
         self.text = text
+        self.num_characters = len(text)
         self._stop_words = stop_words
         self._keys: dict[int, Integers] = {}
 
     # --- Characters.
-    @cached_property
-    def num_characters(self) -> int:
-        """Characters, white space included."""
-        return len(self.text)
 
     @cached_property
     def alphanumeric_fraction(self) -> float:
@@ -63,12 +62,12 @@ class Statistics:
 
     @cached_property
     def num_lorem_ipsum(self) -> int:
-        """How often the printers' dummy text begins."""
+        """Occurrences of the beginning of the printers' dummy text."""
         return self.text.lower().count("lorem ipsum")
 
     @cached_property
     def num_generated_markers(self) -> int:
-        """How often the first characters say that a program wrote the text."""
+        """Phrases in the first characters by which programs mark the text they write."""
         return len(_GENERATED.findall(self.text[:_HEAD_CHARACTERS]))
 
     # --- Words.
@@ -78,6 +77,7 @@ class Statistics:
 
     @cached_property
     def _vocabulary(self) -> dict[str, int]:
+        """Number of each distinct word; figures of words are computed once per distinct word."""
         return {word: i for i, word in enumerate(dict.fromkeys(self._words))}
 
     @cached_property
@@ -92,7 +92,7 @@ class Statistics:
         return self._per_word(len)
 
     def _per_word(self, function: Callable[[str], int]) -> Integers:
-        """A function of each word, computed once per distinct word, [N words]."""
+        """Values of a function of each word, computed once per distinct word, [N words]."""
         vocabulary = self._vocabulary
         return np.fromiter(map(function, vocabulary), np.int64, len(vocabulary))[self._ids]
 
@@ -104,11 +104,7 @@ class Statistics:
     @cached_property
     def mean_word_length(self) -> float:
         """Characters per word."""
-        return self._num_word_characters / max(1, self.num_words)
-
-    @cached_property
-    def _num_word_characters(self) -> int:
-        return int(self._lengths.sum())
+        return int(self._lengths.sum()) / max(1, self.num_words)
 
     @cached_property
     def max_word_length(self) -> int:
@@ -117,13 +113,13 @@ class Statistics:
 
     @cached_property
     def alphabetic_fraction(self) -> float:
-        """Words that hold a letter, of all."""
+        """Words with a letter, of all."""
         holds_letter = self._per_word(lambda word: word.isalpha() or bool(_LETTER.search(word)))
         return int(holds_letter.sum()) / max(1, self.num_words)
 
     @cached_property
     def num_stop_words(self) -> int:
-        """How many of the stop words occur."""
+        """Different stop words in the text."""
         return len(self._stop_words & self._vocabulary.keys())
 
     @cached_property
@@ -189,32 +185,29 @@ class Statistics:
         return self._fraction_of_lines(lambda line: len(line) <= _SHORT_LINE)
 
     @cached_property
-    def _line_duplicates(self) -> tuple[float, float]:
-        return _duplicates(self._lines)
-
-    @cached_property
     def duplicate_line_fraction(self) -> float:
-        """Lines that stood before in the text, of all."""
-        return self._line_duplicates[0]
+        """Lines that repeat an earlier one of the text, of all."""
+        return 1 - len(set(self._lines)) / max(1, len(self._lines))
 
     @cached_property
     def duplicate_line_character_fraction(self) -> float:
-        """Characters of lines that stood before, of those of all lines."""
-        return self._line_duplicates[1]
+        """Characters of lines that repeat an earlier one, of those of all lines."""
+        return 1 - _num_characters(set(self._lines)) / max(1, _num_characters(self._lines))
 
     @cached_property
-    def _paragraph_duplicates(self) -> tuple[float, float]:
-        return _duplicates(_PARAGRAPH_END.split(self.text.strip()))
+    def _paragraphs(self) -> list[str]:
+        return _PARAGRAPH_END.split(self.text.strip())
 
     @cached_property
     def duplicate_paragraph_fraction(self) -> float:
-        """Paragraphs that stood before in the text, of all."""
-        return self._paragraph_duplicates[0]
+        """Paragraphs that repeat an earlier one of the text, of all."""
+        return 1 - len(set(self._paragraphs)) / max(1, len(self._paragraphs))
 
     @cached_property
     def duplicate_paragraph_character_fraction(self) -> float:
-        """Characters of paragraphs that stood before, of those of all paragraphs."""
-        return self._paragraph_duplicates[1]
+        """Characters of paragraphs that repeat an earlier one, of those of all paragraphs."""
+        distinct = set(self._paragraphs)
+        return 1 - _num_characters(distinct) / max(1, _num_characters(self._paragraphs))
 
     # --- Word n-grams.
     def _ngrams(self, n: int) -> Integers:
@@ -230,27 +223,27 @@ class Statistics:
     def top_ngram_fractions(self) -> Mapping[int, float]:
         """n (2 to 4) -> characters in the most frequent n-gram, of those of all words.
 
-        Zero where none occurs twice; the longest of those that are as frequent.
+        Zero if none occurs twice; the longest of those that are equally frequent.
         """
-        return {n: self._top_ngram_fraction(n) for n in (2, 3, 4)}
-
-    def _top_ngram_fraction(self, n: int) -> float:
-        if self.num_words < n + 1:
-            return 0.0
-        keys = self._ngrams(n)
-        ordered = np.sort(keys)
-        starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-        counts = np.diff(starts, append=len(ordered))
-        most = int(counts.max())
-        if most == 1:
-            return 0.0
-        positions = np.flatnonzero(np.isin(keys, ordered[starts[counts == most]]))
-        sizes = np.sum([self._lengths[positions + i] for i in range(n)], axis=0)
-        return most * int(sizes.max()) / self._num_word_characters
+        fractions = dict.fromkeys((2, 3, 4), 0.0)
+        for n in fractions:
+            if self.num_words < n + 1:
+                continue
+            keys = self._ngrams(n)
+            ordered = np.sort(keys)
+            starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+            counts = np.diff(starts, append=len(ordered))
+            most = int(counts.max())
+            if most == 1:
+                continue
+            positions = np.flatnonzero(np.isin(keys, ordered[starts[counts == most]]))
+            sizes = np.sum([self._lengths[positions + i] for i in range(n)], axis=0)
+            fractions[n] = most * int(sizes.max()) / int(self._lengths.sum())
+        return fractions
 
     @cached_property
     def duplicate_ngram_fractions(self) -> Mapping[int, float]:
-        """n (5 to 10) -> characters in n-grams that stood before, of those of all words.
+        """n (5 to 10) -> characters in repeated n-grams, of those of all words.
 
         Characters that several of them share count once.
         """
@@ -266,26 +259,18 @@ class Statistics:
             if not is_equal.any():
                 break
             repeated = candidates[order[1:][is_equal]]
-            fractions[n] = self._covered(repeated, n) / self._num_word_characters
+            # +1 where a repeated n-gram begins and -1 behind its end: the sum is above 0 inside.
+            ends = np.zeros(self.num_words + 1, np.int64)
+            ends[repeated] += 1
+            ends[repeated + n] -= 1
+            covered = int(self._lengths[np.cumsum(ends[:-1]) > 0].sum())
+            fractions[n] = covered / int(self._lengths.sum())
             is_member = np.zeros(len(keys), bool)
             is_member[order[1:]] |= is_equal
             is_member[order[:-1]] |= is_equal
             candidates = candidates[is_member]
         return fractions
 
-    def _covered(self, starts: Integers, n: int) -> int:
-        """Characters of the words within n words from any of these starts."""
-        ends = np.zeros(self.num_words + 1, np.int64)
-        ends[starts] += 1
-        ends[starts + n] -= 1
-        return int(self._lengths[np.cumsum(ends[:-1]) > 0].sum())
 
-
-def _duplicates(parts: list[str]) -> tuple[float, float]:
-    """Share of parts, and of their characters, that stood before in the list."""
-    distinct = dict.fromkeys(parts)
-    num_characters = sum(map(len, parts))
-    return (
-        1 - len(distinct) / max(1, len(parts)),
-        1 - sum(map(len, distinct)) / max(1, num_characters),
-    )
+def _num_characters(parts: Iterable[str]) -> int:
+    return sum(map(len, parts))

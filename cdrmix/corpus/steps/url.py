@@ -1,12 +1,10 @@
-"""One spelling per address, and keys by which documents of one page or host are found.
+"""Web addresses: one spelling, keys for documents of one page or host, and lists of unwanted ones.
 
-The keys are figures of one document: no step holds a set of what it has seen, so that any number
-of processes agree, and a sort or the exact deduplication finds equal keys afterwards.
+Keys are computed from one document: no step remembers the documents before, so that any number of
+processes agree, and a sort or the exact deduplication finds equal keys afterwards.
 
-Drops documents from listed addresses and hosts, or with listed words.
-
-A list is a text file with one entry per line; what follows a # and a space, or stands behind a # at
-the start of a line, is a comment. Nothing is shipped: whose texts are unwanted, the user decides.
+A blocklist is a text file with one entry per line. A # and a space begin a comment, as does a # at
+the start of a line. No list is shipped: the user decides whose texts are unwanted.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from urllib.parse import urlsplit, urlunsplit
 from cdrmix.data.document import Document, Drop
 from cdrmix.errors import ConfigError, DataError
 
-# Parameters that say who sent the reader or which visit it was, not which page it is. Sources: what
-# Google, Meta, Microsoft, Matomo, HubSpot, Mailchimp, Marketo, Adobe, LinkedIn, X, TikTok and
-# Yandex document for campaigns, and the session parameters of PHP, Java, ASP and ColdFusion.
+# Parameters of the campaign or the visit, which do not change the page. Sources: the campaign
+# parameters that Google, Meta, Microsoft, Matomo, HubSpot, Mailchimp, Marketo, Adobe, LinkedIn, X,
+# TikTok and Yandex document, and the session parameters of PHP, Java, ASP and ColdFusion.
 _TRACKING = re.compile(
     r"(?i)(?:utm|mtm|matomo|piwik|hsa|vero)_[a-z_]+|pk_(?:campaign|kwd|keyword|source|medium|content)"
     r"|[gdw]clid|gclsrc|gbraid|wbraid|_g[al]|gad_source|fbclid|fb_(?:action|source|ref)[a-z_]*"
@@ -37,22 +35,18 @@ _HOST = re.compile(r"(?:[\w-]{1,63}\.)*[\w-]{1,63}|\[[0-9a-f:.]+\]")
 _KEY_BYTES = 8
 
 
-def _canonicalize(url: str) -> str:
-    try:
-        from w3lib.url import canonicalize_url
-    except ImportError as error:
-        raise ConfigError("url: needs w3lib: pip install 'cdrmix[data]'") from error
-    return canonicalize_url(url)
-
-
 def canonical_url(url: str) -> str | None:
-    """One spelling of a web address, or None where it is not one.
+    """Canonical spelling of a web address, or None if it is not one.
 
     Sorted parameters, right escapes and no fragment (w3lib), a host in lower case without the
     scheme's own port, user or final dot, no tracking or session parameters.
     """
     try:
-        parts = urlsplit(_canonicalize(url.strip()))
+        from w3lib.url import canonicalize_url
+    except ImportError as error:
+        raise ConfigError("url: needs w3lib: pip install 'cdrmix[data]'") from error
+    try:
+        parts = urlsplit(canonicalize_url(url.strip()))
         host = parts.hostname
         port = parts.port
     except ValueError:  # a port that is no number, or half an IPv6 address
@@ -76,7 +70,7 @@ def host_of(url: str) -> str:
 
 
 def url_key(url: str) -> str:
-    """16 hexadecimal digits that addresses of one page share.
+    """16 hexadecimal digits, equal for addresses of one page.
 
     Beyond the canonical spelling: http and https, www and none, a slash at the end and none,
     index.html and none are the same page.
@@ -88,10 +82,10 @@ def url_key(url: str) -> str:
 
 
 class Url:
-    """Writes metadata `url` in one spelling, `url_key` and `host`, where a document has a url.
+    """Writes metadata `url` in canonical spelling, `url_key` and `host` of documents with a url.
 
     Args:
-        drop_invalid: drop a document whose url is no web address, rather than leave it as it is.
+        drop_invalid: drop a document whose url is no web address, rather than pass it unchanged.
     """
 
     name = "url"
@@ -100,7 +94,7 @@ class Url:
         self.drop_invalid = drop_invalid
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """All documents; reason, when asked for: invalid url."""
+        """All documents; reason, with `drop_invalid`: invalid url."""
         for document in documents:
             url = document.metadata.get("url")
             canonical = canonical_url(url) if isinstance(url, str) else None
@@ -118,12 +112,14 @@ _COMMENT = re.compile(r"^#.*|\s#\s.*")
 _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 
 
-def read_list(path: str | Path) -> list[str]:
-    """The entries of a list file.
+def read_list(path: str | Path | None) -> list[str]:
+    """Reads the entries of a list file; no file has none.
 
     Raises:
         DataError: if it cannot be read, is not UTF-8, or holds no entry.
     """
+    if path is None:
+        return []
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -135,14 +131,16 @@ def read_list(path: str | Path) -> list[str]:
 
 
 class Blocklist:
-    """Drops what is listed; the lists are read once, when the step is made.
+    """Drops documents from listed addresses and hosts, or with listed words.
+
+    The lists are read once, when the step is made.
 
     Args:
         hosts: file of host names; example.org blocks its subdomains too.
         urls: file of addresses; spelling, scheme and tracking parameters do not matter.
-        words: file of words and phrases, found as whole words in any case.
-        min_distinct_words: how many different listed words a document must hold to be dropped;
-            1 as in C4, more for lists with words that also have a harmless meaning.
+        words: file of words and phrases, matched as whole words in any case.
+        min_distinct_words: number of different listed words from which a document is dropped; 1 as
+            in C4, more for lists with words that also have a harmless meaning.
     """
 
     name = "blocklist"
@@ -160,16 +158,24 @@ class Blocklist:
         if min_distinct_words < 1:
             raise ConfigError(f"blocklist: min_distinct_words = {min_distinct_words} is below 1")
         self._hosts = frozenset(
-            host.lower().removeprefix("www.").strip(".") for host in _entries(hosts)
+            host.lower().removeprefix("www.").strip(".") for host in read_list(hosts)
         )
-        self._url_keys = frozenset(_key_of_entry(entry, urls) for entry in _entries(urls))
-        split = [tuple(_WORD.findall(entry.lower())) for entry in _entries(words)]
+        url_keys = set()
+        for entry in read_list(urls):
+            canonical = canonical_url(entry if "://" in entry else f"http://{entry}")
+            if canonical is None:
+                raise DataError(
+                    f"{urls}: {entry!r} is not a web address such as https://example.org/page"
+                )
+            url_keys.add(url_key(canonical))
+        self._url_keys = frozenset(url_keys)
+        split = [tuple(_WORD.findall(entry.lower())) for entry in read_list(words)]
         self._words = frozenset(words[0] for words in split if len(words) == 1)
         self._phrases = frozenset(words for words in split if len(words) > 1)
         self.min_distinct_words = min_distinct_words
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Documents that nothing lists; reasons: blocked host, blocked url, blocked words."""
+        """Documents on no list; reasons: blocked host, blocked url, blocked words."""
         for document in documents:
             reason = self.reason_to_drop(document)
             if reason is None:
@@ -178,45 +184,26 @@ class Blocklist:
                 drop(document, reason)
 
     def reason_to_drop(self, document: Document) -> str | None:
-        """Which list a document is on, or None."""
+        """Reason of the first list that a document is on, or None."""
         url = document.metadata.get("url")
         if (self._hosts or self._url_keys) and isinstance(url, str):
             canonical = canonical_url(url)
-            if canonical and self._is_blocked_host(host_of(canonical)):
+            labels = host_of(canonical).split(".") if canonical else []
+            if any(".".join(labels[i:]) in self._hosts for i in range(len(labels))):
                 return "blocked host"
             if canonical and url_key(canonical) in self._url_keys:
                 return "blocked url"
         if not (self._words or self._phrases):
             return None
-        num_found = self._num_distinct_words(document.text)
-        return "blocked words" if num_found >= self.min_distinct_words else None
-
-    def _is_blocked_host(self, host: str) -> bool:
-        labels = host.split(".")
-        return any(".".join(labels[i:]) in self._hosts for i in range(len(labels)))
-
-    def _num_distinct_words(self, text: str) -> int:
-        words = _WORD.findall(text.lower())
+        words = _WORD.findall(document.text.lower())
         distinct = frozenset(words)
-        num_found = len(distinct & self._words)
-        # A phrase is looked for in sequence only where its first word occurs.
+        num_listed = len(distinct & self._words)
         for phrase in self._phrases:
+            # A phrase is compared in sequence only where its first word occurs.
             if phrase[0] in distinct:
-                size = len(phrase)
-                num_found += any(
-                    tuple(words[i : i + size]) == phrase
+                num_listed += any(
+                    tuple(words[i : i + len(phrase)]) == phrase
                     for i, word in enumerate(words)
                     if word == phrase[0]
                 )
-        return num_found
-
-
-def _entries(path: str | Path | None) -> list[str]:
-    return [] if path is None else read_list(path)
-
-
-def _key_of_entry(entry: str, path: str | Path | None) -> str:
-    canonical = canonical_url(entry if "://" in entry else f"http://{entry}")
-    if canonical is None:
-        raise DataError(f"{path}: {entry!r} is not a web address such as https://example.org/page")
-    return url_key(canonical)
+        return "blocked words" if num_listed >= self.min_distinct_words else None
