@@ -10,9 +10,9 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """States of python's, numpy's and torch's generators, and of this rank's CUDA device's.
+    """States of the generators of python, numpy and torch, and of this rank's CUDA device, as JSON.
 
-    The CUDA one is there only when CUDA is in use. All values are JSON.
+    `cuda` is there only when CUDA is in use.
     """
     version, words, gauss = random.getstate()
     generator: dict[str, Any] = np.random.get_state(legacy=False)
@@ -32,7 +32,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` gave; CUDA's only when it is there and CUDA is too."""
+    """Restores a result of `random_state`; its `cuda` only where CUDA is available."""
     python = state["python"]
     numpy = state["numpy"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
