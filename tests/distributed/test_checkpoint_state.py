@@ -21,8 +21,9 @@ from torch import nn
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointReader
-from cdrmix.checkpoint.store import find_newest, save_checkpoint
+from cdrmix.checkpoint.store import find_newest
 from cdrmix.errors import StateError
+from tests.checkpoints import save_checkpoint
 from tests.harness import run_ranks
 
 # B batch, T time, D hidden, E experts, F inner width of an expert

@@ -19,8 +19,8 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.fragments import Fragment
-from cdrmix.checkpoint.store import save_checkpoint
 from cdrmix.models.backbone import logical_name
+from tests.checkpoints import save_checkpoint
 from tests.distributed.test_layouts import CUT, ON_HOST
 from tests.harness import run_ranks
 from tests.layouts import STEPS, Case, Started, deviation, run_steps, start

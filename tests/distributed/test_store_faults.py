@@ -22,8 +22,9 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.files import damage
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.checkpoint.saver import Saver
-from cdrmix.checkpoint.store import find_newest, save_checkpoint
+from cdrmix.checkpoint.store import find_newest
 from cdrmix.errors import StateError
+from tests.checkpoints import save_checkpoint
 from tests.harness import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

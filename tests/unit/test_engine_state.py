@@ -7,9 +7,8 @@ import torch
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.engine_state import load_module
-from cdrmix.checkpoint.store import save_checkpoint
 from cdrmix.errors import StateError
-from tests.checkpoints import whole
+from tests.checkpoints import save_checkpoint, whole
 
 
 def test_a_plain_module_is_filled_from_masters(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 
 from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
-from cdrmix.checkpoint.store import Saved, save_checkpoint
+from cdrmix.checkpoint.saver import Saved
 from cdrmix.errors import StateError
-from tests.checkpoints import on_ranks, whole
+from tests.checkpoints import on_ranks, save_checkpoint, whole
 
 
 def cut(

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from cdrmix.checkpoint.fragments import PARTS, reader_logical_name
-from cdrmix.checkpoint.store import save_checkpoint
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, PlanError, StateError
@@ -30,6 +29,7 @@ from cdrmix.stage_b.optimizer import (
     part_groups,
     place_of,
 )
+from tests.checkpoints import save_checkpoint
 
 TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 

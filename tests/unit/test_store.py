@@ -20,9 +20,9 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointReader
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.checkpoint.saver import Saved, Saver
-from cdrmix.checkpoint.store import FoundCheckpoint, find_newest, save_checkpoint
+from cdrmix.checkpoint.store import FoundCheckpoint, find_newest
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
-from tests.checkpoints import ThreadRanks, on_ranks, whole
+from tests.checkpoints import ThreadRanks, on_ranks, save_checkpoint, whole
 
 
 def save_steps(root: Path, *steps: int, keep: int = 10) -> None:
