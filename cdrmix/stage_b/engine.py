@@ -26,7 +26,7 @@ from cdrmix.errors import StateError
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
 from cdrmix.parallel.tensor import is_copy
-from cdrmix.stage_b.course import Course, LessonLoader, LessonMetrics, LessonShare
+from cdrmix.stage_b.course import Course, LessonLoader, LessonShare
 from cdrmix.stage_b.optimizer import (
     Clip,
     ParameterPlace,
@@ -35,6 +35,7 @@ from cdrmix.stage_b.optimizer import (
     place_of,
     set_learning,
 )
+from cdrmix.stage_b.phases import LessonMetrics
 
 
 class LessonResult(NamedTuple):

@@ -33,7 +33,7 @@ from cdrmix.parallel.topology import Topology, make_topology
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.stage_b import stage_b_plan
 from cdrmix.stage_b.backbone_source import find_backbone, load_backbone
-from cdrmix.stage_b.course import Course, LessonLoader, ReaderCourse, make_course
+from cdrmix.stage_b.course import Course, LessonLoader, make_course
 from cdrmix.stage_b.engine import StageB
 from cdrmix.stage_b.long_context import (
     LENGTH_RATIOS,
@@ -50,14 +50,14 @@ logger = get_logger(__name__)
 _LEARNED = ("stage_b/loss", "stage_b/recall", "stage_b/answered", "policy/return", "policy/success")
 
 
-def finish_stage_b(run: Run, course: ReaderCourse) -> None:
+def finish_stage_b(run: Run, course: Course) -> None:
     """Run the reasoning suite, write metrics.json and report.html, and say how the run ended;
     collective."""
     rows = _reasoning(run, course)
     runtime.together(lambda: _write(run, rows) if runtime.rank() == 0 else None)
 
 
-def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
+def _reasoning(run: Run, course: Course) -> list[Row]:
     """Rows of the suite on every rank, a cell of the table per data rank at a time.
 
     Each of these rounds is a phase of its own: the whole suite has no limit worth the name.
@@ -167,7 +167,7 @@ def train_stage_b(start: Start, found: store.FoundCheckpoint | None) -> bool:
         return stopped
 
 
-def _set_up(start: Start, found: store.FoundCheckpoint | None) -> tuple[Run, ReaderCourse]:
+def _set_up(start: Start, found: store.FoundCheckpoint | None) -> tuple[Run, Course]:
     config = start.config
     choice = start.choice
     directory = start.directory

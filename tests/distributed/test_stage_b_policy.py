@@ -104,7 +104,8 @@ def learn(
     world = runtime.world_size()
     choice = choose(config, processes(world), profile=profile)
     choice = stage_b_plan(config, choice, world_size=world)
-    topology, course = make_topology(choice.degrees), StreamCourse(config)
+    topology = make_topology(choice.degrees)
+    course: Any = StreamCourse(config)
     clip = make_clip(config, topology)
     engine = start_engine(
         TrainedParameters(course.model), config, choice, topology, optimizer=stage_b_adamw(clip)
