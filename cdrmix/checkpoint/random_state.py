@@ -24,10 +24,10 @@ def random_state() -> dict[str, Any]:
             "has_gauss": int(generator["has_gauss"]),
             "gauss": float(generator["gauss"]),
         },
-        "torch": _to_hex(torch.get_rng_state()),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = _to_hex(torch.cuda.get_rng_state())
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return state
 
 
@@ -41,10 +41,6 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(_from_hex(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_hex(state["cuda"]))
-
-
-def _to_hex(state: torch.Tensor) -> str:
-    return state.cpu().numpy().tobytes().hex()
 
 
 def _from_hex(text: str) -> torch.Tensor:

@@ -130,9 +130,9 @@ def count_valid(labels: Tensor) -> Tensor:
 
 
 def sum_weights(labels: Tensor, label_weights: Tensor | None) -> Tensor:
-    """Sum of the weights of the positions with a label, scalar float64; without weights their number.
+    """Divisor of the nats of `labels`: the sum of their weights, or without any their number.
 
-    The nats of `labels` are divided by it.
+    Scalar, float64, over the positions with a label.
     """
     valid = labels != IGNORED_LABEL
     if label_weights is None:

@@ -318,9 +318,8 @@ def _episode_metrics(
 ) -> LessonMetrics:
     """Means over episodes, and the share of groups whose `returns`, [P, G], do not vary."""
     final = rollouts.final
-    taken = rollouts.taken
     operations = {
-        f"operations/{action.name.lower()}": ((rollouts.actions == action) & taken).sum(1)
+        f"operations/{action.name.lower()}": ((rollouts.actions == action) & rollouts.taken).sum(1)
         for action in Action
     }
     means = {
