@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cdrmix.checkpoint.files import check_plain, read_json, retried
+from cdrmix.checkpoint.files import SAFETENSORS_TYPES, check_plain, read_json, retried
 from cdrmix.checkpoint.fragments import Box, Span, shared_runs, span_of
 from cdrmix.errors import StateError
 
 # An index may come from anywhere: its file names must not lead out of the checkpoint's folder.
 _TENSOR_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
-_DTYPES_BY_NAME = {name: getattr(torch, name) for name in (*_DTYPES, "bool")}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_TYPES}
 
 
 class CheckpointReader:
@@ -49,6 +48,7 @@ class CheckpointReader:
                 f"{path / 'index.json'}: not the index of a checkpoint ({error}). Give a "
                 "checkpoint that this package has saved"
             ) from error
+        # Tensor files stay open: each opening parses a header of all their tensors.
         self._files = contextlib.ExitStack()
         self._opened: dict[str, Any] = {}
 
@@ -112,7 +112,7 @@ class CheckpointReader:
         entry = self._entry(name, kind)
         block = block or Box.whole(entry["shape"])
         target = Span(block, start, block.numel - start if numel is None else numel)
-        out = torch.empty(target.numel, dtype=_DTYPES_BY_NAME[entry["dtype"]])
+        out = torch.empty(target.numel, dtype=_DTYPES[entry["dtype"]])
         filled = 0
         for fragment in entry["fragments"]:
             sources, destinations, lengths = shared_runs(span_of(fragment), target)
@@ -166,7 +166,7 @@ class CheckpointReader:
 
 def _check_entry(label: str, entry: dict[str, Any]) -> None:
     """Raises ValueError unless a save can have written this entry of the index."""
-    if entry["dtype"] not in _DTYPES_BY_NAME:
+    if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{label}: dtype {entry['dtype']!r}")
     for fragment in entry["fragments"]:
         if not _TENSOR_FILE.fullmatch(fragment["file"]):

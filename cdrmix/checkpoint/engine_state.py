@@ -323,6 +323,7 @@ def _unpartitioned(
 
 def _fragments_of(pieces: list[_Piece], kind: str, partition: torch.Tensor) -> Iterator[Fragment]:
     """Yields the pieces of a flat partition, in its order."""
+    # Shares of frozen parameters have the type of the weights; files hold float32.
     values = partition.detach().float()
     for piece in pieces:
         yield Fragment(piece.name, kind, piece.placement.shape, piece.span, piece.of(values))
@@ -366,6 +367,7 @@ def _materialise_optimizer_state(engine: Any) -> None:
     masters = [master for master, _ in _masters(engine)]
     if all(inner.state.get(p) for p in masters):
         return
+    # A rate of zero also tells gradient clipping of Stage B that no part learns in this step.
     rates = [group["lr"] for group in inner.param_groups]
     gradients = [p.grad for p in masters]
     for group in inner.param_groups:

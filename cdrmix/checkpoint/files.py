@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 # Large enough that a system call and a thread hand-over are negligible beside it.
 _CHUNK_BYTES = 16 * 2**20
 # safetensors' names of element types.
-_DTYPE_NAMES = {
+SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -174,12 +174,13 @@ def safetensors_header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     for key, tensor in tensors:
         end = position + tensor.numel() * tensor.element_size()
         entries[key] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": SAFETENSORS_TYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [position, end],
         }
         position = end
     text = json.dumps(entries).encode()
+    # The data begins at a multiple of 8, as the widest element needs it.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -219,11 +220,12 @@ class _Sink:
     def write(self, data: memoryview) -> None:
         for first in range(0, data.nbytes, _CHUNK_BYTES):
             chunk = data[first : first + _CHUNK_BYTES]
-            hashed = self._hasher.submit(self._digest.update, chunk)
+            # hashlib releases the GIL, so that the digest and the write really overlap.
+            hashing = self._hasher.submit(self._digest.update, chunk)
             try:
                 self._file.write(chunk)
-            finally:
-                hashed.result()
+            finally:  # the caller may reuse the memory of a chunk
+                hashing.result()
         self._bytes += data.nbytes
 
     def record(self) -> FileRecord:

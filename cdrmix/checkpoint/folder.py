@@ -74,7 +74,7 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
     root.mkdir(parents=True, exist_ok=True)
     temporary.mkdir(exist_ok=True)
     if clears_leftovers:
-        sync_directory(root.parent)
+        sync_directory(root.parent)  # or a crash could lose the name of `root` itself
         for folder in root.glob("*.tmp-*"):
             if folder != temporary:
                 _delete(folder)

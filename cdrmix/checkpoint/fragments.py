@@ -111,6 +111,7 @@ def shared_runs(source: Span, target: Span) -> tuple[np.ndarray, np.ndarray, np.
             break
     source_starts = _run_starts(source.block, low, extent[:outer])
     target_starts = _run_starts(target.block, low, extent[:outer])
+    # A span may begin or end inside a run: `head` and `tail` bound the part that both spans hold.
     head = np.maximum(source.start - source_starts, target.start - target_starts).clip(min=0)
     tail = np.minimum(
         source.start + source.numel - source_starts, target.start + target.numel - target_starts
@@ -142,6 +143,8 @@ def check_cover(name: str, shape: tuple[int, ...], spans: Iterable[Span]) -> Non
     by_block: dict[Box, list[Span]] = defaultdict(list)
     for span in spans:
         by_block[span.block].append(span)
+    # Few blocks exist, one per shard, and many spans, one per rank: only blocks are compared in
+    # pairs.
     for one, other in combinations(by_block, 2):
         assert one.bounds_shared_with(other) is None, f"{name}: blocks {one} and {other} overlap"
     for block, members in by_block.items():

@@ -197,7 +197,9 @@ class Saver:
         self._keep = keep
         self._pinned = pinned
         self._ranks = ranks
+        # Another process of this run may still be writing: its temporary folders have other names.
         self._token = ranks.all_gather_object(uuid4().hex[:8])[0]
+        # A single thread keeps the copy, the write and the naming of a save in order.
         self._memory = HostMemory() if background else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._save: _Save | None = None
@@ -285,7 +287,7 @@ class Saver:
         at_work, *failed = votes
         if save is None or at_work:
             return
-        if any(failed):
+        if any(failed):  # the usual save needs no collective of objects
             self._gather_problems(save)
         if save.is_named:
             self._save = None
@@ -411,15 +413,14 @@ class Saver:
         if problem:
             failure = (
                 f"the checkpoint of step {save.step} was not saved: {problem.text}. The older ones "
+                "are as they were."
             )
             if problem.is_passing:
-                raise InfrastructureError(
-                    f"{failure}are as they were. Start again with --resume auto when the file "
-                    "system answers"
-                )
+                advice = "Start again with --resume auto when the file system answers"
+                raise InfrastructureError(f"{failure} {advice}")
             raise StateError(
-                f"{failure}are as they were. Try freeing space, a smaller checkpoint.keep, or a "
-                "--run-dir elsewhere that every rank can write"
+                f"{failure} Try freeing space, a smaller checkpoint.keep, or a --run-dir elsewhere "
+                "that every rank can write"
             )
         self.saved_step = save.step
         if self._ranks.rank() != 0:
@@ -446,6 +447,7 @@ class Saver:
             )
             for of_root in zip(*of_ranks, strict=True)
         ]
+        # A root that failed in the first phase gets no name in the second.
         save.problems = [old or fresh for old, fresh in zip(save.problems, new, strict=True)]
         error = save.job.exception()
         if error is not None and not isinstance(error, _FAILED_WRITES):

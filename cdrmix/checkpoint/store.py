@@ -92,11 +92,12 @@ def find_newest(
     parts = ranks.world_size()
     unreadable: tuple[str, InfrastructureError] | None = None
     for folder in folders:
+        # An unreadable checkpoint is not passed over for an older one, only for a copy of it.
         if unreadable is not None and folder.name != unreadable[0]:
             break
         try:
             shares = agree_on_failures(ranks, lambda: damage(folder, part=part, parts=parts))  # noqa: B023
-        except InfrastructureError as error:  # a copy of the same step serves as well
+        except InfrastructureError as error:
             unreadable = unreadable or (folder.name, error)
             continue
         reasons = [reason for share in shares for reason in share]

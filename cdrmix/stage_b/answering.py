@@ -280,6 +280,7 @@ def _store(index: EpisodicIndex, played: _Played, source: str) -> Kept:
     episodes = played.episodes
     state = played.state
     reading = episodes.reading
+    # Places begin with the segments of the index; those of the text follow.
     first = episodes.num_earlier
     lengths = reading.texts.lengths[0]
     offsets = (lengths.cumsum(0) - lengths).tolist()

@@ -109,16 +109,16 @@ def find_backbone(
         source = earlier
     for name, why in source.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
-    with runtime.together(lambda: CheckpointReader(source.path)) as reader:
-        runtime.together(lambda: _check_model(config, reader.state, source))
-        runtime.together(lambda: _check_tokenizer(manifest, reader.state, source))
+    with runtime.together(lambda: CheckpointReader(source.path)) as checkpoint:
+        runtime.together(lambda: _check_model(config, checkpoint.state, source))
+        runtime.together(lambda: _check_tokenizer(manifest, checkpoint.state, source))
     return source
 
 
 def _trained_in_stage_b(source: store.FoundCheckpoint) -> dict[str, Any] | None:
     """State of Stage B in a checkpoint, if that stage trained the backbone; collective."""
-    with runtime.together(lambda: CheckpointReader(source.path)) as reader:
-        state = reader.state
+    with runtime.together(lambda: CheckpointReader(source.path)) as checkpoint:
+        state = checkpoint.state
     is_trained = state.get("stage") == "b" and state["stage_b"]["is_backbone_trained"]
     return state["stage_b"] if is_trained else None
 
@@ -164,7 +164,7 @@ def _check_tokenizer(
         )
 
 
-def load_backbone(config: Config, reader: CheckpointReader, topology: Topology) -> Backbone:
+def load_backbone(config: Config, checkpoint: CheckpointReader, topology: Topology) -> Backbone:
     """Loads the backbone of a checkpoint of either stage onto this rank's device.
 
     In a pipeline that is the part of this rank's stage.
@@ -191,6 +191,6 @@ def load_backbone(config: Config, reader: CheckpointReader, topology: Topology) 
         backbone = backbone.to(dtype).to_empty(device=runtime.device())
     here = {logical_name(name) for name, _ in backbone.named_parameters()}
     elsewhere = {parameter.name for parameter in parameters(config.model)} - here
-    others = elsewhere.union(filter(is_stage_b, reader.names()))
-    engine_state.load_module(backbone, reader, logical_name, others=others)
+    others = elsewhere.union(filter(is_stage_b, checkpoint.names()))
+    engine_state.load_module(backbone, checkpoint, logical_name, others=others)
     return backbone

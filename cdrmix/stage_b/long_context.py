@@ -35,6 +35,7 @@ from cdrmix.stage_b.phases import grade_by
 logger = get_logger(__name__)
 LENGTH_RATIOS = (1, 2, 4, 8, 16)
 REASONING_FILE = "reasoning.json"
+# Bounds the memory of an evaluation, whose texts have up to 16 windows.
 _EXAMPLES_PER_BATCH = 16
 # A length may have no room for an example: so many are tried for each that is wanted.
 _TRIES_PER_EXAMPLE = 4

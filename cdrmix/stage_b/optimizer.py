@@ -63,6 +63,7 @@ def learning_rates(
     if place.step < training.warmup_steps:
         factor = (place.step + 1) / training.warmup_steps
     else:
+        # The last step has the lowest rate; a phase that is all warm-up has no cosine.
         behind = place.step - training.warmup_steps
         progress = min(1.0, behind / max(1, place.length - 1 - training.warmup_steps))
         lowest = training.min_learning_rate_ratio
@@ -104,6 +105,7 @@ def part_groups(model: nn.Module) -> list[dict[str, Any]]:
         if parameters and part != "backbone"
     ]
     if by_part["backbone"]:
+        # DeepSpeed needs experts in groups of their own, which a backbone may have.
         backbone = next(m for name, m in model.named_modules() if name.endswith("backbone"))
         groups += [
             {**group, "part": "backbone"}
@@ -185,8 +187,10 @@ class Clip:
         learning = [part for part in PARTS if any(g["part"] == part and g["lr"] for g in groups)]
         if not learning:
             return {}
+        # In float64: a float32 sum of millions of squares loses the small ones.
         sums = torch.zeros(len(learning), dtype=torch.float64, device=runtime.device())
         for group, of_group in zip(groups, gradients, strict=True):
+            # Parts that all stages hold would be counted once per stage.
             counts = self._topology.is_first_stage or group["part"] == "adapters"
             for gradient in of_group if group["lr"] and counts else ():
                 sums[learning.index(group["part"])] += gradient.double().square().sum()

@@ -59,6 +59,7 @@ def phase_loss(
         Scalar loss, and metrics, detached scalars: means over the lesson.
     """
     weights = stage_b_section(config).losses
+    # Memory is trained without adapters, and adapters without slots; the joint phase has both.
     plastic = phase != "memory"
     slots = phase != "adapters"
     tasks, metrics = _task_losses(reader, lesson, plastic=plastic, slots=slots)
@@ -77,6 +78,7 @@ def phase_loss(
         if router is not None:
             losses["router"] = weights.moe_aux * router
     metrics |= {f"{name}_loss": loss.detach() for name, loss in losses.items()}
+    # Losses have the types of their models: their sum is taken in float32.
     return torch.stack([loss.float() for loss in losses.values()]).sum(), metrics
 
 
@@ -143,15 +145,17 @@ def retrieval_loss(
     length = reading.keys.shape[1]
     seekers = torch.nonzero(lesson.sought >= 0).flatten()
     if len(seekers) == 0:
-        return queries.sum() * 0.0, None  # a gradient of zero, on every rank alike
+        return queries.sum() * 0.0, None  # zero, and still a part of the graph
     scores = queries[seekers] @ reading.keys.flatten(0, 1).transpose(0, 1) / temperature
-    there = reading.texts.lengths.flatten() > 0
-    allowed = there.expand(len(seekers), -1).clone()
+    # Empty segments pad the shorter texts of a lesson.
+    is_segment = reading.texts.lengths.flatten() > 0
+    allowed = is_segment.expand(len(seekers), -1).clone()
     for place, row in enumerate(seekers.tolist()):
         for segment in lesson.found[row]:
             allowed[place, row * length + segment] = False
     target = seekers * length + lesson.sought[seekers]
     scores = scores.masked_fill(~allowed, -torch.inf)
+    # Recall is measured as memory is read: among the segments of one text.
     in_own_text = scores.view(len(seekers), -1, length)[torch.arange(len(seekers)), seekers]
     recall = (in_own_text.argmax(1) == lesson.sought[seekers]).float().mean()
     return F.cross_entropy(scores, target), recall.detach()
@@ -183,6 +187,7 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
         nats.append(linear_cross_entropy(hidden, reader.backbone.embedding.weight, labels))
         if slots:
             memory = reader.memory.write(memory, hidden)
+    # Every token except the first of each text is predicted.
     return torch.stack(nats).sum() / (plain.numel() - len(plain))
 
 
@@ -220,6 +225,7 @@ def _rows_with_answers(
 ) -> tuple[Tensor, Tensor]:
     """Tokens of windows with their answers behind them, and labels at the answers alone, [n, T]."""
     width = max(len(ids) + len(answer) for ids, answer in zip(windows, answers, strict=True)) - 1
+    # The last token of an answer is only a label: nothing is predicted from it.
     tokens = torch.zeros(len(windows), width, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORED_LABEL)
     for row, (ids, answer) in enumerate(zip(windows, answers, strict=True)):
@@ -263,6 +269,7 @@ def collect(
     group = stage_b.training.group_size
     reading = reader.read(lesson.texts)
     episodes = ReadingEpisodes(reader, reading, grade_by(lesson.examples, tokenizer))
+    # Actions follow from the lesson's seed: the same on whatever rank plays it.
     generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
     rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
     returns = rollouts.returns.view(-1, group)
