@@ -24,7 +24,7 @@ _TENSOR_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_TYPES}
 
 
-class CheckpointReader:
+class CheckpointFile:
     """A checkpoint folder that `cdrmix.checkpoint.store.find_newest` has verified.
 
     Attributes:
@@ -52,7 +52,7 @@ class CheckpointReader:
         self._files = contextlib.ExitStack()
         self._opened: dict[str, Any] = {}
 
-    def __enter__(self) -> CheckpointReader:
+    def __enter__(self) -> CheckpointFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,7 +182,7 @@ def _check_entry(label: str, entry: dict[str, Any]) -> None:
 
 
 def check_names(
-    checkpoint: CheckpointReader, shapes: dict[str, tuple[int, ...]], *, others: Container[str] = ()
+    checkpoint: CheckpointFile, shapes: dict[str, tuple[int, ...]], *, others: Container[str] = ()
 ) -> None:
     """Raises StateError unless checkpoint and model have the same names with the same shapes.
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from cdrmix import runtime
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader, check_names
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.errors import StateError
 from cdrmix.parallel.tensor import is_copy, shard_of
@@ -151,7 +151,7 @@ def counters(engine: Any) -> dict[str, Any]:
 
 def load_engine(
     engine: Any,
-    checkpoint: CheckpointReader,
+    checkpoint: CheckpointFile,
     logical_name: LogicalName = str,
     *,
     others: Container[str] = (),
@@ -184,7 +184,7 @@ def load_engine(
 
 def load_module(
     module: torch.nn.Module,
-    checkpoint: CheckpointReader,
+    checkpoint: CheckpointFile,
     logical_name: LogicalName = str,
     *,
     others: Container[str] = (),
@@ -329,7 +329,7 @@ def _fragments_of(pieces: list[_Piece], kind: str, partition: torch.Tensor) -> I
         yield Fragment(piece.name, kind, piece.placement.shape, piece.span, piece.of(values))
 
 
-def _read(engine: Any, checkpoint: CheckpointReader, logical_name: LogicalName) -> None:
+def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) -> None:
     """Reads this rank's part of a checkpoint; the phase of loading without collectives."""
     with torch.no_grad():
         for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
@@ -351,7 +351,7 @@ def _read(engine: Any, checkpoint: CheckpointReader, logical_name: LogicalName) 
             _read_optimizer_state(engine.optimizer.optimizer, partition, checkpoint)
 
 
-def _fill(flat: torch.Tensor, piece: _Piece, checkpoint: CheckpointReader, kind: str) -> None:
+def _fill(flat: torch.Tensor, piece: _Piece, checkpoint: CheckpointFile, kind: str) -> None:
     span = piece.span
     piece.of(flat.detach()).copy_(
         checkpoint.read(piece.name, kind, block=span.block, start=span.start, numel=span.numel)
@@ -387,7 +387,7 @@ def _materialise_optimizer_state(engine: Any) -> None:
 
 
 def _read_optimizer_state(
-    inner: torch.optim.Optimizer, partition: _Partition, checkpoint: CheckpointReader
+    inner: torch.optim.Optimizer, partition: _Partition, checkpoint: CheckpointFile
 ) -> None:
     """Fills the optimizer's state of one partition, which `inner` has created.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, random_state, store
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.config.load import changed_keys
 from cdrmix.config.redaction import redacted
 from cdrmix.engines.run import Run
@@ -131,7 +131,7 @@ def restore(run: Run, found: store.FoundCheckpoint) -> dict[str, Any]:
     """
     for name, why in found.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
-    with runtime.together(lambda: CheckpointReader(found.path)) as reader:
+    with runtime.together(lambda: CheckpointFile(found.path)) as reader:
         state = reader.state
         runtime.together(lambda: check_config(run, state["config"], found.path))
         runtime.together(lambda: run.loader.load_state_dict(state["loader"]))
@@ -277,7 +277,7 @@ def _newest_good(run: Run, bad_step: int) -> store.FoundCheckpoint | None:
 
 def _is_of_this_stage(run: Run, found: store.FoundCheckpoint) -> bool:
     """Whether it holds what this stage trains: Stage B begins with the last checkpoint of A."""
-    with runtime.together(lambda: CheckpointReader(found.path)) as reader:
+    with runtime.together(lambda: CheckpointFile(found.path)) as reader:
         return reader.state.get("stage", "a") == run.stage.saved(run)["stage"]
 
 

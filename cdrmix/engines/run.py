@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 
 from cdrmix import runtime
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
@@ -152,7 +152,7 @@ class Stage(Protocol):
     def fragments(self, run: Run) -> Iterator[Fragment]:
         """What this rank saves, so that over all ranks each element comes once."""
 
-    def load(self, run: Run, reader: CheckpointReader) -> None:
+    def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint of this stage into the engine; collective."""
 
     def saved(self, run: Run) -> dict[str, Any]:

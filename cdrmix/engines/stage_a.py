@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.config.model import MoEConfig
 from cdrmix.config.schema import Config
@@ -412,7 +412,7 @@ class Pretraining:
         """What this rank saves of masters, moments and buffers."""
         return engine_state.fragments(run.engine, logical_name)
 
-    def load(self, run: Run, reader: CheckpointReader) -> None:
+    def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint into the engine."""
         engine_state.load_engine(run.engine, reader, logical_name)
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.config.schema import Config, DataConfig
 from cdrmix.data.remote import remote_files
@@ -72,7 +72,7 @@ def load_trained(source: Path) -> TrainedModel:
         )
     for name, why in found.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
-    with CheckpointReader(found.path) as reader:
+    with CheckpointFile(found.path) as reader:
         config = _config_of(reader)
         tokenizer, digest = _tokenizer_of(found.path, reader.state, config)
         with torch.device(runtime.device()):
@@ -82,7 +82,7 @@ def load_trained(source: Path) -> TrainedModel:
     return TrainedModel(config, model.eval(), tokenizer, digest, found.path, found.step)
 
 
-def _config_of(reader: CheckpointReader) -> Config:
+def _config_of(reader: CheckpointFile) -> Config:
     """Configuration in a checkpoint, of a model no larger than its tensors."""
     path = reader.path / "state.json"
     try:

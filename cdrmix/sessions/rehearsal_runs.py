@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix import runtime
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.config.schema import Config
 from cdrmix.errors import TrainingError
 from cdrmix.monitoring.metrics import deterministic_part
@@ -234,7 +234,7 @@ class SmallRuns:
     def _have_equal_weights(self, run: str, like: str) -> bool:
         last = str(self._small.last_step)
         paths = [self._folder / name / "checkpoints" / last for name in (run, like)]
-        with CheckpointReader(paths[0]) as ours, CheckpointReader(paths[1]) as theirs:
+        with CheckpointFile(paths[0]) as ours, CheckpointFile(paths[1]) as theirs:
             return ours.names() == theirs.names() and all(
                 ours.read(name).equal(theirs.read(name)) for name in ours.names()
             )

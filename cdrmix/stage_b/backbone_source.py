@@ -9,7 +9,7 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.config.load import changed_keys
 from cdrmix.config.schema import Config
@@ -109,7 +109,7 @@ def find_backbone(
         source = earlier
     for name, why in source.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
-    with runtime.together(lambda: CheckpointReader(source.path)) as checkpoint:
+    with runtime.together(lambda: CheckpointFile(source.path)) as checkpoint:
         runtime.together(lambda: _check_model(config, checkpoint.state, source))
         runtime.together(lambda: _check_tokenizer(manifest, checkpoint.state, source))
     return source
@@ -117,7 +117,7 @@ def find_backbone(
 
 def _trained_in_stage_b(source: store.FoundCheckpoint) -> dict[str, Any] | None:
     """State of Stage B in a checkpoint, if that stage trained the backbone; collective."""
-    with runtime.together(lambda: CheckpointReader(source.path)) as checkpoint:
+    with runtime.together(lambda: CheckpointFile(source.path)) as checkpoint:
         state = checkpoint.state
     is_trained = state.get("stage") == "b" and state["stage_b"]["is_backbone_trained"]
     return state["stage_b"] if is_trained else None
@@ -164,7 +164,7 @@ def _check_tokenizer(
         )
 
 
-def load_backbone(config: Config, checkpoint: CheckpointReader, topology: Topology) -> Backbone:
+def load_backbone(config: Config, checkpoint: CheckpointFile, topology: Topology) -> Backbone:
     """Loads the backbone of a checkpoint of either stage onto this rank's device.
 
     In a pipeline that is the part of this rank's stage.

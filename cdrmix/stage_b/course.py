@@ -23,7 +23,7 @@ from cdrmix.parallel.frozen_stages import chained
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.stage_b import phases
-from cdrmix.stage_b.optimizer import ParameterPlace, place_of
+from cdrmix.stage_b.optimizer import PhasePlace, place_of
 from cdrmix.stage_b.phases import Collected, LessonMetrics
 
 _LEARNING: dict[Phase, frozenset[Part]] = {
@@ -126,7 +126,7 @@ class LessonShare(NamedTuple):
         lessons: lessons of this rank; in the policy phase the episodes collected from them.
     """
 
-    place: ParameterPlace
+    place: PhasePlace
     lessons: list[Any]
 
 

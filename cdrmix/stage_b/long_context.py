@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.checkpoint import engine_state
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b, reader_logical_name
 from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel, load_trained
@@ -68,7 +68,7 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
     """
     trained = load_trained(source)
     stage_b = trained.config.stage_b
-    with CheckpointReader(trained.checkpoint) as checkpoint:
+    with CheckpointFile(trained.checkpoint) as checkpoint:
         if stage_b is None or not any(map(is_stage_b, checkpoint.names())):
             raise StateError(
                 f"{source}: step {trained.step} has no memory to read with. Memory is trained in "

@@ -18,7 +18,7 @@ from cdrmix.engines.optim import parameter_groups
 from cdrmix.parallel.topology import ALONE, Topology
 
 
-class ParameterPlace(NamedTuple):
+class PhasePlace(NamedTuple):
     """Position of a step of Stage B in its phase.
 
     Attributes:
@@ -32,18 +32,18 @@ class ParameterPlace(NamedTuple):
     length: int
 
 
-def place_of(step: int, training: StageBTraining) -> ParameterPlace:
+def place_of(step: int, training: StageBTraining) -> PhasePlace:
     """Position of a step, from 0; steps beyond the end follow the last phase."""
     for phase, length in training.phases:
         if step < length:
-            return ParameterPlace(phase, step, length)
+            return PhasePlace(phase, step, length)
         step -= length
     last, length = training.phases[-1]
-    return ParameterPlace(last, length + step, length)
+    return PhasePlace(last, length + step, length)
 
 
 def learning_rates(
-    place: ParameterPlace, learning: Collection[Part], config: Config
+    place: PhasePlace, learning: Collection[Part], config: Config
 ) -> dict[Part, float]:
     """Learning rate of every part at a step: warm-up, then a cosine over the phase.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_of_a_layer
 from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.config.schema import Config
@@ -177,7 +177,7 @@ def _set_up(start: Start, found: store.FoundCheckpoint | None) -> tuple[Run, Cou
     start.start_up.done("data")
     resumed = found if found is not None and stage_of(found) == "b" else None
     source = resumed or find_backbone(config, directory, corpus.manifest, found)
-    with runtime.together(lambda: CheckpointReader(source.path)) as reader:
+    with runtime.together(lambda: CheckpointFile(source.path)) as reader:
         backbone = runtime.together(lambda: load_backbone(config, reader, topology))
         course = make_course(config, backbone, corpus)
         clip = make_clip(config, topology)
