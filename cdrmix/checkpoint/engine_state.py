@@ -176,6 +176,7 @@ def load_engine(
         group = engine.grid.get_pipe_parallel_group()
         torch.distributed.all_gather_object(parts, shapes, group=group)
         shapes = {name: shape for part in parts for name, shape in part.items()}
+    # Checked on all ranks before any of them changes its engine.
     runtime.together(lambda: check_names(checkpoint, shapes, others=others))
     runtime.together(lambda: _read(engine, checkpoint, logical_name))
     _refresh_weights(engine)
@@ -212,6 +213,7 @@ def load_module(
 
 def _persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Names and tensors of the buffers that belong to a module's saved state."""
+    # named_buffers lists the others, too, which a module computes anew.
     saved = module.state_dict(keep_vars=True)
     return [(name, tensor) for name, tensor in module.named_buffers() if name in saved]
 
@@ -273,7 +275,7 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
     Expert parameters are a block of experts, in order of expert rank. Others are undivided, or the
     shard that tensor parallelism gives this rank.
     """
-    # a parameter partitioned by ZeRO-3 has an empty tensor in its place
+    # A parameter partitioned by ZeRO-3 is an empty tensor beside its own shape.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     copied = is_copy(tensor)
     if getattr(tensor, "allreduce", True):
@@ -283,6 +285,8 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
             return _Placement(shard.logical_shape, Box(shard.offset, shape), is_first, copied)
         return _Placement(shape, Box.whole(shape), is_first, copied)
     name: str = tensor.group_name  # type: ignore[attr-defined]
+    # DeepSpeed's expert group holds one copy of a layer's experts, in order; its expert data group
+    # holds the replicas of one rank's.
     experts = engine.expert_parallel_group[name]
     replicas = engine.expert_data_parallel_group[name]
     first = torch.distributed.get_rank(experts) * shape[0]

@@ -101,7 +101,7 @@ def read_json(path: Path) -> Any:
 
     try:
         return json.loads(retried(content, path))
-    except RecursionError as error:
+    except RecursionError as error:  # the file may come from anywhere
         raise ValueError("nested too deeply") from error
 
 

@@ -121,6 +121,7 @@ def complete(temporary: Path, parts: list[Part], state: str, *, save: int) -> No
     files = {name: record for part in parts for name, record in part.files.items()}
     files["index.json"] = write_json(temporary / "index.json", {"tensors": index})
     files["state.json"] = write_text(temporary / "state.json", state)
+    # The manifest comes last: without it a folder is not a whole checkpoint.
     write_checkpoint_manifest(temporary, files, save=save)
     for path in temporary.glob("*.part"):
         path.unlink()
@@ -133,7 +134,7 @@ def publish(temporary: Path, step: int) -> None:
     final = root / str(step)
     replaced = root / f"{step}.replaced"
     if temporary.exists():  # else an earlier attempt has renamed it
-        if final.exists():
+        if final.exists():  # a rename cannot replace a directory with content
             os.rename(final, replaced)
         os.rename(temporary, final)
     sync_directory(root)

@@ -46,6 +46,7 @@ class HostMemory:
         return copy
 
     def _copy(self, tensors: Sequence[torch.Tensor], *, pin: bool) -> list[torch.Tensor]:
+        # Copies to pinned memory return before they are done: `copier` waits for its stream.
         position = 0
         for run in _runs(tensors):
             copied = 0

@@ -15,6 +15,7 @@ def random_state() -> dict[str, Any]:
     `cuda` is there only when CUDA is in use.
     """
     version, words, gauss = random.getstate()
+    # The global generator of numpy's old interface is the one that libraries draw from.
     generator: dict[str, Any] = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
         "python": {"version": version, "words": list(words), "gauss": gauss},

@@ -66,6 +66,7 @@ def agree_on_failures(ranks: Ranks, action: Callable[[], T]) -> list[T]:
         StateError: naming each failing rank, its file and its reason.
         Exception: the failure itself, on a rank where it is a defect of this program.
     """
+    # Result and failure travel in one collective: a rank that failed must not miss it.
     result = None
     failure = None
     problem = ""
@@ -305,6 +306,7 @@ class Saver:
             StateError, Exception: as `advance` does.
         """
         with self._stall():
+            # At most twice: once for each phase of the save.
             while self._save is not None:
                 self._save.job.exception()  # waits, and raises nothing
                 votes = self._ranks.all_gather_object(self.votes())

@@ -82,6 +82,7 @@ def find_newest(
         NoUsableStateError: when there are checkpoints and every one of them is damaged.
         InfrastructureError: on every rank, if the file system does not answer on one of them.
     """
+    # Rank 0 lists the folders for all: NFS may show other ranks an older directory.
     is_first = ranks.rank() == 0
     folders = agree_on_failures(ranks, lambda: _candidates(path, copies) if is_first else [])[0]
     if before is not None:

@@ -99,6 +99,7 @@ def find_backbone(
         )
     trained = _trained_in_stage_b(source)
     if trained is not None:
+        # Stage B cannot begin again from weights that it has trained: only from those before.
         earlier = store.find_newest(place, *copies, before=trained["first_step"] + 1)
         if earlier is None or _trained_in_stage_b(earlier) is not None:
             raise StateError(
@@ -189,6 +190,7 @@ def load_backbone(config: Config, checkpoint: CheckpointFile, topology: Topology
         backbone.requires_grad_(False)
         dtype = _TYPES[config.training.precision]
         backbone = backbone.to(dtype).to_empty(device=runtime.device())
+    # In a pipeline the parameters of other stages, and everything of Stage B, are read elsewhere.
     here = {logical_name(name) for name, _ in backbone.named_parameters()}
     elsewhere = {parameter.name for parameter in parameters(config.model)} - here
     others = elsewhere.union(filter(is_stage_b, checkpoint.names()))

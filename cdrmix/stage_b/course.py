@@ -178,6 +178,7 @@ class LessonLoader:
             DataError: if a lesson cannot be made, or a reward is not finite.
         """
         place = place_of(step, self._training)
+        # Every rank counts the lessons of all: a position holds at any number of ranks.
         end = self.samples_consumed + self._training.lessons_per_step
         numbers = range(self.samples_consumed, end)[self._rank :: self._world_size]
 
@@ -224,6 +225,7 @@ class LessonLoader:
         differing = []
         for key, ours in self._identity().items():
             saved = state.get(key, ours)
+            # An older version saved fewer fields; those count as equal.
             same = saved == ours
             if key == "phases" and not same:  # later phases may have other lengths
                 same = _bounds(saved, state["steps"]) == _bounds(ours, state["steps"])
