@@ -5,20 +5,40 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.checkpoint.host_memory import HostMemory
-from cdrmix.checkpoint.saver import Saver
+from cdrmix.checkpoint.saver import THIS_RUN, Ranks, Saved, Saver
 
 
 def whole(name: str, tensor: torch.Tensor, kind: str = "param") -> Fragment:
     """A tensor that one rank holds all of."""
     shape = tuple(tensor.shape)
     return Fragment(name, kind, shape, Span.whole(Box.whole(shape)), tensor.reshape(-1))
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    fragments: Iterable[Fragment],
+    *,
+    state: Mapping[str, Any],
+    rank_state: Mapping[str, Any],
+    keep: int,
+    ranks: Ranks = THIS_RUN,
+) -> Saved:
+    """Write a checkpoint into `root`, and wait until it is durable; every rank calls this."""
+    saver = Saver([root], keep=keep, background=False, ranks=ranks)
+    saver.start(step, fragments, state=state, rank_state=rank_state)
+    saver.wait()
+    saved = ranks.all_gather_object(saver.last)[0]
+    assert saved is not None, "set on rank 0"
+    return saved
 
 
 class ThreadRanks:

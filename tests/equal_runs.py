@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 
@@ -14,7 +14,7 @@ from cdrmix.monitoring.sinks import read_metrics
 def result_of(run_dir: Path, steps: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Deterministic metrics of every step, and every tensor of the checkpoint of the last one."""
     lines = [deterministic_part(line) for line in read_metrics(run_dir / "metrics.jsonl")]
-    with CheckpointReader(run_dir / "checkpoints" / str(steps)) as reader:
+    with CheckpointFile(run_dir / "checkpoints" / str(steps)) as reader:
         tensors = {
             f"{kind} {name}": reader.full(name, kind)
             for name in reader.names()

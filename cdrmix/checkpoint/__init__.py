@@ -1,3 +1,5 @@
-"""Checkpoints that any layout can read: `store` finds them, `saver` writes them while training goes
-on, `reader` reads them, `engine_state` and `random_state` say what of a running process goes in and
-comes back."""
+"""Checkpoints that any layout can read.
+
+`saver` writes them during training, `store` finds them, `checkpoint_file` reads one, `engine_state`
+and `random_state` convert the state of a running process.
+"""

@@ -1,4 +1,8 @@
-"""Reading a checkpoint into any layout: by logical name, any block, any range, those bytes only."""
+"""Reads a saved checkpoint into any layout.
+
+Tensors are addressed by logical name; any block and any range of it can be read, and only those
+bytes are.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,29 @@ import contextlib
 import re
 from collections.abc import Container
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cdrmix.checkpoint.files import check_plain, read_json, retried
+from cdrmix.checkpoint.files import SAFETENSORS_TYPES, check_plain, read_json, retried
 from cdrmix.checkpoint.fragments import Box, Span, shared_runs, span_of
 from cdrmix.errors import StateError
 
-# All that an index may name: it may come from anywhere.
+# An index may come from anywhere: its file names must not lead out of the checkpoint's folder.
 _TENSOR_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
-_DTYPES_BY_NAME = {name: getattr(torch, name) for name in (*_DTYPES, "bool")}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_TYPES}
 
 
-class CheckpointReader:
-    """One checkpoint folder that `cdrmix.checkpoint.store.find_newest` has verified.
+class CheckpointFile:
+    """A checkpoint folder that `cdrmix.checkpoint.store.find_newest` has verified.
 
     Attributes:
         path: the folder.
-        state: content of state.json: `step`, `world_size` and what the saver added.
+        state: content of state.json: `step`, `world_size` and the entries of the saving run.
     Raises:
         StateError: if the folder cannot be read, or is no checkpoint of this package.
-        InfrastructureError: if the file system fails for now.
+        InfrastructureError: if the file system does not answer at present.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,22 +48,18 @@ class CheckpointReader:
                 f"{path / 'index.json'}: not the index of a checkpoint ({error}). Give a "
                 "checkpoint that this package has saved"
             ) from error
+        # Tensor files stay open: each opening parses a header of all their tensors.
         self._files = contextlib.ExitStack()
         self._opened: dict[str, Any] = {}
 
-    def __enter__(self) -> CheckpointReader:
+    def __enter__(self) -> CheckpointFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the tensor files; tensors already read stay valid."""
+        """Closes the tensor files; tensors already read stay valid."""
         self._opened.clear()
         self._files.close()
 
@@ -70,7 +68,7 @@ class CheckpointReader:
         return list(self._tensors)
 
     def kinds(self, name: str) -> list[str]:
-        """What is there of `name`: `param`, `exp_avg`, `step`, ...; empty for an unknown name."""
+        """Kinds saved under `name`: `param`, `exp_avg`, `step`, ...; empty for an unknown name."""
         return list(self._tensors.get(name, {}))
 
     def content_kind(self, name: str) -> str:
@@ -82,11 +80,11 @@ class CheckpointReader:
         return tuple(self._entry(name, kind)["shape"])
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
-        """What that rank alone had saved; None if the saving run had no such rank."""
+        """State that `rank` alone saved; None if the saving run had no such rank."""
         return self._json(f"rank-{rank:05d}.json") if rank < self.state["world_size"] else None
 
     def full(self, name: str, kind: str = "param") -> torch.Tensor:
-        """The whole logical tensor, in its logical shape, on the CPU."""
+        """Whole logical tensor, in its logical shape, on the CPU."""
         return self.read(name, kind).reshape(self.shape(name, kind))
 
     def read(
@@ -98,7 +96,7 @@ class CheckpointReader:
         start: int = 0,
         numel: int | None = None,
     ) -> torch.Tensor:
-        """Elements [start, start + numel) of a block of a logical tensor, assembled from fragments.
+        """Reads elements [start, start + numel) of a block of a logical tensor from its fragments.
 
         Args:
             name: logical name.
@@ -114,8 +112,19 @@ class CheckpointReader:
         entry = self._entry(name, kind)
         block = block or Box.whole(entry["shape"])
         target = Span(block, start, block.numel - start if numel is None else numel)
-        out = torch.empty(target.numel, dtype=_DTYPES_BY_NAME[entry["dtype"]])
-        filled = sum(self._copy_shared(fragment, target, out) for fragment in entry["fragments"])
+        out = torch.empty(target.numel, dtype=_DTYPES[entry["dtype"]])
+        filled = 0
+        for fragment in entry["fragments"]:
+            sources, destinations, lengths = shared_runs(span_of(fragment), target)
+            if not len(lengths):
+                continue
+            first = int(sources[0])
+            # A view of the mapped file: only the pages of the runs are read.
+            values = self._slice(fragment, first, end=int(sources[-1] + lengths[-1]))
+            runs = (sources - first).tolist(), destinations.tolist(), lengths.tolist()
+            for source, destination, length in zip(*runs, strict=True):
+                out[destination : destination + length] = values[source : source + length]
+            filled += int(lengths.sum())
         if filled != target.numel:
             raise StateError(
                 f"{self.path}: {kind} of {name} has shape {tuple(entry['shape'])}, and "
@@ -123,25 +132,11 @@ class CheckpointReader:
             )
         return out
 
-    def _copy_shared(self, fragment: dict[str, Any], target: Span, out: torch.Tensor) -> int:
-        source_starts, target_starts, lengths = shared_runs(span_of(fragment), target)
-        if not len(lengths):
-            return 0
-        first = int(source_starts[0])
-        end = int(source_starts[-1] + lengths[-1])
-        # A view of the mapped file: only the pages of the runs are read.
-        values = self._slice(fragment, first, end)
-        runs = zip(
-            (source_starts - first).tolist(), target_starts.tolist(), lengths.tolist(), strict=True
-        )
-        for source, destination, length in runs:
-            out[destination : destination + length] = values[source : source + length]
-        return int(lengths.sum())
-
     def _slice(self, fragment: dict[str, Any], first: int, end: int) -> torch.Tensor:
+        """Elements [first, end) of a fragment's span, as a view of its mapped file."""
         path = self.path / fragment["file"]
 
-        def opened() -> torch.Tensor:
+        def read_slice() -> torch.Tensor:
             if fragment["file"] not in self._opened:
                 check_plain(path)
                 file = self._files.enter_context(safe_open(path, framework="pt"))
@@ -149,7 +144,7 @@ class CheckpointReader:
             return self._opened[fragment["file"]].get_slice(fragment["key"])[first:end]
 
         try:
-            return retried(opened, path)
+            return retried(read_slice, path)
         except (OSError, SafetensorError) as error:
             raise StateError(f"{path}: cannot be read: {error}") from error
 
@@ -170,8 +165,8 @@ class CheckpointReader:
 
 
 def _check_entry(label: str, entry: dict[str, Any]) -> None:
-    """Raises ValueError unless an entry of the index is one that a save can have written."""
-    if entry["dtype"] not in _DTYPES_BY_NAME:
+    """Raises ValueError unless a save can have written this entry of the index."""
+    if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{label}: dtype {entry['dtype']!r}")
     for fragment in entry["fragments"]:
         if not _TENSOR_FILE.fullmatch(fragment["file"]):
@@ -187,16 +182,18 @@ def _check_entry(label: str, entry: dict[str, Any]) -> None:
 
 
 def check_names(
-    reader: CheckpointReader, shapes: dict[str, tuple[int, ...]], *, others: Container[str] = ()
+    checkpoint: CheckpointFile, shapes: dict[str, tuple[int, ...]], *, others: Container[str] = ()
 ) -> None:
-    """Raise StateError unless checkpoint and model have the same names with the same shapes.
+    """Raises StateError unless checkpoint and model have the same names with the same shapes.
 
     Args:
-        reader: an open checkpoint.
+        checkpoint: an open checkpoint.
         shapes: logical name -> logical shape of every parameter and persistent buffer.
         others: names in the checkpoint that need not be in the model.
     """
-    saved = {name: reader.shape(name, reader.content_kind(name)) for name in reader.names()}
+    saved = {
+        name: checkpoint.shape(name, checkpoint.content_kind(name)) for name in checkpoint.names()
+    }
     problems = [f"{name}: not in the checkpoint" for name in shapes if name not in saved]
     problems += [
         f"{name}: not in the model" for name in saved if name not in shapes and name not in others
@@ -207,8 +204,8 @@ def check_names(
         if name in saved and saved[name] != tuple(shape)
     ]
     if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:10])
+        listed = "\n".join(f"  {problem}" for problem in problems[:10])
         raise StateError(
-            f"{reader.path}: holds another model ({len(problems)} differences):\n{shown}\nGive the "
-            "model config that it was trained with, or start in a new run directory"
+            f"{checkpoint.path}: holds another model ({len(problems)} differences):\n{listed}\n"
+            "Give the model config that it was trained with, or start in a new run directory"
         )

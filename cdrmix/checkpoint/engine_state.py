@@ -1,14 +1,21 @@
-"""A DeepSpeed engine's state as layout-independent fragments, and back, bit by bit.
+"""Turns a DeepSpeed engine's state into layout-independent fragments, and back, bit by bit.
 
-`fragments` and `load` are for engines; `load_module` fills a plain module from the same fragments.
+`fragments` and `load_engine` serve engines; `load_module` fills a plain module from the same
+fragments. Covered are ZeRO 1, 2 and 3 in fp32, bf16 and fp16, on the device or offloaded to the
+host (DeepSpeed 0.19.8).
 
-Engines: ZeRO 1, 2 and 3 in fp32, bf16 and fp16, on the device or offloaded to the host. Under ZeRO
-1 and 2 (DeepSpeedZeroOptimizer, and the BF16_Optimizer that DeepSpeed takes for ZeRO-1 with float32
-gradient accumulation) each parameter group is one flat float32 partition per rank;
-`param._hp_mapping` says which range of which parameter lies where in it
-(deepspeed/utils/tensor_fragment.py, 0.19.8). `zero3` says the same of ZeRO-3. The optimizer's state
-of a partition comes into being at the first step and holds tensors of the partition's shape and
-single numbers (`step`).
+ZeRO 1 and 2 (DeepSpeedZeroOptimizer, and the BF16_Optimizer that DeepSpeed takes for ZeRO-1 with
+float32 gradient accumulation): each parameter group is one flat float32 partition per rank;
+`param._hp_mapping` gives the range of it that holds a parameter
+(deepspeed/utils/tensor_fragment.py).
+
+ZeRO-3 (deepspeed/runtime/zero/stage3.py): each parameter is cut by itself. Of W ranks, rank r holds
+elements [r * n, (r + 1) * n) of its row-major order, n = ceil(elements / W); those beyond the end
+are padding. The float32 masters of the shares stand one after another in the flat tensor of a
+sub-group, which is a parameter group of the optimizer or, if that is large, a part of it.
+
+The optimizer's state of a partition is created by its first step, and holds tensors of the
+partition's shape and single numbers (`step`).
 """
 
 from __future__ import annotations
@@ -21,23 +28,26 @@ from typing import Any
 import torch
 
 from cdrmix import runtime
-from cdrmix.checkpoint import partitioned
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader, check_names
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.errors import StateError
 from cdrmix.parallel.tensor import is_copy, shard_of
 
 LogicalName = Callable[[str], str]
 
-# What changes while training in DeepSpeed's DynamicLossScaler.
+# Fields of DeepSpeed's DynamicLossScaler that change during training.
 _LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where a local parameter lies in its logical tensor, and who else holds the same block.
+    """Position of a local parameter in its logical tensor.
 
-    `is_copy` where a rank outside the data group saves the same values.
+    Attributes:
+        shape: logical shape.
+        block: part of the logical tensor that this rank's parameter is.
+        is_first_replica: true on the first of the data ranks that hold this block.
+        is_copy: whether a rank outside the data group saves the same values.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +58,7 @@ class _Placement:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The range of one parameter that lies in a partition of this rank, from `offset` on."""
+    """Range of one parameter that lies in a partition of this rank, from `offset` on."""
 
     name: str
     placement: _Placement
@@ -56,17 +66,13 @@ class _Piece:
     offset: int
 
     def of(self, partition: torch.Tensor) -> torch.Tensor:
-        """This piece's elements of a flat, detached partition, as a view."""
+        """View of this piece's elements in a flat, detached partition."""
         return partition.narrow(0, self.offset, self.span.numel)
-
-    def has_first_element(self) -> bool:
-        """Whether the parameter's very first logical element is here: true on one rank."""
-        return self.span.start == 0 and not any(self.span.block.offset)
 
 
 @dataclass(frozen=True)
 class _Partition:
-    """This rank's flat share of some parameters; `names` are all of theirs."""
+    """This rank's flat share of the parameters `names`, of some of which it may hold no piece."""
 
     master: torch.nn.Parameter
     names: list[str]
@@ -74,11 +80,10 @@ class _Partition:
 
 
 def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment]:
-    """What this rank holds of masters, optimizer state, frozen parameters and buffers.
+    """Yields this rank's part of masters, optimizer state, frozen parameters and buffers.
 
-    Over all ranks each element comes exactly once. Values are views of live memory where they can
-    be: use or copy them before the optimizer steps. Buffers, which a forward pass may change, are
-    copies.
+    Over all ranks each element occurs exactly once. Values are views of live memory where possible:
+    use or copy them before the optimizer steps. Buffers are copies: a forward pass may change them.
 
     Args:
         engine: from deepspeed.initialize, between two optimizer steps.
@@ -88,12 +93,13 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
     for partition in _partitions(engine, logical_name):
         pieces = [piece for piece in partition.pieces if not piece.placement.is_copy]
         for kind, value in {"param": partition.master, **states.get(partition.master, {})}.items():
-            if _is_spread_like(value, partition.master):
+            if torch.is_tensor(value) and value.shape == partition.master.shape:
                 yield from _fragments_of(pieces, kind, value)
                 continue
             number = torch.tensor([float(value)], dtype=torch.float64)
             for piece in pieces:
-                if piece.has_first_element():
+                # One rank alone holds a parameter's first logical element: that one saves it.
+                if piece.span.start == 0 and not any(piece.span.block.offset):
                     yield Fragment(piece.name, kind, (), Span.whole(Box.whole(())), number)
     for piece, share in _frozen_shares(engine, logical_name):
         yield from _fragments_of([piece], "param", share)
@@ -106,7 +112,7 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
 
 @contextlib.contextmanager
 def before_each_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
-    """While this lasts, have `action` done whenever weights and optimizer state begin to change."""
+    """Runs `action`, inside the context, before each change of weights and optimizer state."""
     inner: torch.optim.Optimizer = engine.optimizer.optimizer
     hook = inner.register_step_pre_hook(lambda *_: action())
     try:
@@ -118,10 +124,10 @@ def before_each_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
 def whole_fragments(
     tensors: Mapping[str, torch.Tensor], logical_name: LogicalName = str
 ) -> Iterator[Fragment]:
-    """Parameters that no engine holds, whole; for one rank to save.
+    """Yields parameters outside any engine, undivided, for one rank to save.
 
     Args:
-        tensors: by the module's name of each.
+        tensors: by their names in the module.
         logical_name: as in `fragments`.
     """
     for name, tensor in tensors.items():
@@ -131,64 +137,66 @@ def whole_fragments(
 
 
 def counters(engine: Any) -> dict[str, Any]:
-    """The engine's step counts and its loss scaler's state, as JSON; the same on every rank."""
+    """Step counts and loss scaler state of the engine, as JSON; the same on every rank."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     is_dynamic = scaler is not None and scaler.dynamic
-    fields = (
-        {field: getattr(scaler, field) for field in _LOSS_SCALER_FIELDS} if is_dynamic else None
-    )
+    fields = {field: getattr(scaler, field) for field in _LOSS_SCALER_FIELDS if is_dynamic}
     return {
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
-        "loss_scaler": fields,
+        "loss_scaler": fields or None,
     }
 
 
 def load_engine(
     engine: Any,
-    reader: CheckpointReader,
+    checkpoint: CheckpointFile,
     logical_name: LogicalName = str,
     *,
     others: Container[str] = (),
 ) -> None:
-    """Put a checkpoint into an engine, in place, whatever layout and precision it was saved at.
+    """Loads a checkpoint, saved at any layout and precision, into an engine in place; collective.
 
-    Every rank calls this and reads only what it holds. The weights in use are refreshed from the
-    masters, as after an optimizer step.
+    Each rank reads its own part only. The weights in use are refreshed from the masters, as after
+    an optimizer step.
 
     Args:
         engine: from deepspeed.initialize, fresh or between two optimizer steps.
-        reader: an open checkpoint; its `state["engine"]` must be what `counters` gave.
+        checkpoint: an open checkpoint; its `state["engine"]` is a result of `counters`.
         logical_name: the module's name of a parameter or buffer -> logical name.
-        others: logical names in the checkpoint that somebody else reads.
+        others: logical names in the checkpoint that are read elsewhere.
     Raises:
         StateError: on every rank, if any of them found another model or could not read.
     """
-    shapes = _shapes(engine, logical_name)
-    runtime.together(lambda: check_names(reader, shapes, others=others))
-    runtime.together(lambda: _read(engine, reader, logical_name))
-    if _is_zero3(engine):
-        partitioned.refresh_weights(engine.optimizer)
-    else:
-        engine.optimizer.update_lp_params()
-    _restore_counters(engine, reader.state["engine"])
+    tensors = (*engine.module.named_parameters(), *_persistent_buffers(engine.module))
+    shapes = {logical_name(name): _placement(engine, tensor).shape for name, tensor in tensors}
+    if engine.pipeline_parallelism:  # a stage holds a part of the names; the check is of the model
+        parts: list[Any] = [None] * engine.grid.pipe_parallel_size
+        group = engine.grid.get_pipe_parallel_group()
+        torch.distributed.all_gather_object(parts, shapes, group=group)
+        shapes = {name: shape for part in parts for name, shape in part.items()}
+    # Checked on all ranks before any of them changes its engine.
+    runtime.together(lambda: check_names(checkpoint, shapes, others=others))
+    runtime.together(lambda: _read(engine, checkpoint, logical_name))
+    _refresh_weights(engine)
+    _load_counters(engine, checkpoint.state["engine"])
 
 
 def load_module(
     module: torch.nn.Module,
-    reader: CheckpointReader,
+    checkpoint: CheckpointFile,
     logical_name: LogicalName = str,
     *,
     others: Container[str] = (),
 ) -> None:
-    """Fill a plain module, with all experts in this process, from the float32 master weights.
+    """Fills a plain module, with all experts in this process, from the float32 master weights.
 
     Args:
-        module: parameters on any device, of any float type; one tensor at a time is read.
-        reader: an open checkpoint.
+        module: on any device, of any float type; read one tensor at a time.
+        checkpoint: an open checkpoint.
         logical_name: module's name of a parameter or buffer -> logical name.
-        others: logical names in the checkpoint that somebody else reads.
+        others: logical names in the checkpoint that are read elsewhere.
     Raises:
         StateError: if names or shapes differ.
     """
@@ -197,14 +205,15 @@ def load_module(
         for name, tensor in (*module.named_parameters(), *_persistent_buffers(module))
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_names(reader, shapes, others=others)
+    check_names(checkpoint, shapes, others=others)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(reader.full(name, reader.content_kind(name)))
+            tensor.copy_(checkpoint.full(name, checkpoint.content_kind(name)))
 
 
 def _persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Name and tensor of the buffers that belong to a module's saved state."""
+    """Names and tensors of the buffers that belong to a module's saved state."""
+    # named_buffers lists the others, too, which a module computes anew.
     saved = module.state_dict(keep_vars=True)
     return [(name, tensor) for name, tensor in module.named_buffers() if name in saved]
 
@@ -214,21 +223,37 @@ def _is_zero3(engine: Any) -> bool:
 
 
 def _partitions(engine: Any, logical_name: LogicalName) -> Iterator[_Partition]:
-    """The partitions of this rank, in the optimizer's order."""
+    """Yields the partitions of this rank, in the optimizer's order."""
     names = {id(p): logical_name(name) for name, p in engine.module.named_parameters()}
     for master, parameters in _masters(engine):
-        found = (_piece(engine, names[id(p)], p) for p in parameters)
-        pieces = [piece for piece in found if piece is not None]
+        pieces = []
+        for param in parameters:
+            if _is_zero3(engine):
+                start, numel = _zero3_share(param)
+                number = engine.optimizer.get_param_id(param)
+                offset = int(engine.optimizer.grad_position[number][1])
+            else:
+                mapping: Any = param._hp_mapping  # type: ignore[attr-defined]
+                if mapping is None:
+                    continue
+                start = mapping.lp_fragment_address.start
+                numel = mapping.lp_fragment_address.numel
+                offset = mapping.hp_fragment_address.start
+            if numel:
+                placement = _placement(engine, param)
+                span = Span(placement.block, start, numel)
+                pieces.append(_Piece(names[id(param)], placement, span, offset))
         yield _Partition(master, [names[id(p)] for p in parameters], pieces)
 
 
 def _masters(engine: Any) -> list[tuple[torch.nn.Parameter, list[torch.nn.Parameter]]]:
-    """Flat float32 masters, and the trained parameters that they hold shares of."""
+    """Flat float32 masters, each with the trained parameters that it holds shares of."""
     optimizer = engine.optimizer
     if _is_zero3(engine):
-        return list(partitioned.sub_groups(optimizer))
+        flat = optimizer.fp32_partitioned_groups_flat
+        return list(zip(flat, optimizer.fp16_groups, strict=True))
     assert engine.zero_optimization_stage() in (1, 2), "written for ZeRO stages 1 to 3"
-    # 0.19.8 links `_hp_mapping` in the order before the round-robin shuffle: it would be wrong.
+    # 0.19.8 links `_hp_mapping` in the order before the round-robin shuffle, which is wrong.
     assert not engine.zero_round_robin_gradients(), "round_robin_gradients cannot be saved"
     masters = [master for group in optimizer.optimizer.param_groups for master in group["params"]]
     is_bf16_optimizer = hasattr(optimizer, "bf16_groups")
@@ -236,32 +261,21 @@ def _masters(engine: Any) -> list[tuple[torch.nn.Parameter, list[torch.nn.Parame
     return list(zip(masters, groups, strict=True))
 
 
-def _mapping(param: torch.nn.Parameter) -> Any:
-    """Where the parameter lies in this rank's partition; None if nothing of it does."""
-    return param._hp_mapping  # type: ignore[attr-defined]
-
-
-def _piece(engine: Any, name: str, param: torch.nn.Parameter) -> _Piece | None:
-    """The range of a trained parameter that this rank holds; None if it holds nothing of it."""
-    placement = _placement(engine, param)
-    if _is_zero3(engine):
-        start, numel = partitioned.share(param)
-        offset = partitioned.offset(engine.optimizer, param)
-    elif _mapping(param) is None:
-        return None
-    else:
-        local = _mapping(param).lp_fragment_address
-        flat = _mapping(param).hp_fragment_address
-        start = local.start
-        numel = local.numel
-        offset = flat.start
-    return _Piece(name, placement, Span(placement.block, start, numel), offset) if numel else None
+def _zero3_share(parameter: Any) -> tuple[int, int]:
+    """Start and number of this rank's elements of a partitioned parameter, without padding."""
+    size = parameter.ds_tensor.ds_numel
+    total = parameter.ds_numel
+    start = min(parameter.ds_zero_partition_rank * size, total)
+    return start, min(size, total - start)
 
 
 def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
-    """Expert parameters are a block of experts, in order of expert rank; others are whole, or the
-    box that tensor parallelism left of them."""
-    # what ZeRO-3 has partitioned shows nothing of its shape
+    """Placement of a parameter or buffer.
+
+    Expert parameters are a block of experts, in order of expert rank. Others are undivided, or the
+    shard that tensor parallelism gives this rank.
+    """
+    # A parameter partitioned by ZeRO-3 is an empty tensor beside its own shape.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     copied = is_copy(tensor)
     if getattr(tensor, "allreduce", True):
@@ -271,6 +285,8 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
             return _Placement(shard.logical_shape, Box(shard.offset, shape), is_first, copied)
         return _Placement(shape, Box.whole(shape), is_first, copied)
     name: str = tensor.group_name  # type: ignore[attr-defined]
+    # DeepSpeed's expert group holds one copy of a layer's experts, in order; its expert data group
+    # holds the replicas of one rank's.
     experts = engine.expert_parallel_group[name]
     replicas = engine.expert_data_parallel_group[name]
     first = torch.distributed.get_rank(experts) * shape[0]
@@ -281,89 +297,73 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
 
 
 def _frozen(engine: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names and values of the parameters that the optimizer does not train."""
     trained = {id(p) for _, parameters in _masters(engine) for p in parameters}
     return [(name, p) for name, p in engine.module.named_parameters() if id(p) not in trained]
 
 
 def _frozen_shares(engine: Any, logical_name: LogicalName) -> Iterator[tuple[_Piece, torch.Tensor]]:
-    """This rank's shares of frozen parameters, which ZeRO-3 alone partitions too."""
+    """Yields this rank's shares of frozen parameters, which only ZeRO-3 partitions."""
     for name, param in _frozen(engine) if _is_zero3(engine) else ():
         placement = _placement(engine, param)
-        (start, numel) = partitioned.share(param)
+        start, numel = _zero3_share(param)
         if numel:
-            span = Span(placement.block, start, numel)
-            yield _Piece(logical_name(name), placement, span, 0), partitioned.held(param)
+            piece = _Piece(logical_name(name), placement, Span(placement.block, start, numel), 0)
+            yield piece, param.ds_tensor  # type: ignore[attr-defined]
 
 
 def _unpartitioned(
     engine: Any, logical_name: LogicalName
 ) -> Iterator[tuple[str, torch.Tensor, str, _Placement]]:
-    """Persistent buffers and, but for ZeRO-3, frozen parameters: whole on every replica."""
+    """Yields the tensors that each replica holds undivided: name, tensor, kind and placement.
+
+    These are persistent buffers and, except under ZeRO-3, frozen parameters.
+    """
     for name, param in () if _is_zero3(engine) else _frozen(engine):
         yield logical_name(name), param, "param", _placement(engine, param)
     for name, buffer in _persistent_buffers(engine.module):
         yield logical_name(name), buffer, "buffer", _placement(engine, buffer)
 
 
-def _is_spread_like(value: Any, master: torch.Tensor) -> bool:
-    """Whether a piece of optimizer state has one element per master weight."""
-    return torch.is_tensor(value) and value.shape == master.shape
-
-
 def _fragments_of(pieces: list[_Piece], kind: str, partition: torch.Tensor) -> Iterator[Fragment]:
-    """Pieces of a flat partition, in its order."""
+    """Yields the pieces of a flat partition, in its order."""
+    # Shares of frozen parameters have the type of the weights; files hold float32.
     values = partition.detach().float()
     for piece in pieces:
         yield Fragment(piece.name, kind, piece.placement.shape, piece.span, piece.of(values))
 
 
-def _shapes(engine: Any, logical_name: LogicalName) -> dict[str, tuple[int, ...]]:
-    """Logical names and shapes of the whole model, whose parts pipeline stages hold; collective."""
-    tensors = (*engine.module.named_parameters(), *_persistent_buffers(engine.module))
-    own = {logical_name(name): _placement(engine, tensor).shape for name, tensor in tensors}
-    if not engine.pipeline_parallelism:
-        return own
-    parts: list[Any] = [None] * engine.grid.pipe_parallel_size
-    torch.distributed.all_gather_object(parts, own, group=engine.grid.get_pipe_parallel_group())
-    return {name: shape for part in parts for name, shape in part.items()}
-
-
-def _read(engine: Any, reader: CheckpointReader, logical_name: LogicalName) -> None:
-    """The part of loading that one rank does alone."""
+def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) -> None:
+    """Reads this rank's part of a checkpoint; the phase of loading without collectives."""
     with torch.no_grad():
         for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
-            values = reader.read(name, kind, block=placement.block)
+            values = checkpoint.read(name, kind, block=placement.block)
             tensor.copy_(values.reshape(tensor.shape))
         for piece, share in _frozen_shares(engine, logical_name):
-            _fill(share, piece, reader, "param")
+            _fill(share, piece, checkpoint, "param")
     partitions = list(_partitions(engine, logical_name))
-    is_untrained = all(reader.kinds(n) == ["param"] for part in partitions for n in part.names)
-    if is_untrained:
-        _forget_optimizer_state(engine)
+    is_untrained = all(checkpoint.kinds(n) == ["param"] for part in partitions for n in part.names)
+    if is_untrained:  # saved before the first step: the optimizer starts anew, too
+        engine.optimizer.optimizer.state.clear()
+        engine.optimizer._hp_optimizer_states_linked = False
     else:
         _materialise_optimizer_state(engine)
     for partition in partitions:
         for piece in partition.pieces:
-            _fill(partition.master, piece, reader, "param")
+            _fill(partition.master, piece, checkpoint, "param")
         if not is_untrained:
-            _read_optimizer_state(engine.optimizer.optimizer, partition, reader)
+            _read_optimizer_state(engine.optimizer.optimizer, partition, checkpoint)
 
 
-def _fill(flat: torch.Tensor, piece: _Piece, reader: CheckpointReader, kind: str) -> None:
+def _fill(flat: torch.Tensor, piece: _Piece, checkpoint: CheckpointFile, kind: str) -> None:
     span = piece.span
     piece.of(flat.detach()).copy_(
-        reader.read(piece.name, kind, block=span.block, start=span.start, numel=span.numel)
+        checkpoint.read(piece.name, kind, block=span.block, start=span.start, numel=span.numel)
     )
 
 
-def _forget_optimizer_state(engine: Any) -> None:
-    """For a checkpoint from before the first step: the optimizer starts as it did then."""
-    engine.optimizer.optimizer.state.clear()
-    engine.optimizer._hp_optimizer_states_linked = False
-
-
 def _materialise_optimizer_state(engine: Any) -> None:
-    """Let the optimizer make its own state, in its own types, by a step that changes nothing.
+    """Makes the optimizer create its state, in its own types, by a step that changes nothing.
 
     Learning rate and gradients are zero; the masters are read afterwards in any case.
     """
@@ -371,6 +371,7 @@ def _materialise_optimizer_state(engine: Any) -> None:
     masters = [master for master, _ in _masters(engine)]
     if all(inner.state.get(p) for p in masters):
         return
+    # A rate of zero also tells gradient clipping of Stage B that no part learns in this step.
     rates = [group["lr"] for group in inner.param_groups]
     gradients = [p.grad for p in masters]
     for group in inner.param_groups:
@@ -378,7 +379,9 @@ def _materialise_optimizer_state(engine: Any) -> None:
     for p in masters:
         p.grad = torch.zeros_like(p)
     if _is_zero3(engine):
-        partitioned.step_each(engine.optimizer)
+        # The inner optimizer holds the master of one sub-group at a time.
+        for number in range(len(engine.optimizer.fp16_groups)):
+            engine.optimizer._optimizer_step(number)
     else:
         inner.step()
     for group, rate in zip(inner.param_groups, rates, strict=True):
@@ -388,46 +391,59 @@ def _materialise_optimizer_state(engine: Any) -> None:
 
 
 def _read_optimizer_state(
-    inner: torch.optim.Optimizer, partition: _Partition, reader: CheckpointReader
+    inner: torch.optim.Optimizer, partition: _Partition, checkpoint: CheckpointFile
 ) -> None:
+    """Fills the optimizer's state of one partition, which `inner` has created.
+
+    Raises:
+        StateError: if another kind of optimizer, or other parameter groups, saved the checkpoint.
+    """
     state = inner.state[partition.master]
-    _check_kinds(partition, set(state), reader)
-    for kind, value in state.items():
-        if _is_spread_like(value, partition.master):
-            for piece in partition.pieces:
-                _fill(value, piece, reader, kind)
-        else:
-            number = _shared_number(partition, reader, kind)
-            # In place and in the optimizer's own type: AdamW holds a tensor, CPUAdam an int.
-            state[kind] = value.fill_(number) if torch.is_tensor(value) else type(value)(number)
-
-
-def _check_kinds(partition: _Partition, kinds: set[str], reader: CheckpointReader) -> None:
     for name in partition.names:
-        saved = set(reader.kinds(name)) - {"param"}
-        if saved != kinds:
+        saved = set(checkpoint.kinds(name)) - {"param"}
+        if saved != set(state):
             raise StateError(
-                f"{reader.path}: {name} was saved with optimizer state {sorted(saved)}, this "
-                f"optimizer keeps {sorted(kinds)}. Resume with the optimizer that it was saved with"
+                f"{checkpoint.path}: {name} was saved with optimizer state {sorted(saved)}, this "
+                f"optimizer keeps {sorted(state)}. Resume with the optimizer that it was saved with"
             )
+    for kind, value in state.items():
+        if torch.is_tensor(value) and value.shape == partition.master.shape:
+            for piece in partition.pieces:
+                _fill(value, piece, checkpoint, kind)
+            continue
+        # One number for all parameters of a group, such as the step count.
+        numbers = {checkpoint.read(name, kind).item() for name in partition.names}
+        if len(numbers) != 1:
+            raise StateError(
+                f"{checkpoint.path}: parameters of one group were saved with different {kind} "
+                f"counts {sorted(numbers)}; resume with the parameter groups that they were saved "
+                "with"
+            )
+        number = numbers.pop()
+        # In place and in the optimizer's own type: AdamW holds a tensor, CPUAdam an int.
+        state[kind] = value.fill_(number) if torch.is_tensor(value) else type(value)(number)
 
 
-def _shared_number(partition: _Partition, reader: CheckpointReader, kind: str) -> float:
-    """The one number that all parameters of a group have, such as the step count."""
-    numbers = {reader.read(name, kind).item() for name in partition.names}
-    if len(numbers) != 1:
-        raise StateError(
-            f"{reader.path}: parameters of one group were saved with different {kind} counts "
-            f"{sorted(numbers)}; resume with the parameter groups that they were saved with"
-        )
-    return numbers.pop()
+def _refresh_weights(engine: Any) -> None:
+    """Sets the weights in use to the masters, as after a step; collective."""
+    optimizer = engine.optimizer
+    if not _is_zero3(engine):
+        optimizer.update_lp_params()
+        return
+    optimizer.parameter_offload.partition_all_parameters()
+    for number in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    persistent = optimizer.persistent_parameters  # small ones, which every rank holds undivided
+    if persistent:
+        persistent[0].all_gather(persistent)
 
 
-def _restore_counters(engine: Any, saved: dict[str, Any]) -> None:
+def _load_counters(engine: Any, saved: dict[str, Any]) -> None:
+    """Sets the step counts and the loss scaler's state to a result of `counters`."""
     engine.global_steps = saved["global_steps"]
     engine.global_samples = saved["global_samples"]
     engine.skipped_steps = saved["skipped_steps"]
-    # Accumulation may differ from the saving run's: what must hold is the boundary.
+    # Accumulation may differ from the saving run's; the boundary between steps must hold.
     engine.micro_steps = saved["global_steps"] * engine.gradient_accumulation_steps()
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if saved["loss_scaler"] is not None and scaler is not None and scaler.dynamic:

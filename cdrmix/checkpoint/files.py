@@ -1,6 +1,6 @@
-"""Durable files: written, digested in the same pass and flushed to the device before they count.
+"""Durable files: digested while they are written, and flushed to the device before they count.
 
-manifest.json: size and sha256 of every file of a checkpoint, written last, believed first.
+The manifest of a checkpoint holds size and sha256 of its files. It is written last, and read first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict, TypeVar
 
@@ -25,10 +26,10 @@ from cdrmix.log import get_logger
 
 T = TypeVar("T")
 logger = get_logger(__name__)
-# Large enough that a system call and a thread hand-over cost nothing beside it.
+# Large enough that a system call and a thread hand-over are negligible beside it.
 _CHUNK_BYTES = 16 * 2**20
 # safetensors' names of element types.
-_DTYPE_NAMES = {
+SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -40,10 +41,10 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Pauses before a failed read is tried again: a file server that fails over is back within these.
+# Pauses before a failed read is repeated: a file server that fails over is back within these.
 READ_RETRY_SECONDS = (1.0, 4.0, 10.0)
-# Errors that say something of the server or the way to it and nothing of the file. EACCES is one:
-# NFS gives it while a Kerberos ticket is renewed. ENOSPC and EDQUOT are not: waiting frees nothing.
+# Errors of the server or the way to it, not of the file. EACCES is one: NFS returns it while a
+# Kerberos ticket is renewed. ENOSPC and EDQUOT are not: waiting frees nothing.
 _PASSING = {
     getattr(errno, name)
     for name in (
@@ -55,12 +56,12 @@ _PASSING = {
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether an error tells of the file system's state for now, and nothing of the file."""
+    """True for an error of the file system's present state, which says nothing of the file."""
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
 def retried(read: Callable[[], T], path: Path) -> T:
-    """Result of `read`, which is tried again, after pauses, where the file system fails for now.
+    """Calls `read`, again after pauses while the file system fails, and returns its result.
 
     Raises:
         InfrastructureError: naming `path`, if it still fails after the last pause.
@@ -79,17 +80,17 @@ def retried(read: Callable[[], T], path: Path) -> T:
                     "with --resume auto when the file system answers. If this file is lost for "
                     "good, move its checkpoint folder away to go on from an older one"
                 ) from error
-            reason = error.filename or path, error.strerror, seconds
-            logger.warning("%s: %s; read again in %.0f s", *reason)
+            name = error.filename or path
+            logger.warning("%s: %s; read again in %.0f s", name, error.strerror, seconds)
             time.sleep(seconds)
     raise AssertionError("the last try returns or raises")
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file, read again where the file system fails for now.
+    """Content of a JSON file, read with retries as `retried` makes them.
 
     Raises:
-        InfrastructureError: if it fails for longer.
+        InfrastructureError: if the file system does not recover.
         OSError: if there is no such file, or it is a link, a pipe or a device.
         ValueError: if it is not JSON, or nested deeper than any that this package writes.
     """
@@ -100,13 +101,16 @@ def read_json(path: Path) -> Any:
 
     try:
         return json.loads(retried(content, path))
-    except RecursionError as error:
+    except RecursionError as error:  # the file may come from anywhere
         raise ValueError("nested too deeply") from error
 
 
 def check_plain(path: Path) -> int:
-    """Size in bytes of a regular file. Raises OSError for links, pipes and devices, whose content
-    is not the folder's, and which may never end."""
+    """Size in bytes of a regular file.
+
+    Raises:
+        OSError: for links, pipes and devices: their content is not the folder's, or never ends.
+    """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file (links are not followed)", str(path))
@@ -114,37 +118,37 @@ def check_plain(path: Path) -> int:
 
 
 class FileRecord(TypedDict):
-    """What a manifest says of one file."""
+    """Entry of a manifest for one file."""
 
     bytes: int
     sha256: str
 
 
 def json_text(value: Any) -> str:
-    """`value` as the text of a JSON file."""
+    """Text of a JSON file with `value`."""
     return json.dumps(value, indent=1) + "\n"
 
 
 def write_text(path: Path, text: str) -> FileRecord:
-    """Write `text`, durably. Raises OSError naming `path`."""
+    """Writes `text` durably. Raises OSError naming `path`."""
     with _durable(path) as sink:
         sink.write(memoryview(text.encode()))
     return sink.record()
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
-    """Write `value` as JSON, durably. Raises OSError naming `path`."""
+    """Writes `value` as JSON durably. Raises OSError naming `path`."""
     return write_text(path, json_text(value))
 
 
 def write_tensors(path: Path, header: bytes, data: Iterable[torch.Tensor]) -> FileRecord:
-    """Write a safetensors file, one tensor in host memory at a time, durably.
+    """Writes a safetensors file durably, with one tensor in host memory at a time.
 
     Args:
         path: file to create.
-        header: `safetensors_header` of the tensors, those of the widest elements first: the format
+        header: `safetensors_header` of the tensors, the widest element types first: the format
             allows no gaps, and torch needs aligned offsets.
-        data: tensors on any device, or pieces of memory, that hold the bytes of these tensors.
+        data: tensors on any device that together hold the bytes of these tensors.
     Raises:
         OSError: naming `path`.
     """
@@ -156,41 +160,41 @@ def write_tensors(path: Path, header: bytes, data: Iterable[torch.Tensor]) -> Fi
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, uint8, on its device; a view where it is contiguous."""
+    """Bytes of a tensor, uint8, on its device; a view where it is contiguous."""
     flat = tensor.detach().reshape(-1).contiguous()
     # A single element counts as contiguous whatever its stride; a byte view does not.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def safetensors_header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
-    """What stands before the data of `tensors`, distinct keys in the order of the file."""
+    """Bytes of a safetensors file before the data of `tensors`, which have distinct keys."""
     assert len({key for key, _ in tensors}) == len(tensors), "a key is there twice"
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for key, tensor in tensors:
         end = position + tensor.numel() * tensor.element_size()
         entries[key] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": SAFETENSORS_TYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [position, end],
         }
         position = end
     text = json.dumps(entries).encode()
+    # The data begins at a multiple of 8, as the widest element needs it.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Set the content of a small file in one step: a reader finds the old text or the new one."""
+    """Replaces the content of a file in one step: a reader finds the old text or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with _durable(temporary) as sink:
-        sink.write(memoryview(text.encode()))
+    write_text(temporary, text)
     os.replace(temporary, path)
     sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Makes the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -199,13 +203,13 @@ def sync_directory(path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file's content, hex."""
+    """sha256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Sink:
-    """Counts, digests and writes; the digest of a chunk runs beside its write."""
+    """Writes to a file, and counts and digests; the digest of a chunk runs beside its write."""
 
     def __init__(self, file: BinaryIO, hasher: ThreadPoolExecutor) -> None:
         self._file = file
@@ -216,11 +220,12 @@ class _Sink:
     def write(self, data: memoryview) -> None:
         for first in range(0, data.nbytes, _CHUNK_BYTES):
             chunk = data[first : first + _CHUNK_BYTES]
-            hashed = self._hasher.submit(self._digest.update, chunk)
+            # hashlib releases the GIL, so that the digest and the write really overlap.
+            hashing = self._hasher.submit(self._digest.update, chunk)
             try:
                 self._file.write(chunk)
-            finally:
-                hashed.result()
+            finally:  # the caller may reuse the memory of a chunk
+                hashing.result()
         self._bytes += data.nbytes
 
     def record(self) -> FileRecord:
@@ -229,9 +234,14 @@ class _Sink:
 
 @contextlib.contextmanager
 def _durable(path: Path) -> Iterator[_Sink]:
-    """A sink whose bytes are on the device when the block ends; errors name `path`."""
+    """Yields a sink whose bytes are on the device when the block ends; errors name `path`."""
+
+    def opener(path: str, flags: int) -> int:
+        # A link that somebody left under this name would lead out of the folder.
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
     try:
-        with ThreadPoolExecutor(1) as hasher, open(path, "wb", opener=_no_link) as file:
+        with ThreadPoolExecutor(1) as hasher, open(path, "wb", opener=opener) as file:
             yield _Sink(file, hasher)
             file.flush()
             os.fsync(file.fileno())
@@ -240,54 +250,56 @@ def _durable(path: Path) -> Iterator[_Sink]:
         raise
 
 
-def _no_link(path: str, flags: int) -> int:
-    """Opens a file of that very folder: a link that somebody left there would lead elsewhere."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
 FORMAT = 1
 _NAME = "manifest.json"
-# A manifest may come from anywhere; no other name is one of a checkpoint's files.
+# A manifest may come from anywhere: a name in it must not lead out of the checkpoint's folder.
 _FILE_NAME = re.compile(r"(rank-[0-9]{5,9}\.(safetensors|json)|index\.json|state\.json)")
 _NOT_A_MANIFEST = (ValueError, TypeError, KeyError, AttributeError)
 
 
 def write_checkpoint_manifest(folder: Path, files: dict[str, FileRecord], *, save: int) -> None:
-    """Record `files`, all of a checkpoint's others, and the number of the save, durably."""
+    """Writes the manifest of a checkpoint, durably.
+
+    Args:
+        folder: of the checkpoint.
+        files: all other files of it.
+        save: number of the save.
+    """
     write_json(folder / _NAME, {"format": FORMAT, "save": save, "files": files})
 
 
 def save_number(folder: Path) -> int | None:
-    """Number of the save that wrote a checkpoint, counted through all starts and rollbacks of a
-    run; 0 for one of a version that counted none, None where no manifest can be made out.
+    """Number of the save that wrote a checkpoint, counted through all starts and rollbacks.
 
+    Returns:
+        0 for a checkpoint of a version that did not count; None without a readable manifest.
     Raises:
-        InfrastructureError: if the file system fails for now.
+        InfrastructureError: if the file system does not answer at present.
     """
     try:
-        return _read(folder)[0]
+        return _read_manifest(folder)[0]
     except (OSError, *_NOT_A_MANIFEST):
         return None
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder of any name was once a whole checkpoint."""
+    """True for a folder, of any name, that was completed as a checkpoint."""
     return (folder / _NAME).exists()
 
 
 def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = True) -> list[str]:
-    """Reasons why a checkpoint is damaged; empty when it is whole.
+    """Reasons why a checkpoint is damaged; empty for a whole one.
 
     Args:
         folder: the checkpoint.
-        part: share of the files to look at, 0 to parts - 1; large files are spread evenly.
+        part: share of the files to check, 0 to parts - 1; large files are spread evenly.
         parts: number of shares.
-        with_digests: read every byte and compare sha256; else only sizes.
+        with_digests: read every byte and compare sha256; else compare sizes only.
     Raises:
-        InfrastructureError: if the file system fails for now, which says nothing of the checkpoint.
+        InfrastructureError: if the file system does not answer: no evidence against the files.
     """
     try:
-        _, files = _read(folder)
+        _, files = _read_manifest(folder)
     except (OSError, *_NOT_A_MANIFEST) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not a manifest ({error})"
         return [f"{_NAME}: {reason}"]
@@ -295,14 +307,9 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = 
     reasons = []
     for name in largest_first[part::parts]:
         path = folder / name
-        record = files[name]
         try:
-            reason = retried(
-                lambda path=path, record=record: _file_damage(  # type: ignore[misc]
-                    path, record, with_digests=with_digests
-                ),
-                path,
-            )
+            check = partial(_file_damage, path, files[name], with_digests=with_digests)
+            reason = retried(check, path)
         except OSError as error:
             reason = str(error.strerror)
         if reason:
@@ -310,8 +317,8 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = 
     return reasons
 
 
-def _read(folder: Path) -> tuple[int, dict[str, FileRecord]]:
-    """Number of the save and records of all files."""
+def _read_manifest(folder: Path) -> tuple[int, dict[str, FileRecord]]:
+    """Number of the save, and the records of all files."""
     manifest = read_json(folder / _NAME)
     if manifest["format"] != FORMAT:
         raise ValueError(f"format {manifest['format']!r}, this version reads {FORMAT}")
@@ -328,6 +335,7 @@ def _read(folder: Path) -> tuple[int, dict[str, FileRecord]]:
 
 
 def _file_damage(path: Path, record: FileRecord, *, with_digests: bool) -> str:
+    """Reason why a file differs from its record; empty if it does not."""
     size = check_plain(path)
     if size != record["bytes"]:
         return f"{size} bytes, {record['bytes']} were written"

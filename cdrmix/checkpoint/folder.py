@@ -1,6 +1,6 @@
 """One checkpoint folder: written by all ranks beside its name, completed and named by rank 0.
 
-What is written here can be written again over what an earlier try left.
+Every step here can be repeated after a failed attempt, over the files that it left.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _STEP_FOLDER = re.compile(r"(\d+)(\.replaced)?")
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank adds to a checkpoint.
+    """Contribution of one rank to a checkpoint.
 
     Attributes:
-        rank: its number.
-        fragments: what it holds.
-        data: their values in the order of its file, or the bytes of these, end to end.
-        state: its small state, as JSON.
+        rank: number of the rank.
+        fragments: parts of tensors on this rank.
+        data: their values in the order of the rank's file, or the bytes of these, end to end.
+        state: small state of the rank, as JSON.
     """
 
     rank: int
@@ -56,35 +56,40 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Part:
-    """A share that is on the disk: its files, and where in them its fragments lie."""
+    """A share that is on the disk: its files, and the index entries of its fragments."""
 
     files: dict[str, FileRecord]
     index: list[dict[str, Any]]
 
 
 def make_share(rank: int, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> RankShare:
-    """The share of this rank, its data where they are."""
-    held = list(fragments)
-    return RankShare(rank, held, [fragment.values for fragment in _in_file_order(held)], state)
+    """Share of this rank, without copying its data."""
+    listed = list(fragments)
+    return RankShare(rank, listed, [fragment.values for fragment in _in_file_order(listed)], state)
 
 
 def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
-    """Make the folder to write into; one rank also removes what dead saves left beside it."""
+    """Makes the folder to write into; one rank also removes the remains of dead saves beside it."""
     root = temporary.parent
     root.mkdir(parents=True, exist_ok=True)
     temporary.mkdir(exist_ok=True)
     if clears_leftovers:
-        sync_directory(root.parent)
+        sync_directory(root.parent)  # or a crash could lose the name of `root` itself
         for folder in root.glob("*.tmp-*"):
             if folder != temporary:
                 _delete(folder)
         for replaced in root.glob("*.replaced"):
-            _put_back(replaced)
+            # `publish` was killed between its two renames, or after them.
+            final = replaced.with_suffix("")
+            if final.exists():
+                _remove(replaced)
+            else:
+                os.rename(replaced, final)
 
 
 def write_share(temporary: Path, share: RankShare) -> None:
-    """Write one rank's files, and what rank 0 is to know of them."""
-    name = _name(share.rank)
+    """Writes one rank's files, and an account of them for rank 0."""
+    name = f"rank-{share.rank:05d}"
     tensor_file = f"{name}.safetensors"
     json_file = f"{name}.json"
     ordered = _in_file_order(share.fragments)
@@ -98,18 +103,25 @@ def write_share(temporary: Path, share: RankShare) -> None:
 
 
 def read_parts(temporary: Path, world_size: int) -> list[Part]:
-    """What so many ranks have written."""
-    files = (temporary / f"{_name(rank)}.part" for rank in range(world_size))
+    """Accounts of all ranks of their files."""
+    files = (temporary / f"rank-{rank:05d}.part" for rank in range(world_size))
     return [Part(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
 
 def complete(temporary: Path, parts: list[Part], state: str, *, save: int) -> None:
-    """Make the files of all ranks a checkpoint: add index, state, and a manifest with the number of
-    the save."""
+    """Completes a checkpoint of the files of all ranks: writes index, state and manifest.
+
+    Args:
+        temporary: its folder.
+        parts: result of `read_parts`; the accounts are deleted here, so a repeated call needs it.
+        state: text of state.json.
+        save: number of the save.
+    """
     index = merge_entries(entry for part in parts for entry in part.index)
     files = {name: record for part in parts for name, record in part.files.items()}
     files["index.json"] = write_json(temporary / "index.json", {"tensors": index})
     files["state.json"] = write_text(temporary / "state.json", state)
+    # The manifest comes last: without it a folder is not a whole checkpoint.
     write_checkpoint_manifest(temporary, files, save=save)
     for path in temporary.glob("*.part"):
         path.unlink()
@@ -117,12 +129,12 @@ def complete(temporary: Path, parts: list[Part], state: str, *, save: int) -> No
 
 
 def publish(temporary: Path, step: int) -> None:
-    """Give a complete folder its name; a kill at any point leaves a whole one to find."""
+    """Gives a complete folder its name; a kill at any point leaves a whole checkpoint to find."""
     root = temporary.parent
     final = root / str(step)
     replaced = root / f"{step}.replaced"
-    if temporary.exists():  # else an earlier try got further
-        if final.exists():
+    if temporary.exists():  # else an earlier attempt has renamed it
+        if final.exists():  # a rename cannot replace a directory with content
             os.rename(final, replaced)
         os.rename(temporary, final)
     sync_directory(root)
@@ -132,8 +144,10 @@ def publish(temporary: Path, step: int) -> None:
 
 
 def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> None:
-    """Remove checkpoints newer than `step`, and those older than the newest `keep` whole ones, but
-    for that of step `pinned`."""
+    """Removes checkpoints newer than `step`, and those older than the newest `keep` whole ones.
+
+    The checkpoint of step `pinned` stays if it is not newer.
+    """
     folders = step_folders(root)
     newer = [folder for folder in folders if step_of(folder) > step]
     for folder in newer:
@@ -147,37 +161,21 @@ def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> 
 
 
 def _looks_whole(folder: Path) -> bool:
-    """False also where it cannot be read for now: one too many is then left."""
+    """True if all sizes are right. An unreadable one counts as damaged: one too many then stays."""
     try:
         return not damage(folder, with_digests=False)
     except InfrastructureError:
         return False
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint that a run does not go on from, so that no save removes or replaces it.
-
-    Returns:
-        `<step>.set-aside-<n>` beside it, which is no checkpoint by its name.
-    Raises:
-        OSError: if it cannot be renamed.
-    """
-    number = 1
-    while (aside := folder.with_name(f"{step_of(folder)}.set-aside-{number}")).exists():
-        number += 1
-    os.rename(folder, aside)
-    sync_directory(folder.parent)
-    return aside
-
-
 def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
-    """Checkpoints, the last one saved first: after a rollback, one of a lower step may be newer.
+    """Sorts checkpoints, the last one saved first: after a rollback, a lower step may be newer.
 
-    One without a readable manifest is taken for as new as its step allows, so that it is looked at
-    and its damage told. Of equal ones the order stays.
+    One without a readable manifest counts as the newest that its step allows, so that it is checked
+    and its damage reported. Equal ones keep their order.
 
     Raises:
-        InfrastructureError: if the file system fails for now.
+        InfrastructureError: if the file system does not answer at present.
     """
     numbers = {folder: save_number(folder) for folder in folders}
     if len(numbers) < 2:  # a single one may have any name
@@ -195,7 +193,7 @@ def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
 
 
 def is_step_folder(folder: Path) -> bool:
-    """Whether a folder has the name of a checkpoint."""
+    """True for a folder with the name of a checkpoint."""
     return _STEP_FOLDER.fullmatch(folder.name) is not None
 
 
@@ -208,12 +206,8 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The step that a checkpoint's name tells."""
+    """Step in a checkpoint's name."""
     return int(folder.name.removesuffix(".replaced"))
-
-
-def _name(rank: int) -> str:
-    return f"rank-{rank:05d}"
 
 
 def _key(fragment: Fragment) -> str:
@@ -221,22 +215,15 @@ def _key(fragment: Fragment) -> str:
 
 
 def _in_file_order(fragments: list[Fragment]) -> list[Fragment]:
-    """The widest elements first, see `write_tensors`; then by kind, because those of one kind are
-    neighbours in memory and are copied at once."""
+    """Sorts by width of the elements, widest first, as `write_tensors` needs it, then by kind.
+
+    Fragments of one kind are neighbours in memory, and are copied together.
+    """
     return sorted(fragments, key=lambda f: (-f.values.element_size(), f.kind))
 
 
-def _put_back(replaced: Path) -> None:
-    """End what a kill between the two renames of `publish`, or after them, left."""
-    final = replaced.with_suffix("")
-    if final.exists():
-        _remove(replaced)
-    else:
-        os.rename(replaced, final)
-
-
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint so that a kill in the middle leaves no half of it under its name."""
+    """Removes a checkpoint; a kill in the middle leaves no half of it under its name."""
     doomed = folder.with_name(f"{folder.name}.tmp-removed")
     try:
         os.rename(folder, doomed)
@@ -247,7 +234,7 @@ def _remove(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete what is no checkpoint (any more); the next save tries again what remains."""
+    """Deletes a folder that is not, or no longer, a checkpoint; the next save deletes the rest."""
     try:
         shutil.rmtree(folder)
     except OSError as error:

@@ -1,17 +1,14 @@
-"""Fragments: how a rank says which part of a logical tensor it holds.
+"""Fragments: the parts of logical tensors that ranks hold, and the names of these tensors.
 
 Logical shape: the unsharded shape of a parameter. Block: a box of the logical tensor, the local
 parameter of a rank (all of it for most; some experts, rows or columns for sharded ones). Span: a
-range of a block's elements in row-major order, what ZeRO leaves to one data rank. A fragment is a
-span with its values. Every earlier layout is a set of spans, so reading into another layout is the
-intersection of spans.
+range of a block's elements in row-major order, the share that ZeRO gives to one data rank. A
+fragment is a span with its values. Every earlier layout is a set of spans, so reading into another
+layout is the intersection of spans.
 
-index.json: logical name -> kind -> shape, dtype and the files in which its fragments lie.
-
-Which part of Stage B a parameter belongs to, and what it is called in checkpoints.
-
-In a checkpoint the backbone's parameters have the names that Stage A gave them, so that whoever
-reads a backbone reads one of Stage B too; all others stand under `stage_b.`.
+In index.json each logical name has kinds, each with a shape, a dtype and the files of its
+fragments. Parameters of a backbone trained or used in Stage B keep the names that Stage A gave
+them, so that whoever reads a backbone reads one of Stage B too; all others begin with `stage_b.`.
 """
 
 from __future__ import annotations
@@ -32,30 +29,28 @@ from cdrmix.models import backbone
 # N dimensions of a tensor, R runs (contiguous in source and target alike)
 @dataclass(frozen=True)
 class Box:
-    """A box of a logical tensor: where it starts and how large it is, both [N]."""
+    """A box of a logical tensor: its first index and its size, both [N]."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Box:
-        """The block that is all of a tensor of `shape`."""
+        """Block that is all of a tensor of `shape`."""
         sizes = tuple(shape)
         return cls((0,) * len(sizes), sizes)
 
     @property
     def numel(self) -> int:
-        """Elements in the block."""
+        """Number of elements in the block."""
         return math.prod(self.shape)
 
     def bounds_shared_with(self, other: Box) -> tuple[list[int], list[int]] | None:
         """First and past-the-last logical index, [N] each, of the common box; None if empty."""
-        low = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
-        high = [min(a, b) for a, b in zip(self._end(), other._end(), strict=True)]
+        boxes = list(zip(self.offset, self.shape, other.offset, other.shape, strict=True))
+        low = [max(a, b) for a, _, b, _ in boxes]
+        high = [min(a + size, b + other_size) for a, size, b, other_size in boxes]
         return (low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
-
-    def _end(self) -> tuple[int, ...]:
-        return tuple(a + b for a, b in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class Span:
 
     @classmethod
     def whole(cls, block: Box) -> Span:
-        """The span that is all of `block`."""
+        """Span that is all of `block`."""
         return cls(block, 0, block.numel)
 
 
@@ -76,12 +71,12 @@ class Span:
 class Fragment:
     """Values of one span of one logical tensor.
 
-    Args:
+    Attributes:
         name: logical parameter name.
         kind: `param` (float32 master weight), `buffer`, or an optimizer's name for its state, such
             as `exp_avg`.
-        shape: logical shape, [N]; () for a number that belongs to the whole parameter.
-        span: which elements.
+        shape: logical shape, [N]; () for a single number of a parameter.
+        span: the elements.
         values: [span.numel], on any device; may be a view of live memory.
     """
 
@@ -93,7 +88,7 @@ class Fragment:
 
 
 def shared_runs(source: Span, target: Span) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where the elements common to two spans of one tensor lie in each of them.
+    """Positions, in two spans of one tensor, of the elements that both hold.
 
     Returns:
         Starts in `source`, starts in `target` (counted from each span's own start) and lengths,
@@ -101,39 +96,36 @@ def shared_runs(source: Span, target: Span) -> tuple[np.ndarray, np.ndarray, np.
     """
     bounds = source.block.bounds_shared_with(target.block)
     if bounds is None:
-        nothing = np.zeros(0, np.int64)
-        return nothing, nothing, nothing
+        empty = np.zeros(0, np.int64)
+        return empty, empty, empty
     low, high = bounds
     extent = [b - a for a, b in zip(low, high, strict=True)]
-    outer, run = _contiguous_tail(extent, source.block.shape, target.block.shape)
-    source_starts = _run_starts(source.block, low, extent[:outer])
-    target_starts = _run_starts(target.block, low, extent[:outer])
-    head = np.maximum(source.start - source_starts, target.start - target_starts).clip(min=0)
-    tail = np.minimum(
-        source.start + source.numel - source_starts, target.start + target.numel - target_starts
-    ).clip(max=run)
-    kept = tail > head
-    return (
-        (source_starts + head - source.start)[kept],
-        (target_starts + head - target.start)[kept],
-        (tail - head)[kept],
-    )
-
-
-def _contiguous_tail(extent: list[int], *shapes: tuple[int, ...]) -> tuple[int, int]:
-    """Number of leading dimensions to step through, and elements per contiguous run below them."""
+    # A run is contiguous in both blocks: it spans dimensions from the last one on, up to the first
+    # one of which a block holds more. `outer` leading dimensions are stepped through.
     outer = len(extent)
     run = 1
     while outer > 0:
         outer -= 1
         run *= extent[outer]
-        if any(shape[outer] != extent[outer] for shape in shapes):
+        if not source.block.shape[outer] == extent[outer] == target.block.shape[outer]:
             break
-    return outer, run
+    source_starts = _run_starts(source.block, low, extent[:outer])
+    target_starts = _run_starts(target.block, low, extent[:outer])
+    # A span may begin or end inside a run: `head` and `tail` bound the part that both spans hold.
+    head = np.maximum(source.start - source_starts, target.start - target_starts).clip(min=0)
+    tail = np.minimum(
+        source.start + source.numel - source_starts, target.start + target.numel - target_starts
+    ).clip(max=run)
+    is_shared = tail > head
+    return (
+        (source_starts + head - source.start)[is_shared],
+        (target_starts + head - target.start)[is_shared],
+        (tail - head)[is_shared],
+    )
 
 
 def _run_starts(block: Box, low: list[int], steps: list[int]) -> np.ndarray:
-    """Flat index in `block`, int64 [R], of each run of the box at `low`; `steps` per outer dim."""
+    """Flat indices in `block`, int64 [R], of the runs of a box at `low`; `steps` per outer dim."""
     strides = [math.prod(block.shape[d + 1 :]) for d in range(len(block.shape))]
     first = sum((a - o) * s for a, o, s in zip(low, block.offset, strides, strict=True))
     starts = np.array([first], np.int64)
@@ -143,14 +135,16 @@ def _run_starts(block: Box, low: list[int], steps: list[int]) -> np.ndarray:
 
 
 def check_cover(name: str, shape: tuple[int, ...], spans: Iterable[Span]) -> None:
-    """Assert that spans hold every element of a tensor of `shape` exactly once.
+    """Asserts that spans hold every element of a tensor of `shape` exactly once.
 
     Raises:
-        AssertionError: what is missing or doubled; the layout that made the spans is at fault.
+        AssertionError: if elements are missing or doubled, by a fault of the layout.
     """
     by_block: dict[Box, list[Span]] = defaultdict(list)
     for span in spans:
         by_block[span.block].append(span)
+    # Few blocks exist, one per shard, and many spans, one per rank: only blocks are compared in
+    # pairs.
     for one, other in combinations(by_block, 2):
         assert one.bounds_shared_with(other) is None, f"{name}: blocks {one} and {other} overlap"
     for block, members in by_block.items():
@@ -159,13 +153,13 @@ def check_cover(name: str, shape: tuple[int, ...], spans: Iterable[Span]) -> Non
             assert before.start + before.numel <= after.start, (
                 f"{name}: elements from {after.start} of {block} are held twice"
             )
-    held = sum(span.numel for members in by_block.values() for span in members)
+    covered = sum(span.numel for members in by_block.values() for span in members)
     total = math.prod(shape)
-    assert held == total, f"{name}: {held} of {total} elements are held by some rank"
+    assert covered == total, f"{name}: {covered} of {total} elements are held by some rank"
 
 
 def index_entry(file: str, key: str, fragment: Fragment) -> dict[str, Any]:
-    """What the index says of one fragment that lies in `file` under `key`."""
+    """Entry of the index for a fragment that lies in `file` under `key`."""
     span = fragment.span
     assert fragment.values.numel() == span.numel, f"{key}: values do not fill their span"
     return {
@@ -185,13 +179,13 @@ def index_entry(file: str, key: str, fragment: Fragment) -> dict[str, Any]:
 
 
 def span_of(fragment: Mapping[str, Any]) -> Span:
-    """The span that an index entry's `fragment` describes."""
+    """Span that the `fragment` of an index entry describes."""
     block = Box(tuple(fragment["block_offset"]), tuple(fragment["block_shape"]))
     return Span(block, fragment["start"], fragment["numel"])
 
 
 def merge_entries(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """name -> kind -> shape, dtype and fragments, from the entries of all ranks.
+    """Merges the entries of all ranks: name -> kind -> shape, dtype and fragments.
 
     Raises:
         AssertionError: if ranks disagree, or an element is held by no rank or by several.
@@ -220,13 +214,13 @@ PREFIX = "stage_b."
 
 
 def part_of(name: str) -> Part:
-    """Part of a parameter of a reader, by its name there; retrieval and slots are `memory`."""
+    """Part of a reader's parameter, by its name there; retrieval and slots are `memory`."""
     words = name.replace("/", ".").split(".")
     return next((part for part in PARTS[::-1] if part in words), "memory")
 
 
 def reader_logical_name(name: str) -> str:
-    """Name in checkpoints of a reader's parameter or buffer, free of how modules are nested."""
+    """Name in checkpoints of a reader's parameter or buffer, free of the nesting of modules."""
     name = name.replace("/", ".")
     if part_of(name) == "backbone":
         return backbone.logical_name(name.rpartition("backbone.")[2])
@@ -234,11 +228,13 @@ def reader_logical_name(name: str) -> str:
 
 
 def is_of_a_layer(name: str) -> bool:
-    """Whether a reader's parameter belongs to a block, and lies where that lies on a pipeline; all
-    others are on every stage."""
+    """True for a reader's parameter of a block, which is on that block's pipeline stage alone.
+
+    All others are on every stage.
+    """
     return "blocks" in name.replace("/", ".").split(".")
 
 
 def is_stage_b(name: str) -> bool:
-    """Whether a name in a checkpoint is of Stage B, and not of the backbone."""
+    """True for a name in a checkpoint that is of Stage B, and not of the backbone."""
     return name.startswith(PREFIX)

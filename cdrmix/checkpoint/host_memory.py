@@ -1,4 +1,4 @@
-"""Memory of this host that one save after another is copied into, so that training can go on."""
+"""Host memory that each save is copied into, so that training can go on."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ import torch
 
 from cdrmix.checkpoint.files import flat_bytes
 
-# A power of two, which is what torch rounds pinned memory up to: nothing is lost to rounding but in
-# the last chunk.
+# Torch rounds pinned memory up to a power of two: only the last chunk can waste any.
 CHUNK_BYTES = 64 * 2**20
 
 
 class HostMemory:
-    """Chunks that are kept from one copy to the next; pinned where they are filled from a GPU."""
+    """Chunks that are reused by each copy; pinned where they are filled from a GPU."""
 
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
 
     def copier(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """What copies `tensors` as they are now, for any thread to call.
+        """Returns a function that copies `tensors` as they are now, for any thread to call.
 
-        It must have returned before they change. A GPU copies beside what it is given to do from
-        now on.
+        It must return before they change. A GPU copies on a stream of its own, beside the work
+        that is queued from now on.
 
         Args:
             tensors: on the host or one GPU, of any type.
         Returns:
-            A function that gives their bytes end to end, in chunks of host memory, uint8, each full
-            but the last one; valid until the next copy.
+            The function; it returns their bytes end to end, in chunks of host memory, uint8, all
+            full except the last one, and valid until the next copy.
         """
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if gpu is None:
             return lambda: self._copy(tensors, pin=False)
-        given = torch.cuda.current_stream(gpu).record_event()
+        ready = torch.cuda.current_stream(gpu).record_event()
 
         def copy() -> list[torch.Tensor]:
             stream = torch.cuda.Stream(gpu)
-            stream.wait_event(given)
+            stream.wait_event(ready)
             with torch.cuda.stream(stream):
                 chunks = self._copy(tensors, pin=True)
             stream.synchronize()
@@ -47,29 +46,28 @@ class HostMemory:
         return copy
 
     def _copy(self, tensors: Sequence[torch.Tensor], *, pin: bool) -> list[torch.Tensor]:
+        # Copies to pinned memory return before they are done: `copier` waits for its stream.
         position = 0
         for run in _runs(tensors):
             copied = 0
             while copied < run.numel():
                 number, start = divmod(position + copied, CHUNK_BYTES)
                 part = run[copied : copied + CHUNK_BYTES - start]
-                chunk = self._chunk(number, pin=pin)
+                if number == len(self._chunks):
+                    chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pin)
+                    self._chunks.append(chunk)
+                chunk = self._chunks[number]
                 chunk[start : start + part.numel()].copy_(part, non_blocking=True)
                 copied += part.numel()
             position += copied
         full, rest = divmod(position, CHUNK_BYTES)
         return [*self._chunks[:full], *([self._chunks[full][:rest]] if rest else [])]
 
-    def _chunk(self, number: int, *, pin: bool) -> torch.Tensor:
-        if number == len(self._chunks):
-            self._chunks.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pin))
-        return self._chunks[number]
-
 
 def _runs(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Bytes of the tensors, uint8, where they are; those of neighbours in memory at once.
+    """Yields the bytes of the tensors, uint8, on their device; of neighbours in memory together.
 
-    To start a copy takes longer than to copy a vector of weights.
+    Starting a copy takes longer than copying a vector of weights.
     """
     runs: list[tuple[torch.Tensor, int]] = []
     end: tuple[int, int] | None = None

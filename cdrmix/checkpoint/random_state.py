@@ -10,11 +10,12 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """States of python's, numpy's and torch's generators, and of this rank's CUDA device's.
+    """States of the generators of python, numpy and torch, and of this rank's CUDA device, as JSON.
 
-    The CUDA one is there only when CUDA is in use. All values are JSON.
+    `cuda` is there only when CUDA is in use.
     """
     version, words, gauss = random.getstate()
+    # The global generator of numpy's old interface is the one that libraries draw from.
     generator: dict[str, Any] = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
         "python": {"version": version, "words": list(words), "gauss": gauss},
@@ -24,15 +25,15 @@ def random_state() -> dict[str, Any]:
             "has_gauss": int(generator["has_gauss"]),
             "gauss": float(generator["gauss"]),
         },
-        "torch": _to_hex(torch.get_rng_state()),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = _to_hex(torch.cuda.get_rng_state())
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return state
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` gave; CUDA's only when it is there and CUDA is too."""
+    """Restores a result of `random_state`; its `cuda` only where CUDA is available."""
     python = state["python"]
     numpy = state["numpy"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
@@ -41,10 +42,6 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(_from_hex(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_hex(state["cuda"]))
-
-
-def _to_hex(state: torch.Tensor) -> str:
-    return state.cpu().numpy().tobytes().hex()
 
 
 def _from_hex(text: str) -> torch.Tensor:

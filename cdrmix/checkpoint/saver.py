@@ -1,15 +1,13 @@
-"""Who saves and finds together: all ranks of a run, or threads that stand for them.
+"""Saves of a run: the state is copied and written while training goes on.
 
-Saves of a run: the state is copied and written while training goes on.
-
-The copy is made beside the next step's forward and backward passes, which change nothing of the
-state; before the optimizer does, training waits for what is left of it (`wait_for_copy`).
+The copy is made beside the next step's forward and backward passes, which do not change the state;
+before the optimizer does, training waits for the rest of the copy (`wait_for_copy`).
 
 A save has two phases. In the first each rank writes its share, in the second rank 0 completes the
-folder and gives it its name. A phase is over when no rank is at work any more. The ranks find that
-out together, in a collective of the main threads: with `votes` and `advance` in one that they have
-anyway, or in `wait`. The writing thread takes part in none, so that it cannot get in the way of
-those of the training.
+folder and gives it its name. A phase ends when every rank is done with it. The ranks determine that
+in a collective of their main threads: with `votes` and `advance` in one that training needs anyway,
+or in `wait`. The writing thread takes part in no collective, so that it cannot come between those
+of the training.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 from uuid import uuid4
@@ -34,41 +33,46 @@ from cdrmix.errors import InfrastructureError, StateError, TrainingError
 from cdrmix.log import get_logger
 
 T = TypeVar("T")
-# A disk that is full is full for all ranks: their reasons are told up to here.
-_TOLD_RANKS = 4
+logger = get_logger(__name__)
+# A full disk fails all ranks alike: an error message names this many of them.
+_NAMED_RANKS = 4
+# Pauses before a failed write is repeated: a file server that is busy or moves is mostly back.
+RETRY_SECONDS = (1.0, 4.0)
+# Failures that a disk can cause, and another attempt can mend.
+_FAILED_WRITES = (OSError, StateError, InfrastructureError)
 
 
 class Ranks(Protocol):
-    """Who acts together. `cdrmix.runtime` is all ranks of the run."""
+    """Processes that save together: all ranks of a run (`cdrmix.runtime`), or threads for them."""
 
     def rank(self) -> int:
         """Number of this rank, from 0."""
 
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Every rank's value, in rank order; waits for all of them."""
+        """Values of all ranks, in rank order; collective."""
 
 
 THIS_RUN: Ranks = runtime
 
 
 def agree_on_failures(ranks: Ranks, action: Callable[[], T]) -> list[T]:
-    """Every rank's result of `action`; if it fails on one, all ranks raise instead of waiting.
+    """Results of `action` on all ranks; if it fails on one, all ranks raise instead of waiting.
 
     Raises:
-        InfrastructureError: naming each failing rank, if the file system fails for now on all of
-            them.
+        InfrastructureError: naming each failing rank, if all of them may recover by waiting.
         StateError: naming each failing rank, its file and its reason.
-        Exception: on a rank whose failure is a fault of ours, that failure itself.
+        Exception: the failure itself, on a rank where it is a defect of this program.
     """
+    # Result and failure travel in one collective: a rank that failed must not miss it.
     result = None
     failure = None
     problem = ""
     try:
         result = action()
-    except Exception as error:  # the others wait in the collective below and must be told
+    except Exception as error:  # the others wait in the collective below
         failure = error
         problem = described(error)
     lasts = failure is not None and not isinstance(failure, InfrastructureError)
@@ -84,29 +88,22 @@ def agree_on_failures(ranks: Ranks, action: Callable[[], T]) -> list[T]:
 
 
 def described(error: BaseException) -> str:
-    """An error in one line: the file and its reason, where it is one of a file."""
+    """Error in one line, with file and reason if it concerns a file."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
 
 
 def by_rank(problems: list[str]) -> str:
-    """The problems of all ranks, by rank, as one line; empty where none has one."""
-    told = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
-    more = len(told) - _TOLD_RANKS
-    return "; ".join([*told[:_TOLD_RANKS], *([f"and {more} more ranks"] if more > 0 else [])])
-
-
-logger = get_logger(__name__)
-# Waits before a failed write is tried again: a file server that is busy or moves is mostly back.
-RETRY_SECONDS = (1.0, 4.0)
-# What a disk can cause, and trying again can mend.
-_FAILED_WRITES = (OSError, StateError, InfrastructureError)
+    """Problems of all ranks, by rank, in one line; empty where no rank has one."""
+    named = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    more = len(named) - _NAMED_RANKS
+    return "; ".join([*named[:_NAMED_RANKS], *([f"and {more} more ranks"] if more > 0 else [])])
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A failed write; false where there was none.
+    """A failed write; false if there was none.
 
     Attributes:
         text: file and reason.
@@ -122,7 +119,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save: its folder, what all ranks wrote, and how long it took."""
+    """A finished save: its folder, the bytes of all ranks, and its duration."""
 
     path: Path
     bytes: int
@@ -135,16 +132,16 @@ class _Save:
 
     Attributes:
         step: optimizer steps done.
-        began: on the monotonic clock.
+        began: start on the monotonic clock.
         stalled: `Saver.stall_seconds` at that time.
         state: text of state.json.
-        before: done by rank 0 before the checkpoint gets its name.
-        after: done by rank 0 once it has it.
-        taken: this rank's share, once the state may change.
-        job: what this rank does in this phase; its result is a problem, or none, for each root.
-        problems: of any rank, or none, for each root.
-        fault: a failure of this rank that is no failed write.
-        is_named: whether this is the second phase.
+        before: action of rank 0 before the checkpoint gets its name.
+        after: action of rank 0 after it.
+        copy: this rank's share; done once the state may change.
+        job: work of this rank in this phase; results in a problem, perhaps empty, for each root.
+        problems: those of all ranks, for each root.
+        fault: a failure of this rank that is not a failed write.
+        is_named: true in the second phase.
         number: of the save, counted through all starts and rollbacks; 0 until rank 0 names it.
     """
 
@@ -154,7 +151,7 @@ class _Save:
     state: str
     before: Callable[[], None]
     after: Callable[[], None]
-    taken: Future[RankShare]
+    copy: Future[RankShare]
     job: Future[list[Problem]]
     problems: list[Problem]
     fault: BaseException | None = None
@@ -165,11 +162,11 @@ class _Save:
 class Saver:
     """Writes the checkpoints of a run on this rank, one at a time.
 
-    Every rank makes one, with the same arguments, and calls the same methods in the same order.
+    Every rank creates one, with the same arguments, and calls the same methods in the same order.
 
     Attributes:
         saved_step: step of the newest checkpoint in the first root, or None.
-        last: rank 0's account of it, if this saver wrote it.
+        last: that save, on rank 0 and if this saver made it.
     """
 
     def __init__(
@@ -184,30 +181,33 @@ class Saver:
         """Collective.
 
         Args:
-            roots: folders of checkpoints, seen by all ranks. What cannot be written is an error in
-                the first one and a warning in the others.
+            roots: folders of checkpoints, shared by all ranks. A failed write is an error in the
+                first one and a warning in the others.
             keep: number of whole checkpoints to keep in each (>= 1).
             background: copy to memory and write from a thread; otherwise `start` itself writes.
-            pinned: step whose checkpoint stays beside those.
-            ranks: who writes together.
+            pinned: step whose checkpoint is kept besides those.
+            ranks: processes that write together.
         """
         self.saved_step: int | None = None
         self.last: Saved | None = None
-        self._stalled, self._stalled_since = 0.0, time.monotonic()
+        self._stalled = 0.0
+        self._stalled_since = time.monotonic()
         self._is_stalling = False
         self._last_number = 0
         self._roots = tuple(roots)
         self._keep = keep
         self._pinned = pinned
         self._ranks = ranks
+        # Another process of this run may still be writing: its temporary folders have other names.
         self._token = ranks.all_gather_object(uuid4().hex[:8])[0]
+        # A single thread keeps the copy, the write and the naming of a save in order.
         self._memory = HostMemory() if background else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._save: _Save | None = None
 
     @property
     def stall_seconds(self) -> float:
-        """Spent in `start`, `wait_for_copy` and `wait` so far."""
+        """Time spent in `start`, `wait_for_copy` and `wait` so far."""
         now = time.monotonic()
         return self._stalled + (now - self._stalled_since if self._is_stalling else 0.0)
 
@@ -226,67 +226,69 @@ class Saver:
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Save step `step` as it is now, once the save under way is over; collective.
+        """Starts to save the present state, after the save under way has ended; collective.
 
         Args:
             step: optimizer steps done.
-            fragments: what this rank holds; over all ranks each element exactly once. In the
-                background their values must not change before `wait_for_copy` returns.
+            fragments: parts of tensors on this rank; over all ranks each element exactly once. In
+                the background their values must not change before `wait_for_copy` returns.
             state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
             rank_state: JSON of this rank alone, not to be changed afterwards.
-            before: done by rank 0, on the thread, before the checkpoint gets its name.
-            after: done by rank 0, on the thread, once it has it in the first root; a failed write
+            before: run by rank 0, on the thread, before the checkpoint gets its name.
+            after: run by rank 0, on the thread, once it has it in the first root; a failed write
                 there is a warning.
         Raises:
             StateError, Exception: of the save under way, as `advance` does.
         """
+        self.wait()
         with self._stall():
-            self._wait()
             stalled = self.stall_seconds
             contents = {**state, "step": step, "world_size": self._ranks.world_size()}
             began = time.monotonic()
             text = json_text(contents)
-            problems = self._no_problems()
-            taken = self._take(fragments, rank_state)
-            job = self._do(lambda: [self._write(r, step, taken.result()) for r in self._roots])
-            self._save = _Save(step, began, stalled, text, before, after, taken, job, problems)
+            copy = self._copy(fragments, rank_state)
+            job = self._run(lambda: [self._write(r, step, copy.result()) for r in self._roots])
+            problems = [Problem()] * len(self._roots)
+            self._save = _Save(step, began, stalled, text, before, after, copy, job, problems)
 
     @property
     def is_copying(self) -> bool:
-        """Whether the state must not change yet."""
-        return self._save is not None and not self._save.taken.done()
+        """True while the state must not change."""
+        return self._save is not None and not self._save.copy.done()
 
     def wait_for_copy(self) -> None:
-        """Wait until the state may change; on this rank alone."""
+        """Waits until the state may change; on this rank alone."""
         if self._save is not None and self.is_copying:
             with self._stall():
-                self._save.taken.exception()  # waits, and raises nothing: `advance` does
+                self._save.copy.exception()  # waits, and raises nothing: `advance` does
 
     def votes(self) -> list[float]:
-        """Whether this rank is at work in this phase, and for each root whether it failed there.
+        """Numbers to be summed over all ranks for `advance`.
 
-        To be summed over all ranks.
+        Returns:
+            1 if this rank is at work in this phase, else 0; then 1 for each root where it failed.
         """
         if self._save is None or not self._save.job.done():
             return [float(self._save is not None), *(0.0 for _ in self._roots)]
-        return [0.0, *(float(bool(problem)) for problem in self._own_problems(self._save))]
+        return [0.0, *(float(bool(problem)) for problem in self._problems_here(self._save))]
 
     def advance(self, votes: Sequence[float]) -> None:
-        """Go on to the next phase, or end the save, where no rank is at work any more; collective.
+        """Begins the next phase, or ends the save, once no rank is at work; collective.
 
         Args:
-            votes: the sum of all ranks' `votes`.
+            votes: sum of all ranks' `votes`.
         Raises:
-            StateError: on every rank, if any of them could not write to the first root, tried
-                again or not. The older checkpoints and `latest` are then as before, and nothing of
-                this one is left there.
-            Exception: on a rank whose failure is a fault of ours, that failure itself.
+            StateError: on every rank, if any of them could not write to the first root, whatever
+                the attempts. The older checkpoints and `latest` are then as before, and nothing of
+                this one remains there.
+            InfrastructureError: likewise, if the file system may recover.
+            Exception: the failure itself, on a rank where it is a defect of this program.
         """
         save = self._save
-        (at_work, *failed) = votes
+        at_work, *failed = votes
         if save is None or at_work:
             return
-        if any(failed):
+        if any(failed):  # the usual save needs no collective of objects
             self._gather_problems(save)
         if save.is_named:
             self._save = None
@@ -294,54 +296,54 @@ class Saver:
         else:
             save.is_named = True
             is_first = self._ranks.rank() == 0
-            save.job = self._do(lambda: self._name(save) if is_first else self._no_problems())
+            none = [Problem()] * len(self._roots)
+            save.job = self._run(lambda: self._name(save) if is_first else none)
 
     def wait(self) -> None:
-        """Wait until the save under way, if any, is over; collective.
+        """Waits for the end of the save under way, if there is one; collective.
 
         Raises:
             StateError, Exception: as `advance` does.
         """
         with self._stall():
-            self._wait()
+            # At most twice: once for each phase of the save.
+            while self._save is not None:
+                self._save.job.exception()  # waits, and raises nothing
+                votes = self._ranks.all_gather_object(self.votes())
+                self.advance([sum(of_one_kind) for of_one_kind in zip(*votes, strict=True)])
 
     def close(self, *, waits: bool = True) -> None:
-        """End the thread of this rank alone; a save under way may stay without its name.
+        """Ends the thread of this rank alone; a save under way may remain without its name.
 
         Args:
-            waits: until what it does is done; else it ends with that, while this process goes on.
+            waits: for the job at work; otherwise the thread ends after it, while this returns.
         """
         if self._thread is not None:
             self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
-    def _wait(self) -> None:
-        while self._save is not None:
-            self._save.job.exception()  # waits, and raises nothing
-            votes = self._ranks.all_gather_object(self.votes())
-            self.advance([sum(of_one_kind) for of_one_kind in zip(*votes, strict=True)])
-
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
-        self._is_stalling, self._stalled_since = True, time.monotonic()
+        self._is_stalling = True
+        self._stalled_since = time.monotonic()
         try:
             yield
         finally:
             self._stalled = self.stall_seconds
             self._is_stalling = False
 
-    def _take(self, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> Future[RankShare]:
-        """This rank's share as it is now: a copy by the thread, or where it lies without one."""
+    def _copy(self, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> Future[RankShare]:
+        """Copies this rank's share on the writer thread; without one the share is not copied."""
         try:
             share = folder.make_share(self._ranks.rank(), fragments, state)
             copy = None if self._memory is None else self._memory.copier(share.data)
-        except Exception as error:  # the other ranks are told with the outcome
+        except Exception as error:  # reported to the other ranks with the outcome of the save
             failed = Future[RankShare]()
             failed.set_exception(error)
             return failed
-        return self._do(lambda: share if copy is None else replace(share, data=copy()))
+        return self._run(lambda: share if copy is None else replace(share, data=copy()))
 
-    def _do(self, action: Callable[[], T]) -> Future[T]:
-        """Have the thread do it, or do it here if there is none."""
+    def _run(self, action: Callable[[], T]) -> Future[T]:
+        """Runs `action` on the writer thread, or inline when saving synchronously."""
         if self._thread is not None:
             return self._thread.submit(action)
         job = Future[T]()
@@ -352,7 +354,7 @@ class Saver:
         return job
 
     def _write(self, root: Path, step: int, share: RankShare) -> Problem:
-        """This rank's part of the first phase, in one root."""
+        """First phase in one root: writes this rank's share."""
         temporary = self._temporary(root, step)
         is_first = self._ranks.rank() == 0
 
@@ -360,28 +362,29 @@ class Saver:
             folder.prepare(temporary, clears_leftovers=is_first)
             folder.write_share(temporary, share)
 
-        return _problem(lambda: _tried(step, write))
+        return _problem(lambda: _retried(step, write))
 
     def _name(self, save: _Save) -> list[Problem]:
-        """The second phase: the folders that are whole get their name, the others go."""
-        new = self._no_problems()
-        for number, (root, problem) in enumerate(zip(self._roots, save.problems, strict=True)):
+        """Second phase: names the folders that are whole, and deletes the others."""
+        problems = []
+        for root, earlier in zip(self._roots, save.problems, strict=True):
             try:
-                if not problem:
-                    new[number] = _problem(lambda root=root: self._name_in(root, save))  # type: ignore[misc]
+                name = partial(self._name_in, root, save)
+                problems.append(Problem() if earlier else _problem(name))
             finally:
                 shutil.rmtree(self._temporary(root, save.step), ignore_errors=True)
-        return new
+        return problems
 
     def _name_in(self, root: Path, save: _Save) -> None:
         step = save.step
-        temporary = self._temporary(root, save.step)
-        _tried(step, save.before)
-        if save.number == 0:  # once, so that copies have the same
-            save.number = 1 + _tried(step, self._newest_number)
-        parts = _tried(step, lambda: folder.read_parts(temporary, self._ranks.world_size()))
-        _tried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
-        _tried(step, lambda: folder.publish(temporary, step))
+        temporary = self._temporary(root, step)
+        _retried(step, save.before)
+        if save.number == 0:  # once, so that all roots have the same number
+            save.number = 1 + _retried(step, self._newest_number)
+        # Two attempts, not one: `complete` deletes the accounts that `read_parts` reads.
+        parts = _retried(step, lambda: folder.read_parts(temporary, self._ranks.world_size()))
+        _retried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
+        _retried(step, lambda: folder.publish(temporary, step))
         if root == self._roots[0]:
             num_bytes = sum(file["bytes"] for part in parts for file in part.files.values())
             self.last = Saved(root / str(step), num_bytes, time.monotonic() - save.began)
@@ -394,8 +397,10 @@ class Saver:
             logger.warning("%s: old checkpoints cannot be dropped: %s", root, described(error))
 
     def _newest_number(self) -> int:
-        """Highest number of a save in any root: a rollback goes on counting. A root that is away
-        cannot be asked; the others have had every save that it has."""
+        """Highest number of a save in any root: numbers go on through rollbacks.
+
+        A root that does not answer is left out; the others have every save that it has.
+        """
         numbers = [self._last_number]
         for root in self._roots:
             with contextlib.suppress(OSError, InfrastructureError):
@@ -403,34 +408,31 @@ class Saver:
         return max(numbers)
 
     def _conclude(self, save: _Save) -> None:
-        """Say how the save ended."""
+        """Reports the end of a save; raises if it failed in the first root."""
         if save.fault is not None:
             raise save.fault
         problem = save.problems[0]
         if problem:
-            told = (
+            failure = (
                 f"the checkpoint of step {save.step} was not saved: {problem.text}. The older ones "
+                "are as they were."
             )
             if problem.is_passing:
-                raise InfrastructureError(
-                    f"{told}are as they were. Start again with --resume auto when the file system "
-                    "answers"
-                )
+                advice = "Start again with --resume auto when the file system answers"
+                raise InfrastructureError(f"{failure} {advice}")
             raise StateError(
-                f"{told}are as they were. Try freeing space, a smaller checkpoint.keep, or a "
-                "--run-dir elsewhere that every rank can write"
+                f"{failure} Try freeing space, a smaller checkpoint.keep, or a --run-dir elsewhere "
+                "that every rank can write"
             )
         self.saved_step = save.step
-        if self._ranks.rank() == 0:
-            self._tell(save)
-
-    def _tell(self, save: _Save) -> None:
+        if self._ranks.rank() != 0:
+            return
         for root, problem in zip(self._roots[1:], save.problems[1:], strict=True):
             if problem:
                 logger.warning(
                     "warning: %s: has no checkpoint of step %d: %s", root, save.step, problem.text
                 )
-        assert self.last is not None, "it was given its name"
+        assert self.last is not None, "the second phase has set it"
         logger.info(
             "saved %s: %.1f MB in %.2f s, for %.3f s of which training waited",
             *(self.last.path, self.last.bytes / 1e6, self.last.seconds),
@@ -438,8 +440,8 @@ class Saver:
         )
 
     def _gather_problems(self, save: _Save) -> None:
-        """What went wrong in this phase, from all ranks; collective."""
-        of_ranks = self._ranks.all_gather_object(self._own_problems(save))
+        """Adds the problems of all ranks in this phase to the save; collective."""
+        of_ranks = self._ranks.all_gather_object(self._problems_here(save))
         new = [
             Problem(
                 by_rank([problem.text for problem in of_root]),
@@ -447,24 +449,23 @@ class Saver:
             )
             for of_root in zip(*of_ranks, strict=True)
         ]
+        # A root that failed in the first phase gets no name in the second.
         save.problems = [old or fresh for old, fresh in zip(save.problems, new, strict=True)]
         error = save.job.exception()
         if error is not None and not isinstance(error, _FAILED_WRITES):
             save.fault = error
 
-    def _own_problems(self, save: _Save) -> list[Problem]:
+    def _problems_here(self, save: _Save) -> list[Problem]:
+        """Problems of this rank in this phase, whose job is done, for each root."""
         error = save.job.exception()
         return save.job.result() if error is None else [_as_problem(error)] * len(self._roots)
-
-    def _no_problems(self) -> list[Problem]:
-        return [Problem()] * len(self._roots)
 
     def _temporary(self, root: Path, step: int) -> Path:
         return root / f"{step}.tmp-{self._token}"
 
 
 def _problem(action: Callable[[], None]) -> Problem:
-    """The failure that kept `action` from writing, or none."""
+    """Runs `action`, and returns the failed write that ended it, or none."""
     try:
         action()
     except _FAILED_WRITES as error:
@@ -473,18 +474,20 @@ def _problem(action: Callable[[], None]) -> Problem:
 
 
 def _as_problem(error: BaseException) -> Problem:
-    # rights to write do not come by waiting, as those to read may while a ticket is renewed
+    # Rights to write do not come by waiting, as those to read may while a ticket is renewed.
     passes = is_passing(error) and not isinstance(error, PermissionError)
     return Problem(described(error), passes or isinstance(error, InfrastructureError))
 
 
-def _tried(step: int, action: Callable[[], T]) -> T:
-    """The result of `action`, which is tried again, some time later, where a write fails."""
+def _retried(step: int, action: Callable[[], T]) -> T:
+    """Calls `action`, again after pauses while writes fail, and returns its result."""
     for seconds in RETRY_SECONDS:
         try:
             return action()
         except _FAILED_WRITES as error:
-            told = step, described(error), seconds
-            logger.warning("checkpoint of step %d: %s; tried again in %.0f s", *told)
+            reason = described(error)
+            logger.warning(
+                "checkpoint of step %d: %s; tried again in %.0f s", step, reason, seconds
+            )
             time.sleep(seconds)
     return action()

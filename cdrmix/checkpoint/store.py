@@ -1,30 +1,30 @@
-"""Saving checkpoints so that none is ever half there, and finding the newest whole one.
+"""Finds the newest whole checkpoint of a run, and keeps damaged ones out of the way.
 
     checkpoints/<step>/rank-00000.safetensors   fragments of rank 0 (float32 masters, moments)
                        rank-00000.json          small state of rank 0 (random states)
-                       index.json               logical name -> kind -> where its fragments lie
-                       state.json               step, world size, and what the caller adds
+                       index.json               logical name -> kind -> files of its fragments
+                       state.json               step, world size, and entries of the caller
                        manifest.json            number of the save, size and sha256 of each file
     checkpoints/latest                          the newest step, for people and scripts
-    checkpoints/<step>.set-aside-<n>            passed over by a start; nothing here removes it
+    checkpoints/<step>.set-aside-<n>            passed over by a start; never removed
 
-A checkpoint is written beside its final name, made durable, and renamed. `latest` changes after
-that. Nothing here trusts `latest`: what verifies counts. No file holds a pickle.
+A checkpoint is written beside its final name, made durable, and renamed; then `latest` changes.
+Nothing here trusts `latest`: only verified files count. No file holds a pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cdrmix.checkpoint import folder as folders_of_steps
-from cdrmix.checkpoint.files import damage, is_checkpoint, read_json, retried
+from cdrmix.checkpoint.files import damage, is_checkpoint, read_json, retried, sync_directory
 from cdrmix.checkpoint.folder import in_order_of_saves, is_step_folder, step_folders, step_of
-from cdrmix.checkpoint.fragments import Fragment
-from cdrmix.checkpoint.saver import THIS_RUN, Ranks, Saved, Saver, agree_on_failures
+from cdrmix.checkpoint.saver import THIS_RUN, Ranks, agree_on_failures
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
 from cdrmix.log import get_logger
 
@@ -39,7 +39,7 @@ class FoundCheckpoint:
         path: its folder.
         step: optimizer steps done.
         skipped: (name, reason) of each newer one.
-        skipped_paths: their folders.
+        skipped_paths: folders of the newer ones.
     """
 
     path: Path
@@ -48,49 +48,13 @@ class FoundCheckpoint:
     skipped_paths: tuple[Path, ...] = ()
 
 
-def save_checkpoint(
-    root: Path,
-    step: int,
-    fragments: Iterable[Fragment],
-    *,
-    state: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
-    keep: int,
-    ranks: Ranks = THIS_RUN,
-) -> Saved:
-    """Write checkpoint `step` into `root`, then point `latest` at it, then drop the oldest.
-
-    Every rank calls this. When it returns, the checkpoint is durable. A checkpoint of the same
-    step is replaced, and newer ones are dropped: the run has gone back behind them.
-
-    Args:
-        root: the run's `checkpoints` folder, seen by all ranks.
-        step: optimizer steps done.
-        fragments: what this rank holds; over all ranks each element exactly once.
-        state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
-        rank_state: JSON of this rank alone.
-        keep: number of whole checkpoints to keep (>= 1).
-        ranks: who writes together.
-    Raises:
-        StateError: on every rank, if any of them could not write. The older checkpoints and
-            `latest` are then as before, and nothing of this one is left.
-    """
-    saver = Saver([root], keep=keep, background=False, ranks=ranks)
-    saver.start(step, fragments, state=state, rank_state=rank_state)
-    saver.wait()
-    saved = ranks.all_gather_object(saver.last)[0]
-    assert saved is not None, "rank 0 gave it its name"
-    return saved
-
-
 def has_checkpoints(path: Path) -> bool:
-    """Whether there is anything under `path` that `find` would look at, good or damaged."""
+    """True if there are checkpoints for `find_newest` under `path`, whole or damaged."""
     return bool(_candidates(path, ()))
 
 
 def readable_states(path: Path) -> Iterator[dict[str, Any]]:
-    """What state.json says in each checkpoint that `find` would look at, newest first, where it can
-    be read; nothing is verified."""
+    """Yields the readable state.json of the checkpoints under `path`, newest first, unverified."""
     for folder in _candidates(path, ()):
         with contextlib.suppress(OSError, ValueError, InfrastructureError):
             state = read_json(folder / "state.json")
@@ -101,23 +65,24 @@ def readable_states(path: Path) -> Iterator[dict[str, Any]]:
 def find_newest(
     path: Path, *copies: Path, before: int | None = None, ranks: Ranks = THIS_RUN
 ) -> FoundCheckpoint | None:
-    """The newest checkpoint under `path` whose every file has the size and digest written down.
+    """Finds the checkpoint saved last under `path` whose files all match the manifest; collective.
 
-    The newest is the one saved last. Only damage makes an older one be taken: what cannot be read
-    for now is read again, and then raised. Every rank calls this and gets the same answer; the
-    digests are shared out among them.
+    Only damage leads to an older one: reading is repeated while the file system fails, and the
+    failure is raised in the end. Every rank gets the same answer, and verifies its part of the
+    files.
 
     Args:
         path: a run directory, its `checkpoints` folder, or one checkpoint.
-        copies: other folders of checkpoints of the same run, for what `path` lacks.
-        before: only of steps before this one.
-        ranks: who verifies together.
+        copies: other folders of checkpoints of the same run, for those that `path` lacks.
+        before: limits the search to steps before this one.
+        ranks: processes that verify together.
     Returns:
         None when there is no checkpoint at all.
     Raises:
         NoUsableStateError: when there are checkpoints and every one of them is damaged.
-        InfrastructureError: on every rank, if the file system fails for now on one of them.
+        InfrastructureError: on every rank, if the file system does not answer on one of them.
     """
+    # Rank 0 lists the folders for all: NFS may show other ranks an older directory.
     is_first = ranks.rank() == 0
     folders = agree_on_failures(ranks, lambda: _candidates(path, copies) if is_first else [])[0]
     if before is not None:
@@ -128,11 +93,12 @@ def find_newest(
     parts = ranks.world_size()
     unreadable: tuple[str, InfrastructureError] | None = None
     for folder in folders:
+        # An unreadable checkpoint is not passed over for an older one, only for a copy of it.
         if unreadable is not None and folder.name != unreadable[0]:
             break
         try:
             shares = agree_on_failures(ranks, lambda: damage(folder, part=part, parts=parts))  # noqa: B023
-        except InfrastructureError as error:  # a copy of the same step gives nothing up
+        except InfrastructureError as error:
             unreadable = unreadable or (folder.name, error)
             continue
         reasons = [reason for share in shares for reason in share]
@@ -153,24 +119,28 @@ def find_newest(
     )
 
 
-def set_aside(found: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> None:
-    """Rename damaged checkpoints that were passed over for `found`, so that no save removes them.
+def set_aside(start: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> None:
+    """Renames damaged checkpoints that were passed over for `start`, so that no save removes them.
 
-    Called by rank 0 alone, once it is certain that the run goes on from there.
+    Called by rank 0 alone, once it is certain that the run continues from there.
 
     Args:
-        found: what the run goes on from.
+        start: checkpoint that the run continues from.
         roots: the run's folders of checkpoints; nothing elsewhere is renamed.
-        newer: also rename whole ones of later steps, which a run that was told to go on from an
-            older one leaves behind.
+        newer: also rename whole ones of later steps, which a run leaves behind that continues from
+            an older one by request.
     Raises:
         OSError: if a folder cannot be listed.
     """
     for folder in [folder for root in roots for folder in step_folders(root)]:
-        if folder not in found.skipped_paths and not (newer and step_of(folder) > found.step):
+        if folder not in start.skipped_paths and not (newer and step_of(folder) > start.step):
             continue
+        number = 1
+        while (aside := folder.with_name(f"{step_of(folder)}.set-aside-{number}")).exists():
+            number += 1
         try:
-            aside = folders_of_steps.set_aside(folder)
+            os.rename(folder, aside)
+            sync_directory(folder.parent)
         except OSError as error:
             logger.warning("%s: cannot be set aside: %s", folder, error.strerror)
         else:
@@ -178,7 +148,7 @@ def set_aside(found: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> 
 
 
 def _state_of(folder: Path) -> dict[str, Any]:
-    """Content of a verified checkpoint's state.json; StateError if it is none that was saved."""
+    """Content of a verified checkpoint's state.json; StateError if no save can have written it."""
     try:
         state = read_json(folder / "state.json")
         if isinstance(state["step"], int) and isinstance(state["world_size"], int):
@@ -193,17 +163,16 @@ def _state_of(folder: Path) -> dict[str, Any]:
 
 
 def _candidates(path: Path, copies: Sequence[Path]) -> list[Path]:
-    """Folders that are checkpoints by their name, the last one saved first, copies after the one
-    copied."""
-    listed = [*retried(lambda: _candidates_in(path), path)]
+    """Folders with names of checkpoints, the last one saved first, each before its copies."""
+
+    def listed() -> list[Path]:
+        inside = path / "checkpoints"
+        if inside.is_dir():
+            return step_folders(inside)
+        is_named_like_one = path.is_dir() and is_step_folder(path)
+        return [path] if is_checkpoint(path) or is_named_like_one else step_folders(path)
+
+    folders = [*retried(listed, path)]
     for root in copies:
-        listed += retried(lambda root=root: step_folders(root), root)  # type: ignore[misc]
-    return in_order_of_saves(listed)
-
-
-def _candidates_in(path: Path) -> list[Path]:
-    inside = path / "checkpoints"
-    if inside.is_dir():
-        return step_folders(inside)
-    is_named_like_one = path.is_dir() and is_step_folder(path)
-    return [path] if is_checkpoint(path) or is_named_like_one else step_folders(path)
+        folders += retried(partial(step_folders, root), root)
+    return in_order_of_saves(folders)

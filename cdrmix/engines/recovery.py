@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, random_state, store
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.config.load import changed_keys
 from cdrmix.config.redaction import redacted
 from cdrmix.engines.run import JsonObject, Run
@@ -135,7 +135,7 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
     """
     for name, why in checkpoint.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
-    with runtime.together(lambda: CheckpointReader(checkpoint.path)) as reader:
+    with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
         state = reader.state
         runtime.together(lambda: _check_config(run, state["config"], checkpoint.path))
         runtime.together(lambda: run.stage.loader.load_state_dict(state["loader"]))
@@ -289,7 +289,7 @@ def _newest_good(run: Run, bad_step: int) -> store.FoundCheckpoint | None:
 
 def _is_of_this_stage(run: Run, checkpoint: store.FoundCheckpoint) -> bool:
     """Stage B begins with the last checkpoint of Stage A, which it cannot load as its own."""
-    with runtime.together(lambda: CheckpointReader(checkpoint.path)) as reader:
+    with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
         return reader.state.get("stage", "a") == run.stage.name
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 from torch import Tensor
 
 from cdrmix import runtime
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
@@ -133,7 +133,7 @@ class StageState(Protocol):
     def fragments(self, run: Run) -> Iterator[Fragment]:
         """This rank's share of a checkpoint; over all ranks each element comes once."""
 
-    def load(self, run: Run, reader: CheckpointReader) -> None:
+    def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint of this stage into the engine; collective."""
 
     def saved(self, run: Run) -> JsonObject:

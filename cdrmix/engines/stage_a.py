@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.config.schema import Config
 from cdrmix.engines.optim import learning_rate
@@ -428,7 +428,7 @@ class Pretraining:
         """This rank's share of masters, moments and buffers."""
         return engine_state.fragments(run.engine, logical_name)
 
-    def load(self, run: Run, reader: CheckpointReader) -> None:
+    def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint into the engine."""
         engine_state.load_engine(run.engine, reader, logical_name)
         self.samples = list(reader.state["samples"])

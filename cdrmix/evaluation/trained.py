@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.config.schema import Config, DataConfig
 from cdrmix.data.remote import remote_files
@@ -71,7 +71,7 @@ def load_trained(source: Path) -> TrainedModel:
         )
     for name, reason in newest.skipped:
         logger.warning("skipped checkpoint %s: %s", name, reason)
-    with CheckpointReader(newest.path) as reader:
+    with CheckpointFile(newest.path) as reader:
         config = _config_of(reader)
         tokenizer, digest = _tokenizer_of(newest.path, reader.state, config)
         # Made on the device: a large model need not fit into the host's memory.
@@ -83,7 +83,7 @@ def load_trained(source: Path) -> TrainedModel:
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
 
 
-def _config_of(reader: CheckpointReader) -> Config:
+def _config_of(reader: CheckpointFile) -> Config:
     """Reads the configuration in a checkpoint, of a model no larger than its tensors."""
     path = reader.path / "state.json"
     try:

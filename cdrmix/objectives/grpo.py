@@ -1,11 +1,11 @@
-"""GRPO: policy gradients from groups of rollouts of one prompt, and what goes with it.
+"""GRPO: policy gradients from groups of rollouts of one prompt, with value head and monitors.
 
 P prompts, G rollouts of a prompt, N = P G rollouts, T steps of a rollout.
 
-Returns are centred by their group and not divided by its standard deviation. Rewards hold small
-costs beside a large outcome; in a group whose rollouts all fail, or all succeed, the costs are all
-that differs, and the division makes them as large as an outcome. Measured: with the division the
-policy learns to do nothing (tests/unit/test_policy.py keeps that run).
+Returns are centred by their group and not divided by its standard deviation. Rewards consist of
+small costs and a large outcome; in a group whose rollouts all fail, or all succeed, only the costs
+differ, and the division makes them as large as an outcome. Measured: with the division the policy
+learns to do nothing (tests/unit/test_policy.py has that run).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def grpo_loss(
     entropy: Tensor,
     values: Tensor,
     value_targets: Tensor,
-    taken: Tensor,
+    is_taken: Tensor,
     *,
     reference_logprobs: Tensor | None,
     clip_ratio: float,
@@ -81,13 +81,13 @@ def grpo_loss(
         advantages: one per rollout, shared by its steps, [N].
         entropy: of the present policy at each step, [N, T] (nats).
         values: of the value head, [N, T].
-        value_targets: what the value head should say, [N, T].
-        taken: whether a step was taken, [N, T]; others count nothing.
+        value_targets: of the value head, [N, T].
+        is_taken: whether a step was taken, [N, T]; other steps do not count.
         reference_logprobs: of the actions under the reference policy, [N, T]; None without one.
-        clip_ratio: how far the probability ratio may move from 1 and still be rewarded.
+        clip_ratio: largest distance of the probability ratio from 1 that is still rewarded.
         kl_weight: weight of the KL divergence from the reference.
         value_weight: weight of half the squared error of the value head.
-        entropy_weight: weight of the entropy, which is added to what is maximised.
+        entropy_weight: weight of the entropy, which is maximised.
     Returns:
         Scalar loss and metrics. Divide both by the steps taken in the whole global batch.
     """
@@ -103,32 +103,32 @@ def grpo_loss(
         loss = loss + kl_weight * reference_kl
     with torch.no_grad():
         metrics = PolicyMetrics(
-            steps=taken.sum(),
-            kl=_total(low_variance_kl(old_logprobs, logprobs), taken),
-            reference_kl=_total(reference_kl, taken),
-            clipped=_total((ratio != clipped_ratio).to(loss.dtype), taken),
-            entropy=_total(entropy, taken),
-            value_loss=_total(value_loss, taken),
+            steps=is_taken.sum(),
+            kl=_total(low_variance_kl(old_logprobs, logprobs), is_taken),
+            reference_kl=_total(reference_kl, is_taken),
+            clipped=_total((ratio != clipped_ratio).to(loss.dtype), is_taken),
+            entropy=_total(entropy, is_taken),
+            value_loss=_total(value_loss, is_taken),
         )
-    return _total(loss, taken), metrics
+    return _total(loss, is_taken), metrics
 
 
-def _total(per_step: Tensor, taken: Tensor) -> Tensor:
-    # where, not times: what stands in steps not taken need not be finite
-    return torch.where(taken, per_step, torch.zeros_like(per_step)).sum()
+def _total(per_step: Tensor, is_taken: Tensor) -> Tensor:
+    # A product would spread the values of steps not taken, which need not be finite.
+    return torch.where(is_taken, per_step, torch.zeros_like(per_step)).sum()
 
 
 @torch.no_grad()
 def lambda_returns(
-    rewards: Tensor, values: Tensor, taken: Tensor, *, gamma: float, gae_lambda: float
+    rewards: Tensor, values: Tensor, is_taken: Tensor, *, gamma: float, gae_lambda: float
 ) -> Tensor:
     """Targets of the value head: TD(lambda) returns of each step.
 
     Args:
         rewards: of each step, [N, T].
-        values: of the state before each step, and after the last, [N, T + 1]: what a rollout cut
-            at its horizon would still have earned; zero where an episode has ended.
-        taken: whether a step was taken, [N, T]; a rollout's steps come first, then none.
+        values: of the state before each step, and after the last, [N, T + 1]. The last one is the
+            expected return of a rollout cut at its horizon; zero for an episode that has ended.
+        is_taken: whether a step was taken, [N, T]; a rollout's steps come first, then none.
         gamma: discount per step.
         gae_lambda: 0 looks one step ahead, 1 to the end.
     Returns:
@@ -139,17 +139,16 @@ def lambda_returns(
     ahead = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         error = rewards[:, t] + gamma * values[:, t + 1] - values[:, t]
-        ahead = torch.where(taken[:, t], error + gamma * gae_lambda * ahead, 0)
-        targets[:, t] = torch.where(taken[:, t], ahead + values[:, t], 0)
+        ahead = torch.where(is_taken[:, t], error + gamma * gae_lambda * ahead, 0)
+        targets[:, t] = torch.where(is_taken[:, t], ahead + values[:, t], 0)
     return targets
 
 
 @torch.no_grad()
-def explained_variance(values: Tensor, targets: Tensor, taken: Tensor) -> Tensor:
+def explained_variance(values: Tensor, targets: Tensor, is_taken: Tensor) -> Tensor:
     """Share of the targets' variance that the value head explains: 1 at best, below 0 if harmful.
 
-    Not a number where the targets do not vary.
+    NaN if the targets do not vary.
     """
-    chosen = targets[taken]
-    guessed = values[taken]
-    return 1 - (chosen - guessed).var(correction=0) / chosen.var(correction=0)
+    actual = targets[is_taken]
+    return 1 - (actual - values[is_taken]).var(correction=0) / actual.var(correction=0)

@@ -1,7 +1,6 @@
-"""Cross-entropy of the next token, straight from hidden states.
+"""Cross-entropy of the next token, computed from hidden states without all logits at once."""
 
-N positions, D hidden, V vocabulary.
-"""
+# N positions, n positions of a chunk, D hidden, V vocabulary
 
 from __future__ import annotations
 
@@ -13,15 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 IGNORED_LABEL = -100
+# Bounds the float32 logits of a chunk: 128 MiB at a vocabulary of 32,768.
 _CHUNK_POSITIONS = 1024
 
 
 class VocabularyPart(NamedTuple):
-    """The rows of the head that a weight holds, where ranks share out the vocabulary.
+    """Rows of the head on one rank, where ranks share out the vocabulary.
 
     Attributes:
         first_id: token id of the weight's first row.
-        of_all_parts: a tensor that each part has -> all of them, [...] -> [parts, ...].
+        of_all_parts: gathers a tensor of each part, [...] -> [parts, ...].
     """
 
     first_id: int
@@ -34,9 +34,9 @@ WHOLE_VOCABULARY = VocabularyPart(0, lambda x: x.unsqueeze(0))
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of hidden @ weight.T, chunk by chunk over the positions.
 
-    The gradient of a chunk is formed while its logits are at hand, so that one chunk of logits
-    exists at a time instead of all N x V twice, at no extra matmul. Of a part of the vocabulary it
-    is that part's share of the gradient of `hidden`, and all of the gradient of its rows.
+    The gradient of a chunk is computed from its logits at once, so that one chunk of logits exists
+    at a time instead of all N x V twice, without an extra matmul. With a part of the vocabulary it
+    is that part's summand of the gradient of `hidden`, and the full gradient of its rows.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             error = torch.exp_(logits.sub_(log_total))  # softmax
             error.scatter_add_(1, local, -is_here.to(error.dtype))
-            if label_weights is not None:  # in float32, where a weight of .3 is one
+            if label_weights is not None:  # before the cast: bf16 would round the weights
                 error.mul_(worth.unsqueeze(1))
             error = error.to(hidden.dtype)
             counted = valid.unsqueeze(1).to(hidden.dtype)
@@ -106,16 +106,16 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., D], any float type.
-        weight: the head, [V, D], same type; of a part of the vocabulary its rows.
+        weight: the head, [V, D], same type; with a part of the vocabulary only its rows.
         labels: next token of each position, [...], int64; -100 is ignored.
-        part: of the vocabulary, which `weight` holds.
+        part: of the vocabulary that `weight` has.
         label_weights: factor on the nats of each label, [...], float32; None: 1.
     Returns:
         Scalar, float32, the same for every part. Divide by the valid positions of the whole global
-        batch, or by what they weigh; see `sum_weights`. The gradient of `hidden` is to be summed
-        over the parts.
+        batch, or by the sum of their weights; see `sum_weights`. The caller sums the gradient of
+        `hidden` over the parts.
     """
-    if not torch.is_grad_enabled():  # which a Function's needs_input_grad does not look at
+    if not torch.is_grad_enabled():  # a Function's needs_input_grad ignores this
         hidden = hidden.detach()
         weight = weight.detach()
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -125,13 +125,15 @@ def linear_cross_entropy(
 
 
 def count_valid(labels: Tensor) -> Tensor:
-    """Positions that are predicted, scalar int64."""
+    """Number of positions with a label, scalar int64."""
     return (labels != IGNORED_LABEL).sum()
 
 
 def sum_weights(labels: Tensor, label_weights: Tensor | None) -> Tensor:
-    """What the nats of `labels` are divided by: the sum of the weights of those that are predicted,
-    scalar float64; their number where there are no weights."""
+    """Divisor of the nats of `labels`: the sum of their weights, or without any their number.
+
+    Scalar, float64, over the positions with a label.
+    """
     valid = labels != IGNORED_LABEL
     if label_weights is None:
         return valid.sum().double()

@@ -1,11 +1,6 @@
-"""The contrastive objective of retrieval: a query should find the key of its own segment.
+"""Objectives of representations: retrieval of segments, and recall by plastic adapters."""
 
-N pairs, S key dimensions.
-
-The local objective of plastic adapters: fast weights should recall what followed the trace.
-
-B sequences, T time, r rank of the adapter.
-"""
+# N pairs, S key dimensions; B sequences, T time, r rank of the adapter
 
 from __future__ import annotations
 
@@ -22,13 +17,13 @@ def info_nce(queries: Tensor, keys: Tensor, *, temperature: float) -> Tensor:
         keys: the unit vector that each query should find, [N, S].
         temperature: divides the cosines.
     Returns:
-        Scalar, nats; log N for vectors that say nothing. Divide by N.
+        Scalar, nats; log N for uninformative vectors. Divide by N.
     Source: van den Oord et al., 1807.03748, in both directions as in CLIP (2103.00020).
     """
     scores = queries.float() @ keys.float().transpose(0, 1) / temperature  # [N, N]
-    own = torch.arange(len(queries), device=queries.device)
-    there = F.cross_entropy(scores, own, reduction="sum")
-    back = F.cross_entropy(scores.transpose(0, 1), own, reduction="sum")
+    partners = torch.arange(len(queries), device=queries.device)
+    there = F.cross_entropy(scores, partners, reduction="sum")
+    back = F.cross_entropy(scores.transpose(0, 1), partners, reduction="sum")
     return (there + back) / 2
 
 
@@ -55,11 +50,11 @@ def correlation_loss(
     Args:
         post: q, normalised features of the layer's output, [B, T, r].
         modulator: m, [B, T], in (0, 1).
-        recalled: H_t e_t, what the fast weights give for the eligibility trace, [B, T, r].
+        recalled: H_t e_t, output of the fast weights for the eligibility trace, [B, T, r].
         weights: H after the last token, [B, r, r].
         decay: of the fast weights, per token.
         decorrelation_weight: nu; 0.01 keeps the r features of a random projection apart, and is too
-            little to be felt by the task.
+            small to affect the task.
     Returns:
         Scalar, float32. Divide by the sequences of the whole global batch.
     """

@@ -1,9 +1,10 @@
 """Router losses and monitors from router statistics.
 
-L MoE layers, E experts, k experts per token. Statistics [L, 2E + 3] as `MoEFeedForward.forward`
-gives them, per token: averaged over all data ranks of a micro-step before they come here, so that
-losses do not depend on how the batch is spread.
+Statistics are those of `MoEFeedForward.forward`, per token and averaged over all data ranks of a
+micro-step, so that losses do not depend on how the batch is spread.
 """
+
+# L MoE layers, E experts, k experts per token
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def router_losses(per_token: Tensor, *, num_experts: int, top_k: int) -> RouterL
 
 @torch.no_grad()
 def router_monitors(per_token: Tensor, *, num_experts: int, top_k: int) -> RouterMonitors:
-    """What shows a collapsing router: use of each expert, overflow, entropy.
+    """Signs of a collapsing router: use of each expert, overflow, entropy.
 
     Overflow is measured against the capacity factor before anything is dropped. Entropy is that
     of the mean assignment, in bits: log2(E) when all experts are used alike.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix import runtime
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.config.schema import Config
 from cdrmix.errors import TrainingError
 from cdrmix.monitoring.metrics import deterministic_part
@@ -222,7 +222,7 @@ class SmallRuns:
             return largest
         last = str(self._small.last_step)
         paths = [self._folder / name / "checkpoints" / last for name in (run, like)]
-        with CheckpointReader(paths[0]) as one, CheckpointReader(paths[1]) as other:
+        with CheckpointFile(paths[0]) as one, CheckpointFile(paths[1]) as other:
             are_equal = one.names() == other.names() and all(
                 one.read(name).equal(other.read(name)) for name in one.names()
             )

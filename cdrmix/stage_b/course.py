@@ -1,16 +1,16 @@
-"""Stage B as its engine sees it: lessons of a reader, and what is learned from them.
+"""Lessons of Stage B: their making, their losses, and their order over steps and ranks.
 
-What Stage B trains and by what: the contract between its engine and its content.
-
-Lessons as the loop reads them: the steps of Stage B in order, shared out over ranks.
+A lesson is a batch of texts that one rank learns from in one micro-step. Except for the weights all
+is a pure function of (phase, number): a lesson is the same on any rank and at any time. Losses and
+metrics are means over a lesson, and those of a step means over its lessons.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from cdrmix import runtime
 from cdrmix.checkpoint.fragments import Part
@@ -23,21 +23,34 @@ from cdrmix.parallel.frozen_stages import chained
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.stage_b import phases
-from cdrmix.stage_b.optimizer import ParameterPlace, place_of
-from cdrmix.stage_b.phases import Collected, Metrics
+from cdrmix.stage_b.optimizer import PhasePlace, place_of
+from cdrmix.stage_b.phases import Collected, LessonMetrics
+
+_LEARNING: dict[Phase, frozenset[Part]] = {
+    "memory": frozenset({"memory"}),
+    "adapters": frozenset({"adapters"}),
+    "policy": frozenset({"policy"}),
+    "joint": frozenset({"memory", "adapters"}),
+}
+# Configuration keys of the fields of a loader's state; others stand under stage_b.training.
+_SETTINGS = {
+    "manifest_digest": "data.path",
+    "seed": "training.seed",
+    "phases": "stage_b.training.{memory,adapter,joint,policy}_steps",
+}
 
 
-class ReaderCourse:
-    """Lessons for a reader.
+class Course:
+    """A reader with its lessons and their losses.
 
     Args:
-        reader: learns.
-        lessons: what from.
-        config: weights of the losses, and whether the backbone learns too.
+        reader: trained by the lessons.
+        lessons: tasks and texts.
+        config: weights of the losses, and rate of the backbone.
 
     Attributes:
-        model: the reader.
-        lessons: what from.
+        model: the reader, with its backbone.
+        lessons: tasks and texts.
     """
 
     def __init__(self, reader: MemoryReader, lessons: Lessons, config: Config) -> None:
@@ -46,9 +59,10 @@ class ReaderCourse:
         self._config = config
 
     def learning(self, phase: Phase) -> frozenset[Part]:
-        """Parts that learn in a phase."""
-        training = phases.metrics_section(self._config).training
-        return phases.learning(phase, with_backbone=training.backbone_lr_scale > 0)
+        """Parts that a phase trains; the others have no gradient."""
+        scale = phases.stage_b_section(self._config).training.backbone_lr_scale
+        with_backbone = phase == "joint" and scale > 0
+        return _LEARNING[phase] | (frozenset({"backbone"}) if with_backbone else frozenset())
 
     def lesson(self, phase: Phase, number: int) -> Lesson:
         """Lesson `number` of a phase, from 0.
@@ -58,8 +72,8 @@ class ReaderCourse:
         """
         return self.lessons.lesson(phase, number).to(self.model.backbone.device)
 
-    def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, Metrics]:
-        """Loss of a lesson in a phase without rollouts, and what it measured."""
+    def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, LessonMetrics]:
+        """Scalar loss of a lesson in a phase without rollouts, and metrics."""
         return chained(
             self.model.backbone,
             partial(phases.phase_loss, self.model, phase, lesson, self._config),
@@ -68,106 +82,65 @@ class ReaderCourse:
         )
 
     def collect(self, lesson: Lesson) -> Collected:
-        """Episodes of a lesson of the policy's phase.
+        """Plays the episodes of a lesson of the policy phase.
 
         Raises:
             DataError: if a reward is not finite.
         """
         return phases.collect(self.model, lesson, self._config, self.lessons.tokenizer)
 
-    def rollout_loss(self, collected: Collected) -> tuple[Tensor, Metrics]:
-        """Loss of the present policy on collected episodes, and what it measured."""
+    def rollout_loss(self, collected: Collected) -> tuple[Tensor, LessonMetrics]:
+        """Scalar loss of the present policy on collected episodes, and metrics with `kl` (nats)."""
         return phases.rollout_loss(self.model, collected, self._config)
 
 
-LessonMetrics = dict[str, Tensor]
-
-
-class CollectedEpisodes(Protocol):
-    """Episodes of a lesson, played by the present policy, and means over them."""
-
-    @property
-    def metrics(self) -> LessonMetrics: ...
-
-
-class Course(Protocol):
-    """Lessons for a reader. A lesson is a batch of texts, learned from as a whole on one rank.
-
-    But for the weights all is a pure function of (phase, number): a lesson is the same on whatever
-    rank and whenever it is taken. Losses and metrics are means over the lesson, and those of a step
-    means over its lessons.
-    """
-
-    @property
-    def model(self) -> nn.Module:
-        """The reader, with its backbone."""
-
-    def learning(self, phase: Phase) -> frozenset[Part]:
-        """Parts that learn in a phase."""
-
-    def lesson(self, phase: Phase, number: int) -> Any:
-        """Lesson `number` of a phase, from 0. Raises DataError if it cannot be made."""
-
-    def loss(self, phase: Phase, lesson: Any) -> tuple[Tensor, LessonMetrics]:
-        """Loss of a lesson in a phase without rollouts, a scalar, and what it measured."""
-
-    def collect(self, lesson: Any) -> CollectedEpisodes:
-        """Episodes of a lesson of the policy's phase.
-
-        Raises DataError if a reward is not finite.
-        """
-
-    def rollout_loss(self, collected: Any) -> tuple[Tensor, LessonMetrics]:
-        """Loss of the present policy on them, and what it measured, `kl` among it (nats)."""
-
-
-def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> ReaderCourse:
-    """Lessons of a configuration for a reader around a backbone, with initial values.
+def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
+    """Builds the lessons of a configuration, for a reader with initial values around a backbone.
 
     Args:
         config: with a Stage B.
         backbone: on this rank's device.
-        corpus: gives the tokenizer, and plain text.
+        corpus: tokenizer and plain text.
     """
-    assert config.stage_b is not None, "Stage B has its section"
+    stage_b = phases.stage_b_section(config)
     lessons = Lessons(
-        config.stage_b.training,
+        stage_b.training,
         seed=config.training.seed,
-        window_tokens=config.stage_b.training.window_tokens or config.training.sequence_length,
+        window_tokens=stage_b.training.window_tokens or config.training.sequence_length,
         tokenizer=corpus.tokenizer,
         rows=corpus.train.rows,
         num_rows=corpus.train.num_samples,
     )
     reader = MemoryReader(
-        backbone, config.stage_b, window_tokens=lessons.window_tokens, marks=lessons.marks
+        backbone, stage_b, window_tokens=lessons.window_tokens, marks=lessons.marks
     )
     reader.initialize(seed=config.training.seed)
-    return ReaderCourse(reader.to(runtime.device()), lessons, config)
+    return Course(reader.to(runtime.device()), lessons, config)
 
 
 class LessonShare(NamedTuple):
-    """This rank's share of a step.
+    """One rank's share of the lessons of a step.
 
     Attributes:
-        place: of the step.
-        lessons: of this rank; in the policy's phase the episodes collected from them.
+        place: position of the step in its phase.
+        lessons: lessons of this rank; in the policy phase the episodes collected from them.
     """
 
-    place: ParameterPlace
+    place: PhasePlace
     lessons: list[Any]
 
 
 class LessonLoader:
-    """Lessons in order, as the loop reads them.
+    """Shares lessons out over ranks, in order.
 
-    Their numbers go on through all phases; which phase a lesson is of follows from the step.
+    Their numbers go on through all phases; the phase of a lesson follows from the step.
 
     Args:
         course: makes the lessons.
         stage_b: phases and lessons per step.
-        rank: of this process among those that share lessons out.
-        world_size: how many they are.
-        manifest_digest: names the data set that texts and tokenizer are of.
+        rank: of this process among those that share the lessons out.
+        world_size: number of these processes.
+        manifest_digest: identifies the data set with the texts and the tokenizer.
         seed: of the lessons.
         is_shared: whether other ranks take the same lessons, and play their episodes with this one.
 
@@ -205,18 +178,20 @@ class LessonLoader:
             DataError: if a lesson cannot be made, or a reward is not finite.
         """
         place = place_of(step, self._training)
-        begin = self.samples_consumed
+        # Every rank counts the lessons of all: a position holds at any number of ranks.
         end = self.samples_consumed + self._training.lessons_per_step
-        mine = range(begin, end)[self._rank :: self._world_size]
+        numbers = range(self.samples_consumed, end)[self._rank :: self._world_size]
 
-        def made() -> list[Any]:
-            return [self._course.lesson(place.phase, number) for number in mine]
+        def make() -> list[Any]:
+            return [self._course.lesson(place.phase, number) for number in numbers]
 
-        plays = place.phase == "policy"
-        # who has no lesson would be waited for in the middle of an episode
-        lessons = runtime.together(made) if plays and self._is_shared else made()
-        if plays:
+        if place.phase == "policy":
+            # Ranks that share lessons play together: one without a lesson, because it could not be
+            # made, would be waited for in the middle of an episode. So all of them fail here.
+            lessons = runtime.together(make) if self._is_shared else make()
             lessons = [self._course.collect(lesson) for lesson in lessons]
+        else:
+            lessons = make()
         self.samples_consumed = end
         self._steps = step + 1
         return LessonShare(place, lessons)
@@ -227,7 +202,7 @@ class LessonLoader:
         return position | self._identity()
 
     def _identity(self) -> dict[str, Any]:
-        """All that says what a lesson is, and what is learned from it."""
+        """Everything that determines the content of the lessons."""
         training = self._training
         return {
             "manifest_digest": self._manifest_digest,
@@ -240,26 +215,22 @@ class LessonLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, on whatever ranks.
+        """Continues from a saved position, on any number of ranks.
 
         Args:
-            state: of `state_dict`; one of an older version tells less, and is checked by that.
+            state: of `state_dict`; fields that an older version did not save are not checked.
         Raises:
-            StateError: if the lessons so far were others than these would be.
+            StateError: if the lessons so far differ from those of this configuration.
         """
-        names = {
-            "manifest_digest": "data.path",
-            "seed": "training.seed",
-            "phases": "stage_b.training.{memory,adapter,joint,policy}_steps",
-        }
         differing = []
         for key, ours in self._identity().items():
             saved = state.get(key, ours)
+            # An older version saved fewer fields; those count as equal.
             same = saved == ours
-            if key == "phases" and not same:  # those to come may have other lengths
+            if key == "phases" and not same:  # later phases may have other lengths
                 same = _bounds(saved, state["steps"]) == _bounds(ours, state["steps"])
             if not same:
-                name = names.get(key, f"stage_b.training.{key}")
+                name = _SETTINGS.get(key, f"stage_b.training.{key}")
                 differing.append(f"{name} ({key}): {saved} there, {ours} here")
         if differing:
             raise StateError(
@@ -270,14 +241,14 @@ class LessonLoader:
         self._steps = state.get("steps", 0)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
-def _bounds(phases: list[list[Any]], steps_done: int) -> list[tuple[str, int]]:
+def _bounds(lengths: list[list[Any]], steps_done: int) -> list[tuple[str, int]]:
     """Phase and end of each stretch of the steps so far; a phase under way may become longer."""
     bounds = []
     end = 0
-    for phase, length in phases:
+    for phase, length in lengths:
         if end >= steps_done:
             break
         end += length

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment, Part, is_stage_b, part_of, reader_logical_name
 from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
@@ -27,15 +27,16 @@ from cdrmix.errors import StateError
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
 from cdrmix.parallel.tensor import is_copy
-from cdrmix.stage_b.course import Course, LessonLoader, LessonMetrics, LessonShare
+from cdrmix.stage_b.course import Course, LessonLoader, LessonShare
 from cdrmix.stage_b.optimizer import (
     Clip,
-    ParameterPlace,
+    PhasePlace,
     in_order,
     learning_rates,
     place_of,
     set_learning,
 )
+from cdrmix.stage_b.phases import LessonMetrics
 
 
 class LessonResult(NamedTuple):
@@ -49,7 +50,7 @@ class LessonResult(NamedTuple):
         seconds: wall time, without the wait for lessons and for other ranks before it.
     """
 
-    place: ParameterPlace
+    place: PhasePlace
     metrics: list[LessonMetrics]
     rates: dict[Part, float]
     epochs: int
@@ -267,7 +268,7 @@ class StageB:
             mine = dict(backbone[run.topology.data_rank :: run.topology.degrees.data])
             yield from engine_state.whole_fragments(mine, reader_logical_name)
 
-    def load(self, run: Run, reader: CheckpointReader) -> None:
+    def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint of Stage B into the engine; a frozen backbone stays as it is.
 
         Raises:

@@ -1,8 +1,7 @@
-"""A trained Stage B as one plain reader: for evaluation and for reading what is given to it.
+"""Trained readers, and the suite that scores them on reasoning tasks by length of the text.
 
-Reasoning tasks by the length of their texts: the reader, and its backbone alone beside it.
-
-The backbone alone sees what its window holds at the end of the text; state and cache begin there.
+Each score stands beside that of the backbone alone, which sees only the window at the end of the
+text; its state and cache begin there.
 """
 
 # N texts
@@ -13,16 +12,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cdrmix.checkpoint import engine_state
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b, reader_logical_name
-from cdrmix.config.reasoning import StageBConfig
 from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel, load_trained
 from cdrmix.log import get_logger
@@ -34,14 +32,22 @@ from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.tasks import Example, check_task, read_examples, write_examples
 from cdrmix.stage_b.phases import grade_by
 
+logger = get_logger(__name__)
+LENGTH_RATIOS = (1, 2, 4, 8, 16)
+REASONING_FILE = "reasoning.json"
+# Bounds the memory of an evaluation, whose texts have up to 16 windows.
+_EXAMPLES_PER_BATCH = 16
+# A length may have no room for an example: so many are tried for each that is wanted.
+_TRIES_PER_EXAMPLE = 4
+
 
 @dataclass(frozen=True)
 class TrainedReader:
-    """A reader of one checkpoint.
+    """A reader from a checkpoint.
 
     Attributes:
-        trained: its backbone, configuration and tokenizer.
-        reader: evaluation mode.
+        trained: backbone, configuration and tokenizer.
+        reader: in evaluation mode.
         lessons: tasks and texts in its tokens.
     """
 
@@ -51,18 +57,18 @@ class TrainedReader:
 
 
 def load_reader(source: Path, *, accept_threshold: float | None = None) -> TrainedReader:
-    """Load the newest checkpoint under `source` that verifies.
+    """Loads the newest whole checkpoint under `source`.
 
     Args:
         source: a run directory or a checkpoint.
         accept_threshold: advantage from which a branch is accepted; None: the run's.
     Raises:
-        StateError: if there is none, or it has not come to Stage B.
+        StateError: if there is none, or it is older than Stage B.
         DataError: if its tokenizer cannot be read.
     """
     trained = load_trained(source)
     stage_b = trained.config.stage_b
-    with CheckpointReader(trained.checkpoint) as checkpoint:
+    with CheckpointFile(trained.checkpoint) as checkpoint:
         if stage_b is None or not any(map(is_stage_b, checkpoint.names())):
             raise StateError(
                 f"{source}: step {trained.step} has no memory to read with. Memory is trained in "
@@ -71,7 +77,13 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
         if accept_threshold is not None:
             policy = stage_b.policy.model_copy(update={"accept_threshold": accept_threshold})
             stage_b = stage_b.model_copy(update={"policy": policy})
-        lessons = make_lessons(trained, stage_b)
+        training = stage_b.training
+        lessons = Lessons(
+            training,
+            trained.config.training.seed,
+            training.window_tokens or trained.config.training.sequence_length,
+            trained.tokenizer,
+        )
         reader = MemoryReader(
             trained.model, stage_b, window_tokens=lessons.window_tokens, marks=lessons.marks
         )
@@ -80,34 +92,16 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
     return TrainedReader(trained, reader.eval(), lessons)
 
 
-def make_lessons(trained: TrainedModel, stage_b: StageBConfig) -> Lessons:
-    """Tasks in the tokens of a trained model, without plain text."""
-    training = stage_b.training
-    return Lessons(
-        training,
-        trained.config.training.seed,
-        training.window_tokens or trained.config.training.sequence_length,
-        trained.tokenizer,
-    )
-
-
-LENGTH_RATIOS = (1, 2, 4, 8, 16)
-REASONING_FILE = "reasoning.json"
-_EXAMPLES_PER_BATCH = 16
-_TRIES_PER_EXAMPLE = 4
-logger = get_logger(__name__)
-
-
 @dataclass(frozen=True)
 class Row:
-    """One cell of the table.
+    """One cell of the table of scores.
 
     Attributes:
-        task: its name.
+        task: name of the task.
         length_ratio: length of the texts (windows).
-        score: of the reader, mean of 0 to 1.
+        score: mean score of the reader, 0 to 1.
         backbone_score: of the backbone alone, on the same texts.
-        n: texts.
+        n: number of texts.
     """
 
     task: str
@@ -119,13 +113,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What reading came to.
+    """Result of an evaluation.
 
     Attributes:
-        rows: of the table.
-        accepted: share of the agent's decisions in which a branch was accepted; None where it took
-            its likeliest action.
-        checkpoint: of the reader, where one was loaded.
+        rows: cells of the table.
+        accepted: share of the agent's decisions that accepted a branch; None if it took its
+            likeliest actions.
+        checkpoint: of the reader, if one was loaded.
     """
 
     rows: list[Row]
@@ -133,12 +127,12 @@ class Evaluated:
     checkpoint: Path | None = None
 
     def as_json(self) -> str:
-        """One JSON object; the share is there where there is one."""
+        """Rows as one JSON object, with the share of accepted branches if there is one."""
         share = {} if self.accepted is None else {"accepted_branches": self.accepted}
         return json.dumps({"rows": [asdict(row) for row in self.rows], **share})
 
     def table(self) -> str:
-        """For a person."""
+        """Table of scores for a person."""
         if self.accepted is None:
             return score_table(self.rows)
         return f"{score_table(self.rows)}; {self.accepted:.1%} of the decisions accepted a branch"
@@ -153,17 +147,17 @@ def evaluate_reasoning(
     branches: bool = False,
     accept_threshold: float | None = None,
 ) -> Evaluated:
-    """Evaluate a trained reader; see `store_rows`.
+    """Scores a trained reader on the suite, or on tasks from a file; see `store_rows`.
 
     Args:
         source: a run directory or a checkpoint of one.
-        num_examples: texts for each of the tasks that it was trained on, and each length.
-        file: tasks to read instead.
+        num_examples: texts for each task of its training and each length.
+        file: tasks to read in place of the suite.
         written: file to write the tasks to.
-        branches: act by branches, instead of taking the likeliest action.
-        accept_threshold: of these; None: the run's.
+        branches: whether to act by branches instead of the likeliest action.
+        accept_threshold: advantage from which a branch is accepted; None: the run's.
     Raises:
-        StateError: if there is no checkpoint, it has not come to Stage B, or the tasks cannot be
+        StateError: if there is no checkpoint, it is older than Stage B, or the tasks cannot be
             written.
         DataError: if a row of the file cannot be used.
     """
@@ -182,7 +176,7 @@ def evaluate_reasoning(
 
 
 def _check_room(lessons: Lessons, example: Example) -> None:
-    """Raises ValueError where a window has no room for the question."""
+    """Raises ValueError if a window has no room for the question."""
     count = len(lessons.tokenizer.encode(example.question))
     if (room := segment_room(lessons.window_tokens, count)) < 0:
         raise ValueError(
@@ -192,17 +186,14 @@ def _check_room(lessons: Lessons, example: Example) -> None:
 
 
 def store_rows(checkpoint: Path, rows: Sequence[Row]) -> None:
-    """Write the rows into the run directory of a checkpoint, if it lies in one.
+    """Writes the rows of a suite into the run directory of a checkpoint folder, if it is in one.
 
-    Args:
-        checkpoint: its folder.
-        rows: of the suite.
     Raises:
         StateError: if they cannot be written.
     """
-    run_dir = _run_directory(checkpoint)
-    if run_dir is not None:
-        write_text_atomic(run_dir / REASONING_FILE, scores_json(rows) + "\n")
+    folder = checkpoint.parent
+    if folder.name == "checkpoints":
+        write_text_atomic(folder.parent / REASONING_FILE, scores_json(rows) + "\n")
 
 
 def score_tasks(
@@ -231,20 +222,29 @@ def score_tasks(
 def suite(
     lessons: Lessons, tasks: Sequence[str], *, length_ratios: Sequence[int], num_examples: int
 ) -> list[Example]:
-    """Examples of every task and length, on texts that training did not see.
+    """Returns examples of every task and length, on texts that training did not see.
 
-    One whose statements a length has no room for gives way to the next; a task of which none fits
-    has none there.
+    Examples too long for a length are replaced by later ones, as long as tries last.
 
     Raises:
         DataError: if a task is unknown.
     """
-    return [
-        example
-        for task in tasks
-        for ratio in length_ratios
-        for example in _examples(lessons, task, ratio, num_examples)
-    ]
+    chosen = []
+    for task, ratio in product(tasks, length_ratios):
+        check_task(task)
+        examples: list[Example] = []
+        misfit = None
+        for number in range(_TRIES_PER_EXAMPLE * num_examples):
+            try:
+                examples.append(lessons.example(task, f"{lessons.seed}/evaluation", number, ratio))
+            except DataError as error:
+                misfit = error
+            if len(examples) == num_examples:
+                break
+        if misfit is not None and len(examples) < num_examples:
+            logger.info("%d of %d texts found: %s", len(examples), num_examples, misfit)
+        chosen += examples
+    return chosen
 
 
 def score_examples(
@@ -254,9 +254,9 @@ def score_examples(
 
     Args:
         reader: in evaluation mode.
-        lessons: give its tokens.
-        examples: whose questions a window has room for.
-        branches: act by branches, instead of taking the likeliest action.
+        lessons: its tokenizer and segments.
+        examples: with questions that a window has room for.
+        branches: whether to act by branches instead of the likeliest action.
     Raises:
         DataError: if the agent's numbers are not finite.
     """
@@ -267,43 +267,22 @@ def score_examples(
     num_accepted = 0
     num_decisions = 0
     for (task, ratio), cell in cells.items():
-        played = _play(reader, lessons, cell, branches=branches)
-        mean, alone = played.scores.mean(0).tolist()
+        scores, accepted, decisions = _play(reader, lessons, cell, branches=branches)
+        mean, alone = scores.mean(0).tolist()
         rows.append(Row(task, ratio, mean, alone, len(cell)))
-        num_accepted += played.num_accepted
-        num_decisions += played.num_decisions
+        num_accepted += accepted
+        num_decisions += decisions
     return Evaluated(rows, num_accepted / num_decisions if num_decisions else None)
-
-
-def _examples(lessons: Lessons, task: str, ratio: int, count: int) -> list[Example]:
-    """The first `count` examples that fit into a length, among four times as many."""
-    check_task(task)
-    examples: list[Example] = []
-    why = None
-    for number in range(_TRIES_PER_EXAMPLE * count):
-        try:
-            examples.append(lessons.example(task, f"{lessons.seed}/evaluation", number, ratio))
-        except DataError as error:
-            why = error
-        if len(examples) == count:
-            break
-    if why is not None and len(examples) < count:
-        logger.info("%d of %d texts found: %s", len(examples), count, why)
-    return examples
-
-
-class _Played(NamedTuple):
-    """Score with memory and alone of each example, [N, 2], and what became of branches."""
-
-    scores: Tensor
-    num_accepted: int
-    num_decisions: int
 
 
 @torch.no_grad()
 def _play(
     reader: MemoryReader, lessons: Lessons, cell: Sequence[Example], *, branches: bool
-) -> _Played:
+) -> tuple[Tensor, int, int]:
+    """Scores of examples, [N, 2], with memory and of the backbone alone.
+
+    Further results: number of decisions that accepted a branch, and of all decisions by branches.
+    """
     parts = []
     num_accepted = 0
     num_decisions = 0
@@ -323,16 +302,16 @@ def _play(
             final = roll_out(episodes, reader.policy, start, generator=None).final
         alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
         parts.append(torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1))
-    return _Played(torch.cat(parts), num_accepted, num_decisions)
+    return torch.cat(parts), num_accepted, num_decisions
 
 
 def scores_json(rows: Sequence[Row]) -> str:
-    """The rows as one JSON object."""
+    """Rows as one JSON object."""
     return Evaluated(list(rows)).as_json()
 
 
 def score_table(rows: Sequence[Row]) -> str:
-    """The rows for a person: a line per task, a column per length."""
+    """Table of the rows for a person: a line per task, a column per length."""
     ratios = sorted({row.length_ratio for row in rows})
     by_cell = {(row.task, row.length_ratio): row for row in rows}
     heads = "".join(f"{f'{ratio}x':>14}" for ratio in ratios)
@@ -343,18 +322,9 @@ def score_table(rows: Sequence[Row]) -> str:
             row = by_cell.get((task, ratio))
             cells.append(f"{row.score:.2f}, {row.backbone_score:.2f}" if row else "-")
         lines.append(f"{task:<24}" + "".join(f"{cell:>14}" for cell in cells))
-    lines.append(_note([row.n for row in rows]) if rows else "no task fits")
-    return "\n".join(lines)
-
-
-def _note(counts: Sequence[int]) -> str:
-    fewest = min(counts)
-    most = max(counts)
+    if not rows:
+        return "\n".join([*lines, "no task fits"])
+    fewest = min(row.n for row in rows)
+    most = max(row.n for row in rows)
     texts = f"{most}" if fewest == most else f"{fewest} to {most}"
-    return f"{texts} texts each; lengths in windows"
-
-
-def _run_directory(checkpoint: Path) -> Path | None:
-    """Run directory of one of its checkpoints; None for one outside of any."""
-    folder = checkpoint.parent
-    return folder.parent if folder.name == "checkpoints" else None
+    return "\n".join([*lines, f"{texts} texts each; lengths in windows"])

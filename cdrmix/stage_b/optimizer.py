@@ -1,4 +1,4 @@
-"""Parameter groups, rates and clips of Stage B: each part has its own."""
+"""Parameter groups, learning rates and gradient clipping of Stage B, separate for each part."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cdrmix.engines.optim import parameter_groups
 from cdrmix.parallel.topology import ALONE, Topology
 
 
-class ParameterPlace(NamedTuple):
-    """Where a step of Stage B stands.
+class PhasePlace(NamedTuple):
+    """Position of a step of Stage B in its phase.
 
     Attributes:
-        phase: that it belongs to.
-        step: steps of the phase before it.
-        length: steps of the phase.
+        phase: of the step.
+        step: number of steps of the phase before it.
+        length: number of steps of the phase.
     """
 
     phase: Phase
@@ -32,25 +32,25 @@ class ParameterPlace(NamedTuple):
     length: int
 
 
-def place_of(step: int, training: StageBTraining) -> ParameterPlace:
-    """Place of a step, from 0; steps beyond the end stand behind the last phase."""
+def place_of(step: int, training: StageBTraining) -> PhasePlace:
+    """Position of a step, from 0; steps beyond the end follow the last phase."""
     for phase, length in training.phases:
         if step < length:
-            return ParameterPlace(phase, step, length)
+            return PhasePlace(phase, step, length)
         step -= length
     last, length = training.phases[-1]
-    return ParameterPlace(last, length + step, length)
+    return PhasePlace(last, length + step, length)
 
 
 def learning_rates(
-    place: ParameterPlace, learning: Collection[Part], config: Config
+    place: PhasePlace, learning: Collection[Part], config: Config
 ) -> dict[Part, float]:
-    """Rate of every part at a step.
+    """Learning rate of every part at a step: warm-up, then a cosine over the phase.
 
     Args:
-        place: warm-up, then cosine over the phase.
-        learning: parts that learn in it; the others' rate is 0.
-        config: peaks.
+        place: position of the step.
+        learning: parts that the phase trains; the others' rate is 0.
+        config: peak rates.
     """
     assert config.stage_b is not None, "Stage B has its section"
     training = config.stage_b.training
@@ -60,23 +60,24 @@ def learning_rates(
         "policy": training.policy_learning_rate,
         "backbone": training.backbone_lr_scale * config.training.learning_rate,
     }
-    factor = _factor(place, training)
-    return {part: factor * peaks[part] if part in learning else 0.0 for part in PARTS}
-
-
-def _factor(place: ParameterPlace, training: StageBTraining) -> float:
     if place.step < training.warmup_steps:
-        return (place.step + 1) / training.warmup_steps
-    behind = place.step - training.warmup_steps
-    progress = min(1.0, behind / max(1, place.length - 1 - training.warmup_steps))
-    lowest = training.min_learning_rate_ratio
-    return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+        factor = (place.step + 1) / training.warmup_steps
+    else:
+        # The last step has the lowest rate; a phase that is all warm-up has no cosine.
+        behind = place.step - training.warmup_steps
+        progress = min(1.0, behind / max(1, place.length - 1 - training.warmup_steps))
+        lowest = training.min_learning_rate_ratio
+        factor = lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+    return {part: factor * peaks[part] if part in learning else 0.0 for part in PARTS}
 
 
 def stage_b_adamw(
     clip: Clip,
 ) -> Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer]:
-    """What makes the optimizer: AdamW without decay, after `clip`; the loop sets its rates."""
+    """Returns a factory of AdamW without decay, with `clip` before each step.
+
+    Its rates are 0 until `set_learning`.
+    """
 
     def make(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(
@@ -94,7 +95,7 @@ def stage_b_adamw(
 
 
 def part_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Groups of a model's parameters, each with the part that it belongs to under `part`."""
+    """Parameter groups of a model, each with its part under `part`."""
     by_part: dict[Part, list[nn.Parameter]] = {part: [] for part in PARTS}
     for name, parameter in model.named_parameters():
         by_part[part_of(name)].append(parameter)
@@ -104,6 +105,7 @@ def part_groups(model: nn.Module) -> list[dict[str, Any]]:
         if parameters and part != "backbone"
     ]
     if by_part["backbone"]:
+        # DeepSpeed needs experts in groups of their own, which a backbone may have.
         backbone = next(m for name, m in model.named_modules() if name.endswith("backbone"))
         groups += [
             {**group, "part": "backbone"}
@@ -114,15 +116,15 @@ def part_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class Clip:
-    """Clips the gradients of each part by their own norm, on the way into the optimizer's step.
+    """Clips the gradients of each part by the part's norm, just before the optimizer's step.
 
-    DeepSpeed would clip all of them by one norm, in which the adapters' is the largest by far. Its
-    own clipping is off; under ZeRO 1 and 2 a group's gradients are one flat partition per rank.
+    DeepSpeed would clip all of them by one norm, which that of the adapters dominates. Its clipping
+    is off; under ZeRO 1 and 2 a group's gradients are one flat partition per rank.
 
     Args:
         limits: largest L2 norm by part; 0 does not clip.
-        topology: of this rank. What all stages hold has the first one's gradients on all of them:
-            data ranks are summed in orders that may differ, and copies would part in the last bits.
+        topology: of this rank. Parameters that all stages hold take the first stage's gradients:
+            sums over data ranks may differ in order, and the copies would differ in the last bits.
 
     Attributes:
         norms: L2 norm of each part's gradients before clipping, at the last step.
@@ -132,73 +134,72 @@ class Clip:
         self._limits = limits
         self._topology = topology
         self.norms: dict[Part, float] = {}
-        self._coming: dict[Part, float] = {}
+        self._next_norms: dict[Part, float] = {}
 
     @torch.no_grad()
     def prepare(self, optimizer: Any) -> None:
-        """Measure the gradients of the coming step, between its last backward pass and itself.
+        """Measures the gradients of the next step, after its last backward pass; collective.
 
-        ZeRO 1 and 2 hand over a group at a time (0.19.8, zero/stage_1_and_2.py), and a part may
-        have several. Every rank calls this.
+        ZeRO 1 and 2 step one group at a time (0.19.8, zero/stage_1_and_2.py), and a part may have
+        several groups, so that the step itself is too late.
 
         Args:
-            optimizer: DeepSpeed's; others hand over all groups together and are measured then.
+            optimizer: DeepSpeed's; other kinds step all groups together and are measured then.
         """
         averaged = getattr(optimizer, "averaged_gradients", None)
         if averaged is not None:
             gradients = [averaged[number] for number in range(len(optimizer.param_groups))]
-            self._coming = self._measured(
+            self._next_norms = self._measured(
                 optimizer.param_groups, gradients, scale=optimizer.loss_scale
             )
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Hook of `torch.optim.Optimizer.register_step_pre_hook`; every rank calls it."""
+        """Hook of `torch.optim.Optimizer.register_step_pre_hook`; collective."""
         groups = optimizer.param_groups
         gradients = [[p.grad for p in each["params"] if p.grad is not None] for each in groups]
-        self.norms = self._coming or self._measured(groups, gradients)
-        for group, own in zip(groups, gradients, strict=True):
-            self._align(group, own)
+        self.norms = self._next_norms or self._measured(groups, gradients)
+        topology = self._topology
+        for group, of_group in zip(groups, gradients, strict=True):
+            # Adapters are on their layers' stages; all other parts are on every stage.
+            is_shared = topology.pipeline_group is not None and group["part"] != "adapters"
+            for gradient in of_group if is_shared and group["lr"] else ():
+                torch.distributed.broadcast(
+                    gradient, src=topology.rank_at(0), group=topology.pipeline_group
+                )
             norm = self.norms.get(group["part"], 0.0)
             limit = self._limits[group["part"]]
             if limit and norm > limit:
-                for gradient in own:
+                for gradient in of_group:
                     gradient.mul_(limit / norm)
 
     def _measured(
         self, groups: list[dict[str, Any]], gradients: list[list[Tensor]], *, scale: float = 1.0
     ) -> dict[Part, float]:
-        """L2 norm over all ranks and groups of each part that learns.
+        """L2 norm, over all ranks and groups, of each part that learns.
 
         Args:
-            groups: of an optimizer; a rate of 0 does not learn, or a checkpoint is being read.
+            groups: of an optimizer. A rate of 0 means that the part does not learn, or that a
+                checkpoint is being read.
             gradients: of this rank, by group.
-            scale: by which they are too large.
+            scale: factor of the gradients, to be divided out.
         """
         learning = [part for part in PARTS if any(g["part"] == part and g["lr"] for g in groups)]
         if not learning:
             return {}
+        # In float64: a float32 sum of millions of squares loses the small ones.
         sums = torch.zeros(len(learning), dtype=torch.float64, device=runtime.device())
-        for group, own in zip(groups, gradients, strict=True):
+        for group, of_group in zip(groups, gradients, strict=True):
+            # Parts that all stages hold would be counted once per stage.
             counts = self._topology.is_first_stage or group["part"] == "adapters"
-            for gradient in own if group["lr"] and counts else ():
+            for gradient in of_group if group["lr"] and counts else ():
                 sums[learning.index(group["part"])] += gradient.double().square().sum()
         totals = runtime.all_reduce_sum(sums).sqrt().div(scale).tolist()
         return dict(zip(learning, totals, strict=True))
 
-    def _align(self, group: dict[str, Any], gradients: list[Tensor]) -> None:
-        """Give a group that all stages hold, and share out alike, the first one's gradients."""
-        topology = self._topology
-        if topology.pipeline_group is None or group["part"] == "adapters" or not group["lr"]:
-            return
-        for gradient in gradients:
-            torch.distributed.broadcast(
-                gradient, src=topology.rank_at(0), group=topology.pipeline_group
-            )
-
 
 def make_clip(config: Config, topology: Topology = ALONE) -> Clip:
-    """The clips that a configuration asks for, on a rank."""
+    """Gradient clipping of a configuration, on a rank."""
     assert config.stage_b is not None, "Stage B has its section"
     others = config.stage_b.training.gradient_clipping
     limits: dict[Part, float] = dict.fromkeys(PARTS, others)
@@ -207,7 +208,7 @@ def make_clip(config: Config, topology: Topology = ALONE) -> Clip:
 
 
 def set_learning(engine: Any, rates: dict[Part, float]) -> None:
-    """Give each group its rate, and gradients only to those that learn."""
+    """Sets the rate of each group, and enables gradients only for the parts that learn."""
     for group in engine.optimizer.param_groups:
         group["lr"] = rates[group["part"]]
     for name, parameter in engine.module.named_parameters():
@@ -215,48 +216,49 @@ def set_learning(engine: Any, rates: dict[Part, float]) -> None:
 
 
 def in_order(engine: Any, loss: Tensor | None) -> Tensor:
-    """Something whose backward pass gives the gradients of a loss, in the order of the parameters.
+    """Returns a scalar whose backward pass yields the gradients of `loss` in parameter order.
 
-    ZeRO-2 exchanges gradients in the order in which they come about. That of a lesson depends on
-    what it asks of the reader, so that ranks with different lessons would add different parameters.
+    ZeRO-2 exchanges gradients in the order in which the backward pass produces them. In a lesson
+    that depends on its tasks, so that ranks with different lessons would add up gradients of
+    different parameters.
 
     Args:
-        engine: holds the parameters, all of which get a gradient where they learn.
+        engine: its parameters all get a gradient if they learn.
         loss: scalar, or None for gradients of zero.
     """
     learning = [p for p in engine.module.parameters() if p.requires_grad]
     if loss is None:
-        return _Given.apply([torch.zeros_like(p) for p in learning], 1.0, *learning)
-    # of fp16, whose small gradients would vanish; the optimizer of bf16 has none
-    raised = float(getattr(engine.optimizer, "loss_scale", 1.0))
-    found = torch.autograd.grad(raised * loss, learning, allow_unused=True, materialize_grads=True)
-    return _Given.apply(found, raised, *learning)
+        return _PrecomputedGradients.apply([torch.zeros_like(p) for p in learning], 1.0, *learning)
+    # fp16 needs the loss scale, or small gradients vanish; the optimizer of bf16 has none.
+    scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
+    gradients = torch.autograd.grad(
+        scale * loss, learning, allow_unused=True, materialize_grads=True
+    )
+    return _PrecomputedGradients.apply(gradients, scale, *learning)
 
 
-class _Given(torch.autograd.Function):
-    """Zero, with gradients that are given, each raised by a factor."""
+class _PrecomputedGradients(torch.autograd.Function):
+    """Zero, whose backward pass yields precomputed gradients, each larger by a factor `scale`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gradients: Sequence[Tensor], raised: float, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, gradients: Sequence[Tensor], scale: float, *parameters: Tensor) -> Tensor:
         ctx.gradients = gradients
-        ctx.raised = raised
+        ctx.scale = scale
         return parameters[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        each = float(factor) / ctx.raised
+        each = float(factor) / ctx.scale
         return (None, None, *(each * gradient for gradient in ctx.gradients))
 
 
 class TrainedParameters(nn.Module):
-    """The parameters of a reader that Stage B trains, as DeepSpeed sees them.
+    """Module for DeepSpeed with the parameters of a reader that Stage B trains.
 
-    A frozen backbone stays outside: DeepSpeed refuses experts that no optimizer group holds.
+    A frozen backbone is left out: DeepSpeed refuses experts that no optimizer group holds.
 
     Args:
-        reader: gives its parameters, and keeps them.
+        reader: its parameters are shared, not moved.
     """
 
     def __init__(self, reader: nn.Module) -> None:

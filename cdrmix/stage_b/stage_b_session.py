@@ -13,7 +13,7 @@ from typing import Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_of_a_layer
 from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.data.shards import manifest_digest
@@ -29,7 +29,7 @@ from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import make_topology
 from cdrmix.planning.stage_b import stage_b_plan
 from cdrmix.stage_b.backbone_source import find_backbone, load_backbone
-from cdrmix.stage_b.course import LessonLoader, ReaderCourse, make_course
+from cdrmix.stage_b.course import Course, LessonLoader, make_course
 from cdrmix.stage_b.engine import StageB
 from cdrmix.stage_b.long_context import (
     LENGTH_RATIOS,
@@ -77,7 +77,7 @@ def train_stage_b(start: Start, checkpoint: store.FoundCheckpoint | None) -> boo
 
 def _set_up(
     start: Start, checkpoint: store.FoundCheckpoint | None, *, resumes: bool
-) -> tuple[Run, StageB, ReaderCourse]:
+) -> tuple[Run, StageB, Course]:
     """Builds reader, engine and stage around a backbone; see `train_stage_b`."""
     config = start.config
     plan = start.plan
@@ -89,7 +89,7 @@ def _set_up(
     if source is None:
         source = find_backbone(config, start.directory, corpus.manifest, checkpoint)
         logger.info("Stage B: the backbone is that of %s", source.path)
-    with runtime.together(lambda: CheckpointReader(source.path)) as reader:
+    with runtime.together(lambda: CheckpointFile(source.path)) as reader:
         backbone = runtime.together(lambda: load_backbone(config, reader, topology))
         state = reader.state
     course = make_course(config, backbone, corpus)
@@ -124,13 +124,13 @@ def _set_up(
     return make_run(start, topology, engine, stage, first_step=first_step), stage, course
 
 
-def finish_stage_b(run: Run, course: ReaderCourse) -> None:
+def finish_stage_b(run: Run, course: Course) -> None:
     """Run the reasoning suite, write metrics.json and report.html, log the results; collective."""
     rows = _reasoning(run, course)
     runtime.together(lambda: _write(run, rows) if runtime.rank() == 0 else None)
 
 
-def _reasoning(run: Run, course: ReaderCourse) -> list[Row]:
+def _reasoning(run: Run, course: Course) -> list[Row]:
     """Rows of the suite on every rank, a cell of the table per data rank at a time.
 
     Each round is a phase of the heartbeat: no limit would fit the whole suite.

@@ -20,9 +20,10 @@ from torch import nn
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
-from cdrmix.checkpoint.store import find_newest, save_checkpoint
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.checkpoint.store import find_newest
 from cdrmix.errors import StateError
+from tests.checkpoints import save_checkpoint
 from tests.harness import run_ranks
 
 # B batch, T time, D hidden, E experts, F inner width of an expert
@@ -241,7 +242,7 @@ def load_and_go_on(scenarios: list[tuple[str, Layout]]) -> list[Ending]:
         engine = make_engine(layout, seed=2)
         found = find_newest(Path(root))
         assert found is not None
-        with CheckpointReader(found.path) as reader:
+        with CheckpointFile(found.path) as reader:
             engine_state.load_engine(engine, reader, logical_name)
         assert [group["lr"] for group in engine.optimizer.param_groups] == [1e-2] * 3
         endings.append(ending(engine, layout))
@@ -287,7 +288,7 @@ def load_without(root: str, layout: Layout, lost: str) -> Ending:
     engine = make_engine(layout, seed=2)
     found = find_newest(Path(root) / layout.name)
     assert found is not None
-    with CheckpointReader(found.path) as reader:
+    with CheckpointFile(found.path) as reader:
         engine_state.load_engine(engine, reader, logical_name)
     for master, state in engine.optimizer.optimizer.state.items():
         (master if lost == "param" else state[lost]).data.zero_()
@@ -332,7 +333,7 @@ def test_fp16_skips_steps_and_moves_its_scale_before_and_after_the_save(
     layout = Layout(zero=2, precision="fp16")
     found = find_newest(Path(saved[2].root) / layout.name)
     assert found is not None
-    with CheckpointReader(found.path) as reader:
+    with CheckpointFile(found.path) as reader:
         counters = reader.state["engine"]
     assert counters["global_steps"] == STEPS_BEFORE
     assert 0 < counters["skipped_steps"] < STEPS_BEFORE
@@ -358,7 +359,7 @@ def test_a_checkpoint_holds_each_parameter_once_in_its_logical_shape(
     trained = {"param", "exp_avg", "exp_avg_sq", "step"}
     found = find_newest(Path(saved[2].root) / layout.name)
     assert found is not None
-    with CheckpointReader(found.path) as reader:
+    with CheckpointFile(found.path) as reader:
         assert {name: (reader.shape(name, reader.kinds(name)[0])) for name in reader.names()} == {
             "embedding.weight": (VOCABULARY, HIDDEN),
             "scale": (HIDDEN,),
@@ -389,7 +390,7 @@ def logits_of_a_plain_model(root: str, layout: Layout) -> tuple[torch.Tensor, to
     module.moe.set_deepspeed_parallelism()
     found = find_newest(Path(root) / layout.name)
     assert found is not None
-    with CheckpointReader(found.path) as reader:
+    with CheckpointFile(found.path) as reader:
         engine_state.load_engine(engine, reader, logical_name)
         engine_state.load_module(module, reader, logical_name)
     with torch.no_grad():
@@ -413,11 +414,11 @@ def go_back_in_a_live_engine(root: str) -> list[tuple[str, str]]:
         write(engine, Path(root), step)
         before = fingerprint(engine)
         losses = train(engine, layout, first=step, count=2)
-        with CheckpointReader(Path(root) / str(step)) as reader:
+        with CheckpointFile(Path(root) / str(step)) as reader:
             engine_state.load_engine(engine, reader, logical_name)
         pairs.append((before, fingerprint(engine)))
         assert train(engine, layout, first=step, count=2) == losses
-        with CheckpointReader(Path(root) / "0") as reader:
+        with CheckpointFile(Path(root) / "0") as reader:
             engine_state.load_engine(engine, reader, logical_name)
     return pairs
 
@@ -438,7 +439,7 @@ def fail_on_one_rank(root: str) -> tuple[str, list[str], str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     with pytest.raises(StateError) as failed_save:
         write(engine, Path(root), 2)
-    with CheckpointReader(Path(root) / "1") as reader:
+    with CheckpointFile(Path(root) / "1") as reader:
         if runtime.rank() == 1:
             reader.names = list  # type: ignore[method-assign]
         with pytest.raises(StateError) as failed_load:
@@ -466,7 +467,7 @@ def load_into_other_optimizer(root: str, layout: Layout) -> str:
     found = find_newest(Path(root) / layout.name)
     assert found is not None
     with (
-        CheckpointReader(found.path) as reader,
+        CheckpointFile(found.path) as reader,
         pytest.raises(StateError) as refused,
     ):
         engine_state.load_engine(engine, reader, logical_name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix import __version__
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.cli import main
 from cdrmix.config.load import load_config
 from cdrmix.monitoring.sinks import read_metrics
@@ -38,7 +38,7 @@ def test_an_earlier_run_resumes_on_two_ranks_with_zero2(
         [line["loss"] for line in whole], abs=1e-5
     )
     assert json.loads((earlier / "plan.json").read_text())["profile"] == "zero2"
-    with CheckpointReader(earlier / "checkpoints" / "8") as reader:
+    with CheckpointFile(earlier / "checkpoints" / "8") as reader:
         assert reader.state["world_size"] == 2
     # and it now holds what a run directory of this version does
     finished = json.loads((earlier / "finished.json").read_text())

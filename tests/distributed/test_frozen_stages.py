@@ -16,7 +16,7 @@ from cdrmix.parallel.frozen_stages import chained, mean_over_layers
 from cdrmix.reasoning.hebbian import EpisodeState
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
-from cdrmix.stage_b.course import ReaderCourse
+from cdrmix.stage_b.course import Course
 from tests.harness import run_ranks
 from tests.unit.small_reader import WINDOW_TOKENS, small_config, small_lessons, small_reader
 
@@ -63,7 +63,7 @@ def reader_of_stage(config: Config, whole: MemoryReader, pipeline: int) -> Memor
 
 def learned(reader: MemoryReader, config: Config, phase: Phase) -> tuple[Any, ...]:
     """Loss of a lesson, what it measured, and the gradient of every parameter that learns."""
-    course = ReaderCourse(reader, lessons_with_text(config), config)
+    course = Course(reader, lessons_with_text(config), config)
     parts = course.learning(phase)
     for name, parameter in reader.named_parameters():
         parameter.requires_grad_(part_of(name) in parts)
@@ -161,7 +161,7 @@ def play_on_stages() -> bool:
     readers = [whole, reader_of_stage(config, whole, runtime.world_size())]
     played = []
     for reader in readers:
-        course = ReaderCourse(reader, lessons_with_text(config), config)
+        course = Course(reader, lessons_with_text(config), config)
         played.append(course.collect(course.lesson("policy", 0)).rollouts)
     runtime.destroy_distributed()
     assert len(set(played[0].actions.flatten().tolist())) > 1

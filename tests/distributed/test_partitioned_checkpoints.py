@@ -17,10 +17,10 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
-from cdrmix.checkpoint.store import save_checkpoint
 from cdrmix.models.backbone import logical_name
+from tests.checkpoints import save_checkpoint
 from tests.distributed.test_layouts import CUT, ON_HOST
 from tests.harness import run_ranks
 from tests.layouts import STEPS, Case, Started, deviation, run_steps, start
@@ -63,7 +63,7 @@ def write(started: Started, folder: Path) -> None:
 
 
 def load(started: Started, folder: Path) -> None:
-    with CheckpointReader(folder / str(BEFORE)) as reader:
+    with CheckpointFile(folder / str(BEFORE)) as reader:
         engine_state.load_engine(started.engine, reader, logical_name)
 
 
@@ -139,12 +139,12 @@ def test_resuming_at_another_stage_or_size_equals_not_having_moved(
 def watch_reads() -> list[int]:
     """Bytes that readers have handed out and nobody has let go of yet, after each read."""
     alive, seen = [0], []
-    original = CheckpointReader.read
+    original = CheckpointFile.read
 
     def release(size: int) -> None:
         alive[0] -= size
 
-    def watched(self: CheckpointReader, *args: Any, **given: Any) -> torch.Tensor:
+    def watched(self: CheckpointFile, *args: Any, **given: Any) -> torch.Tensor:
         values = original(self, *args, **given)
         size = values.numel() * values.element_size()
         alive[0] += size
@@ -152,7 +152,7 @@ def watch_reads() -> list[int]:
         weakref.finalize(values, release, size)
         return values
 
-    CheckpointReader.read = watched  # type: ignore[method-assign]
+    CheckpointFile.read = watched  # type: ignore[method-assign]
     return seen
 
 

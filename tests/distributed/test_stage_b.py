@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.data.shards import read_manifest, write_manifest
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
@@ -47,7 +47,7 @@ def lines_of(run_dir: Path) -> list[dict[str, float]]:
 
 def tensors_of(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint."""
-    with CheckpointReader(run_dir / "checkpoints" / str(step)) as reader:
+    with CheckpointFile(run_dir / "checkpoints" / str(step)) as reader:
         return {
             f"{kind} {name}": reader.full(name, kind)
             for name in reader.names()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.cli import main
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import run_ranks
@@ -34,7 +34,7 @@ def run_dir(
 
 
 def backbone_of(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    with CheckpointReader(run_dir / "checkpoints" / str(step)) as reader:
+    with CheckpointFile(run_dir / "checkpoints" / str(step)) as reader:
         return {name: reader.full(name) for name in reader.names() if "stage_b." not in name}
 
 
@@ -51,7 +51,7 @@ def test_the_backbone_moves_in_the_joint_phase_alone(run_dir: Path) -> None:
 
 
 def test_its_groups_are_clipped_by_their_common_norm(run_dir: Path) -> None:
-    with CheckpointReader(run_dir / "checkpoints" / str(JOINT + 1)) as reader:
+    with CheckpointFile(run_dir / "checkpoints" / str(JOINT + 1)) as reader:
         names = [name for name in reader.names() if "exp_avg" in reader.kinds(name)]
         means = [reader.full(name, "exp_avg") for name in names if "stage_b." not in name]
     norm = sum(float(mean.double().square().sum()) for mean in means) ** 0.5

@@ -104,7 +104,8 @@ def learn(
     world = runtime.world_size()
     plan = choose(config, processes(world), profile=profile)
     plan = stage_b_plan(config, plan, world_size=world)
-    topology, course = make_topology(plan.degrees), StreamCourse(config)
+    topology = make_topology(plan.degrees)
+    course: Any = StreamCourse(config)
     clip = make_clip(config, topology)
     engine = start_engine(
         TrainedParameters(course.model), config, plan, topology, optimizer=stage_b_adamw(clip)

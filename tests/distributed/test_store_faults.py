@@ -18,12 +18,13 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import saver
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.files import damage
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.checkpoint.saver import Saver
-from cdrmix.checkpoint.store import find_newest, save_checkpoint
+from cdrmix.checkpoint.store import find_newest
 from cdrmix.errors import StateError
+from tests.checkpoints import save_checkpoint
 from tests.harness import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -54,7 +55,7 @@ def check(root: Path, *, at_least: int) -> int:
     assert found is not None
     assert found.skipped == (), "a kill must leave no damaged checkpoint behind"
     assert found.step >= at_least
-    with CheckpointReader(found.path) as reader:
+    with CheckpointFile(found.path) as reader:
         assert reader.full("w").unique().tolist() == [found.step]
         assert reader.state["note"] == found.step
     for folder in root.iterdir():

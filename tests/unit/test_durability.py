@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from cdrmix.checkpoint import files, folder, saver, store
-from cdrmix.checkpoint.store import find_newest, save_checkpoint
+from cdrmix.checkpoint.store import find_newest
 from cdrmix.errors import InfrastructureError, StateError
-from tests.checkpoints import on_ranks, whole
+from tests.checkpoints import on_ranks, save_checkpoint, whole
 
 
 def save_step(root: Path, step: int, *, keep: int = 10) -> None:

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.engine_state import load_module
-from cdrmix.checkpoint.store import save_checkpoint
 from cdrmix.errors import StateError
-from tests.checkpoints import whole
+from tests.checkpoints import save_checkpoint, whole
 
 
 def test_a_plain_module_is_filled_from_masters(tmp_path: Path) -> None:
@@ -21,7 +20,7 @@ def test_a_plain_module_is_filled_from_masters(tmp_path: Path) -> None:
     held += [whole(f"norm.{name}", b, "buffer") for name, b in source.named_buffers()]
     save_checkpoint(tmp_path, 1, held, state={}, rank_state={}, keep=1)
     target.to(torch.bfloat16)
-    with CheckpointReader(tmp_path / "1") as reader:
+    with CheckpointFile(tmp_path / "1") as reader:
         load_module(target, reader, lambda name: f"norm.{name}")
     for name, tensor in source.state_dict().items():
         assert torch.equal(target.state_dict()[name], tensor.to(target.state_dict()[name].dtype))
@@ -30,7 +29,7 @@ def test_a_plain_module_is_filled_from_masters(tmp_path: Path) -> None:
 def test_another_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:
     held = [whole("weight", torch.zeros(3, 2)), whole("scale", torch.zeros(3))]
     save_checkpoint(tmp_path, 1, held, state={}, rank_state={}, keep=1)
-    with CheckpointReader(tmp_path / "1") as reader, pytest.raises(StateError) as caught:
+    with CheckpointFile(tmp_path / "1") as reader, pytest.raises(StateError) as caught:
         load_module(torch.nn.Linear(4, 3), reader)
     message = str(caught.value)
     assert "bias: not in the checkpoint" in message

@@ -25,7 +25,7 @@ def loss_of(logprobs: torch.Tensor, advantages: torch.Tensor, **changed: object)
         "entropy": zero,
         "values": zero,
         "value_targets": zero,
-        "taken": torch.ones_like(logprobs, dtype=torch.bool),
+        "is_taken": torch.ones_like(logprobs, dtype=torch.bool),
         "reference_logprobs": None,
         **WEIGHTS,
         **changed,
@@ -58,7 +58,7 @@ def test_steps_not_taken_count_nothing() -> None:
     logprobs = torch.tensor([[-1.0, -1.0], [-1.0, -math.inf]], requires_grad=True)
     taken = torch.tensor([[True, True], [True, False]])
     loss, metrics = loss_of(
-        logprobs, torch.tensor([1.0, 3.0]), taken=taken, values=torch.full((2, 2), 2.0)
+        logprobs, torch.tensor([1.0, 3.0]), is_taken=taken, values=torch.full((2, 2), 2.0)
     )
     assert loss.item() == -(1 + 1 + 3)
     assert (metrics.steps.item(), metrics.value_loss.item()) == (3, 3 * 2.0)
@@ -126,7 +126,7 @@ def test_the_divergence_of_an_update_is_that_of_the_rollouts_policy_from_the_pre
     # with d = present - old, which is not symmetric
     present = torch.tensor([[-0.5, -1.75], [-3.0, 0.0]])
     taken = torch.tensor([[True, True], [True, False]])
-    _, metrics = loss_of(present, torch.zeros(2), taken=taken)
+    _, metrics = loss_of(present, torch.zeros(2), is_taken=taken)
     by_hand = [math.exp(d) - d - 1 for d in (0.5, -0.75, -2.0)]
     assert by_hand == pytest.approx([0.148721, 0.222367, 1.135335], abs=1e-6)
     assert metrics.kl.item() == pytest.approx(sum(by_hand), rel=1e-6)

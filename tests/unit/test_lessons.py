@@ -17,7 +17,7 @@ from cdrmix.reasoning.episodes import try_branches
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.state_rows import select
-from cdrmix.stage_b.course import ReaderCourse
+from cdrmix.stage_b.course import Course
 from cdrmix.stage_b.phases import Collected, phase_loss, rollout_loss
 from tests.unit.small_reader import (
     TASKS,
@@ -73,7 +73,7 @@ def test_each_phase_gives_gradients_to_what_learns_in_it_and_to_nothing_else() -
     config = small_config(backbone_lr_scale=1.0)
     for phase in ("memory", "adapters", "joint"):
         reader = small_reader(config)
-        course = ReaderCourse(reader, small_lessons(config), config)
+        course = Course(reader, small_lessons(config), config)
         learning = course.learning(phase)
         for name, parameter in reader.named_parameters():
             parameter.requires_grad_(part_of(name) in learning)
@@ -92,7 +92,7 @@ def test_a_lesson_that_asks_for_nothing_has_no_recall_and_its_graph() -> None:
     config = small_config(tasks=("common_words",), texts_per_lesson=1)
     reader, lesson = small_reader(config), small_lessons(config).lesson("memory", 0)
     assert lesson.sought.tolist() == [-1]
-    loss, metrics = ReaderCourse(reader, small_lessons(config), config).loss("memory", lesson)
+    loss, metrics = Course(reader, small_lessons(config), config).loss("memory", lesson)
     assert loss == 0 and "recall" not in metrics and "answered" in metrics
     loss.backward()
     gradients = [p.grad for p in reader.retrieval.parameters() if p.grad is not None]
@@ -111,7 +111,7 @@ def test_the_smallest_window_has_segments_that_hold_the_evidence_of_every_task()
 def test_the_policy_learns_from_episodes() -> None:
     config = small_config(texts_per_lesson=2, length_ratios=(2,))
     reader = small_reader(config)
-    course = ReaderCourse(reader, small_lessons(config), config)
+    course = Course(reader, small_lessons(config), config)
     phase: Phase = "policy"
     lesson = course.lesson(phase, 0)
     collected, again = course.collect(lesson), course.collect(lesson)
@@ -145,7 +145,7 @@ def with_policy(config: Config, **changed: float) -> Config:
 def test_weights_of_the_policy_are_the_configurations() -> None:
     config = small_config(texts_per_lesson=1, length_ratios=(1,))
     reader = small_reader(config)
-    course = ReaderCourse(reader, small_lessons(config), config)
+    course = Course(reader, small_lessons(config), config)
     collected = course.collect(course.lesson("policy", 0))
     base, metrics = rollout_loss(reader, collected, config)
     for name, metric, sign in (
@@ -167,7 +167,7 @@ def test_the_temperature_of_retrieval_is_the_configurations() -> None:
     )
     losses = []
     for each in (config, hot):
-        course = ReaderCourse(small_reader(each), small_lessons(each), each)
+        course = Course(small_reader(each), small_lessons(each), each)
         lesson = course.lesson("memory", 0)
         _, metrics = phase_loss(course.model, "memory", lesson, each)
         losses.append(float(metrics["retrieval_loss"]))
@@ -179,7 +179,7 @@ def test_the_temperature_of_retrieval_is_the_configurations() -> None:
 def test_the_divergence_that_ends_epochs_is_a_mean_over_the_steps_taken() -> None:
     config = small_config(texts_per_lesson=2, length_ratios=(2,))
     reader = small_reader(config)
-    course = ReaderCourse(reader, small_lessons(config), config)
+    course = Course(reader, small_lessons(config), config)
     collected = course.collect(course.lesson("policy", 0))
     normal_(reader.policy.feature_policy.weight, 0.5, seed=3, name="moved on")
     _, metrics = course.rollout_loss(collected)
@@ -205,7 +205,7 @@ def test_a_horizon_shorter_than_the_text_leaves_episodes_whole_and_their_last_st
     short = config.model_copy(update={"stage_b": section.model_copy(update={"policy": policy})})
     found = []
     for each in (config, short):
-        course = ReaderCourse(small_reader(each), small_lessons(each), each)
+        course = Course(small_reader(each), small_lessons(each), each)
         found.append(course.collect(course.lesson("policy", 0)))
     whole, cut = found
     assert whole.rollouts.taken.sum(1).min() > 3, "a segment is a step"
@@ -301,7 +301,7 @@ def test_the_joint_loss_is_the_sum_of_its_terms_each_with_its_weight() -> None:
         config = weighted(*weights)
         reader, lessons = small_reader(config), small_lessons(config)
         lesson = dataclasses.replace(lessons.lesson("joint", 0), plain=plain)
-        loss, metrics = ReaderCourse(reader, lessons, config).loss("joint", lesson)
+        loss, metrics = Course(reader, lessons, config).loss("joint", lesson)
         terms = {name: value.item() for name, value in metrics.items() if name.endswith("_loss")}
         assert loss.item() == pytest.approx(sum(terms.values()), rel=1e-6)
         found[weights] = terms

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
-from cdrmix.checkpoint.store import Saved, save_checkpoint
+from cdrmix.checkpoint.saver import Saved
 from cdrmix.errors import StateError
-from tests.checkpoints import on_ranks, whole
+from tests.checkpoints import on_ranks, save_checkpoint, whole
 
 
 def cut(
@@ -68,7 +68,7 @@ def test_any_block_and_range_is_read_from_fragments_of_any_layout(
         ),
     )
     assert {type(outcome) for outcome in outcomes} == {Saved}
-    with CheckpointReader(tmp_path / "1") as reader:
+    with CheckpointFile(tmp_path / "1") as reader:
         assert torch.equal(reader.full("w"), logical)
         for _ in range(30):
             low = [generator.randrange(size) for size in shape]
@@ -85,7 +85,7 @@ def test_any_block_and_range_is_read_from_fragments_of_any_layout(
 
 def test_reading_outside_the_tensor_is_an_error(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, [whole("w", torch.ones(64))], state={}, rank_state={}, keep=1)
-    with CheckpointReader(tmp_path / "1") as reader:
+    with CheckpointFile(tmp_path / "1") as reader:
         with pytest.raises(StateError, match=r"6 of the 10 elements asked for lie outside"):
             reader.read("w", block=Box((60,), (10,)))
         with pytest.raises(StateError, match="holds no exp_avg of 'w'"):

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from cdrmix.checkpoint.fragments import PARTS, reader_logical_name
-from cdrmix.checkpoint.store import save_checkpoint
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, PlanError, StateError
@@ -23,13 +22,14 @@ from cdrmix.stage_b.course import LessonLoader
 from cdrmix.stage_b.engine import LessonResult, StageB
 from cdrmix.stage_b.optimizer import (
     Clip,
-    ParameterPlace,
+    PhasePlace,
     TrainedParameters,
     learning_rates,
     make_clip,
     part_groups,
     place_of,
 )
+from tests.checkpoints import save_checkpoint
 
 TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 
@@ -54,15 +54,15 @@ def test_the_phase_of_a_step_follows_from_its_number() -> None:
 
 
 def test_parts_that_do_not_learn_have_no_rate() -> None:
-    rates = learning_rates(ParameterPlace("memory", 0, 3), {"memory"}, config("warmup_steps=2"))
+    rates = learning_rates(PhasePlace("memory", 0, 3), {"memory"}, config("warmup_steps=2"))
     assert rates["memory"] == 0.5 * section(config()).training.memory_learning_rate
     assert [rates[part] for part in PARTS if part != "memory"] == [0.0, 0.0, 0.0]
 
 
 def test_a_rate_falls_to_its_share_at_the_end_of_each_phase() -> None:
     given = config("warmup_steps=1", "min_learning_rate_ratio=0.2", "backbone_lr_scale=0.1")
-    peak = learning_rates(ParameterPlace("joint", 0, 5), PARTS, given)
-    lowest = learning_rates(ParameterPlace("joint", 4, 5), PARTS, given)
+    peak = learning_rates(PhasePlace("joint", 0, 5), PARTS, given)
+    lowest = learning_rates(PhasePlace("joint", 4, 5), PARTS, given)
     assert peak["backbone"] == pytest.approx(0.1 * given.training.learning_rate)
     for part in PARTS:
         assert lowest[part] == pytest.approx(0.2 * peak[part])
@@ -173,7 +173,7 @@ def test_a_metric_is_the_mean_over_the_lessons_that_have_it(
     lessons = [losses[0], losses[1], {**losses[2], "recall": torch.tensor(0.5)}]
     clip = make_clip(config())
     stage: Any = StageB(None, config(), clip, None, None, first_step=0, origin="")  # type: ignore[arg-type]
-    result = LessonResult(ParameterPlace("memory", 0, 3), lessons, {"memory": 1.0}, 1, 0.0)
+    result = LessonResult(PhasePlace("memory", 0, 3), lessons, {"memory": 1.0}, 1, 0.0)
     assert stage.measure(None, result).means == {"loss": 3.0, "recall": 0.5}
 
 

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from cdrmix.checkpoint import folder, saver
-from cdrmix.checkpoint.checkpoint_file import CheckpointReader
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.checkpoint.saver import Saved, Saver
-from cdrmix.checkpoint.store import FoundCheckpoint, find_newest, save_checkpoint
+from cdrmix.checkpoint.store import FoundCheckpoint, find_newest
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
-from tests.checkpoints import ThreadRanks, on_ranks, whole
+from tests.checkpoints import ThreadRanks, on_ranks, save_checkpoint, whole
 
 
 def save_steps(root: Path, *steps: int, keep: int = 10) -> None:
@@ -59,7 +59,7 @@ def test_saved_tensors_and_states_come_back(tmp_path: Path) -> None:
     saved = save_checkpoint(tmp_path, 3, held, state=state, rank_state={"seed": 0.1}, keep=2)
     assert saved.path == tmp_path / "3"
     assert saved.bytes == sum(path.stat().st_size for path in saved.path.glob("rank-*"))
-    with CheckpointReader(found_in(tmp_path).path) as reader:
+    with CheckpointFile(found_in(tmp_path).path) as reader:
         for name, tensor in tensors.items():
             assert torch.equal(reader.full(name), tensor)
             assert reader.full(name).dtype == tensor.dtype
@@ -206,7 +206,7 @@ def test_the_same_step_again_replaces_the_checkpoint(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 5, [whole("w", torch.ones(3))], state={}, rank_state={}, keep=1)
     assert names_in(tmp_path) == ["5", "latest"]
     assert not (tmp_path / "5" / "stray").exists()
-    with CheckpointReader(tmp_path / "5") as reader:
+    with CheckpointFile(tmp_path / "5") as reader:
         assert torch.equal(reader.full("w"), torch.ones(3))
 
 
@@ -323,7 +323,7 @@ def test_the_state_may_change_once_the_copy_was_waited_for(
     weights.zero_()
     writing.wait()
     writing.close()
-    with CheckpointReader(tmp_path / "1") as reader:
+    with CheckpointFile(tmp_path / "1") as reader:
         assert reader.full("w").tolist() == [1.0] * 8
 
 

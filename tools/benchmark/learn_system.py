@@ -117,10 +117,10 @@ def small_reader(seed: int) -> tuple[MemoryReader, Lessons, Config]:
         shipped("model_configs") / "cdrmix-reason-tiny.yaml",
         [f"{path}={value}" for path, value in overrides.items()],
     )
-    training = phases.metrics_section(config).training.model_copy(
+    training = phases.stage_b_section(config).training.model_copy(
         update={"tasks": TASKS[:1], "length_ratios": (1, 2), "backbone_lr_scale": 1.0}
     )
-    stage_b = phases.metrics_section(config).model_copy(update={"training": training})
+    stage_b = phases.stage_b_section(config).model_copy(update={"training": training})
     config = config.model_copy(update={"stage_b": stage_b})
     lessons = Lessons(training, seed, SMALL_WINDOW, small_tokenizer(), drills=False)
     backbone = Backbone(config.model)
@@ -185,7 +185,7 @@ def train_policy(
     reader: MemoryReader, lessons: Lessons, config: Config, *, iterations: int
 ) -> None:
     """The policy's phase on episodes of fetching, on one process."""
-    stage_b = phases.metrics_section(config)
+    stage_b = phases.stage_b_section(config)
     optimizer = torch.optim.AdamW(reader.policy.parameters(), lr=POLICY_RATE, weight_decay=0)
     for number in range(iterations):
         lesson = lessons.lesson("policy", number)
