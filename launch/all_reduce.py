@@ -16,7 +16,7 @@ from cdrmix import runtime
 from cdrmix.cluster.handover import arguments_of
 from cdrmix.monitoring.sinks import write_json_atomic
 
-_ROUNDS = 3
+_ROUNDS = 3  # the first opens the connections; the best counts
 
 
 def main(words: list[str]) -> int:
@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     args = parser.parse_args(arguments_of(words))
     runtime.map_environment()
     runtime.set_threads()
-    runtime.initialize_distributed(timeout_minutes=2)
+    runtime.initialize_distributed(timeout_minutes=2)  # `cdrmix doctor` is there to find hangs
     ranks = runtime.world_size()
     values = torch.ones(args.bytes // 4, device=runtime.device())
     seconds = []

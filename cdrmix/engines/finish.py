@@ -18,7 +18,7 @@ from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic
 
 logger = get_logger(__name__)
-_ROWS_AT_ONCE = 256
+_ROWS_AT_ONCE = 256  # in memory, of a corpus that may not fit in it
 
 
 def finish(run: Run, stage: Pretraining) -> None:

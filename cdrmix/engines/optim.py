@@ -44,7 +44,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 
 
 def adamw(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW with bias correction and decoupled decay; the loop sets its learning rate."""
+    """AdamW with bias correction and decoupled decay; each step sets its learning rate."""
     return torch.optim.AdamW(
         parameter_groups(model, weight_decay=training.weight_decay),
         lr=training.learning_rate,

@@ -193,7 +193,7 @@ def _locked(path: Path) -> IO[str]:
         StateError: if the holder lives on this host, or the file system has no locks.
         InfrastructureError: if the lock stays held for longer than a lease.
     """
-    file = path.open("a+")
+    file = path.open("a+")  # not "w": the holder's name must outlast a start that is refused
     deadline = time.monotonic() + _SECONDS_FOR_LEASE
     has_warned = False
     try:

@@ -101,6 +101,7 @@ def _parent(process: int) -> int:
     return int(fields[1])
 
 
+# Heartbeats until the head has surely noticed that a rank is gone.
 _INTERVALS_FOR_THE_HEAD = 3
 _SECONDS_FOR_OUTCOME = 2.0
 # A little longer than the head waits for the other ranks.

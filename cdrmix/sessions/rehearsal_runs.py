@@ -86,6 +86,7 @@ def run_ranks(
 def _be_rank(
     rank: int, world_size: int, port: int, log: Path, action: Callable[..., int], args: tuple
 ) -> None:
+    # C++ libraries write to the descriptors, past sys.stdout.
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -90,6 +90,7 @@ def _set_up(
         source = find_backbone(config, start.directory, corpus.manifest, checkpoint)
         logger.info("Stage B: the backbone is that of %s", source.path)
     with runtime.together(lambda: CheckpointFile(source.path)) as reader:
+        # Before the engine: DeepSpeed copies masters and frozen weights from what it wraps.
         backbone = runtime.together(lambda: load_backbone(config, reader, topology))
         state = reader.state
     course = make_course(config, backbone, corpus)
