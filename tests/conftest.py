@@ -153,9 +153,7 @@ def _shared_memory_is_left_clean() -> Iterator[None]:
     before = _shared_memory_buffers()
     yield
     left = sorted(_shared_memory_buffers() - before)
-    assert not left, (
-        f"a run left buffers in shared memory (see runtime/collectives.py): {left}"
-    )
+    assert not left, f"a run left buffers in shared memory (see cdrmix/runtime): {left}"
 
 
 def _shared_memory_buffers() -> set[str]:

@@ -30,7 +30,7 @@ _PROGRAM = (
 _LEAST_DISK_BYTES = 1 * GIB
 _GOOD_DISK_BYTES = 20 * GIB
 _GOOD_SHARED_MEMORY_BYTES = 1 * GIB
-# Only the log lines of different hosts are compared by their times; training uses no clock.
+# A difference only confuses the order of log lines of different hosts: a warning, no failure.
 _LARGEST_CLOCK_DIFFERENCE_SECONDS = 2.0
 # Large enough for the bandwidth to outweigh the latency of the links.
 _ALL_REDUCE_BYTES = 100_000_000
