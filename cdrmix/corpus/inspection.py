@@ -69,15 +69,15 @@ def lineage(
             "text_bytes": sum(record["text_bytes"] for record in its_records),
             "sha256": hashlib.sha256(digests.encode()).hexdigest(),
         }
-    described: dict[str, Any] = {
+    origin: dict[str, Any] = {
         "recipe": name,
         "recipe_hash": config_hash(recipe),
         "sources": sources,
         "shards": {shard.stem: documents for shard, documents in shards},
     }
     if recipe.mixture is not None:
-        described["mixture"] = recipe.mixture.model_dump(mode="json")
-    return described
+        origin["mixture"] = recipe.mixture.model_dump(mode="json")
+    return origin
 
 
 def write_build_report(

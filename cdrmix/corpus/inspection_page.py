@@ -286,11 +286,13 @@ def _share_figures(course: Course) -> list[Figure]:
     figures = []
     for number, name in enumerate([*course.whole.domains][:_MAX_CURVES]):
         shares = [part.domains[name] for part in course.parts]
-        drawn = np.array([100 * share.drawn for share in shares])
-        asked = np.array([100 * share.asked for share in shares])
+        curves = [
+            Curve("drawn", places, np.array([100 * share.drawn for share in shares]), "c1"),
+            Curve("asked", places, np.array([100 * share.asked for share in shares]), "c2"),
+        ]
         drawing = line_plot(
             f"share-{number}",
-            [Curve("drawn", places, drawn, "c1"), Curve("asked", places, asked, "c2")],
+            curves,
             label=f"Share of {name} over the samples of a run",
             text="{:.3g}%".format,
             limits=(0, None),

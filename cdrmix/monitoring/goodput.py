@@ -104,17 +104,17 @@ class WallTime:
         self._redone_steps = earlier["redone_steps"]
         self._step = earlier["step"]
         gap = max(0.0, commanded - earlier["until"])
-        lived = min(gap, max(0.0, alive - earlier["until"]))
+        alive_seconds = min(gap, max(0.0, alive - earlier["until"]))
         self._earlier_seconds += earlier["seconds"] + gap
-        self._parts["down"] += gap - lived
+        self._parts["down"] += gap - alive_seconds
         steps = max(0, reached - self._step)
         if steps:
             # Steps beyond the checkpoint that this start continues from are done again.
-            saved = min(steps, max(0, step - self._step))
-            self._productive_steps += saved
-            self._redone_steps += steps - saved
-            self._parts["productive"] += lived * saved / steps
-            self._parts["redone"] += lived * (steps - saved) / steps
+            productive_steps = min(steps, max(0, step - self._step))
+            self._productive_steps += productive_steps
+            self._redone_steps += steps - productive_steps
+            self._parts["productive"] += alive_seconds * productive_steps / steps
+            self._parts["redone"] += alive_seconds * (steps - productive_steps) / steps
         if step < self._step:
             self.go_back(step)
         self._step = step
@@ -127,14 +127,14 @@ class WallTime:
 
     def go_back(self, step: int) -> None:
         """Counts the steps after `step` as lost: they will be done again."""
-        lost = min(self._step - step, self._productive_steps)
-        if lost > 0:
+        lost_steps = min(self._step - step, self._productive_steps)
+        if lost_steps > 0:
             # The mean over all steps: seconds of single ones are not stored.
-            seconds = self._parts["productive"] * lost / self._productive_steps
+            seconds = self._parts["productive"] * lost_steps / self._productive_steps
             self._parts["productive"] -= seconds
             self._parts["redone"] += seconds
-            self._productive_steps -= lost
-            self._redone_steps += lost
+            self._productive_steps -= lost_steps
+            self._redone_steps += lost_steps
         self._step = step
 
     @contextmanager

@@ -104,13 +104,13 @@ def record(*, step: int, **values: float | None) -> dict[str, float]:
     Raises:
         ValueError: if a name is not in the table.
     """
-    measured = {"step": step, **values}
-    for name in measured:
+    by_name = {"step": step, **values}
+    for name in by_name:
         _look_up(name)
     return {
         name: int(value) if isinstance(value, Integral) else float(value)
         for name in _BY_NAME
-        if (value := measured.get(name)) is not None
+        if (value := by_name.get(name)) is not None
     }
 
 

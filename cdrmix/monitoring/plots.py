@@ -227,8 +227,8 @@ def _scale_axes(
 def _style_axes(axes: Axes, text: Callable[[float], str]) -> None:
     def tick(value: float, _: int | None) -> str:
         # No trailing zeros among the decimals: 2.500% becomes 2.5%, 1,000 stays.
-        written = text(value)
-        return re.sub(r"\.?0+(?=%?$)", "", written) if "." in written else written
+        label = text(value)
+        return re.sub(r"\.?0+(?=%?$)", "", label) if "." in label else label
 
     grid = _PLACEHOLDERS["grid"]
     for side in ("top", "left", "right"):

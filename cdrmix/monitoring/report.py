@@ -279,11 +279,11 @@ def _training_figures(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
     ]
 
 
-def _spendings(measured: Mapping[str, Any]) -> list[Spending]:
+def _spendings(times: Mapping[str, Any]) -> list[Spending]:
     """Returns each part that took time, of a mapping of <part>_seconds and `seconds` in all."""
     return [
-        Spending(name.removesuffix("_seconds"), seconds, seconds / measured["seconds"])
-        for name, seconds in measured.items()
+        Spending(name.removesuffix("_seconds"), seconds, seconds / times["seconds"])
+        for name, seconds in times.items()
         if name.endswith("_seconds") and seconds > 0
     ]
 
