@@ -152,7 +152,7 @@ def _json_values(read: Callable[[int], str], limit: int) -> Iterator[Any]:
     """Parses values of JSON text piece by piece; at most one value is in memory.
 
     Raises:
-        Unreadable: at what is not JSON, at a value longer than `limit` characters, and at an end
+        Unreadable: at invalid JSON, at a value longer than `limit` characters, and at an end
             inside a value or list.
     """
     decoder = json.JSONDecoder()
@@ -403,7 +403,7 @@ def _rows_of_batches(
     row = 0
     for batch in batches:
         # Where a few rows may be large, or the same bytes stand behind all of them (dictionaries,
-        # views), one at a time: each may be as large as all that there is.
+        # views), one at a time: each may be as large as the whole batch.
         together = _BATCH_DOCUMENTS * limit // max(1, batch.nbytes)
         rows = min(_ARROW_BATCH_ROWS, max(1, together))
         for start in range(0, batch.num_rows, rows):
