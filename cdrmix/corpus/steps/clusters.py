@@ -127,6 +127,7 @@ def find_duplicates(
             np.save(drops_path(out, path), np.sort(np.concatenate(lists), order="id"))
     finally:
         shutil.rmtree(folder)
+    # Renamed when it is whole: its presence marks the phase as done.
     report = out / "duplicates.json.partial"
     report.write_text(json.dumps(asdict(duplicates), indent=2) + "\n", encoding="utf-8")
     report.replace(out / "duplicates.json")
