@@ -2,7 +2,7 @@
 
 A step takes documents and gives documents, one at a time and in order. It reports every document
 that it does not pass on to `drop` with a reason, so that nothing disappears without a trace. A step
-keeps no state from one document to the next unless its docstring says what and how much.
+keeps no state from one document to the next unless its docstring says which, and its size.
 
 Fill in the middle rearranges documents so that predicting the next token learns to infill: a
 document is cut at two characters, anywhere, and its middle put last: prefix, suffix, middle (PSM),

@@ -69,12 +69,14 @@ class MixedDataset(SplitDataset):
         sources, cursors = self._plan.locate(numbers)
         indices = np.empty_like(numbers)
         for source in np.unique(sources).tolist():
-            chosen = sources == source
+            in_domain = sources == source
             key = None if seed is None else (seed, source)
             # Each domain counts its own epochs, under a key with its own number.
             begin, end = self._begins[source : source + 2]
             size = int(end - begin)
-            indices[chosen] = begin + permute_epochs(cursors[chosen], size, key, window=window)
+            indices[in_domain] = begin + permute_epochs(
+                cursors[in_domain], size, key, window=window
+            )
         return indices
 
     def draw(self, start: int, stop: int) -> dict[str, dict[str, float]]:

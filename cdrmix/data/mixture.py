@@ -140,14 +140,14 @@ class Mixture:
         for place in np.unique(places).tolist():
             # All numbers of a stage at once: a batch seldom spans more than one.
             stage = self._stages[place]
-            chosen = places == place
+            in_stage = places == place
             table = _fill_block(stage.slots)
-            blocks, slots = np.divmod(numbers[chosen] - stage.start, len(table.sources))
+            blocks, slots = np.divmod(numbers[in_stage] - stage.start, len(table.sources))
             block_sources = table.sources[slots]
             earlier = np.array(stage.base) + blocks[:, None] * np.array(stage.slots)
             earlier_of_source = earlier[np.arange(len(block_sources)), block_sources]
-            sources[chosen] = block_sources
-            cursors[chosen] = earlier_of_source + table.ranks[slots]
+            sources[in_stage] = block_sources
+            cursors[in_stage] = earlier_of_source + table.ranks[slots]
         return sources, cursors
 
     def counts(self, number: int) -> NDArray[np.int64]:

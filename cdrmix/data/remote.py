@@ -185,7 +185,7 @@ def copy(
         DataError: if it does not exist, differs from what it should be, or cannot be stored.
         UnreachableDataError: if it stays out of reach.
     """
-    shown = redacted_text(url)
+    safe_url = redacted_text(url)
     if REDACTED in url:
         raise DataError(
             f"{url}: a snapshot holds no credentials. Give the URL with them, such as --set "
@@ -199,7 +199,7 @@ def copy(
         except (OSError, http.client.HTTPException) as error:
             problem = redacted_text(str(error)) or type(error).__name__
             if _is_permanent(error):
-                raise DataError(f"{shown}: {problem}") from error
+                raise DataError(f"{safe_url}: {problem}") from error
             failure: type[DataError] = UnreachableDataError
         else:
             if digest is not None and sha256 in (None, digest):
@@ -210,10 +210,10 @@ def copy(
                 if digest is None
                 else f"its sha256 is {digest}, the manifest says {sha256}"
             )
-        _logger.warning("%s: %s (attempt %d of %d)", shown, problem, attempt + 1, _ATTEMPTS)
+        _logger.warning("%s: %s (attempt %d of %d)", safe_url, problem, attempt + 1, _ATTEMPTS)
     raise failure(
-        f"{shown}: {problem}; {_ATTEMPTS} attempts. Look at the server and the network, and start "
-        "again to go on from the newest checkpoint."
+        f"{safe_url}: {problem}; {_ATTEMPTS} attempts. Look at the server and the network, and "
+        "start again to go on from the newest checkpoint."
     )
 
 

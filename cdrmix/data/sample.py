@@ -144,7 +144,7 @@ def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
     )
     # The validation split stays unseen, by the tokenizer too.
     trained = train_tokenizer((d.text for d in documents if d.split == "train"), vocab_size)
-    remove_unfinished(out)  # by the lock, nobody else is building
+    remove_unfinished(out)  # under the lock: no other process is building
     with new_folder(out) as folder:
         file = write_file(folder / TOKENIZER_FILE, trained.to_str(pretty=True).encode())
         tokenizer = load_tokenizer(folder)

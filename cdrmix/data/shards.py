@@ -28,7 +28,7 @@ MAX_SHARD_TOKENS = 2**27
 SHARD_SUFFIXES = ("bin", "idx", "roles")
 # Trillions of tokens in shards of `MAX_SHARD_TOKENS` need some tens of MB.
 MAX_MANIFEST_BYTES = 2**28
-# A manifest may be of somebody else, and its names become names of files and lines of a terminal:
+# A manifest may be untrusted, and its names become names of files and lines of a terminal:
 # no separators, no control characters, nothing that begins with a dot or hyphen. 200 characters
 # leave room for suffixes below the 255 bytes of a file name.
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}$"

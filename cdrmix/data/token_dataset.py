@@ -110,13 +110,13 @@ def permute_epochs(
         return indices
     # A block of numbers may span epochs: each has a permutation of its own.
     for epoch in np.unique(epochs).tolist():
-        chosen = epochs == epoch
+        in_epoch = epochs == epoch
         epoch_key = (*key, epoch)
         if window is None:
-            indices[chosen] = Permutation(size, epoch_key)(indices[chosen])
+            indices[in_epoch] = Permutation(size, epoch_key)(indices[in_epoch])
             continue
         num_whole = size // window
-        places, offsets = np.divmod(indices[chosen], window)
+        places, offsets = np.divmod(indices[in_epoch], window)
         whole = places < num_whole
         if num_whole:
             places[whole] = Permutation(num_whole, (*epoch_key, 0))(places[whole])
@@ -125,7 +125,7 @@ def permute_epochs(
             within = places == place
             length = window if place < num_whole else size - num_whole * window
             offsets[within] = Permutation(length, (*epoch_key, 1 + place))(offsets[within])
-        indices[chosen] = places * window + offsets
+        indices[in_epoch] = places * window + offsets
     return indices
 
 

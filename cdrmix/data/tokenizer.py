@@ -201,7 +201,7 @@ def _to_tiktoken(content: dict[str, Any]) -> tiktoken.Encoding:
     Raises:
         ValueError, KeyError, IndexError, TypeError: if it is of another kind.
     """
-    # The file may be of somebody else, and another pattern could take for ever on some text.
+    # The file may be untrusted, and another pattern could take for ever on some text.
     if content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] != _PATTERN:
         raise ValueError("it cuts text by another pattern")
     special = {token["content"]: token["id"] for token in content["added_tokens"]}

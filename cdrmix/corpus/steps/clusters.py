@@ -127,6 +127,7 @@ def find_duplicates(
             np.save(drops_path(out, path), np.sort(np.concatenate(lists), order="id"))
     finally:
         shutil.rmtree(folder)
+    # Renamed when it is whole: its presence marks the phase as done.
     report = out / "duplicates.json.partial"
     report.write_text(json.dumps(asdict(duplicates), indent=2) + "\n", encoding="utf-8")
     report.replace(out / "duplicates.json")
@@ -173,9 +174,9 @@ class _Search:
         # A quarter, as a record becomes a row per key.
         for places, records in self._files.chunks(self._memory_bytes // 4):
             members = duplicates.up_to(places[-1])[:, 0]
-            chosen = ~np.isin(places, members, assume_unique=True)
-            keys = records["keys"][chosen]  # [n, K]
-            rows = np.column_stack([keys.ravel(), np.repeat(places[chosen], keys.shape[1])])
+            is_first = ~np.isin(places, members, assume_unique=True)
+            keys = records["keys"][is_first]  # [n, K]
+            rows = np.column_stack([keys.ravel(), np.repeat(places[is_first], keys.shape[1])])
             sort.add(rows[rows[:, 0] != NO_KEY])
         candidates = self._sort(2)
         for group in grouped(sort.chunks()):
@@ -220,21 +221,21 @@ class _Search:
     def _verified(self, candidates: Chunks) -> Chunks:
         """Pairs whose sketches agree.
 
-        Two passes over the signatures find the sketches: the first document's are carried beside
+        Two passes over the signatures find the sketches: the first document's are stored beside
         the pairs, which are sorted anew for the second document's.
         """
         width = -(-self._method.sketch_bytes // 8)  # columns
         sort = self._sort(2 + width, num_keys=2)
         for pairs, sketches in self._with_sketches(candidates):
             self.num_candidates += len(pairs)
-            carried = np.zeros((len(pairs), 8 * width), dtype=np.uint8)
-            carried[:, : sketches.shape[1]] = sketches
-            sort.add(np.column_stack([pairs[:, ::-1], carried.view(np.uint64)]))
+            first_sketches = np.zeros((len(pairs), 8 * width), dtype=np.uint8)
+            first_sketches[:, : sketches.shape[1]] = sketches
+            sort.add(np.column_stack([pairs[:, ::-1], first_sketches.view(np.uint64)]))
         for records, sketches in self._with_sketches(sort.chunks()):
-            carried = np.ascontiguousarray(records[:, 2:]).view(np.uint8)
-            agreed = self._method.agree(carried[:, : sketches.shape[1]], sketches)
-            self.num_verified += int(agreed.sum())
-            yield records[agreed, 1::-1]
+            first_sketches = np.ascontiguousarray(records[:, 2:]).view(np.uint8)
+            is_near = self._method.agree(first_sketches[:, : sketches.shape[1]], sketches)
+            self.num_verified += int(is_near.sum())
+            yield records[is_near, 1::-1]
 
     def _with_sketches(self, chunks: Chunks) -> Iterator[tuple[Records, NDArray[np.uint8]]]:
         """Joins sketches to records that are sorted by their first column, a place."""

@@ -101,8 +101,8 @@ class ExternalSort:
     def _merge(self, runs: list[Path]) -> Chunks:
         """Merges sorted runs into sorted chunks.
 
-        A chunk holds the records that are not beyond the end of any run's block: what follows in a
-        file may come before the rest.
+        A chunk holds the records that are not beyond the end of any run's block: the next records
+        of that run may come before the rest.
         """
         block = max(_SMALLEST_BLOCK, self._capacity // len(runs))
         with contextlib.ExitStack() as stack:

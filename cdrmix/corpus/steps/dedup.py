@@ -100,6 +100,7 @@ class Deduplicate:
                 drop(document, _REASONS[int(drops["kind"][index])])
             else:
                 yield document
+        # Lists of another build would silently drop the wrong documents.
         if num_dropped != len(drops):
             raise DataError(
                 f"{self.drops}: lists {len(drops)} documents, of which {num_dropped} were met: "

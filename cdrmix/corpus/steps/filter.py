@@ -182,6 +182,7 @@ class Filter:
         self.profiles = dict(profiles or {})
         self.strictness = strictness
         self.stop_words = frozenset(stop_words)
+        # Computed once, as every document needs them.
         self._limits: dict[str, list[tuple[FilterRule, float]]] = {}
         for known_profile in PROFILES:
             limits = ((rule, rule.limit(known_profile, strictness)) for rule in RULES)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from cdrmix.errors import DataError
 
 _CHUNK_BYTES = 2**20
-# Four bytes of zstd may stand for 128 KiB: what comes of a chunk stays below 128 MiB.
+# Four bytes of zstd may stand for 128 KiB, so that a decompressed chunk stays below 128 MiB.
 _COMPRESSED_CHUNK_BYTES = 2**12
 _GZIP = 31  # zlib's way to ask for gzip's header and checksum
 

@@ -69,41 +69,41 @@ def read_rows(file: SourceFile, source: SourceConfig, refuse: Refuse) -> Iterato
 def texts(
     objects: Iterable[tuple[int, Any]], source: SourceConfig, refuse: Refuse
 ) -> Iterator[Row]:
-    """Turns numbered objects with texts in the fields that the source names into rows."""
+    """Turns numbered objects with texts in the fields that the source names into rows.
+
+    The parts of a chain of thought become one text.
+    """
     for row, value in objects:
         if not isinstance(value, dict):
             refuse(row, "not an object", f"a JSON {type(value).__name__}")
             continue
         try:
-            text = _text_of(value, source)
+            parts = []
+            for name in source.text_fields:
+                part = _field(value, name)
+                if part is None:
+                    known = ", ".join(map(str, list(value)[:20]))
+                    raise Unreadable(f"no text in field '{name}'", f"its fields: {known}")
+                if not isinstance(part, str):
+                    detail = f"it holds a {type(part).__name__}"
+                    raise Unreadable(f"field '{name}' holds no text", detail)
+                parts.append(part)
+            text = parts[0]
+            if source.chain_of_thought is not None:
+                prompt, thought, answer = parts
+                if not prompt.strip() or not answer.strip():
+                    raise Unreadable("empty prompt or answer")
+                for part in parts:
+                    # The names join the parts, and would take the text apart elsewhere.
+                    if reserved := reserved_in(part):
+                        raise Unreadable("name of a special token in the text", reserved)
+                text = joined(prompt, thought, answer)
         except Unreadable as error:
             refuse(row, error.reason, error.detail)
             continue
         # Under the last part of their names: a step looks for `url`, wherever it is nested.
         fields = ((name, _field(value, name)) for name in source.metadata_fields)
         yield row, text, {name.rpartition(".")[2]: v for name, v in fields if v is not None}
-
-
-def _text_of(value: dict[str, Any], source: SourceConfig) -> str:
-    """Text in the named fields of an object; the parts of a chain of thought as one text."""
-    parts = []
-    for name in source.text_fields:
-        part = _field(value, name)
-        if part is None:
-            known = ", ".join(map(str, list(value)[:20]))
-            raise Unreadable(f"no text in field '{name}'", f"its fields: {known}")
-        if not isinstance(part, str):
-            raise Unreadable(f"field '{name}' holds no text", f"it holds a {type(part).__name__}")
-        parts.append(part)
-    if source.chain_of_thought is None:
-        return parts[0]
-    prompt, thought, answer = parts
-    if not prompt.strip() or not answer.strip():
-        raise Unreadable("empty prompt or answer")
-    for part in parts:
-        if reserved := reserved_in(part):
-            raise Unreadable("name of a special token in the text", reserved)
-    return joined(prompt, thought, answer)
 
 
 def _field(value: dict[str, Any], name: str) -> Any:
@@ -152,7 +152,7 @@ def _json_values(read: Callable[[int], str], limit: int) -> Iterator[Any]:
     """Parses values of JSON text piece by piece; at most one value is in memory.
 
     Raises:
-        Unreadable: at what is not JSON, at a value longer than `limit` characters, and at an end
+        Unreadable: at invalid JSON, at a value longer than `limit` characters, and at an end
             inside a value or list.
     """
     decoder = json.JSONDecoder()
@@ -403,7 +403,7 @@ def _rows_of_batches(
     row = 0
     for batch in batches:
         # Where a few rows may be large, or the same bytes stand behind all of them (dictionaries,
-        # views), one at a time: each may be as large as all that there is.
+        # views), one at a time: each may be as large as the whole batch.
         together = _BATCH_DOCUMENTS * limit // max(1, batch.nbytes)
         rows = min(_ARROW_BATCH_ROWS, max(1, together))
         for start in range(0, batch.num_rows, rows):

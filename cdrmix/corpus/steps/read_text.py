@@ -36,7 +36,7 @@ _CPU_SECONDS = 0.5
 _CPU_SECONDS_PER_BYTE = 1e-6
 _MEMORY_BYTES = 2**29
 _MEMORY_PER_BYTE = 64  # the interpreter with its libraries, and the tree
-# Elements that are no text of the page, and what ARIA's landmarks of the same meaning mark so.
+# Elements that are no text of the page, and elements with ARIA landmarks of the same meaning.
 # A headerlink is the pilcrow that documentation generators put behind each heading.
 _HIDDEN = (
     *("script", "style", "template", "noscript", "svg", "math", "iframe", "object", "canvas"),
@@ -152,7 +152,7 @@ def _answer_pages() -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
         # Alternative texts, because figures are left out as a whole without them. A summary is not
-        # among the library's blocks: its text would be one word with what follows.
+        # among the library's blocks: its text would be one word with the text behind it.
         tree = HTMLTree.parse(html.replace("</summary>", "</summary><br>"))
         text = extract_plain_text(
             tree, preserve_formatting=True, alt_texts=True, skip_elements=_HIDDEN

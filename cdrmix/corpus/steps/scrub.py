@@ -130,11 +130,11 @@ def find_private(text: str, kinds: Iterable[str] = KINDS) -> list[Span]:
 
     Of two that overlap the one that starts first counts; at one start, secrets before the rest.
     """
-    chosen = frozenset(kinds)
-    spans = list(find_credentials(text, chosen))
+    selected = frozenset(kinds)
+    spans = list(find_credentials(text, selected))
     for detectable, detect in _DETECTORS:
-        if detectable & chosen:
-            spans += [span for span in detect(text) if span[2] in chosen]
+        if detectable & selected:
+            spans += [span for span in detect(text) if span[2] in selected]
     spans.sort(key=lambda span: span[0])  # stable: at one start the order of detection stays
     disjoint: list[Span] = []
     for span in spans:

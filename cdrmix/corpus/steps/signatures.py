@@ -163,6 +163,7 @@ def hash_id(document_id: str) -> int:
 
 def record_type(method: Method) -> np.dtype[Any]:
     """Fields of a record: hash of the id, hash of the text, keys and sketch."""
+    # Little-endian, so that machines of a cluster may share the files.
     return np.dtype(
         [
             ("id", "<u8"),

@@ -225,6 +225,7 @@ class Statistics:
 
         Zero if none occurs twice; the longest of those that are equally frequent.
         """
+        # Fewer than n + 1 words hold one n-gram, which repeats nothing.
         fractions = dict.fromkeys((2, 3, 4), 0.0)
         for n in fractions:
             if self.num_words < n + 1:
