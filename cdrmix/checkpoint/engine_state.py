@@ -72,7 +72,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Partition:
-    """This rank's flat share of the parameters `names`, of some of which it may hold no piece."""
+    """This rank's flat share of the parameters `names`; it may hold no piece of some of them."""
 
     master: torch.nn.Parameter
     names: list[str]
@@ -180,7 +180,16 @@ def load_engine(
     runtime.together(lambda: check_names(checkpoint, shapes, others=others))
     runtime.together(lambda: _read(engine, checkpoint, logical_name))
     _refresh_weights(engine)
-    _load_counters(engine, checkpoint.state["engine"])
+    counts = checkpoint.state["engine"]
+    engine.global_steps = counts["global_steps"]
+    engine.global_samples = counts["global_samples"]
+    engine.skipped_steps = counts["skipped_steps"]
+    # Accumulation may differ from the saving run's; the boundary between steps must hold.
+    engine.micro_steps = counts["global_steps"] * engine.gradient_accumulation_steps()
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if counts["loss_scaler"] is not None and scaler is not None and scaler.dynamic:
+        for field, value in counts["loss_scaler"].items():
+            setattr(scaler, field, value)
 
 
 def load_module(
@@ -275,7 +284,7 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
     Expert parameters are a block of experts, in order of expert rank. Others are undivided, or the
     shard that tensor parallelism gives this rank.
     """
-    # A parameter partitioned by ZeRO-3 is an empty tensor beside its own shape.
+    # ZeRO-3 leaves an empty tensor of a parameter, and its shape in `ds_shape`.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     copied = is_copy(tensor)
     if getattr(tensor, "allreduce", True):
@@ -436,16 +445,3 @@ def _refresh_weights(engine: Any) -> None:
     persistent = optimizer.persistent_parameters  # small ones, which every rank holds undivided
     if persistent:
         persistent[0].all_gather(persistent)
-
-
-def _load_counters(engine: Any, saved: dict[str, Any]) -> None:
-    """Sets the step counts and the loss scaler's state to a result of `counters`."""
-    engine.global_steps = saved["global_steps"]
-    engine.global_samples = saved["global_samples"]
-    engine.skipped_steps = saved["skipped_steps"]
-    # Accumulation may differ from the saving run's; the boundary between steps must hold.
-    engine.micro_steps = saved["global_steps"] * engine.gradient_accumulation_steps()
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if saved["loss_scaler"] is not None and scaler is not None and scaler.dynamic:
-        for field, value in saved["loss_scaler"].items():
-            setattr(scaler, field, value)

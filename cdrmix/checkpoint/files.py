@@ -26,7 +26,7 @@ from cdrmix.log import get_logger
 
 T = TypeVar("T")
 logger = get_logger(__name__)
-# Large enough that a system call and a thread hand-over are negligible beside it.
+# Large enough that a system call and a thread hand-over cost little in comparison.
 _CHUNK_BYTES = 16 * 2**20
 # safetensors' names of element types.
 SAFETENSORS_TYPES = {
@@ -56,7 +56,7 @@ _PASSING = {
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """True for an error of the file system's present state, which says nothing of the file."""
+    """True for an error of the file system's present state, which is no evidence of damage."""
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
@@ -76,9 +76,9 @@ def retried(read: Callable[[], T], path: Path) -> T:
             if seconds is None:
                 raise InfrastructureError(
                     f"{error.filename or path}: cannot be read for now: {error.strerror}, tried "
-                    f"{len(READ_RETRY_SECONDS) + 1} times. Nothing is given up for it: start again "
-                    "with --resume auto when the file system answers. If this file is lost for "
-                    "good, move its checkpoint folder away to go on from an older one"
+                    f"{len(READ_RETRY_SECONDS) + 1} times. Start again with --resume auto when the "
+                    "file system answers. If this file is lost for good, move its checkpoint "
+                    "folder away to resume from an older one"
                 ) from error
             name = error.filename or path
             logger.warning("%s: %s; read again in %.0f s", name, error.strerror, seconds)
@@ -209,7 +209,7 @@ def digest(path: Path) -> str:
 
 
 class _Sink:
-    """Writes to a file, and counts and digests; the digest of a chunk runs beside its write."""
+    """Writes, counts and digests; the digest of a chunk is computed during its write."""
 
     def __init__(self, file: BinaryIO, hasher: ThreadPoolExecutor) -> None:
         self._file = file

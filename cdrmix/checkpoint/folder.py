@@ -1,4 +1,4 @@
-"""One checkpoint folder: written by all ranks beside its name, completed and named by rank 0.
+"""One checkpoint folder: written by all ranks, completed by rank 0, and only then named.
 
 Every step here can be repeated after a failed attempt, over the files that it left.
 """
@@ -69,7 +69,7 @@ def make_share(rank: int, fragments: Iterable[Fragment], state: Mapping[str, Any
 
 
 def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
-    """Makes the folder to write into; one rank also removes the remains of dead saves beside it."""
+    """Makes the folder to write into; one rank also removes the remains of dead saves."""
     root = temporary.parent
     root.mkdir(parents=True, exist_ok=True)
     temporary.mkdir(exist_ok=True)

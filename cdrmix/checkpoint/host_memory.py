@@ -21,8 +21,8 @@ class HostMemory:
     def copier(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Returns a function that copies `tensors` as they are now, for any thread to call.
 
-        It must return before they change. A GPU copies on a stream of its own, beside the work
-        that is queued from now on.
+        It must return before they change. A GPU copies on a stream of its own, in parallel
+        with the work that is queued from now on.
 
         Args:
             tensors: on the host or one GPU, of any type.

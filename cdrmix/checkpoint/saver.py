@@ -1,6 +1,6 @@
 """Saves of a run: the state is copied and written while training goes on.
 
-The copy is made beside the next step's forward and backward passes, which do not change the state;
+The copy is made during the next step's forward and backward passes, which do not change the state;
 before the optimizer does, training waits for the rest of the copy (`wait_for_copy`).
 
 A save has two phases. In the first each rank writes its share, in the second rank 0 completes the
@@ -185,7 +185,7 @@ class Saver:
                 first one and a warning in the others.
             keep: number of whole checkpoints to keep in each (>= 1).
             background: copy to memory and write from a thread; otherwise `start` itself writes.
-            pinned: step whose checkpoint is kept besides those.
+            pinned: step of a further checkpoint to keep.
             ranks: processes that write together.
         """
         self.saved_step: int | None = None
@@ -278,8 +278,8 @@ class Saver:
         Args:
             votes: sum of all ranks' `votes`.
         Raises:
-            StateError: on every rank, if any of them could not write to the first root, whatever
-                the attempts. The older checkpoints and `latest` are then as before, and nothing of
+            StateError: on every rank, if any of them could not write to the first root in any
+                attempt. The older checkpoints and `latest` are then as before, and nothing of
                 this one remains there.
             InfrastructureError: likewise, if the file system may recover.
             Exception: the failure itself, on a rank where it is a defect of this program.

@@ -8,7 +8,7 @@
     checkpoints/latest                          the newest step, for people and scripts
     checkpoints/<step>.set-aside-<n>            passed over by a start; never removed
 
-A checkpoint is written beside its final name, made durable, and renamed; then `latest` changes.
+A checkpoint is written under a temporary name, made durable, and renamed; then `latest` changes.
 Nothing here trusts `latest`: only verified files count. No file holds a pickle.
 """
 

@@ -32,7 +32,7 @@ _LEARNING: dict[Phase, frozenset[Part]] = {
     "policy": frozenset({"policy"}),
     "joint": frozenset({"memory", "adapters"}),
 }
-# Configuration keys of the fields of a loader's state; others stand under stage_b.training.
+# Configuration keys of the fields of a loader's state that are not under stage_b.training.
 _SETTINGS = {
     "manifest_digest": "data.path",
     "seed": "training.seed",

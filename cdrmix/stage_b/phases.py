@@ -269,12 +269,23 @@ def collect(
     group = stage_b.training.group_size
     reading = reader.read(lesson.texts)
     episodes = ReadingEpisodes(reader, reading, grade_by(lesson.examples, tokenizer))
-    # Actions follow from the lesson's seed: the same on whatever rank plays it.
+    # Actions follow from the lesson's seed, not from the rank that plays it.
     generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
     rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
     returns = rollouts.returns.view(-1, group)
     last = rollouts.last(stage_b.policy.horizon)
-    metrics = _episode_metrics(rollouts, returns, capacity=reader.capacity)
+    operations = {
+        f"operations/{action.name.lower()}": ((rollouts.actions == action) & rollouts.taken).sum(1)
+        for action in Action
+    }
+    per_episode = {
+        "return": rollouts.returns,
+        "success": rollouts.final.earned,
+        "memory_fill": (rollouts.final.memory >= 0).sum(1) / reader.capacity,
+        **operations,
+    }
+    metrics = {name: values.float().mean() for name, values in per_episode.items()}
+    metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
     targets = lambda_returns(
         last.rewards,
         last.values,
@@ -318,26 +329,6 @@ def rollout_loss(
     }
     detached = {name: value.detach() for name, value in metrics.items()}
     return stage_b.losses.rl * loss / sums.steps, detached
-
-
-def _episode_metrics(
-    rollouts: Rollouts[ReadingState], returns: Tensor, *, capacity: int
-) -> LessonMetrics:
-    """Means over episodes, and the share of groups whose `returns`, [P, G], do not vary."""
-    final = rollouts.final
-    operations = {
-        f"operations/{action.name.lower()}": ((rollouts.actions == action) & rollouts.taken).sum(1)
-        for action in Action
-    }
-    means = {
-        "return": rollouts.returns,
-        "success": final.earned,
-        "memory_fill": (final.memory >= 0).sum(1) / capacity,
-        **operations,
-    }
-    metrics = {name: values.float().mean() for name, values in means.items()}
-    metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
-    return metrics
 
 
 def stage_b_section(config: Config) -> StageBConfig:
