@@ -106,10 +106,10 @@ def load_index(
     newest = saves[-1]
     manifest = _read_manifest(newest)
     # another encoder's keys have other directions, and another tokenizer's ids other words
-    wanted = {"tokenizer": tokenizer, "key_size": key_size, "encoder": encoder}
+    expected = {"tokenizer": tokenizer, "key_size": key_size, "encoder": encoder}
     differ = [
         f"{name} is {manifest[name]!r}, but the model's is {ours!r}"
-        for name, ours in wanted.items()
+        for name, ours in expected.items()
         if manifest[name] != ours
     ]
     if differ:

@@ -388,5 +388,5 @@ def _over_layers(results: list[Adapted], backbone: Backbone) -> tuple[Tensor | N
         correlation = mean_over_layers(torch.stack(correlations), backbone)
     if not guards:
         return correlation, None
-    *counts, largest = (torch.stack(column) for column in zip(*guards, strict=True))
-    return correlation, Guards(*(count.sum() for count in counts), largest.max())
+    writes, skips, changes, largest = (torch.stack(each) for each in zip(*guards, strict=True))
+    return correlation, Guards(writes.sum(), skips.sum(), changes.sum(), largest.max())

@@ -155,7 +155,7 @@ class Lessons:
                 tuple(place + offset for place in evidence)
                 for (_, evidence), offset in zip(tasks, offsets, strict=True)
             ),
-            found=tuple(found for found, _, _ in windows),
+            found=tuple(places for places, _, _ in windows),
             sought=torch.tensor([sought for _, sought, _ in windows]),
             gathered=tuple(gathered for _, _, gathered in windows),
             answers=tuple(self.answer_tokens(example) for example in examples),
@@ -198,14 +198,14 @@ class Lessons:
         tasks = self.training.tasks
         ratios = self.training.length_ratios
         task = tasks[number % len(tasks)]
-        wanted = ratios[number // len(tasks) % len(ratios)] if use == "policy" else 1
+        shortest = ratios[number // len(tasks) % len(ratios)] if use == "policy" else 1
         # the same task and not the next one, so that each keeps its share of the lessons
-        for ratio in range(wanted, wanted + _LONGER_BY):
+        for ratio in range(shortest, shortest + _LONGER_BY):
             try:
                 return self.example(task, f"{self.seed}/{use}", number, ratio)
             except DataError:
                 continue
-        return self.example(task, f"{self.seed}/{use}", number, wanted + _LONGER_BY)
+        return self.example(task, f"{self.seed}/{use}", number, shortest + _LONGER_BY)
 
     def example(self, task: str, seed: str, number: int, length_ratio: int) -> Example:
         """Makes example `number` of a task at a length in windows of this tokenizer."""
@@ -249,9 +249,9 @@ class Lessons:
             return (), -1, tuple(place + offset for place in gathered)
         # any prefix of the evidence: the query has to ask for each piece from those before it
         known = rng.randrange(len(evidence))
-        found = [*evidence[:known], *strays]
+        window = [*evidence[:known], *strays]
         return (
-            tuple(place + offset for place in found),
+            tuple(place + offset for place in window),
             evidence[known] + offset,
             tuple(place + offset for place in gathered),
         )

@@ -154,13 +154,13 @@ class ReadingEpisodes:
 
     def observe(self, state: ReadingState) -> Observation:
         """Returns the agent's view of a state."""
-        asked = self._is_asked(state)
+        at_question = self._is_asked(state)
         segment = self.reading.pooled[state.rows, self._place(state)]
-        hidden = torch.where(asked.unsqueeze(1), state.seen, segment)
+        hidden = torch.where(at_question.unsqueeze(1), state.seen, segment)
         features = torch.stack(
             [
                 state.operations / self.config.step_budget,
-                asked.float(),
+                at_question.float(),
                 (state.buffer >= 0).float().mean(1),
                 state.score,
                 state.filled,
@@ -168,20 +168,24 @@ class ReadingEpisodes:
             dim=1,
         )
         last = F.one_hot(state.last + 1, NUM_ACTIONS + 1)[:, 1:]
-        return Observation(hidden, torch.cat([features, last], dim=1), self._legal(state, asked))
+        return Observation(
+            hidden, torch.cat([features, last], dim=1), self._legal(state, at_question)
+        )
 
-    def _legal(self, state: ReadingState, asked: Tensor) -> Tensor:
+    def _legal(self, state: ReadingState, at_question: Tensor) -> Tensor:
         """Returns the legal actions, [N, A]; SPLICE_WINDOW always is, as it moves on when empty.
 
         The budget limits retrievals and writes, so that passing a long text by costs nothing.
         """
-        legal = torch.ones(len(state.time), NUM_ACTIONS, dtype=torch.bool, device=asked.device)
+        legal = torch.ones(
+            len(state.time), NUM_ACTIONS, dtype=torch.bool, device=at_question.device
+        )
         # a second retrieval before the splice would ask the same again
-        waiting = asked & (state.buffer >= 0).any(1)
+        waiting = at_question & (state.buffer >= 0).any(1)
         has_entries = (state.memory >= 0).any(1) | (self.num_earlier > 0)
         legal[:, Action.RETRIEVE] = has_entries & ~waiting
-        legal[:, Action.CACHE_WRITE] = ~asked
-        legal[:, Action.SUMMARIZE] = ~asked
+        legal[:, Action.CACHE_WRITE] = ~at_question
+        legal[:, Action.SUMMARIZE] = ~at_question
         for action in self.forbidden:
             legal[:, action] = False
         legal[state.operations >= self.config.step_budget] = False
@@ -191,7 +195,7 @@ class ReadingEpisodes:
     @torch.no_grad()
     def step(self, state: ReadingState, actions: Tensor) -> Transition[ReadingState]:
         """Takes one legal action per episode, [N] int64."""
-        asked = self._is_asked(state)
+        at_question = self._is_asked(state)
         running = ~state.solved
         place = self._place(state)
         writes = actions == Action.CACHE_WRITE
@@ -203,17 +207,17 @@ class ReadingEpisodes:
         score = state.score
         if bool(retrieves.any()):
             began = time.perf_counter()
-            buffer, score = self._retrieve(state, retrieves, asked)
+            buffer, score = self._retrieve(state, retrieves, at_question)
             self.retrieval_seconds += time.perf_counter() - began
             self.num_retrievals += len(retrieves)  # one product searches for all of them
         # before the question, and with nothing near enough, a retrieval cannot help the answer
-        useless = retrieves & (~asked | (buffer < 0).all(1))
-        puts = splices & asked & (state.buffer >= 0).any(1)
+        useless = retrieves & (~at_question | (buffer < 0).all(1))
+        puts = splices & at_question & (state.buffer >= 0).any(1)
         # a stable sort moves the empty places behind the others, which keep their order
         pushed = torch.cat([state.fetched, state.buffer], dim=1)
         pushed = pushed.gather(1, (pushed < 0).int().argsort(dim=1, stable=True))[:, :MOST_FETCHED]
         summarised = state.summarised.clone()
-        folds = torch.nonzero((actions == Action.SUMMARIZE) & ~asked).flatten()
+        folds = torch.nonzero((actions == Action.SUMMARIZE) & ~at_question).flatten()
         summarised[folds, place[folds]] = True
         after = dataclasses.replace(
             state,
@@ -227,12 +231,12 @@ class ReadingEpisodes:
             operations=state.operations + (retrieves | writes),
             harm=state.harm + evicts.long() + useless,
         )
-        now_asked = self._is_asked(after)
-        answers = splices & asked & ~puts
-        out_of_time = now_asked & (after.time >= self._num_steps(after))
+        now_at_question = self._is_asked(after)
+        answers = splices & at_question & ~puts
+        out_of_time = now_at_question & (after.time >= self._num_steps(after))
         done = running & (answers | out_of_time)
         # the window is run anew only where it changed: at the question, and after each splice
-        after = self._look(after, running & now_asked & ~done & (puts | ~asked))
+        after = self._look(after, running & now_at_question & ~done & (puts | ~at_question))
         return Transition(dataclasses.replace(after, solved=state.solved | done), done)
 
     @torch.no_grad()
@@ -344,7 +348,7 @@ class ReadingEpisodes:
         return length - count + torch.minimum(state.time, count - 1)
 
     def _retrieve(
-        self, state: ReadingState, retrieves: Tensor, asked: Tensor
+        self, state: ReadingState, retrieves: Tensor, at_question: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns buffer and best score after the retrievals, without segments of the window."""
         places = (state.memory - self.num_earlier).clamp(min=0)
@@ -352,7 +356,7 @@ class ReadingEpisodes:
         keys = self.reading.keys[rows, places]  # [N, M, K]
         # before the question is asked it is unknown: the key of the segment itself is the query
         segment = self.reading.keys[state.rows, self._place(state)]
-        query = torch.where(asked.unsqueeze(1), state.query, segment)
+        query = torch.where(at_question.unsqueeze(1), state.query, segment)
         candidates = state.memory
         scores = (keys @ query.unsqueeze(2)).squeeze(2)
         if self._earlier:

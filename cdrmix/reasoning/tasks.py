@@ -58,11 +58,11 @@ def needle(rng: random.Random, *, num_keys: int, num_values: int, num_queries: i
     codes = {key: [str(rng.randrange(1000, 10_000)) for _ in range(num_values)] for key in keys}
     statements = [f"The code of {key} is {code}." for key in keys for code in codes[key]]
     rng.shuffle(statements)
-    asked = rng.sample(keys, num_queries)
+    targets = rng.sample(keys, num_queries)
     what = "What is the code" if num_queries * num_values == 1 else "What are the codes"
-    question = f"{what} of {' and '.join(asked)}?"
-    answers = [code for key in asked for code in codes[key]]
-    evidence = [f"The code of {key} is {code}." for key in asked for code in codes[key]]
+    question = f"{what} of {' and '.join(targets)}?"
+    answers = [code for key in targets for code in codes[key]]
+    evidence = [f"The code of {key} is {code}." for key in targets for code in codes[key]]
     return Puzzle(statements, question, answers, evidence)
 
 
@@ -104,11 +104,11 @@ def look_up(rng: random.Random, *, num_people: int = 6) -> Puzzle:
     friends = people[1:] + people[:1]
     statements += [f"The friend of {p} is {f}." for p, f in zip(people, friends, strict=True)]
     rng.shuffle(statements)
-    asked = rng.randrange(num_people)
-    friend = friends[asked]
-    city = cities[(asked + 1) % num_people]
-    question = f"Where does the friend of {people[asked]} live?"
-    evidence = [f"The friend of {people[asked]} is {friend}.", f"{friend} lives in {city}."]
+    person = rng.randrange(num_people)
+    friend = friends[person]
+    city = cities[(person + 1) % num_people]
+    question = f"Where does the friend of {people[person]} live?"
+    evidence = [f"The friend of {people[person]} is {friend}.", f"{friend} lives in {city}."]
     return Puzzle(statements, question, [city], evidence, "any")
 
 
@@ -139,10 +139,10 @@ def logic(rng: random.Random, *, steps: int) -> Puzzle:
     queues = [[f"If {a} then {b}." for a, b in itertools.pairwise(names)] for names in chains]
     queues[0].insert(0, f"It holds that {chains[0][0]}.")
     holds = rng.random() < 0.5
-    asked = 0 if holds else 1
+    chain = 0 if holds else 1
     statements = _interleaved(rng, queues)
-    question = f"Does {chains[asked][-1]} hold?"
-    return Puzzle(statements, question, ["yes" if holds else "no"], queues[asked][::-1], "any")
+    question = f"Does {chains[chain][-1]} hold?"
+    return Puzzle(statements, question, ["yes" if holds else "no"], queues[chain][::-1], "any")
 
 
 def _interleaved(rng: random.Random, queues: list[list[str]]) -> list[str]:
@@ -205,9 +205,9 @@ def score(example: Example, answer: str) -> float:
     Words are compared whole and without case. Only twice as many words as there are right ones
     count, so that listing everything earns no more than the beginning of the list.
     """
-    wanted = [word.lower() for word in example.answers]
-    words_read = re.findall(r"\w+", answer.lower())[: 2 * len(wanted)]
-    right = [word in words_read for word in wanted]
+    right_words = [word.lower() for word in example.answers]
+    words_read = re.findall(r"\w+", answer.lower())[: 2 * len(right_words)]
+    right = [word in words_read for word in right_words]
     return float(any(right)) if example.match == "any" else sum(right) / len(right)
 
 
