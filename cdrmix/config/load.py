@@ -162,15 +162,16 @@ def changed_keys(
     ABSENT stands for a missing key. A section that came, went or became null is one entry. Optional
     fields that a whole old configuration lacks have their defaults: they are no change.
     """
-    sides = []
-    for side in (old, new):
+
+    def as_json(side: Config | dict[str, Any]) -> dict[str, Any]:
         config = validate(side, Config)[0] if isinstance(side, dict) else side
-        if config is not None:
-            # JSON, because a checkpoint's copy is read from JSON, where a tuple is a list
-            sides.append(config.model_dump(mode="json"))
-        else:  # a part of a configuration, or one with fields that no longer exist
-            sides.append(side)
-    return list(_differences(*sides, ()))
+        if config is None:  # a part of a configuration, or one with fields that no longer exist
+            assert isinstance(side, dict), "a Config is valid"
+            return side
+        # JSON, because a checkpoint's copy is read from JSON, where a tuple is a list
+        return config.model_dump(mode="json")
+
+    return list(_differences(as_json(old), as_json(new), ()))
 
 
 def _differences(old: Any, new: Any, path: Keys) -> Iterator[tuple[str, Any, Any]]:
