@@ -108,9 +108,9 @@ def _overridden(values: Any, override: str, origins: dict[Keys, str]) -> Any:
         section = section[key]
     value = parse_scalar(text)
     field = field_at(keys)
-    takes_text = field is not None and str in alternatives(field.annotation)
-    if takes_text and not isinstance(value, str) and not (value is None and is_nullable(field)):
-        value = text  # `=8` is the text 8 for such a field
+    if field is not None and str in alternatives(field.annotation) and not isinstance(value, str):
+        # `=8` is the text 8 for a field that takes text
+        value = None if value is None and is_nullable(field) else text
     section[keys[-1]] = value
     origins[created or keys] = place
     return values

@@ -1,2 +1,2 @@
-"""Decides what a run looks like: sizes, layout, DeepSpeed profile. No torch, so that a login node
-without a GPU can plan."""
+"""Chooses sizes, layout and DeepSpeed profile of a run. No torch, so that a login node without a GPU
+can plan."""

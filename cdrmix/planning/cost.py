@@ -163,7 +163,7 @@ class CostModel:
         return flops / (self.peak * KERNEL_EFFICIENCY) + launches * passes / 3
 
     def _bandwidth(self, ranks: int) -> float:
-        """Bandwidth of a group that lies within so many consecutive ranks."""
+        """Bandwidth of a group whose members are within `ranks` consecutive ranks."""
         inside = ranks <= self.cluster.gpus_per_node
         return self.cluster.intra_bandwidth if inside else self.cluster.inter_bandwidth
 

@@ -23,7 +23,7 @@ from cdrmix.planning.layout import Degrees
 
 # DeepSpeed's defaults for ZeRO-3 (elements), which no shipped profile changes.
 PERSISTENT_ELEMENTS = 100_000  # parameters up to this size stay whole between steps
-REUSE_DISTANCE = 1_000_000_000  # a parameter read again within so many is not released
+REUSE_DISTANCE = 1_000_000_000  # a parameter read again within this many stays gathered
 PREFETCH_ELEMENTS = 50_000_000
 SUB_GROUP_ELEMENTS = 1_000_000_000
 
