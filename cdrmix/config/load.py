@@ -144,6 +144,7 @@ def snapshot_yaml(config: Section) -> str:
 
 def config_hash(config: Section) -> str:
     """Returns the first 12 hex digits of the sha256 of the config as canonical JSON."""
+    # sorted and compact, so that the hash depends on values alone
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -1,2 +1,1 @@
-"""Chooses sizes, layout and DeepSpeed profile of a run. No torch, so that a login node without a GPU
-can plan."""
+"""Chooses sizes, layout and DeepSpeed profile of a run, without torch: login nodes need no GPU."""

@@ -67,6 +67,7 @@ def zero3_states(
     return States(
         weights=element_bytes * (shared + whole),
         gradients=gradient_bytes * shared,
+        # float32 master, mean and square of each element
         optimizer=12 * shared + 4 * sub_groups,
     )
 
