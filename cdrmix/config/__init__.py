@@ -1,1 +1,1 @@
-"""Typed configuration: `schema` says what exists, `load` reads YAML and overrides into it."""
+"""Typed configuration: `schema` defines it, `load` reads YAML and overrides into it."""

@@ -108,9 +108,9 @@ def _overridden(values: Any, override: str, origins: dict[Keys, str]) -> Any:
         section = section[key]
     value = parse_scalar(text)
     field = field_at(keys)
-    takes_text = field is not None and str in alternatives(field.annotation)
-    if takes_text and not isinstance(value, str) and not (value is None and is_nullable(field)):
-        value = text  # `=8` is the text 8 for such a field
+    if field is not None and str in alternatives(field.annotation) and not isinstance(value, str):
+        # `=8` is the text 8 for a field that takes text
+        value = None if value is None and is_nullable(field) else text
     section[keys[-1]] = value
     origins[created or keys] = place
     return values
@@ -144,6 +144,7 @@ def snapshot_yaml(config: Section) -> str:
 
 def config_hash(config: Section) -> str:
     """Returns the first 12 hex digits of the sha256 of the config as canonical JSON."""
+    # sorted and compact, so that the hash depends on values alone
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -162,15 +163,16 @@ def changed_keys(
     ABSENT stands for a missing key. A section that came, went or became null is one entry. Optional
     fields that a whole old configuration lacks have their defaults: they are no change.
     """
-    sides = []
-    for side in (old, new):
+
+    def as_json(side: Config | dict[str, Any]) -> dict[str, Any]:
         config = validate(side, Config)[0] if isinstance(side, dict) else side
-        if config is not None:
-            # JSON, because a checkpoint's copy is read from JSON, where a tuple is a list
-            sides.append(config.model_dump(mode="json"))
-        else:  # a part of a configuration, or one with fields that no longer exist
-            sides.append(side)
-    return list(_differences(*sides, ()))
+        if config is None:  # a part of a configuration, or one with fields that no longer exist
+            assert isinstance(side, dict), "a Config is valid"
+            return side
+        # JSON, because a checkpoint's copy is read from JSON, where a tuple is a list
+        return config.model_dump(mode="json")
+
+    return list(_differences(as_json(old), as_json(new), ()))
 
 
 def _differences(old: Any, new: Any, path: Keys) -> Iterator[tuple[str, Any, Any]]:

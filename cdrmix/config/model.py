@@ -79,6 +79,7 @@ class LowRankSizes(BaseModel):
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
+    # true is an int to Python
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -254,6 +254,7 @@ def shown(value: Any) -> str:
     """Formats a value as in YAML, sections and lists by their kind."""
     if value is None:
         return "null"
+    # before numbers: true is an int to Python
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):

@@ -378,6 +378,7 @@ class LaunchConfig(Section):
         if not isinstance(value, dict):
             return value
         for name, text in value.items():
+            # re.A: shells accept ASCII names only
             if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.A):
                 raise ValueError(f"{name!r} is no name of a variable: letters, digits and _")
             if (
@@ -430,6 +431,7 @@ class Config(Section):
     @field_validator("name")
     @classmethod
     def _is_one_line(cls, name: str) -> str:
+        # control characters and Unicode line breaks would split a line of the log
         if len(name) > 200 or re.search(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]", name):
             raise ValueError(f"{name[:80]!r} is no name: give one line of at most 200 letters")
         return name

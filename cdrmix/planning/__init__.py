@@ -1,2 +1,1 @@
-"""Decides what a run looks like: sizes, layout, DeepSpeed profile. No torch, so that a login node
-without a GPU can plan."""
+"""Chooses sizes, layout and DeepSpeed profile of a run, without torch: login nodes need no GPU."""

@@ -139,6 +139,7 @@ def make_cluster(
     else:
         accelerators = [each for each in PRESETS.values() if each.device == "cuda"]
         accelerators.sort(key=lambda each: each.memory_gib)
+        # a nominal size is up to 5 % above the capacity that torch reports
         enough = (each for each in accelerators if each.memory_gib >= 0.95 * gpu_memory_gib)
         preset = next(enough, accelerators[-1])
     return replace(

@@ -130,6 +130,7 @@ class CostModel:
             parameters = sum(self._held_by_fullest(layout.degrees).values())
             shared = parameters / layout.degrees.data
             once += shared * self.cluster.gpus_per_node / HOST_PARAMS_PER_SECOND
+        # the last stage starts after pipeline - 1 micro-steps of the others
         seconds = (compute + passing) * (steps + pipeline - 1) + once
         tokens = self.training.tokens_per_step
         rate = tokens / seconds
@@ -156,6 +157,7 @@ class CostModel:
             for stage in range(degrees.pipeline):
                 forward[stage] += self._rwkv_layers(degrees, stage) * state_flops
         forward[-1] += head_flops(self.model)
+        # in units of a forward pass: one forward, two backward, one recomputed
         passes = 4 if layout.activation_checkpointing else 3
         flops = passes * max(forward) * self.activations.tokens(layout) / degrees.tensor
         launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
@@ -163,7 +165,7 @@ class CostModel:
         return flops / (self.peak * KERNEL_EFFICIENCY) + launches * passes / 3
 
     def _bandwidth(self, ranks: int) -> float:
-        """Bandwidth of a group that lies within so many consecutive ranks."""
+        """Bandwidth of a group whose members are within `ranks` consecutive ranks."""
         inside = ranks <= self.cluster.gpus_per_node
         return self.cluster.intra_bandwidth if inside else self.cluster.inter_bandwidth
 
@@ -190,6 +192,7 @@ class CostModel:
             add("expert_all_to_all", payload, moved=1 - 1 / expert, ranks=expert)
         if tensor > 1:
             reduced, gathered = self._between_tensor_ranks(layout, stream)
+            # a ring all-reduce is a reduce-scatter and an all-gather: the payload moves twice
             add("tensor_all_reduce", reduced, moved=2 * (1 - 1 / tensor), ranks=tensor)
             add("tensor_all_gather", gathered, moved=1 - 1 / tensor, ranks=tensor)
         if sequence > 1:

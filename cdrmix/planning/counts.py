@@ -75,6 +75,7 @@ def count(model: ModelConfig, sequence_length: int) -> Counts:
     return Counts(
         total_params=total,
         active_params=total - idle_experts,
+        # the backward pass has twice the FLOPs of the forward pass
         train_flops_per_token=3 * sum(forward_flops_by_layer(model, sequence_length))
         + 3 * head_flops(model),
     )

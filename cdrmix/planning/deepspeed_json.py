@@ -227,5 +227,6 @@ def _problems(values: dict[str, Any], allowed: Allowed, path: str) -> Iterator[s
 def _has_kind(value: Any, kind: Any) -> bool:
     if kind not in (int, float):
         return isinstance(value, dict if isinstance(kind, dict) else kind)
+    # true is a number to Python, and DeepSpeed files write whole numbers as 5e8
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value >= 0 and (kind is float or float(value).is_integer())

@@ -165,6 +165,7 @@ def sequence_form(
     model: ModelConfig, *, sequence_length: int, sequence: int, element_bytes: int
 ) -> SequenceForm:
     """Form that exchanges fewer bytes when `sequence` ranks share a sample."""
+    # one sample decides, as both forms grow with the number of samples
     if sequence == 1:
         return "whole"
     by_heads = recurrence_bytes(model, sequence_length // sequence, element_bytes)
@@ -203,5 +204,6 @@ def boundary_values(model: ModelConfig, stages: list[range], degrees: Degrees) -
     """
     kinds = model.layer_kinds()
     width = model.hidden_size
+    # the first RWKV block creates v_first, and all later ones mix it in
     has_v_first = ["rwkv" in kinds[: stage.start] for stage in stages[1:]]
     return [0, *(width + created * width // degrees.tensor for created in has_v_first), 0]

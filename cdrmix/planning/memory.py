@@ -204,6 +204,7 @@ class MemoryModel:
         padded = {g: -(-n // (2 * ranks[g])) * 2 * ranks[g] for g, n in held.items()}
         parts = {group: n // ranks[group] for group, n in padded.items()}
         shared = sum(parts.values())
+        # float32 master, mean and square of each element
         optimizer = 12 * shared + 4 * len(parts)  # AdamW counts its steps in a tensor
         weights = size * sum(padded.values())
         if layout.zero_stage == 1:
@@ -277,6 +278,7 @@ class MemoryModel:
             ranks = degrees.split_ranks(group)
             ends[group] = list(accumulate(e.on(ranks) for g, e in self._parameters if g == group))
         most = 0
+        # partitions differ in the parameters that they cut, so each rank is looked at
         for rank in range(degrees.stage_ranks):
             overlapped = 0
             for group, size in parts.items():

@@ -61,6 +61,7 @@ def check_legal(
         PlanError: if the run is impossible on these ranks, with all reasons.
     """
     plainest = _plainest(config, world_size, profile, device)
+    # the shape of the cluster is unknown here, so that all ranks count as one node
     legal = list(
         combinations(config, world_size=world_size, gpus_per_node=world_size, profile=profile)
     )

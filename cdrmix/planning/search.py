@@ -90,6 +90,7 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
                 is_usual=usual[key],
             )
             ranked.append((_rank(plan), plan))
+    # stable: among equal plans the first of the enumeration wins, which cuts least
     return [plan for _, plan in sorted(ranked, key=lambda each: each[0])]
 
 

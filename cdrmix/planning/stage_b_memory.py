@@ -117,6 +117,7 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
     share = config.training.memory_share
     is_frozen = stage_b.training.backbone_lr_scale == 0
     most = config.model.num_layers if is_frozen else 1
+    # data ranks need equal pipelines, so stages divide the ranks
     sizes = [n for n in range(1, most + 1) if world % n == 0]
     if stage_b.pipeline is not None:
         sizes = [stage_b.pipeline]
@@ -207,7 +208,8 @@ class _Model:
         backbone = self._params[None] + sum(self._params[layer] for layer in layers)
         sizes = stage_b_params(self._config.model, self._stage_b, layers)
         trained = sizes.total_params + (0 if self._is_frozen else backbone)
-        summed = 4 * trained if size == 2 else 0  # in float32, besides those of the backward pass
+        # DeepSpeed accumulates half-precision gradients in float32
+        summed = 4 * trained if size == 2 else 0  # besides those of the backward pass
         is_zero1 = self._zero_stage <= 1
         rollouts = training.texts_per_lesson * training.group_size  # of the policy phase
         plastic_state = _STATE_BYTES * rollouts * sizes.plastic_state

@@ -23,7 +23,7 @@ from cdrmix.planning.layout import Degrees
 
 # DeepSpeed's defaults for ZeRO-3 (elements), which no shipped profile changes.
 PERSISTENT_ELEMENTS = 100_000  # parameters up to this size stay whole between steps
-REUSE_DISTANCE = 1_000_000_000  # a parameter read again within so many is not released
+REUSE_DISTANCE = 1_000_000_000  # a parameter read again within this many stays gathered
 PREFETCH_ELEMENTS = 50_000_000
 SUB_GROUP_ELEMENTS = 1_000_000_000
 
@@ -67,6 +67,7 @@ def zero3_states(
     return States(
         weights=element_bytes * (shared + whole),
         gradients=gradient_bytes * shared,
+        # float32 master, mean and square of each element
         optimizer=12 * shared + 4 * sub_groups,
     )
 
