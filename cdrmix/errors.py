@@ -1,4 +1,4 @@
-"""What a user can cause. Anything else that is raised is a fault of ours.
+"""Errors that a user can cause and mend; anything else that is raised is a fault of CDRmix.
 
 Messages say where, what was given, what is allowed and what to try; they reach stderr without a
 traceback, and the process ends with the error's `exit_code`.
