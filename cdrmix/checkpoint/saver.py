@@ -102,7 +102,7 @@ def by_rank(problems: list[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SaveProblem:
     """A failed write; false if there was none.
 
     Attributes:
@@ -152,8 +152,8 @@ class _Save:
     before: Callable[[], None]
     after: Callable[[], None]
     copy: Future[RankShare]
-    job: Future[list[Problem]]
-    problems: list[Problem]
+    job: Future[list[SaveProblem]]
+    problems: list[SaveProblem]
     fault: BaseException | None = None
     is_named: bool = False
     number: int = 0
@@ -248,7 +248,7 @@ class Saver:
             text = json_text(contents)
             copy = self._copy(fragments, rank_state)
             job = self._run(lambda: [self._write(r, step, copy.result()) for r in self._roots])
-            problems = [Problem()] * len(self._roots)
+            problems = [SaveProblem()] * len(self._roots)
             self._save = _Save(step, began, stalled, text, before, after, copy, job, problems)
 
     @property
@@ -296,7 +296,7 @@ class Saver:
         else:
             save.is_named = True
             is_first = self._ranks.rank() == 0
-            none = [Problem()] * len(self._roots)
+            none = [SaveProblem()] * len(self._roots)
             save.job = self._run(lambda: self._name(save) if is_first else none)
 
     def wait(self) -> None:
@@ -353,7 +353,7 @@ class Saver:
             job.set_exception(error)
         return job
 
-    def _write(self, root: Path, step: int, share: RankShare) -> Problem:
+    def _write(self, root: Path, step: int, share: RankShare) -> SaveProblem:
         """First phase in one root: writes this rank's share."""
         temporary = self._temporary(root, step)
         is_first = self._ranks.rank() == 0
@@ -364,13 +364,13 @@ class Saver:
 
         return _problem(lambda: _retried(step, write))
 
-    def _name(self, save: _Save) -> list[Problem]:
+    def _name(self, save: _Save) -> list[SaveProblem]:
         """Second phase: names the folders that are whole, and deletes the others."""
         problems = []
         for root, earlier in zip(self._roots, save.problems, strict=True):
             try:
                 name = partial(self._name_in, root, save)
-                problems.append(Problem() if earlier else _problem(name))
+                problems.append(SaveProblem() if earlier else _problem(name))
             finally:
                 shutil.rmtree(self._temporary(root, save.step), ignore_errors=True)
         return problems
@@ -443,7 +443,7 @@ class Saver:
         """Adds the problems of all ranks in this phase to the save; collective."""
         of_ranks = self._ranks.all_gather_object(self._problems_here(save))
         new = [
-            Problem(
+            SaveProblem(
                 by_rank([problem.text for problem in of_root]),
                 all(problem.is_passing for problem in of_root if problem),
             )
@@ -455,7 +455,7 @@ class Saver:
         if error is not None and not isinstance(error, _FAILED_WRITES):
             save.fault = error
 
-    def _problems_here(self, save: _Save) -> list[Problem]:
+    def _problems_here(self, save: _Save) -> list[SaveProblem]:
         """Problems of this rank in this phase, whose job is done, for each root."""
         error = save.job.exception()
         return save.job.result() if error is None else [_as_problem(error)] * len(self._roots)
@@ -464,19 +464,19 @@ class Saver:
         return root / f"{step}.tmp-{self._token}"
 
 
-def _problem(action: Callable[[], None]) -> Problem:
+def _problem(action: Callable[[], None]) -> SaveProblem:
     """Runs `action`, and returns the failed write that ended it, or none."""
     try:
         action()
     except _FAILED_WRITES as error:
         return _as_problem(error)
-    return Problem()
+    return SaveProblem()
 
 
-def _as_problem(error: BaseException) -> Problem:
+def _as_problem(error: BaseException) -> SaveProblem:
     # Rights to write do not come by waiting, as those to read may while a ticket is renewed.
     passes = is_passing(error) and not isinstance(error, PermissionError)
-    return Problem(described(error), passes or isinstance(error, InfrastructureError))
+    return SaveProblem(described(error), passes or isinstance(error, InfrastructureError))
 
 
 def _retried(step: int, action: Callable[[], T]) -> T:

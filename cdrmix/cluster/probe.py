@@ -165,7 +165,7 @@ def listen() -> None:
                 return
 
 
-def call(address: str, port: str) -> dict[str, Any]:
+def call_address(address: str, port: str) -> dict[str, Any]:
     """Connects to another host; returns the error, or None."""
     try:
         socket.create_connection((address, int(port)), timeout=_SECONDS_TO_CONNECT).close()
@@ -245,7 +245,7 @@ def main(words: list[str]) -> None:
         "look": look,
         "write": write,
         "read": read,
-        "call": call,
+        "call": call_address,
         "remove_leftovers": remove_leftovers,
     }
     print(json.dumps(actions[words[0]](*words[1:])))

@@ -16,12 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cdrmix.cluster.handover import FOLDER_VARIABLE, hand_over, users_files, write_environment_file
-from cdrmix.cluster.hosts import (
-    Host,
-    address_for_others,
-    free_port_on,
-    is_this_machine,
-)
+from cdrmix.cluster.hosts import Host, address_for_others, free_port_on, is_this_machine
 from cdrmix.cluster.messages import Outcome, await_outcome, ranks_have_met, read_outcome
 from cdrmix.cluster.starts import COMMANDED_VARIABLE
 from cdrmix.config.load import shipped

@@ -23,13 +23,7 @@ from cdrmix.corpus.source import SourceListing
 from cdrmix.corpus.steps.read_bytes import bounded_lines
 from cdrmix.corpus.task_run import DROPPED_FILE, close_synced, read_record
 from cdrmix.data.mixed import SEQUENCE_LENGTH, built_mixture, mixture_course
-from cdrmix.data.shards import (
-    ShardInfo,
-    check_regular,
-    read_manifest,
-    read_regular,
-    write_file,
-)
+from cdrmix.data.shards import ShardInfo, check_regular, read_manifest, read_regular, write_file
 from cdrmix.errors import DataError
 
 REPORT_FILE = "report.json"
@@ -233,7 +227,7 @@ class Amount:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class DuplicateCluster:
     """Documents that are duplicates of each other, and the first of them."""
 
     documents: int
@@ -247,7 +241,7 @@ class Clusters:
     clusters: int
     dropped: int
     sizes: dict[str, int]
-    largest: list[Cluster]
+    largest: list[DuplicateCluster]
 
 
 @dataclass(frozen=True)
@@ -267,7 +261,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCounts:
     """Documents that went into a step and came out of it, and those dropped, by reason."""
 
     name: str
@@ -307,7 +301,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Course:
+class MixtureCourse:
     """The mixture, as `cdrmix.data.mixed.mixture_course` describes it."""
 
     sequence_length: int
@@ -340,7 +334,7 @@ class Lineage:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardEntry:
     """Size of a shard."""
 
     stem: str
@@ -394,13 +388,13 @@ class Inspection:
     tokens: dict[str, dict[str, Amount]]
     vocab_size: int
     source: dict[str, Any]
-    shards: list[Shard]
-    mixture: Course | None
+    shards: list[ShardEntry]
+    mixture: MixtureCourse | None
     set_aside: list[SetAside]
     dropped: list[Dropped]
     lineage: Lineage | None = None
     read: ReadCounts | None = None
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepCounts] = field(default_factory=list)
     lengths: dict[str, dict[str, int]] | None = None
     languages: dict[str, dict[str, int]] = field(default_factory=dict)
     ngrams: dict[str, Ngrams] = field(default_factory=dict)

@@ -19,10 +19,10 @@ from cdrmix.corpus.inspection import (
     RECIPE_FILE,
     SET_ASIDE_FILE,
     Amount,
-    Course,
     Dropped,
     Inspection,
-    Step,
+    MixtureCourse,
+    StepCounts,
     parse_inspection,
 )
 from cdrmix.data.shards import MANIFEST_FILE
@@ -124,7 +124,7 @@ def _reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:
         yield f"  {reason:<40}{count:>16,}"
 
 
-def _mixture_lines(course: Course) -> Iterator[str]:
+def _mixture_lines(course: MixtureCourse) -> Iterator[str]:
     yield ""
     if course.problem:
         yield f"Mixture, in sequences of {course.sequence_length} tokens:"
@@ -160,7 +160,7 @@ class StepRow:
         share_left: share of the whole corpus that is left after it.
     """
 
-    step: Step
+    step: StepCounts
     domains: Sequence[str]
     share_left: float
 
@@ -280,7 +280,7 @@ def _domain_rows(amounts: Mapping[str, Mapping[str, Amount]]) -> list[DomainRow]
     return sorted(rows, key=lambda row: -row.tokens)
 
 
-def _share_figures(course: Course) -> list[Figure]:
+def _share_figures(course: MixtureCourse) -> list[Figure]:
     """Draws the share of each domain, asked for and drawn, over the samples of the run."""
     places = np.array([(part.start + part.stop) / 2 for part in course.parts])
     figures = []

@@ -39,7 +39,7 @@ class Predictor:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BaselineComparison:
     """The model against its baselines; `margin` is the loss of the best of them less its own."""
 
     predictors: Sequence[Predictor]
@@ -71,7 +71,7 @@ class ExpertShare:
 
 
 @dataclass(frozen=True)
-class ExpertLayer:
+class ExpertLayerFigures:
     """Routing of a layer at the final evaluation; entropy in bits."""
 
     number: int
@@ -115,13 +115,13 @@ class Report:
     tiles: Sequence[Tile]
     loss: Figure
     has_evaluations: bool
-    comparison: Comparison | None
+    comparison: BaselineComparison | None
     optimizer: Sequence[Figure]
     speed: Sequence[Figure]
     spent: Sequence[Spending]
     start_up: Sequence[Spending]
     routing: Sequence[Figure]
-    expert_layers: Sequence[ExpertLayer]
+    expert_layers: Sequence[ExpertLayerFigures]
     samples: Sequence[Sample]
     num_earlier_samples: int
     plan: Mapping[str, Any]
@@ -236,7 +236,7 @@ def _tiles(run: RecordedRun) -> list[Tile]:
     return tiles
 
 
-def _comparison(run: RecordedRun) -> Comparison | None:
+def _comparison(run: RecordedRun) -> BaselineComparison | None:
     """Compares the model with its baselines; None without a final evaluation or without them."""
     baselines = run.summary.get("baselines") or {}
     model = _number((run.summary.get("evaluation") or {}).get("loss"))
@@ -253,7 +253,7 @@ def _comparison(run: RecordedRun) -> Comparison | None:
         Predictor(name, loss, math.exp(min(loss, 700.0)), loss / worst, name == "this model")
         for name, loss in {"this model": model, **known}.items()
     ]
-    return Comparison(predictors, margin=min(known.values()) - model)
+    return BaselineComparison(predictors, margin=min(known.values()) - model)
 
 
 def _training_figures(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
@@ -325,7 +325,7 @@ def _routing(run: RecordedRun) -> list[Figure]:
     ]
 
 
-def _expert_layers(run: RecordedRun) -> list[ExpertLayer]:
+def _expert_layers(run: RecordedRun) -> list[ExpertLayerFigures]:
     layers = (run.summary.get("evaluation") or {}).get("layers") or []
     num_experts = max((len(layer["utilisation"]) for layer in layers), default=0)
     limits = run.config.health.routing if run.config else RoutingConfig()
@@ -343,7 +343,7 @@ def _expert_layers(run: RecordedRun) -> list[ExpertLayer]:
         entropy = _number(layer.get("routing_entropy_bits"))
         overflow = _number(layer.get("overflow_fraction"))
         least = limits.min_entropy_share * math.log2(num_experts)
-        row = ExpertLayer(
+        row = ExpertLayerFigures(
             number=layer["layer"],
             shares=shares,
             entropy=entropy,

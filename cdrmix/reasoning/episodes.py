@@ -17,11 +17,7 @@ from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.errors import DataError
-from cdrmix.objectives.grpo import (
-    PolicyMetrics,
-    grpo_loss,
-    lambda_returns,
-)
+from cdrmix.objectives.grpo import PolicyMetrics, grpo_loss, lambda_returns
 from cdrmix.reasoning.policy import Action, Decision, Environment, MemoryPolicy, State
 from cdrmix.reasoning.state_rows import branch, merge, select
 

@@ -14,11 +14,7 @@ from cdrmix.reasoning.hebbian import (
     PlasticBackbone,
     PlasticState,
 )
-from cdrmix.reasoning.state_rows import (
-    branch,
-    map_tensors,
-    select,
-)
+from cdrmix.reasoning.state_rows import branch, map_tensors, select
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 32}
 ADAPTERS = AdapterConfig(rank=8, alpha=0.2, decay=0.98)
