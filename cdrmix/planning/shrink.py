@@ -368,8 +368,10 @@ def _reduced_of_stage_b(
     config: Config, small: Rehearsal, world_size: int
 ) -> Iterator[tuple[str, str, str]]:
     """Properties that only the cluster itself, or a whole run, can cover."""
-    stages = (_stage_b(config), _stage_b(small.config))
-    there, here = (stage.training for stage in stages)
+    there = _stage_b(config).training
+    here = _stage_b(small.config).training
+    memory = _stage_b(config).memory
+    small_memory = _stage_b(small.config).memory
     window = there.window_tokens or config.training.sequence_length
     yield "precision", config.training.precision, small.config.training.precision
     yield "tokens a window", f"{window:,}", str(here.window_tokens)
@@ -378,8 +380,8 @@ def _reduced_of_stage_b(
         ("texts a lesson", there.texts_per_lesson, here.texts_per_lesson),
         ("windows of the longest text", max(there.length_ratios), max(here.length_ratios)),
         ("episodes of a text", there.group_size, here.group_size),
-        ("width of summaries", *(stage.memory.summary_dim for stage in stages)),
-        ("tokens of memory", *(stage.memory.max_tokens for stage in stages)),
+        ("width of summaries", memory.summary_dim, small_memory.summary_dim),
+        ("tokens of memory", memory.max_tokens, small_memory.max_tokens),
     ):
         yield name, f"{planned:,}", f"{rehearsed:,}"
     if there.policy_steps:
