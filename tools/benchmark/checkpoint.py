@@ -1,4 +1,4 @@
-"""How long a save holds training up: written in the background, and written while training waits.
+"""Time for which a save stalls training: written in the background, or while training waits.
 
 Both save the same engine's state, in turns, with everything that a run saves. Wall time: a disk's
 time is no CPU time. In the background that is what `Saver.start` takes and what the next step waits
@@ -113,7 +113,7 @@ class Saves:
 
     @property
     def num_bytes(self) -> int:
-        """What a save writes."""
+        """Bytes that a save writes."""
         assert self._saver.last is not None
         return self._saver.last.bytes
 

@@ -46,7 +46,7 @@ _TARGET = re.compile(r"<[^<>`]*>`")
 
 
 def words(text: str) -> Counter[str]:
-    """How often each word stands in a text."""
+    """Counts the words of a text."""
     return Counter(WORD.findall(text.lower()))
 
 

@@ -95,7 +95,7 @@ def measure(gigabytes: float, workers: int, folder: Path | None) -> dict[str, An
 
 
 def _run(*flags: str) -> str:
-    """What this module prints last in a process of its own."""
+    """Runs this module in a process of its own and returns its last line."""
     command = [sys.executable, "-m", "tools.benchmark.data_memory", *flags]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.rpartition("\n")[0].rpartition("\n")[2]

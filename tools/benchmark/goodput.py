@@ -1,4 +1,4 @@
-"""What faults cost: the tiny model under `cdrmix launch`, one rank killed in every 200 steps.
+"""Cost of faults: the tiny model under `cdrmix launch`, one rank killed in every 200 steps.
 
 A checkpoint each 10 steps. The steps of the kills are random, with the number of the round as seed;
 the figures are the run's own, from metrics.json.
@@ -71,13 +71,13 @@ def run_with_kills(seed: int) -> dict[str, Any]:
 
 
 def has_done(run_dir: Path, step: int) -> bool:
-    """Whether a step has been logged."""
+    """True once a step has been logged."""
     path = run_dir / "metrics.jsonl"
     return path.exists() and path.read_bytes().count(b"\n") >= step
 
 
 def has_gone_back(run_dir: Path, step: int) -> bool:
-    """Whether the next start has cut the metrics back to its checkpoint."""
+    """True once the next start has cut the metrics back to its checkpoint."""
     return not has_done(run_dir, step)
 
 

@@ -70,7 +70,7 @@ def make_config(degrees: dict[str, int]) -> Config:
 
 
 def time_steps(name: str, out: Path) -> int:
-    """What one rank does: a step to warm up, then STEPS; rank 0 writes the seconds of all."""
+    """Work of one rank: a step to warm up, then STEPS; rank 0 writes the seconds of all."""
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.stage_a import train_step
     from cdrmix.parallel.apply import build_model
@@ -110,7 +110,7 @@ def time_steps(name: str, out: Path) -> int:
 
 
 def planned_bytes(name: str) -> dict[str, int]:
-    """What a rank hands to collectives in a step, by purpose, as `cdrmix plan` counts it."""
+    """Bytes that a rank hands to collectives in a step, by purpose, as `cdrmix plan` counts it."""
     degrees, profile = LAYOUTS[name]
     config = make_config(degrees)
     cluster = processes(RANKS)

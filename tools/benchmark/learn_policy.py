@@ -133,7 +133,7 @@ def learn_from(
 
 
 class Curve(NamedTuple):
-    """What training showed, one value per iteration."""
+    """Curves of a training run, one value per iteration."""
 
     returns: list[float]
     kl: list[float]
@@ -216,7 +216,7 @@ def learn(seed: int, *, iterations: int) -> dict[str, Any]:
 
 
 def collapse(*, iterations: int, seed: int = 0) -> dict[str, dict[str, float]]:
-    """What the first reward with divided returns teaches where successes are rare, and ours.
+    """Compares the first reward, with divided returns, and ours where successes are rare.
 
     With two steps after the question a random agent succeeds once in a hundred episodes, and most
     groups hold failures alone.

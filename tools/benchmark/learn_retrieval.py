@@ -113,7 +113,7 @@ def latency(num_entries: int, key_size: int, *, rounds: int) -> dict[str, float 
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """What three seeds learn, and latencies."""
+    """Recall that three seeds learn, and latencies."""
     torch.set_num_threads(1)
     learned = []
     for seed in range(3):

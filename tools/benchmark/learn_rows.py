@@ -115,7 +115,7 @@ def system_rows(result: dict[str, Any]) -> list[str]:
 
 
 def cost_rows(result: dict[str, Any]) -> list[str]:
-    """What Stage B costs beside its backbone."""
+    """Cost of Stage B beside its backbone."""
     rows = [
         "Milliseconds at the 1B's size; demanded are 10 for an operation of the memory, 5 for an "
         "adapter's update.",

@@ -146,7 +146,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 def learn(seed: int, *, steps: int, iterations: int) -> dict[str, Any]:
-    """What a small reader fetches, and its controls."""
+    """Scores of a small reader and of its controls."""
     began = time.process_time()
     reader, lessons, config = small_reader(seed)
     untrained = _fetched(reader, lessons)

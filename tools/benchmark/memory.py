@@ -177,7 +177,7 @@ def predicted(case: Case) -> dict[str, int]:
 
 
 def measured(fields: dict[str, Any]) -> dict[str, int]:
-    """What this rank holds, given the fields of a case; all its ranks call this."""
+    """Measures the memory of this rank for a case; all its ranks call this."""
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.stage_a import micro_step
     from cdrmix.parallel.apply import build_model
@@ -249,7 +249,7 @@ def without(pieces: Storages, others: Storages) -> Storages:
 
 
 def saved(run: Callable[[], Any], *, known: Storages) -> tuple[Storages, Any]:
-    """What autograd saves while `run` computes, but for what is known; and its result."""
+    """Bytes that autograd saves while `run` computes, without known tensors; and its result."""
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ def saved(run: Callable[[], Any], *, known: Storages) -> tuple[Storages, Any]:
 
 
 def largest_unit(run: Callable[[], Tensor], *, known: Storages) -> Storages:
-    """What the unit with the most activations saves when it is recomputed, inputs not counted.
+    """Bytes saved by the largest unit when it is recomputed, without its inputs.
 
     Of units inside it, which are recomputed one by one, it has the largest and that one's inputs.
     """
@@ -300,7 +300,7 @@ def weight_storages(engine: Any) -> Storages:
 
 
 def largest_block(blocks: Iterable[torch.nn.Module], case: Case, *, known: Storages) -> Storages:
-    """What the block with the most activations saves when it is recomputed, inputs not counted."""
+    """Bytes saved by the largest block when it is recomputed, without its inputs."""
     most: Storages = {}
     for block in blocks:
         dtype = next(block.parameters()).dtype
@@ -341,7 +341,7 @@ def masters(engine: Any) -> list[Tensor]:
 
 
 def host_storages(engine: Any) -> Storages:
-    """What offloading moves to the host, whatever this machine's device is."""
+    """Bytes that offloading moves to the host, whatever this machine's device is."""
     settings = engine._config.zero_config
     optimizer = engine.optimizer
     tensors = []
@@ -378,7 +378,7 @@ def predicted_peak(case: Case) -> int:
 
 
 def measured_peak(case: Case) -> int:
-    """What CUDA's allocator hands out at most over two steps of this process, the only rank."""
+    """Peak of CUDA's allocator over two steps of this process, the only rank."""
     from cdrmix.engines.loop import start_engine
     from cdrmix.engines.stage_a import micro_step
     from cdrmix.parallel.apply import build_model

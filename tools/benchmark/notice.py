@@ -1,4 +1,4 @@
-"""How soon a run notices that a rank was killed, or stopped, and how soon it trains again.
+"""Time until a run notices that a rank was killed or stopped, and until it trains again.
 
 One run of two ranks under `cdrmix launch`, small and without an end: rank 1 is killed and stopped
 in turns, and each time the run starts again. Noticed is what train.log says, with its own time.

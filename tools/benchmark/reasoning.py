@@ -1,4 +1,4 @@
-"""What Stage B costs beside its backbone: operations of the memory, time per token, memory.
+"""Cost of Stage B beside its backbone: operations of the memory, time per token, memory.
 
 Everything on one thread: CPU time, variants in turn, medians. The 1B's shape is two blocks of its
 width, one of each kind, with the two experts per token that are active.

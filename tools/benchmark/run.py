@@ -218,7 +218,7 @@ def layouts_rows(result: dict[str, Any]) -> list[str]:
 
 
 def checkpoint_rows(result: dict[str, Any]) -> list[str]:
-    """What a save holds training up for, in the background and without."""
+    """Seconds for which a save stalls training, in the background and without."""
     rows = [
         "Wall time on one rank, to a local disk. The first save in the background also allocates "
         "the memory that it copies to.",

@@ -42,7 +42,7 @@ STAGED_CASES = (
 
 
 class LiveBytes:
-    """How much autograd keeps, from moment to moment, but for what is known.
+    """Bytes that autograd keeps at each moment, without known tensors.
 
     Attributes:
         most: bytes at the fullest moment.
@@ -54,7 +54,7 @@ class LiveBytes:
         self._now, self._users = 0, Counter[int]()
 
     def pack(self, tensor: Tensor) -> _Kept:
-        """What autograd keeps in the tensor's place."""
+        """Object that autograd keeps in the tensor's place."""
         piece = tensor.untyped_storage()
         if piece.data_ptr() not in self.known:
             self._now += piece.nbytes() * (self._users[piece.data_ptr()] == 0)

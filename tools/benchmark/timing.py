@@ -57,7 +57,7 @@ def report(
     rounds: int,
     description: str | None,
 ) -> None:
-    """What a benchmark does as a command: measure, and print the result.
+    """Runs a benchmark as a command: measures and prints the result.
 
     Args:
         measure: --rounds -> result, of plain values.
