@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cdrmix import runtime
-from cdrmix.checkpoint import engine_state, random_state, store
+from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.config.load import changed_keys
 from cdrmix.config.redaction import redacted
@@ -52,7 +52,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 "stage": run.stage.name,
                 **run.stage.saved(run),
             },
-            rank_state={"random": random_state.random_state()},
+            rank_state={"random": runtime.random_state()},
             # A resumed run cuts metrics back to its step, and could not write lost ones again.
             before=run.observer.sync,
             after=lambda: record_save(run.directory, step),
@@ -142,7 +142,7 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
         run.stage.load(run, reader)
         saved_random = runtime.together(lambda: reader.rank_state(runtime.rank()))
         if saved_random is not None:
-            random_state.restore_random_state(saved_random["random"])
+            runtime.restore_random_state(saved_random["random"])
     run.step = checkpoint.step
     # A checkpoint of another run or of the replica: this step is still to be saved here.
     is_ours = checkpoint.path.parent.resolve() == run.directory.checkpoints.resolve()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cdrmix import runtime
-from cdrmix.checkpoint import engine_state, random_state
+from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.config.load import load_config
 from cdrmix.config.schema import Config
@@ -108,7 +108,7 @@ class Saves:
                 "engine": engine_state.counters(self._engine),
                 "config": self._config.model_dump(mode="json"),
             },
-            rank_state={"random": random_state.random_state()},
+            rank_state={"random": runtime.random_state()},
         )
 
     @property
