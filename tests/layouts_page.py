@@ -13,7 +13,7 @@ from cdrmix.planning.rules import RULES
 from tests.distributed.test_layouts import FAULTS, LAYOUTS
 from tests.harness import ROOT
 from tests.layouts import Case
-from tests.unit.test_rules import CASES
+from tests.unit.planning.test_rules import CASES
 
 PAGE = ROOT / "docs" / "layouts.md"
 _AXES = ("pipeline", "tensor", "data", "sequence", "expert")

@@ -36,7 +36,7 @@ from cdrmix.errors import DataError
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MURMUR = np.uint64(0xFF51AFD7ED558CCD)
 _SHIFT = np.uint64(32)
-# Three Feistel rounds per half. tests/unit/test_permutation.py holds the statistics that fewer
+# Three Feistel rounds per half. tests/unit/data/test_permutation.py holds the statistics that fewer
 # rounds fail.
 _NUM_ROUNDS = 6
 MAX_SIZE = 2**62

@@ -105,7 +105,7 @@ class BigramCounts:
         4,096.
 
         Source: Chen and Goodman, An empirical study of smoothing techniques for language modeling,
-        1999, section 2.7; parity with a plain loop in tests/unit/test_ngram.py.
+        1999, section 2.7; parity with a plain loop in tests/unit/evaluation/test_ngram.py.
 
         Args:
             previous, following: token ids, [M].

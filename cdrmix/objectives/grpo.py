@@ -5,7 +5,7 @@ P prompts, G rollouts of a prompt, N = P G rollouts, T steps of a rollout.
 Returns are centred by their group and not divided by its standard deviation. Rewards consist of
 small costs and a large outcome; in a group whose rollouts all fail, or all succeed, only the costs
 differ, and the division makes them as large as an outcome. Measured: with the division the policy
-learns to do nothing (tests/unit/test_policy.py has that run).
+learns to do nothing (tests/unit/reasoning/test_policy.py has that run).
 """
 
 from __future__ import annotations

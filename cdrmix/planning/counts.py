@@ -225,7 +225,7 @@ class StageBCounts:
         return self.adapters + self.gates + self.heads + self.summariser + self.retrieval
 
 
-# As cdrmix/reasoning builds them; tests/unit/test_model_size.py compares the two.
+# As cdrmix/reasoning builds them; tests/unit/planning/test_model_size.py compares the two.
 _SUMMARY_SLOTS = 8
 _POLICY_ACTIONS = 4
 _POLICY_FEATURES = 9

@@ -18,7 +18,12 @@ from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.stage_b.course import Course
 from tests.harness import run_ranks
-from tests.unit.small_reader import WINDOW_TOKENS, small_config, small_lessons, small_reader
+from tests.unit.reasoning.small_reader import (
+    WINDOW_TOKENS,
+    small_config,
+    small_lessons,
+    small_reader,
+)
 
 PHASES: tuple[Phase, ...] = ("memory", "adapters", "joint")
 

@@ -17,7 +17,7 @@ from cdrmix.data.loader import Loader
 from cdrmix.data.shards import write_file
 from cdrmix.data.token_dataset import TokenDataset
 from tests.harness import RanksFailed, run_ranks
-from tests.unit.token_folder import write_counting_folder
+from tests.unit.data.token_folder import write_counting_folder
 
 LENGTH = 4
 NUM_SAMPLES = 1003

@@ -19,7 +19,7 @@ from cdrmix.data.document import ROLES, encoded, fields_of, joined
 from cdrmix.data.shards import read_lengths, read_manifest, verify_shards
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.errors import DataError
-from tests.unit.test_read import read, texts
+from tests.unit.corpus.test_read import read, texts
 
 SENTENCE = "The reader of part {n} finds that with every page the story of the {n}th ship goes on. "
 

@@ -13,8 +13,8 @@ import pytest
 from cdrmix import cli
 from cdrmix.corpus.inspection import inspect_folder
 from cdrmix.corpus.inspection_page import write_data_page
-from tests.unit.test_report import Page
-from tests.unit.token_folder import write_counting_folder
+from tests.unit.data.token_folder import write_counting_folder
+from tests.unit.monitoring.test_report import Page
 
 pytest.importorskip("rensa", reason="the [data] extra is not installed")
 

@@ -20,7 +20,7 @@ from cdrmix.models.backbone import Backbone
 from cdrmix.objectives.language_model import linear_cross_entropy
 from cdrmix.parallel.topology import ALONE
 from tests.parity.test_backbone import small_model
-from tests.unit.token_folder import write_token_folder
+from tests.unit.data.token_folder import write_token_folder
 
 EOS, LENGTH = 0, 65
 # Documents of 1 to 150 tokens: several in a sample, borders at its ends, one longer than it.

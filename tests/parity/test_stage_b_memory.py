@@ -21,7 +21,7 @@ from cdrmix.reasoning.memory_reader import NUM_FEATURES
 from cdrmix.reasoning.policy import MemoryPolicy
 from cdrmix.reasoning.working_memory import RetrievalEncoder, WorkingMemory
 from cdrmix.stage_b.phases import phase_loss
-from tests.unit.small_reader import small_lessons, small_reader
+from tests.unit.reasoning.small_reader import small_lessons, small_reader
 
 VARIANTS = sorted(shipped("model_configs").glob("cdrmix-reason-*.yaml"))
 TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"

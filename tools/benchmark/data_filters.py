@@ -181,8 +181,8 @@ def measure_language(texts: list[str], rounds: int) -> float:
 
 
 def measure_personal_data() -> dict[str, float]:
-    """Recall and precision on the texts that the tests plant (tests/unit/planted_pii.py)."""
-    from tests.unit.planted_pii import planted
+    """Recall and precision on the texts that the tests plant (tests/unit/corpus/planted_pii.py)."""
+    from tests.unit.corpus.planted_pii import planted
 
     found = expected = right = 0
     for seed in PLANTED_SEEDS:

@@ -1,0 +1,336 @@
+"""Lessons: pure functions of their number, whose evidence is where they say; losses of phases."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cdrmix.checkpoint.fragments import part_of
+from cdrmix.config.model import MoEConfig
+from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
+from cdrmix.config.schema import Config
+from cdrmix.models.initialize import normal_
+from cdrmix.models.moe import Router
+from cdrmix.reasoning.episodes import try_branches
+from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
+from cdrmix.reasoning.state_rows import select
+from cdrmix.stage_b.course import Course
+from cdrmix.stage_b.phases import Collected, phase_loss, rollout_loss
+from tests.unit.reasoning.small_reader import (
+    TASKS,
+    WINDOW_TOKENS,
+    small_config,
+    small_lessons,
+    small_reader,
+    tokenizer,
+)
+
+
+def test_a_lesson_follows_from_seed_phase_and_number() -> None:
+    lessons = small_lessons(small_config())
+    first, again = (lessons.lesson("joint", 3) for _ in range(2))
+    assert torch.equal(first.texts.tokens, again.texts.tokens)
+    assert (first.found, first.gathered, first.seed) == (again.found, again.gathered, again.seed)
+    others = [lessons.lesson("joint", 4), lessons.lesson("memory", 3)]
+    assert len({first.examples, *(other.examples for other in others)}) == 3
+
+
+def test_what_is_sought_is_evidence_and_what_is_gathered_all_of_it() -> None:
+    lessons = small_lessons(small_config(texts_per_lesson=16, tasks=TASKS))
+    lesson = lessons.lesson("joint", 0)
+    for row, example in enumerate(lesson.examples):
+        said = [
+            tokenizer().decode(lesson.texts.segment(row, place)) for place in lesson.gathered[row]
+        ]
+        assert all(any(line in text for text in said) for line in example.evidence)
+        assert (lesson.sought[row] >= 0) == bool(example.evidence)
+        assert set(lesson.evidence[row]) <= set(lesson.gathered[row])
+        if example.evidence:
+            sought = tokenizer().decode(lesson.texts.segment(row, int(lesson.sought[row])))
+            assert any(line in sought for line in example.evidence)
+            assert int(lesson.sought[row]) not in lesson.found[row]
+
+
+def test_drills_fit_into_the_window_and_come_where_a_backbone_learns() -> None:
+    lessons = small_lessons(small_config(tasks=TASKS))
+    drills = lessons.lesson("joint", 0).drills
+    assert len(drills) == 16 and not lessons.lesson("memory", 0).drills
+    for window, answer in drills:
+        assert window[-1] == lessons.marks.answer and answer[-1] == lessons.marks.stop
+        assert len(window) + len(answer) <= WINDOW_TOKENS
+
+
+def test_the_policy_reads_whole_texts() -> None:
+    lessons = small_lessons(small_config(length_ratios=(8,), tasks=("needle_keys",)))
+    joint, policy = lessons.lesson("joint", 0), lessons.lesson("policy", 0)
+    assert joint.texts.tokens.shape[1] <= 10 < policy.texts.tokens.shape[1]
+
+
+def test_each_phase_gives_gradients_to_what_learns_in_it_and_to_nothing_else() -> None:
+    config = small_config(backbone_lr_scale=1.0)
+    for phase in ("memory", "adapters", "joint"):
+        reader = small_reader(config)
+        course = Course(reader, small_lessons(config), config)
+        learning = course.learning(phase)
+        for name, parameter in reader.named_parameters():
+            parameter.requires_grad_(part_of(name) in learning)
+        loss, metrics = course.loss(phase, course.lesson(phase, 0))
+        loss.backward()
+        assert loss.isfinite() and all(value.isfinite() for value in metrics.values())
+        with_gradient = {
+            part_of(name)
+            for name, parameter in reader.named_parameters()
+            if parameter.grad is not None and bool(parameter.grad.any())
+        }
+        assert with_gradient == learning, phase
+
+
+def test_a_lesson_that_asks_for_nothing_has_no_recall_and_its_graph() -> None:
+    config = small_config(tasks=("common_words",), texts_per_lesson=1)
+    reader, lesson = small_reader(config), small_lessons(config).lesson("memory", 0)
+    assert lesson.sought.tolist() == [-1]
+    loss, metrics = Course(reader, small_lessons(config), config).loss("memory", lesson)
+    assert loss == 0 and "recall" not in metrics and "answered" in metrics
+    loss.backward()
+    gradients = [p.grad for p in reader.retrieval.parameters() if p.grad is not None]
+    assert gradients and not any(gradient.any() for gradient in gradients)
+
+
+def test_the_smallest_window_has_segments_that_hold_the_evidence_of_every_task() -> None:
+    lessons = small_lessons(small_config(tasks=TASKS, texts_per_lesson=len(TASKS)))
+    lessons = dataclasses.replace(lessons, window_tokens=SMALLEST_WINDOW)
+    lesson = lessons.lesson("memory", 0)
+    assert [bool(places) for places in lesson.evidence] == [
+        bool(example.evidence) for example in lesson.examples
+    ]
+
+
+def test_the_policy_learns_from_episodes() -> None:
+    config = small_config(texts_per_lesson=2, length_ratios=(2,))
+    reader = small_reader(config)
+    course = Course(reader, small_lessons(config), config)
+    phase: Phase = "policy"
+    lesson = course.lesson(phase, 0)
+    collected, again = course.collect(lesson), course.collect(lesson)
+    assert torch.equal(collected.rollouts.actions, again.rollouts.actions)
+    assert collected.rollouts.final.solved.all(), "every episode ends with an answer"
+    loss, metrics = course.rollout_loss(collected)
+    loss.backward()
+    assert reader.policy.feature_policy.weight.grad.any()
+    assert float(metrics["kl"]) == 0 and float(metrics["entropy"]) > 0
+    assert set(metrics) == {"kl", "clip_fraction", "entropy", "value_loss"}
+    # as if the policy had halved the probability of each action since it took them
+    halved = replaced(collected, logprobs=collected.rollouts.logprobs + math.log(2))
+    _, metrics = course.rollout_loss(halved)
+    assert float(metrics["kl"]) == pytest.approx(math.log(2) - 0.5)
+    assert float(metrics["clip_fraction"]) == 1
+
+
+def replaced(collected: Collected, **changed: torch.Tensor) -> Collected:
+    rollouts = dataclasses.replace(collected.rollouts, **changed)
+    return dataclasses.replace(collected, rollouts=rollouts)
+
+
+def with_policy(config: Config, **changed: float) -> Config:
+    assert config.stage_b is not None
+    policy = config.stage_b.policy.model_copy(update=changed)
+    return config.model_copy(
+        update={"stage_b": config.stage_b.model_copy(update={"policy": policy})}
+    )
+
+
+def test_weights_of_the_policy_are_the_configurations() -> None:
+    config = small_config(texts_per_lesson=1, length_ratios=(1,))
+    reader = small_reader(config)
+    course = Course(reader, small_lessons(config), config)
+    collected = course.collect(course.lesson("policy", 0))
+    base, metrics = rollout_loss(reader, collected, config)
+    for name, metric, sign in (
+        ("entropy_weight", "entropy", -1),
+        ("value_weight", "value_loss", 1),
+    ):
+        assert config.stage_b is not None
+        raised = with_policy(config, **{name: getattr(config.stage_b.policy, name) + 1})
+        loss, _ = rollout_loss(reader, collected, raised)
+        assert (loss - base).item() == pytest.approx(sign * float(metrics[metric]), rel=1e-4)
+
+
+def test_the_temperature_of_retrieval_is_the_configurations() -> None:
+    config = small_config(texts_per_lesson=4, length_ratios=(4,))
+    assert config.stage_b is not None
+    memory = config.stage_b.memory.model_copy(update={"contrastive_temperature": 1e6})
+    hot = config.model_copy(
+        update={"stage_b": config.stage_b.model_copy(update={"memory": memory})}
+    )
+    losses = []
+    for each in (config, hot):
+        course = Course(small_reader(each), small_lessons(each), each)
+        lesson = course.lesson("memory", 0)
+        _, metrics = phase_loss(course.model, "memory", lesson, each)
+        losses.append(float(metrics["retrieval_loss"]))
+    # all segments that may be found are equally likely: between two of them and all four texts'
+    assert math.log(2) < losses[1] < math.log(4 * 4 * 4) and abs(losses[0] - losses[1]) > 1e-3
+
+
+@torch.no_grad()
+def test_the_divergence_that_ends_epochs_is_a_mean_over_the_steps_taken() -> None:
+    config = small_config(texts_per_lesson=2, length_ratios=(2,))
+    reader = small_reader(config)
+    course = Course(reader, small_lessons(config), config)
+    collected = course.collect(course.lesson("policy", 0))
+    normal_(reader.policy.feature_policy.weight, 0.5, seed=3, name="moved on")
+    _, metrics = course.rollout_loss(collected)
+    played, divergence, entropy, count = collected.rollouts, 0.0, 0.0, 0
+    for row, step in played.taken.nonzero().tolist():
+        seen = (played.hidden, played.features, played.legal)
+        decision = reader.policy(*(part[row, step].unsqueeze(0) for part in seen))
+        present = decision.logprobs[0, played.actions[row, step]].item()
+        ratio = math.exp(present - played.logprobs[row, step].item())
+        divergence += ratio - 1 - math.log(ratio)
+        entropy += decision.entropy.item()
+        count += 1
+    assert count > len(played.taken) and divergence / count > 1e-3
+    assert metrics["kl"].item() == pytest.approx(divergence / count, rel=1e-4)
+    assert metrics["entropy"].item() == pytest.approx(entropy / count, rel=1e-5)
+
+
+def test_a_horizon_shorter_than_the_text_leaves_episodes_whole_and_their_last_steps() -> None:
+    config = small_config(texts_per_lesson=2, length_ratios=(2,))
+    section = config.stage_b
+    assert section is not None
+    policy = section.policy.model_copy(update={"horizon": 3})
+    short = config.model_copy(update={"stage_b": section.model_copy(update={"policy": policy})})
+    found = []
+    for each in (config, short):
+        course = Course(small_reader(each), small_lessons(each), each)
+        found.append(course.collect(course.lesson("policy", 0)))
+    whole, cut = found
+    assert whole.rollouts.taken.sum(1).min() > 3, "a segment is a step"
+    assert cut.rollouts.taken.shape[1] == 3 and cut.rollouts.final.solved.all()
+    assert torch.equal(whole.rollouts.final.earned, cut.rollouts.final.earned)
+    assert torch.equal(whole.rollouts.returns, cut.rollouts.returns)
+    assert whole.metrics["operations/splice_window"] == cut.metrics["operations/splice_window"]
+
+
+def test_an_episode_writes_fetches_and_answers() -> None:
+    config = small_config(tasks=("needle_keys",), length_ratios=(1,))
+    reader, lessons = small_reader(config), small_lessons(config)
+    lesson = lessons.lesson("policy", 0)
+    seen: list[tuple[int, list[int]]] = []
+
+    def grade(row: int, answer: list[int]) -> float:
+        seen.append((row, list(answer)))
+        return 1.0
+
+    episodes = ReadingEpisodes(reader, reader.read(lesson.texts), grade)
+    state = episodes.start()
+    count = int(lesson.texts.num_segments.max())
+    for _ in range(count):
+        actions = torch.full((4,), int(Action.CACHE_WRITE))
+        legal = episodes.observe(state).legal
+        actions = torch.where(legal[:, Action.CACHE_WRITE], actions, int(Action.RETRIEVE))
+        state = episodes.step(state, actions).state
+    assert (state.memory >= 0).sum(1).tolist() == lesson.texts.num_segments.tolist()
+    for action in (Action.RETRIEVE, Action.SPLICE_WINDOW):
+        state = episodes.step(state, torch.full((4,), int(action))).state
+    assert (state.fetched >= 0).any(1).all() and not state.solved.any()
+    best = reader.config.memory.top_k
+    assert (state.fetched >= 0).sum(1).max() <= 2 * best
+    after = episodes.step(state, torch.full((4,), int(Action.SPLICE_WINDOW)))
+    assert after.done.all() and not seen, "episodes are graded together, once they are over"
+    reward = episodes.settle(after.state).reward
+    assert len(seen) == 4
+    policy = config.stage_b.policy
+    operations = state.operations * policy.latency_penalty
+    assert (reward <= 1 + policy.stability_bonus - operations + 1e-6).all()
+    assert (reward > 0.5).all()
+
+
+def test_branches_of_one_text_see_nothing_of_another() -> None:
+    config = small_config(tasks=("needle_keys",), length_ratios=(1,))
+    reader, lessons = small_reader(config), small_lessons(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in reader.policy.parameters():
+        parameter.data.normal_(generator=generator)
+    texts = lessons.lesson("policy", 0).texts
+    reading = reader.read(texts)
+
+    def at_the_question() -> tuple[ReadingEpisodes, ReadingState]:
+        episodes = ReadingEpisodes(reader, reading, lambda *_: 1.0)
+        state = episodes.start()
+        for _ in range(int(texts.num_segments.min())):
+            state = episodes.step(state, torch.full((4,), int(Action.CACHE_WRITE))).state
+        return episodes, state
+
+    episodes, state = at_the_question()
+    _, before = at_the_question()
+    together = try_branches(episodes, reader.policy, state)
+    for field in dataclasses.fields(state):
+        assert torch.equal(getattr(state, field.name), getattr(before, field.name)), field.name
+    for row in range(4):
+        own, _ = at_the_question()
+        alone = try_branches(own, reader.policy, select(state, torch.tensor([row])))
+        assert alone.actions.item() == together.actions[row].item()
+        torch.testing.assert_close(alone.advantages[0], together.advantages[row], atol=1e-4, rtol=0)
+        for name in ("memory", "buffer", "fetched", "summarised"):
+            assert torch.equal(getattr(alone.state, name)[0], getattr(together.state, name)[row])
+
+
+def weighted(ce: float, hebbian: float, moe_aux: float) -> Config:
+    """A reader's configuration with experts in a backbone that learns, and weights of losses."""
+    config = small_config(backbone_lr_scale=1.0)
+    moe = MoEConfig(
+        num_experts=4, expert_hidden_size=32, load_balance_weight=0.5, z_loss_weight=0.25
+    )
+    losses = {"ce": ce, "hebbian": hebbian, "moe_aux": moe_aux}
+    stage_b = config.stage_b.model_copy(
+        update={"losses": config.stage_b.losses.model_copy(update=losses)}
+    )
+    model = config.model.model_copy(update={"moe": moe})
+    return config.model_copy(update={"model": model, "stage_b": stage_b})
+
+
+@torch.no_grad()
+def test_the_joint_loss_is_the_sum_of_its_terms_each_with_its_weight() -> None:
+    found = {}
+    plain = torch.randint(512, (3, 2 * WINDOW_TOKENS + 10))
+    for weights in ((1.0, 1.0, 1.0), (2.0, 3.0, 5.0)):
+        config = weighted(*weights)
+        reader, lessons = small_reader(config), small_lessons(config)
+        lesson = dataclasses.replace(lessons.lesson("joint", 0), plain=plain)
+        loss, metrics = Course(reader, lessons, config).loss("joint", lesson)
+        terms = {name: value.item() for name, value in metrics.items() if name.endswith("_loss")}
+        assert loss.item() == pytest.approx(sum(terms.values()), rel=1e-6)
+        found[weights] = terms
+    one, other = found.values()
+    scales = {name: other[name] / one[name] for name in one}
+    assert scales == pytest.approx(
+        {
+            **dict.fromkeys(("answer_loss", "text_loss", "replay_loss", "drill_loss"), 2.0),
+            "retrieval_loss": 1.0,
+            "correlation_loss": 3.0,
+            "router_loss": 5.0,
+        }
+    )
+    # replay and router terms by their definitions, of the backbone alone
+    seen: list[torch.Tensor] = []
+    for module in reader.backbone.modules():
+        if isinstance(module, Router):
+            module.register_forward_pre_hook(
+                lambda router, inputs: seen.append(inputs[0].double() @ router.weight.double().T)
+            )
+    hidden = reader.backbone(plain[:, :-1]).hidden.double()
+    scores = (hidden @ reader.backbone.embedding.weight.double().T).flatten(0, 1)
+    replay = F.cross_entropy(scores, plain[:, 1:].flatten())
+    assert one["replay_loss"] == pytest.approx(replay.item(), rel=1e-5)
+    balances, zs = [], []
+    for logits in seen:
+        fraction = F.one_hot(logits.topk(2, -1).indices, 4).sum(1).double().mean(0) / 2
+        balances.append(4 * (fraction * logits.softmax(-1).mean(0)).sum().item())
+        zs.append(logits.logsumexp(-1).square().mean().item())
+    assert len(seen) == config.model.num_layers == 2
+    router = 0.5 * sum(balances) / 2 + 0.25 * sum(zs) / 2
+    assert one["router_loss"] == pytest.approx(router, rel=1e-5)

@@ -1,0 +1,174 @@
+"""Reading beyond the window: what is kept, what is forgotten, and whose it is."""
+
+import pytest
+import torch
+
+from cdrmix.reasoning.lessons import Lesson
+from cdrmix.reasoning.memory_reader import ANSWER_TOKENS, MemoryReader
+from cdrmix.reasoning.segments import Texts, cut_segments, make_texts
+from cdrmix.reasoning.state_rows import select
+from tests.unit.reasoning.small_reader import (
+    WINDOW_TOKENS,
+    small_config,
+    small_lessons,
+    small_reader,
+    tokenizer,
+)
+
+
+@pytest.fixture(scope="module")
+def reader() -> MemoryReader:
+    return small_reader(small_config())
+
+
+@pytest.fixture(scope="module")
+def lesson() -> Lesson:
+    return small_lessons(small_config(tasks=("needle_keys", "variable_tracking"))).lesson(
+        "joint", 0
+    )
+
+
+def one(texts: Texts, row: int) -> Texts:
+    return Texts(texts.tokens[row : row + 1], texts.lengths[row : row + 1], (texts.questions[row],))
+
+
+def test_segments_are_whole_sentences_and_lose_nothing() -> None:
+    marks = small_lessons(small_config()).marks
+    ids = tokenizer().encode("The code of bami is 1234. It rained. It rained in lolo again. " * 3)
+    segments = cut_segments(ids, marks, most=32)
+    assert [id for segment in segments for id in segment] == ids
+    assert all(len(segment) <= 32 for segment in segments)
+    assert all(marks.ends[segment[-1]] for segment in segments[:-1])
+    assert [len(part) for part in cut_segments(ids[:5] * 8, marks, most=16)] == [16, 16, 8]
+
+
+def test_reading_one_by_one_equals_reading_together(reader: MemoryReader, lesson: Lesson) -> None:
+    together = reader.read(lesson.texts)
+    for row in range(len(lesson.examples)):
+        alone = reader.read(one(lesson.texts, row))
+        torch.testing.assert_close(alone.pooled[0], together.pooled[row], atol=1e-5, rtol=0)
+        for name, weights in alone.plastic.layers.items():
+            mine = together.plastic.layers[name].weights[row]
+            torch.testing.assert_close(weights.weights[0], mine, atol=1e-5, rtol=0)
+
+
+def test_other_rows_never_matter(reader: MemoryReader, lesson: Lesson) -> None:
+    before = reader.read(lesson.texts)
+    tokens = lesson.texts.tokens.clone()
+    tokens[1:] = tokens[1:].roll(1, dims=0)
+    lengths = lesson.texts.lengths.clone()
+    lengths[1:] = lengths[1:].roll(1, dims=0)
+    after = reader.read(Texts(tokens, lengths, lesson.texts.questions))
+    assert torch.equal(before.hidden[0], after.hidden[0])
+    assert not torch.equal(before.hidden[1], after.hidden[1])
+
+
+def test_filling_stores_nothing(reader: MemoryReader, lesson: Lesson) -> None:
+    tokens = lesson.texts.tokens.clone()
+    tokens[~lesson.texts.mask] = 7
+    other = Texts(tokens, lesson.texts.lengths, lesson.texts.questions)
+    first, second = reader.read(lesson.texts), reader.read(other)
+    assert torch.equal(first.pooled, second.pooled)
+    for name, weights in first.plastic.layers.items():
+        assert torch.equal(weights.weights, second.plastic.layers[name].weights)
+
+
+def test_a_segment_sees_nothing_of_those_before_but_by_fast_weights(
+    reader: MemoryReader, lesson: Lesson
+) -> None:
+    tokens = lesson.texts.tokens.clone()
+    tokens[:, 0] = tokens[:, 0].roll(1, dims=0)
+    other = Texts(tokens, lesson.texts.lengths, lesson.texts.questions)
+    plain = [reader.read(texts, plastic=False).pooled for texts in (lesson.texts, other)]
+    assert torch.equal(plain[0][:, 1:], plain[1][:, 1:])
+    plastic = [reader.read(texts).pooled for texts in (lesson.texts, other)]
+    assert not torch.equal(plastic[0][:, 1:], plastic[1][:, 1:])
+
+
+def test_windows_hold_what_was_fetched_and_the_question(
+    reader: MemoryReader, lesson: Lesson
+) -> None:
+    last = lesson.texts.tokens.shape[1] - 1
+    fetched = [[last], [], [last, last - 1], []]
+    windows = reader.windows(lesson.texts, range(4), fetched)
+    for row, example in enumerate(lesson.examples):
+        text = tokenizer().decode(windows.tokens[row, : windows.lengths[row]].tolist())
+        segments = [lesson.texts.segment(row, place) for place in sorted(fetched[row])]
+        held = [f"<|memory|>{tokenizer().decode(segment)}" for segment in segments]
+        assert text == "".join(held) + f"<|memory|>{example.question}<|answer|>"
+    assert windows.question_mask.sum(1).tolist() == windows.question_lengths.tolist()
+
+
+def test_no_window_is_longer_than_the_backbones(reader: MemoryReader, lesson: Lesson) -> None:
+    length = lesson.texts.tokens.shape[1]
+    windows = reader.windows(lesson.texts, range(4), [range(length)] * 4)
+    for row in range(4):
+        held = int((windows.tokens[row] == reader.marks.memory).sum()) - 1
+        assert windows.lengths[row] <= WINDOW_TOKENS - ANSWER_TOKENS
+        assert windows.lengths[row] + windows.room[row] == WINDOW_TOKENS - ANSWER_TOKENS
+        there = lesson.texts.lengths[row][lesson.texts.lengths[row] > 0]
+        assert held == len(there) or windows.room[row] <= there[held], "the next one did not fit"
+
+
+def test_alone_the_backbone_has_the_end_of_the_text(reader: MemoryReader, lesson: Lesson) -> None:
+    windows = reader.last_windows(lesson.texts)
+    for row, example in enumerate(lesson.examples):
+        text = tokenizer().decode(windows.tokens[row, : windows.lengths[row]].tolist())
+        last = tokenizer().decode(lesson.texts.segment(row, lesson.texts.tokens.shape[1] - 1))
+        assert text.endswith(f"{last}<|memory|>{example.question}<|answer|>")
+
+
+def test_without_memory_it_is_the_backbone_bit_by_bit(reader: MemoryReader, lesson: Lesson) -> None:
+    windows = reader.windows(lesson.texts, range(4), [()] * 4)
+    alone = reader.backbone(windows.tokens).hidden
+    off, _ = reader.look(windows.tokens, slots=None, plastic=None)
+    assert torch.equal(alone, off.hidden)
+    reading = reader.read(lesson.texts)
+    slots = reader.summarise(reading, torch.arange(4), lesson.summarised)
+    with_slots, _ = reader.look(windows.tokens, slots=slots, plastic=None)
+    with_weights, _ = reader.look(windows.tokens, slots=None, plastic=reading.plastic)
+    assert not torch.equal(alone, with_slots.hidden)
+    assert not torch.equal(alone, with_weights.hidden)
+    assert torch.equal(alone, reader.backbone(windows.tokens).hidden)
+
+
+def test_fresh_fast_weights_and_slots_leave_the_backbones_numbers(lesson: Lesson) -> None:
+    fresh = small_reader(small_config())
+    fresh.memory.up.weight.data.zero_()
+    windows = fresh.windows(lesson.texts, range(4), [()] * 4)
+    slots, plastic = fresh.memory.start(4), fresh.plastic.start(4).plastic
+    found, _ = fresh.look(windows.tokens, slots=slots, plastic=plastic)
+    assert torch.equal(found.hidden, fresh.backbone(windows.tokens).hidden)
+
+
+def test_answers_come_token_by_token_as_from_whole_windows(
+    reader: MemoryReader, lesson: Lesson
+) -> None:
+    reading = reader.read(lesson.texts)
+    slots = reader.summarise(reading, torch.arange(4), lesson.summarised)
+    windows = reader.windows(lesson.texts, range(4), lesson.gathered)
+    answers = reader.answer(windows, slots=slots, plastic=reading.plastic)
+    for row, answer in enumerate(answers):
+        ids = windows.tokens[row, : windows.lengths[row]].tolist()
+        mine, rows = [], torch.tensor([row])
+        for _ in range(ANSWER_TOKENS):
+            output, _ = reader.look(
+                torch.tensor([ids + mine]), slots=slots[rows], plastic=select(reading.plastic, rows)
+            )
+            token = int(reader.backbone.logits(output.hidden[0, -1]).argmax())
+            if token == reader.marks.stop:
+                break
+            mine.append(token)
+        assert answer == mine
+
+
+def test_texts_of_other_lengths_keep_their_rows(reader: MemoryReader) -> None:
+    short, long = [[20, 21, 22]], [[30, 31], [32, 33], [34]]
+    both = make_texts([short, long], [[40], [41, 42]], reader.marks, most=16)
+    alone = make_texts([short], [[40]], reader.marks, most=16)
+    found, mine = reader.read(both), reader.read(alone)
+    torch.testing.assert_close(found.pooled[0, -1], mine.pooled[0, 0], atol=1e-6, rtol=0)
+    assert both.num_segments.tolist() == [1, 3]
+    for name, weights in mine.plastic.layers.items():
+        theirs = found.plastic.layers[name].weights[0]
+        torch.testing.assert_close(weights.weights[0], theirs, atol=1e-6, rtol=0)

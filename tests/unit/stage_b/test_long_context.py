@@ -1,0 +1,369 @@
+"""The table of reasoning tasks, and answers from texts longer than the window."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdrmix.cli import main
+from cdrmix.errors import DataError, StateError
+from cdrmix.evaluation.trained import TrainedModel
+from cdrmix.reasoning.lessons import Lessons
+from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.reading_environment import Grade
+from cdrmix.reasoning.tasks import Example
+from cdrmix.stage_b import long_context
+from cdrmix.stage_b.answering import answer_with
+from cdrmix.stage_b.long_context import (
+    Evaluated,
+    Row,
+    TrainedReader,
+    score_examples,
+    score_table,
+    score_tasks,
+    scores_json,
+    suite,
+)
+from tests.unit.reasoning.small_reader import small_config, small_lessons, small_reader, tokenizer
+
+
+class Knowing:
+    """Decodes every answer to the same words."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(tokenizer(), name)
+
+    def decode(self, ids: object) -> str:
+        return self._words
+
+
+def loaded(
+    *, favourite: Action | None = None, accept_threshold: float | None = None
+) -> TrainedReader:
+    config = small_config()
+    reader = small_reader(config)
+    if accept_threshold is not None:
+        policy = reader.config.policy.model_copy(update={"accept_threshold": accept_threshold})
+        reader.config = reader.config.model_copy(update={"policy": policy})
+    if favourite is not None:
+        with torch.no_grad():
+            reader.policy.feature_policy.bias[favourite] = 10.0
+    trained = TrainedModel(config, reader.backbone, tokenizer(), "0" * 64, Path("1"), 1)
+    return TrainedReader(trained, reader, small_lessons(config))
+
+
+@pytest.fixture(scope="module")
+def reader() -> MemoryReader:
+    return loaded().reader
+
+
+def test_rows_are_scores_of_both_on_unseen_texts(reader: MemoryReader) -> None:
+    rows = score_tasks(
+        reader, small_lessons(small_config()), ["logic"], length_ratios=(4, 6), num_examples=3
+    )
+    assert [(row.task, row.length_ratio, row.n) for row in rows] == [
+        ("logic", 4, 3),
+        ("logic", 6, 3),
+    ]
+    assert all(0 <= row.score <= 1 and 0 <= row.backbone_score <= 1 for row in rows)
+
+
+def test_the_checker_of_the_reward_is_the_checker_of_the_score(reader: MemoryReader) -> None:
+    lessons = dataclasses.replace(small_lessons(small_config()), tokenizer=Knowing("yes"))
+    (row,) = score_tasks(reader, lessons, ["logic"], length_ratios=(4,), num_examples=20)
+    held = [
+        lessons.example("logic", f"{lessons.seed}/evaluation", number, 4).answers == ("yes",)
+        for number in range(20)
+    ]
+    assert row.score == row.backbone_score == pytest.approx(sum(held) / 20)
+    assert 0 < row.score < 1
+
+
+def test_a_length_without_room_has_no_row(reader: MemoryReader) -> None:
+    lessons = small_lessons(small_config())
+    rows = score_tasks(reader, lessons, ["common_words"], length_ratios=(1,), num_examples=1)
+    assert rows == []
+    assert score_table(rows).endswith("no task fits")
+
+
+def test_examples_without_room_give_way_to_the_next(
+    reader: MemoryReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def example(self: Lessons, task: str, seed: str, number: int, ratio: int) -> Example:
+        tried.append(number)
+        if number % 3 != 1:
+            raise DataError("no room")
+        return original(self, task, seed, number, ratio)
+
+    original = Lessons.example
+    monkeypatch.setattr(Lessons, "example", example)
+    lessons = small_lessons(small_config())
+    (row,) = score_tasks(reader, lessons, ["logic"], length_ratios=(4,), num_examples=2)
+    assert (tried, row.n) == ([0, 1, 2, 3, 4], 2)
+    tried.clear()
+    monkeypatch.setattr("cdrmix.stage_b.long_context._TRIES_PER_EXAMPLE", 1)
+    (row,) = score_tasks(reader, lessons, ["logic"], length_ratios=(4,), num_examples=3)
+    assert (tried, row.n) == ([0, 1, 2], 1)
+
+
+def test_an_unknown_task_is_no_misfit(reader: MemoryReader) -> None:
+    lessons = small_lessons(small_config())
+    with pytest.raises(DataError, match="'logik' is no reasoning task. Did you mean 'logic'"):
+        score_tasks(reader, lessons, ["logik"], length_ratios=(4,), num_examples=1)
+
+
+def test_rows_are_printed_also_where_they_cannot_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row("logic", 4, 0.5, 0.25, 8)]
+    evaluated = Evaluated(rows, checkpoint=tmp_path / "checkpoints" / "1")
+    monkeypatch.setattr(long_context, "evaluate_reasoning", lambda *_, **__: evaluated)
+    (tmp_path / "reasoning.json").mkdir()  # which no file can replace
+    arguments = ["evaluate", "--suite", "reasoning", str(tmp_path)]
+    assert main([*arguments, "--json"]) == StateError.exit_code
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"rows": [dataclasses.asdict(rows[0])]}
+    assert "reasoning.json: cannot be written" in shown.err
+    (tmp_path / "reasoning.json").rmdir()
+    assert main(arguments) == 0
+    assert (tmp_path / "reasoning.json").read_text() == scores_json(rows) + "\n"
+
+
+def evaluated(run_dir: Path, *flags: str) -> int:
+    return main(["evaluate", "--suite", "reasoning", str(run_dir), *flags])
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run whose reader knows one answer, and whose suite is short."""
+    reader = loaded()
+    lessons = dataclasses.replace(
+        small_lessons(small_config(tasks=("logic",))), tokenizer=Knowing("yes")
+    )
+    trained = dataclasses.replace(reader.trained, checkpoint=tmp_path / "checkpoints" / "1")
+    known = dataclasses.replace(reader, trained=trained, lessons=lessons)
+    monkeypatch.setattr(long_context, "load_reader", lambda source, **_: known)
+    monkeypatch.setattr(long_context, "LENGTH_RATIOS", (4, 6))
+    return tmp_path
+
+
+def test_tasks_of_a_file_are_scored_as_those_of_the_suite(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(run_dir / "tasks.jsonl")
+    assert evaluated(run_dir, "--examples", "5", "--write-tasks", file, "--json") == 0
+    shown = capsys.readouterr().out
+    stored = run_dir / "reasoning.json"
+    assert stored.read_text() == shown
+    stored.unlink()
+    assert evaluated(run_dir, "--tasks", file, "--json") == 0
+    assert capsys.readouterr().out == shown
+    assert not stored.exists(), "the run's own table is not replaced"
+    rows = json.loads(shown)["rows"]
+    assert [(row["length_ratio"], row["n"]) for row in rows] == [(4, 5), (6, 5)]
+    assert {0 < row["score"] < 1 for row in rows} == {True}
+
+
+def test_rows_of_a_file_are_grouped_by_task_and_length(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"text": "Is it so?", "question": "Is it?", "match": "all"}
+    rows = [
+        {"task": task, "length_ratio": ratio, "answers": [answer], **row}
+        for task, ratio, answer in (
+            ("mine", 1, "yes"),
+            ("other", 1, "no"),
+            ("mine", 3, "no"),
+            ("mine", 1, "no"),
+        )
+    ]
+    (run_dir / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert evaluated(run_dir, "--tasks", str(run_dir / "tasks.jsonl"), "--json") == 0
+    assert [tuple(row.values()) for row in json.loads(capsys.readouterr().out)["rows"]] == [
+        ("mine", 1, 0.5, 0.5, 2),
+        ("other", 1, 0.0, 0.0, 1),
+        ("mine", 3, 0.0, 0.0, 1),
+    ]
+
+
+def test_a_broken_row_of_a_file_ends_the_command_with_a_message(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run_dir / "tasks.jsonl"
+    good = {"task": "a", "length_ratio": 1, "text": "b", "answers": ["c"], "match": "any"}
+    rows = [good | {"question": "d?"}, good | {"question": "What is it? " * 20}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert evaluated(run_dir, "--tasks", str(file)) == DataError.exit_code
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {file}:2: question takes ")
+    assert "more than a window of 64 tokens has room for" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tasks", "a"], "--write-tasks and --branches go with --suite reasoning"),
+        (["--tasks", "a", "--examples", "3"], "--tasks reads every row of its file"),
+        (["--examples", "3"], "--examples, --tasks, --write-tasks and --branches go with --suite"),
+        (
+            ["--suite", "reasoning", "--max-tokens", "9"],
+            "--max-tokens and --data go with --suite text",
+        ),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "run", *flags])
+    assert message in capsys.readouterr().err
+
+
+def test_branches_that_are_all_accepted_score_as_the_agent_alone() -> None:
+    lessons = small_lessons(small_config())
+    examples = suite(lessons, ["logic"], length_ratios=(4,), num_examples=3)
+    alone = score_examples(loaded().reader, lessons, examples)
+    reader = loaded(accept_threshold=-1e6).reader
+    branched = score_examples(reader, lessons, examples, branches=True)
+    assert (alone.accepted, branched.accepted) == (None, 1.0)
+    assert branched.rows == alone.rows
+    assert branched.table().endswith("; 100.0% of the decisions accepted a branch")
+    assert json.loads(branched.as_json()) == {
+        "rows": json.loads(alone.as_json())["rows"],
+        "accepted_branches": 1.0,
+    }
+
+
+def test_acting_by_branches_does_not_ask_the_checker_and_leaves_the_runs_table(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graded: list[int] = []
+
+    def grade_by(examples: Sequence[Example], _: object) -> Grade:
+        return lambda row, tokens: graded.append(row) or 0.5
+
+    monkeypatch.setattr(long_context, "grade_by", grade_by)
+    assert evaluated(run_dir, "--examples", "2", "--branches", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 <= found["accepted_branches"] <= 1
+    assert [row["score"] for row in found["rows"]] == [0.5, 0.5]
+    # each text of each length: the reader's answer, and the backbone's alone
+    assert len(graded) == 2 * 2 * 2
+    assert not (run_dir / "reasoning.json").exists()
+
+
+def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
+    rows = [
+        Row("logic", 1, 0.5, 0.25, 8),
+        Row("logic", 4, 0.75, 0.0, 8),
+        Row("look_up", 4, 1, 0, 8),
+    ]
+    assert score_table(rows).splitlines() == [
+        "score, backbone alone               1x            4x",
+        "logic                       0.50, 0.25    0.75, 0.00",
+        "look_up                              -    1.00, 0.00",
+        "8 texts each; lengths in windows",
+    ]
+    fewer = [rows[0], dataclasses.replace(rows[1], n=5)]
+    assert score_table(fewer).endswith("\n5 to 8 texts each; lengths in windows")
+    assert json.loads(scores_json(rows))["rows"][0] == {
+        "task": "logic",
+        "length_ratio": 1,
+        "score": 0.5,
+        "backbone_score": 0.25,
+        "n": 8,
+    }
+
+
+TEXT = "The code of bami is 1234. It rained in lolo again. They spoke of dudu for an hour. " * 4
+
+
+@pytest.mark.parametrize(
+    ("favourite", "kind"),
+    [
+        (Action.CACHE_WRITE, "written"),
+        (Action.SUMMARIZE, "summarised"),
+        (Action.SPLICE_WINDOW, "dropped"),
+    ],
+)
+def test_what_became_of_every_segment_is_told(favourite: Action, kind: str) -> None:
+    reader = loaded(favourite=favourite)
+    answered = answer_with(reader, TEXT, "What is the code of bami?")
+    read = [
+        event for event in answered.events if event.kind in ("written", "summarised", "dropped")
+    ]
+    assert "".join(event.text for event in read) == TEXT
+    assert {event.kind for event in read} == {kind}
+    assert len(answered.memory_lines().splitlines()) == len(answered.events)
+
+
+def test_what_is_retrieved_was_written() -> None:
+    reader = loaded(favourite=Action.CACHE_WRITE)
+    with torch.no_grad():  # once writing is over, retrieve while there is room, then splice
+        reader.reader.policy.feature_policy.bias[Action.RETRIEVE] = 5.0
+        reader.reader.policy.feature_policy.weight[Action.SPLICE_WINDOW, 2] = 50.0
+    events = answer_with(reader, TEXT, "What is the code of bami?").events
+    written = {event.text for event in events if event.kind == "written"}
+    retrieved = [event.text for event in events if event.kind == "retrieved"]
+    assert retrieved and set(retrieved) <= written
+
+
+@pytest.mark.parametrize(("threshold", "kind"), [(-1e6, "written"), (1e6, "dropped")])
+def test_branches_decide_what_becomes_of_a_text(threshold: float, kind: str) -> None:
+    reader = loaded(favourite=Action.CACHE_WRITE, accept_threshold=threshold)
+    answered = answer_with(reader, TEXT, "What is the code of bami?", branches=True)
+    read = [event.kind for event in answered.events if event.kind in ("written", "dropped")]
+    assert set(read) == {kind}
+    assert answered.accepted is not None
+    accepted, decisions = answered.accepted
+    assert accepted == (decisions if threshold < 0 else 0)
+    last = answered.memory_lines().splitlines()[-1]
+    assert last == f"branches    {accepted} of {decisions} decisions accepted one"
+
+
+def test_a_question_must_be_asked_and_leave_room() -> None:
+    reader = loaded()
+    with pytest.raises(DataError, match="takes a text and a question"):
+        answer_with(reader, TEXT, "")
+    with pytest.raises(DataError, match="takes a text and a question"):
+        answer_with(reader, "", "What?")
+    with pytest.raises(DataError, match="more than a window of 64 tokens has room for"):
+        answer_with(reader, TEXT, "What is the code of bami? " * 10)
+
+
+def test_flags_of_memory_are_refused_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "run", "--question", "Why?"])
+    assert "go with --memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "run", "--branches"], "go with --memory"),
+        (["evaluate", "run", "--branches"], "go with --suite reasoning"),
+        (
+            ["evaluate", "run", "--suite", "reasoning", "--accept-threshold", "-0.1"],
+            "--accept-threshold goes with --branches",
+        ),
+        (
+            ["generate", "run", "--memory", "--branches", "--accept-threshold", "nan"],
+            "given nan, allowed is a number",
+        ),
+    ],
+)
+def test_flags_of_branches_that_would_do_nothing_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert message in capsys.readouterr().err
