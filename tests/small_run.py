@@ -47,8 +47,8 @@ def arguments(
 def start(argv: list[str]) -> int:
     """Do what one rank of launch/train.py does, without drawing; returns its exit code.
 
-    The report is written with frames in place of curves. tests/unit/monitoring/test_report.py draws them, and
-    so does every run under the launcher.
+    The report is written with frames in place of curves. tests/unit/monitoring/test_report.py draws
+    them, and so does every run under the launcher.
     """
     import launch.train
     from cdrmix.monitoring import page, plots
