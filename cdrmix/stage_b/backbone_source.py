@@ -61,7 +61,7 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
             "stage_b.run=RUN_DIR, --run-dir RUN_DIR --resume auto to go on in its run directory, "
             "or training.stage = all"
         )
-    if not store.has_checkpoints(place):
+    if not store.candidates(place):
         raise StateError(
             f"{option}: holds no checkpoint to take the backbone from. Give the run directory of a "
             "finished Stage A, or training.stage = all"

@@ -14,7 +14,6 @@ from typing import Any
 from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.checkpoint.fragments import is_of_a_layer
 from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.data.shards import manifest_digest
 from cdrmix.engines.life_cycle import run_stage
@@ -100,8 +99,10 @@ def _set_up(
     if not resumes and start.directory.holds(source.path) and "health" in state:
         start.health.load_state_dict(state["health"])  # one record for both stages
     for name, parameter in course.model.named_parameters():
-        # The first pipeline stage alone counts and saves the parts that every stage holds.
-        if not topology.is_first_stage and not is_of_a_layer(name):
+        # A block is on its own pipeline stage. Other parts are on every stage: the first one alone
+        # counts and saves them.
+        is_of_a_block = "blocks" in name.replace("/", ".").split(".")
+        if not topology.is_first_stage and not is_of_a_block:
             mark_copy(parameter)
     is_frozen = config.stage_b.training.backbone_lr_scale == 0
     model = TrainedParameters(course.model) if is_frozen else course.model
