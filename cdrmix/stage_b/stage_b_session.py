@@ -117,6 +117,7 @@ def _set_up(
         seed=config.training.seed,
         is_shared=plan.degrees.pipeline > 1,
     )
+    # Of a resumed run its own begin, and not the step of the checkpoint that it goes on from.
     first_step = of_stage_b.get("first_step", source.step)
     stage = StageB(
         *(course, config, clip, loader, corpus),
@@ -141,6 +142,7 @@ def _reasoning(run: Run, course: Course) -> list[Row]:
     tasks = course.lessons.training.tasks
     if count == 0:
         return []
+    # After the last step: nothing is trained from here on.
     reader = course.model.eval()
     rows = list[Row]()
     topology = run.topology
@@ -175,6 +177,7 @@ def _write(run: Run, rows: list[Row]) -> None:
     stage_b: dict[str, Any] = {
         "steps": run.step,
         "seconds": run.seconds,
+        # Later lines overwrite earlier ones: a phase's metrics end with the phase.
         "latest": {name: line[name] for line in lines for name in _LEARNED if name in line},
         "reasoning": [asdict(row) for row in rows],
     }
