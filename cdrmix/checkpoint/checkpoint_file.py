@@ -139,6 +139,7 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     def _slice(self, fragment: dict[str, Any], first: int, end: int) -> torch.Tensor:
         """Elements [first, end) of a fragment's span, as a view of its mapped file."""
         name = fragment["file"]
+        # Opened at the first read: a rank needs the files of few others.
         if name not in self._opened:
             path = plain_file(self.path / name)
             self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))

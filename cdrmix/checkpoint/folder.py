@@ -76,10 +76,12 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
     """Makes the folder to write into; one rank also removes the remains of dead saves."""
     root = temporary.parent
     root.mkdir(parents=True, exist_ok=True)
+    # By each rank, in any order: no collective tells whose turn it is.
     temporary.mkdir(exist_ok=True)
     if clears_leftovers:
         sync_directory(root.parent)  # or a crash could lose the name of `root` itself
         for folder in root.glob("*.tmp-*"):
+            # Other ranks may already be writing into this save's own.
             if folder != temporary:
                 _delete(folder)
         for replaced in root.glob("*.replaced"):

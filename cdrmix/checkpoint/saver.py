@@ -486,4 +486,5 @@ def _retried(step: int, action: Callable[[], T]) -> T:
                 "checkpoint of step %d: %s; tried again in %.0f s", step, reason, seconds
             )
             time.sleep(seconds)
+    # The last attempt: its failure is that of the save.
     return action()

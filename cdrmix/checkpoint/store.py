@@ -126,6 +126,7 @@ def find_newest(
             state = agree_on_failures(ranks, lambda: _state_of(folder))[0]  # noqa: B023
             return FoundCheckpoint(folder, state["step"], tuple(skipped), tuple(skipped_paths))
         name = str(folder) if folder.parent in copies else folder.name
+        # Every rank reads the manifest, and reports the same damage of it: once is enough.
         skipped.append((name, "; ".join(dict.fromkeys(reasons))))
         skipped_paths.append(folder)
     if unreadable is not None:
