@@ -9,22 +9,24 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Container
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cdrmix.checkpoint.files import SAFETENSORS_TYPES, check_plain, read_json, retried
+from cdrmix.checkpoint.files import SAFETENSORS_TYPES, plain_file, read_json, retried
 from cdrmix.checkpoint.fragments import Box, Span, shared_runs, span_of
 from cdrmix.errors import StateError
 
 # An index may come from anywhere: its file names must not lead out of the checkpoint's folder.
 _TENSOR_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+# Also the list of allowed types: an index names a type as text, which is never evaluated.
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_TYPES}
 
 
-class CheckpointFile:
+class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     """A checkpoint folder that `cdrmix.checkpoint.store.find_newest` has verified.
 
     Attributes:
@@ -52,13 +54,7 @@ class CheckpointFile:
         self._files = contextlib.ExitStack()
         self._opened: dict[str, Any] = {}
 
-    def __enter__(self) -> CheckpointFile:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Closes the tensor files; tensors already read stay valid."""
         self._opened.clear()
         self._files.close()
@@ -81,6 +77,7 @@ class CheckpointFile:
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
         """State that `rank` alone saved; None if the saving run had no such rank."""
+        # By the saved number of ranks, not by the file's presence: a missing file is an error.
         return self._json(f"rank-{rank:05d}.json") if rank < self.state["world_size"] else None
 
     def full(self, name: str, kind: str = "param") -> torch.Tensor:
@@ -120,11 +117,18 @@ class CheckpointFile:
                 continue
             first = int(sources[0])
             # A view of the mapped file: only the pages of the runs are read.
-            values = self._slice(fragment, first, end=int(sources[-1] + lengths[-1]))
+            path = self.path / fragment["file"]
+            end = int(sources[-1] + lengths[-1])
+            try:
+                values = retried(partial(self._slice, fragment, first, end), path)
+            except (OSError, SafetensorError) as error:
+                raise StateError(f"{path}: cannot be read: {error}") from error
             runs = (sources - first).tolist(), destinations.tolist(), lengths.tolist()
             for source, destination, length in zip(*runs, strict=True):
                 out[destination : destination + length] = values[source : source + length]
             filled += int(lengths.sum())
+        # A save has verified that fragments cover the tensor, but an index may come from anywhere:
+        # what no fragment fills would be uninitialised memory.
         if filled != target.numel:
             raise StateError(
                 f"{self.path}: {kind} of {name} has shape {tuple(entry['shape'])}, and "
@@ -134,19 +138,12 @@ class CheckpointFile:
 
     def _slice(self, fragment: dict[str, Any], first: int, end: int) -> torch.Tensor:
         """Elements [first, end) of a fragment's span, as a view of its mapped file."""
-        path = self.path / fragment["file"]
-
-        def read_slice() -> torch.Tensor:
-            if fragment["file"] not in self._opened:
-                check_plain(path)
-                file = self._files.enter_context(safe_open(path, framework="pt"))
-                self._opened[fragment["file"]] = file
-            return self._opened[fragment["file"]].get_slice(fragment["key"])[first:end]
-
-        try:
-            return retried(read_slice, path)
-        except (OSError, SafetensorError) as error:
-            raise StateError(f"{path}: cannot be read: {error}") from error
+        name = fragment["file"]
+        # Opened at the first read: a rank needs the files of few others.
+        if name not in self._opened:
+            path = plain_file(self.path / name)
+            self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))
+        return self._opened[name].get_slice(fragment["key"])[first:end]
 
     def _entry(self, name: str, kind: str) -> dict[str, Any]:
         try:
@@ -171,6 +168,7 @@ def _check_entry(label: str, entry: dict[str, Any]) -> None:
     for fragment in entry["fragments"]:
         if not _TENSOR_FILE.fullmatch(fragment["file"]):
             raise ValueError(f"{label}: file {fragment['file']!r}")
+        # Before any is used: a negative start or size would address other elements.
         numbers = (
             *entry["shape"],
             *fragment["block_offset"],
@@ -204,6 +202,7 @@ def check_names(
         if name in saved and saved[name] != tuple(shape)
     ]
     if problems:
+        # A model of another size differs in each of its thousands of names.
         listed = "\n".join(f"  {problem}" for problem in problems[:10])
         raise StateError(
             f"{checkpoint.path}: holds another model ({len(problems)} differences):\n{listed}\n"

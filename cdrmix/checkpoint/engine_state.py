@@ -65,10 +65,6 @@ class _Piece:
     span: Span
     offset: int
 
-    def of(self, partition: torch.Tensor) -> torch.Tensor:
-        """View of this piece's elements in a flat, detached partition."""
-        return partition.narrow(0, self.offset, self.span.numel)
-
 
 @dataclass(frozen=True)
 class _Partition:
@@ -96,11 +92,13 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
             if torch.is_tensor(value) and value.shape == partition.master.shape:
                 yield from _fragments_of(pieces, kind, value)
                 continue
+            # In float64, which holds any count of steps; a float32 does up to 2**24.
             number = torch.tensor([float(value)], dtype=torch.float64)
             for piece in pieces:
                 # One rank alone holds a parameter's first logical element: that one saves it.
                 if piece.span.start == 0 and not any(piece.span.block.offset):
                     yield Fragment(piece.name, kind, (), Span.whole(Box.whole(())), number)
+    # The optimizer has no master of these: the weights in use are all there is.
     for piece, share in _frozen_shares(engine, logical_name):
         yield from _fragments_of([piece], "param", share)
     for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
@@ -113,6 +111,7 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
 @contextlib.contextmanager
 def before_each_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
     """Runs `action`, inside the context, before each change of weights and optimizer state."""
+    # Of the inner optimizer: every engine steps it, and nothing else changes masters and moments.
     inner: torch.optim.Optimizer = engine.optimizer.optimizer
     hook = inner.register_step_pre_hook(lambda *_: action())
     try:
@@ -140,6 +139,7 @@ def counters(engine: Any) -> dict[str, Any]:
     """Step counts and loss scaler state of the engine, as JSON; the same on every rank."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     is_dynamic = scaler is not None and scaler.dynamic
+    # A static scale belongs to the configuration, which may have another on resuming.
     fields = {field: getattr(scaler, field) for field in _LOSS_SCALER_FIELDS if is_dynamic}
     return {
         "global_steps": engine.global_steps,
@@ -176,10 +176,22 @@ def load_engine(
         group = engine.grid.get_pipe_parallel_group()
         torch.distributed.all_gather_object(parts, shapes, group=group)
         shapes = {name: shape for part in parts for name, shape in part.items()}
-    # Checked on all ranks before any of them changes its engine.
+    # Checked on all ranks before any of them changes its engine. A rank that failed alone would
+    # leave the others in the collectives that follow.
     runtime.together(lambda: check_names(checkpoint, shapes, others=others))
     runtime.together(lambda: _read(engine, checkpoint, logical_name))
-    _refresh_weights(engine)
+    # The weights in use are rounded from the masters, as after a step; collective.
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() < 3:
+        optimizer.update_lp_params()
+    else:
+        # A forward pass may have left parameters gathered; their shares are replaced next.
+        optimizer.parameter_offload.partition_all_parameters()
+        for number in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        persistent = optimizer.persistent_parameters  # small ones, whole on every rank
+        if persistent:
+            persistent[0].all_gather(persistent)
     counts = checkpoint.state["engine"]
     engine.global_steps = counts["global_steps"]
     engine.global_samples = counts["global_samples"]
@@ -227,21 +239,19 @@ def _persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor
     return [(name, tensor) for name, tensor in module.named_buffers() if name in saved]
 
 
-def _is_zero3(engine: Any) -> bool:
-    return engine.zero_optimization_stage() == 3
-
-
 def _partitions(engine: Any, logical_name: LogicalName) -> Iterator[_Partition]:
     """Yields the partitions of this rank, in the optimizer's order."""
     names = {id(p): logical_name(name) for name, p in engine.module.named_parameters()}
     for master, parameters in _masters(engine):
         pieces = []
         for param in parameters:
-            if _is_zero3(engine):
+            if engine.zero_optimization_stage() == 3:
                 start, numel = _zero3_share(param)
+                # ZeRO-3 keeps a range for each gradient, which is that of its share of the master.
                 number = engine.optimizer.get_param_id(param)
                 offset = int(engine.optimizer.grad_position[number][1])
             else:
+                # None where this rank's flat partition holds nothing of the parameter.
                 mapping: Any = param._hp_mapping  # type: ignore[attr-defined]
                 if mapping is None:
                     continue
@@ -258,13 +268,14 @@ def _partitions(engine: Any, logical_name: LogicalName) -> Iterator[_Partition]:
 def _masters(engine: Any) -> list[tuple[torch.nn.Parameter, list[torch.nn.Parameter]]]:
     """Flat float32 masters, each with the trained parameters that it holds shares of."""
     optimizer = engine.optimizer
-    if _is_zero3(engine):
+    if engine.zero_optimization_stage() == 3:
         flat = optimizer.fp32_partitioned_groups_flat
         return list(zip(flat, optimizer.fp16_groups, strict=True))
     assert engine.zero_optimization_stage() in (1, 2), "written for ZeRO stages 1 to 3"
     # 0.19.8 links `_hp_mapping` in the order before the round-robin shuffle, which is wrong.
     assert not engine.zero_round_robin_gradients(), "round_robin_gradients cannot be saved"
     masters = [master for group in optimizer.optimizer.param_groups for master in group["params"]]
+    # BF16_Optimizer has another name for the same lists of parameters.
     is_bf16_optimizer = hasattr(optimizer, "bf16_groups")
     groups = optimizer.bf16_groups if is_bf16_optimizer else optimizer.bit16_groups
     return list(zip(masters, groups, strict=True))
@@ -274,6 +285,7 @@ def _zero3_share(parameter: Any) -> tuple[int, int]:
     """Start and number of this rank's elements of a partitioned parameter, without padding."""
     size = parameter.ds_tensor.ds_numel
     total = parameter.ds_numel
+    # The last ranks of a small parameter may hold padding alone: their share is empty.
     start = min(parameter.ds_zero_partition_rank * size, total)
     return start, min(size, total - start)
 
@@ -307,13 +319,14 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
 
 def _frozen(engine: Any) -> list[tuple[str, torch.nn.Parameter]]:
     """Names and values of the parameters that the optimizer does not train."""
+    # By the optimizer's groups, not by requires_grad, which each phase of Stage B sets anew.
     trained = {id(p) for _, parameters in _masters(engine) for p in parameters}
     return [(name, p) for name, p in engine.module.named_parameters() if id(p) not in trained]
 
 
 def _frozen_shares(engine: Any, logical_name: LogicalName) -> Iterator[tuple[_Piece, torch.Tensor]]:
     """Yields this rank's shares of frozen parameters, which only ZeRO-3 partitions."""
-    for name, param in _frozen(engine) if _is_zero3(engine) else ():
+    for name, param in _frozen(engine) if engine.zero_optimization_stage() == 3 else ():
         placement = _placement(engine, param)
         start, numel = _zero3_share(param)
         if numel:
@@ -328,7 +341,7 @@ def _unpartitioned(
 
     These are persistent buffers and, except under ZeRO-3, frozen parameters.
     """
-    for name, param in () if _is_zero3(engine) else _frozen(engine):
+    for name, param in () if engine.zero_optimization_stage() == 3 else _frozen(engine):
         yield logical_name(name), param, "param", _placement(engine, param)
     for name, buffer in _persistent_buffers(engine.module):
         yield logical_name(name), buffer, "buffer", _placement(engine, buffer)
@@ -339,7 +352,8 @@ def _fragments_of(pieces: list[_Piece], kind: str, partition: torch.Tensor) -> I
     # Shares of frozen parameters have the type of the weights; files hold float32.
     values = partition.detach().float()
     for piece in pieces:
-        yield Fragment(piece.name, kind, piece.placement.shape, piece.span, piece.of(values))
+        view = values.narrow(0, piece.offset, piece.span.numel)
+        yield Fragment(piece.name, kind, piece.placement.shape, piece.span, view)
 
 
 def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) -> None:
@@ -354,6 +368,7 @@ def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) ->
     is_untrained = all(checkpoint.kinds(n) == ["param"] for part in partitions for n in part.names)
     if is_untrained:  # saved before the first step: the optimizer starts anew, too
         engine.optimizer.optimizer.state.clear()
+        # DeepSpeed links each parameter to its state once, at the first step that follows.
         engine.optimizer._hp_optimizer_states_linked = False
     else:
         _materialise_optimizer_state(engine)
@@ -365,8 +380,9 @@ def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) ->
 
 
 def _fill(flat: torch.Tensor, piece: _Piece, checkpoint: CheckpointFile, kind: str) -> None:
+    """Reads one piece of a flat partition; padding between pieces stays as it is."""
     span = piece.span
-    piece.of(flat.detach()).copy_(
+    flat.detach().narrow(0, piece.offset, span.numel).copy_(
         checkpoint.read(piece.name, kind, block=span.block, start=span.start, numel=span.numel)
     )
 
@@ -387,7 +403,7 @@ def _materialise_optimizer_state(engine: Any) -> None:
         group["lr"] = 0.0
     for p in masters:
         p.grad = torch.zeros_like(p)
-    if _is_zero3(engine):
+    if engine.zero_optimization_stage() == 3:
         # The inner optimizer holds the master of one sub-group at a time.
         for number in range(len(engine.optimizer.fp16_groups)):
             engine.optimizer._optimizer_step(number)
@@ -408,6 +424,7 @@ def _read_optimizer_state(
         StateError: if another kind of optimizer, or other parameter groups, saved the checkpoint.
     """
     state = inner.state[partition.master]
+    # Of every name in the group: ranks that hold nothing of a parameter must fail as the others do.
     for name in partition.names:
         saved = set(checkpoint.kinds(name)) - {"param"}
         if saved != set(state):
@@ -431,17 +448,3 @@ def _read_optimizer_state(
         number = numbers.pop()
         # In place and in the optimizer's own type: AdamW holds a tensor, CPUAdam an int.
         state[kind] = value.fill_(number) if torch.is_tensor(value) else type(value)(number)
-
-
-def _refresh_weights(engine: Any) -> None:
-    """Sets the weights in use to the masters, as after a step; collective."""
-    optimizer = engine.optimizer
-    if not _is_zero3(engine):
-        optimizer.update_lp_params()
-        return
-    optimizer.parameter_offload.partition_all_parameters()
-    for number in range(len(optimizer.fp16_groups)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(number)
-    persistent = optimizer.persistent_parameters  # small ones, which every rank holds undivided
-    if persistent:
-        persistent[0].all_gather(persistent)

@@ -5,7 +5,6 @@ The manifest of a checkpoint holds size and sha256 of its files. It is written l
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -13,11 +12,12 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -95,26 +95,22 @@ def read_json(path: Path) -> Any:
         ValueError: if it is not JSON, or nested deeper than any that this package writes.
     """
 
-    def content() -> str:
-        check_plain(path)
-        return path.read_text(encoding="utf-8")
-
     try:
-        return json.loads(retried(content, path))
+        return json.loads(retried(lambda: plain_file(path).read_text(encoding="utf-8"), path))
     except RecursionError as error:  # the file may come from anywhere
         raise ValueError("nested too deeply") from error
 
 
-def check_plain(path: Path) -> int:
-    """Size in bytes of a regular file.
+def plain_file(path: Path) -> Path:
+    """Returns the path of a regular file.
 
     Raises:
         OSError: for links, pipes and devices: their content is not the folder's, or never ends.
     """
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(path.lstat().st_mode):
+        # EINVAL is not among the passing errors: waiting does not make a file of a link.
         raise OSError(errno.EINVAL, "not a regular file (links are not followed)", str(path))
-    return status.st_size
+    return path
 
 
 class FileRecord(TypedDict):
@@ -124,21 +120,14 @@ class FileRecord(TypedDict):
     sha256: str
 
 
-def json_text(value: Any) -> str:
-    """Text of a JSON file with `value`."""
-    return json.dumps(value, indent=1) + "\n"
-
-
 def write_text(path: Path, text: str) -> FileRecord:
     """Writes `text` durably. Raises OSError naming `path`."""
-    with _durable(path) as sink:
-        sink.write(memoryview(text.encode()))
-    return sink.record()
+    return _write(path, [memoryview(text.encode())])
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
     """Writes `value` as JSON durably. Raises OSError naming `path`."""
-    return write_text(path, json_text(value))
+    return write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_tensors(path: Path, header: bytes, data: Iterable[torch.Tensor]) -> FileRecord:
@@ -152,11 +141,8 @@ def write_tensors(path: Path, header: bytes, data: Iterable[torch.Tensor]) -> Fi
     Raises:
         OSError: naming `path`.
     """
-    with _durable(path) as sink:
-        sink.write(memoryview(header))
-        for tensor in data:
-            sink.write(flat_bytes(tensor).cpu().numpy().data)
-    return sink.record()
+    tensors = (flat_bytes(tensor).cpu().numpy().data for tensor in data)
+    return _write(path, chain([memoryview(header)], tensors))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,16 +171,9 @@ def safetensors_header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replaces the content of a file in one step: a reader finds the old text or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    write_text(temporary, text)
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
 def sync_directory(path: Path) -> None:
     """Makes the names in a directory durable."""
+    # fsync of a file does not cover its entry in the directory: a crash could lose the name.
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -208,64 +187,47 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class _Sink:
-    """Writes, counts and digests; the digest of a chunk is computed during its write."""
-
-    def __init__(self, file: BinaryIO, hasher: ThreadPoolExecutor) -> None:
-        self._file = file
-        self._hasher = hasher
-        self._digest = hashlib.sha256()
-        self._bytes = 0
-
-    def write(self, data: memoryview) -> None:
-        for first in range(0, data.nbytes, _CHUNK_BYTES):
-            chunk = data[first : first + _CHUNK_BYTES]
-            # hashlib releases the GIL, so that the digest and the write really overlap.
-            hashing = self._hasher.submit(self._digest.update, chunk)
-            try:
-                self._file.write(chunk)
-            finally:  # the caller may reuse the memory of a chunk
-                hashing.result()
-        self._bytes += data.nbytes
-
-    def record(self) -> FileRecord:
-        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
-
-
-@contextlib.contextmanager
-def _durable(path: Path) -> Iterator[_Sink]:
-    """Yields a sink whose bytes are on the device when the block ends; errors name `path`."""
-
-    def opener(path: str, flags: int) -> int:
-        # A link that somebody left under this name would lead out of the folder.
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
+def _write(path: Path, parts: Iterable[memoryview]) -> FileRecord:
+    """Writes bytes that are on the device when it returns; errors name `path`."""
+    # O_NOFOLLOW: a link that somebody left under this name would lead out of the folder.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    sha256 = hashlib.sha256()
+    num_bytes = 0
     try:
-        with ThreadPoolExecutor(1) as hasher, open(path, "wb", opener=opener) as file:
-            yield _Sink(file, hasher)
+        with (
+            ThreadPoolExecutor(1) as hasher,
+            open(os.open(str(path), flags, 0o666), "wb") as file,
+        ):
+            for part in parts:
+                for first in range(0, part.nbytes, _CHUNK_BYTES):
+                    chunk = part[first : first + _CHUNK_BYTES]
+                    # hashlib releases the GIL, so that the digest and the write really overlap.
+                    hashing = hasher.submit(sha256.update, chunk)
+                    try:
+                        file.write(chunk)
+                    finally:  # the caller may reuse the memory of a chunk
+                        hashing.result()
+                    del chunk
+                num_bytes += part.nbytes
+                # Or this tensor would stay in host memory while the next is copied there.
+                del part
+            # Errors of delayed allocation and of NFS come with fsync, not with write: a file
+            # counts only after it.
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+    return {"bytes": num_bytes, "sha256": sha256.hexdigest()}
 
 
+# Part of each manifest: a later format is refused here instead of being read wrongly.
 FORMAT = 1
-_NAME = "manifest.json"
+# Written last: a folder that has it, under any name, was completed as a checkpoint.
+MANIFEST_FILE = "manifest.json"
 # A manifest may come from anywhere: a name in it must not lead out of the checkpoint's folder.
 _FILE_NAME = re.compile(r"(rank-[0-9]{5,9}\.(safetensors|json)|index\.json|state\.json)")
 _NOT_A_MANIFEST = (ValueError, TypeError, KeyError, AttributeError)
-
-
-def write_checkpoint_manifest(folder: Path, files: dict[str, FileRecord], *, save: int) -> None:
-    """Writes the manifest of a checkpoint, durably.
-
-    Args:
-        folder: of the checkpoint.
-        files: all other files of it.
-        save: number of the save.
-    """
-    write_json(folder / _NAME, {"format": FORMAT, "save": save, "files": files})
 
 
 def save_number(folder: Path) -> int | None:
@@ -278,13 +240,8 @@ def save_number(folder: Path) -> int | None:
     """
     try:
         return _read_manifest(folder)[0]
-    except (OSError, *_NOT_A_MANIFEST):
+    except (OSError, *_NOT_A_MANIFEST):  # damage, which `damage` reports with its reason
         return None
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """True for a folder, of any name, that was completed as a checkpoint."""
-    return (folder / _NAME).exists()
 
 
 def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = True) -> list[str]:
@@ -302,7 +259,8 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = 
         _, files = _read_manifest(folder)
     except (OSError, *_NOT_A_MANIFEST) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not a manifest ({error})"
-        return [f"{_NAME}: {reason}"]
+        return [f"{MANIFEST_FILE}: {reason}"]
+    # By size, in turn: with one tensor file per rank, each share gets about as many bytes.
     largest_first = sorted(files, key=lambda name: -files[name]["bytes"])
     reasons = []
     for name in largest_first[part::parts]:
@@ -319,7 +277,7 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = 
 
 def _read_manifest(folder: Path) -> tuple[int, dict[str, FileRecord]]:
     """Number of the save, and the records of all files."""
-    manifest = read_json(folder / _NAME)
+    manifest = read_json(folder / MANIFEST_FILE)
     if manifest["format"] != FORMAT:
         raise ValueError(f"format {manifest['format']!r}, this version reads {FORMAT}")
     foreign = [name for name in manifest["files"] if not _FILE_NAME.fullmatch(name)]
@@ -331,12 +289,14 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, FileRecord]]:
         name: {"bytes": int(record["bytes"]), "sha256": str(record["sha256"])}
         for name, record in manifest["files"].items()
     }
+    # Older versions did not number their saves.
     return int(manifest.get("save", 0)), files
 
 
 def _file_damage(path: Path, record: FileRecord, *, with_digests: bool) -> str:
     """Reason why a file differs from its record; empty if it does not."""
-    size = check_plain(path)
+    # The size first: it finds truncation without reading the file.
+    size = plain_file(path).lstat().st_size
     if size != record["bytes"]:
         return f"{size} bytes, {record['bytes']} were written"
     if with_digests and digest(path) != record["sha256"]:

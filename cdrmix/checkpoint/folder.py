@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from cdrmix.checkpoint.files import (
+    FORMAT,
+    MANIFEST_FILE,
     FileRecord,
     damage,
-    replace_text,
     safetensors_header,
     save_number,
     sync_directory,
-    write_checkpoint_manifest,
     write_json,
     write_tensors,
     write_text,
@@ -34,7 +34,9 @@ from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
 
-_STEP_FOLDER = re.compile(r"(\d+)(\.replaced)?")
+# Names of checkpoints. `.replaced` is one that `publish` is replacing: whole until the new one has
+# its name, and all that a kill between its two renames leaves.
+STEP_FOLDER = re.compile(r"(\d+)(\.replaced)?")
 
 
 @dataclass(frozen=True)
@@ -62,20 +64,24 @@ class Part:
     index: list[dict[str, Any]]
 
 
-def make_share(rank: int, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> RankShare:
-    """Share of this rank, without copying its data."""
-    listed = list(fragments)
-    return RankShare(rank, listed, [fragment.values for fragment in _in_file_order(listed)], state)
+def in_file_order(fragments: list[Fragment]) -> list[Fragment]:
+    """Sorts by width of the elements, widest first, as `write_tensors` needs it, then by kind.
+
+    Fragments of one kind are neighbours in memory, and are copied together.
+    """
+    return sorted(fragments, key=lambda f: (-f.values.element_size(), f.kind))
 
 
 def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
     """Makes the folder to write into; one rank also removes the remains of dead saves."""
     root = temporary.parent
     root.mkdir(parents=True, exist_ok=True)
+    # By each rank, in any order: no collective tells whose turn it is.
     temporary.mkdir(exist_ok=True)
     if clears_leftovers:
         sync_directory(root.parent)  # or a crash could lose the name of `root` itself
         for folder in root.glob("*.tmp-*"):
+            # Other ranks may already be writing into this save's own.
             if folder != temporary:
                 _delete(folder)
         for replaced in root.glob("*.replaced"):
@@ -92,13 +98,15 @@ def write_share(temporary: Path, share: RankShare) -> None:
     name = f"rank-{share.rank:05d}"
     tensor_file = f"{name}.safetensors"
     json_file = f"{name}.json"
-    ordered = _in_file_order(share.fragments)
-    header = safetensors_header([(_key(fragment), fragment.values) for fragment in ordered])
+    ordered = in_file_order(share.fragments)
+    header = safetensors_header([(f"{each.kind}/{each.name}", each.values) for each in ordered])
     files = {
         tensor_file: write_tensors(temporary / tensor_file, header, share.data),
         json_file: write_json(temporary / json_file, dict(share.state)),
     }
-    index = [index_entry(tensor_file, _key(fragment), fragment) for fragment in share.fragments]
+    index = [index_entry(tensor_file, f"{each.kind}/{each.name}", each) for each in share.fragments]
+    # Last: rank 0 takes an account as the proof that the files it lists are on the disk. It stands
+    # in the folder, because the writing threads take part in no collective.
     write_text(temporary / f"{name}.part", json.dumps({"files": files, "index": index}))
 
 
@@ -119,12 +127,14 @@ def complete(temporary: Path, parts: list[Part], state: str, *, save: int) -> No
     """
     index = merge_entries(entry for part in parts for entry in part.index)
     files = {name: record for part in parts for name, record in part.files.items()}
+    # By rank 0 alone: it has the digests of all files from their accounts, and reads none again.
     files["index.json"] = write_json(temporary / "index.json", {"tensors": index})
     files["state.json"] = write_text(temporary / "state.json", state)
     # The manifest comes last: without it a folder is not a whole checkpoint.
-    write_checkpoint_manifest(temporary, files, save=save)
+    write_json(temporary / MANIFEST_FILE, {"format": FORMAT, "save": save, "files": files})
     for path in temporary.glob("*.part"):
         path.unlink()
+    # Before the folder gets its name, or a crash could lose files out of a named checkpoint.
     sync_directory(temporary)
 
 
@@ -137,10 +147,16 @@ def publish(temporary: Path, step: int) -> None:
         if final.exists():  # a rename cannot replace a directory with content
             os.rename(final, replaced)
         os.rename(temporary, final)
+    # The new name is durable before the old checkpoint goes and before `latest` tells of it.
     sync_directory(root)
     if replaced.exists():
         _remove(replaced)
-    replace_text(root / "latest", f"{step}\n")
+    # In one step: a reader finds the old text or the new one.
+    temporary_latest = root / "latest.tmp"
+    write_text(temporary_latest, f"{step}\n")
+    os.replace(temporary_latest, root / "latest")
+    # Also before `drop_others`, or a crash could leave a `latest` that names a dropped one.
+    sync_directory(root)
 
 
 def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> None:
@@ -154,6 +170,7 @@ def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> 
         logger.warning("%s: removed, because the run has gone back to step %d", folder, step)
         _remove(folder)
     rest = [folder for folder in folders[len(newer) :] if step_of(folder) != pinned]
+    # Damaged ones do not count, or they would push the last whole one out.
     whole = [folder for folder in rest if _looks_whole(folder)]
     if len(whole) >= keep:
         for folder in rest[rest.index(whole[keep - 1]) + 1 :]:
@@ -182,26 +199,20 @@ def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
         return list(numbers)
     known = [(step_of(folder), number) for folder, number in numbers.items() if number is not None]
 
-    def key(folder: Path) -> tuple[int, int]:
+    keys: dict[Path, tuple[int, int]] = {}
+    for folder, number in numbers.items():
         step = step_of(folder)
-        number = numbers[folder]
-        if number is None:
-            number = max((saved for at, saved in known if at <= step), default=0)
-        return -number, -step
-
-    return sorted(numbers, key=key)
-
-
-def is_step_folder(folder: Path) -> bool:
-    """True for a folder with the name of a checkpoint."""
-    return _STEP_FOLDER.fullmatch(folder.name) is not None
+        newest = max((saved for at, saved in known if at <= step), default=0)
+        keys[folder] = (-(newest if number is None else number), -step)
+    return sorted(numbers, key=keys.__getitem__)
 
 
 def step_folders(root: Path) -> list[Path]:
     """Folders in `root` that are checkpoints by their name, newest first."""
     if not root.is_dir():
         return []
-    folders = [folder for folder in root.iterdir() if is_step_folder(folder)]
+    folders = [folder for folder in root.iterdir() if STEP_FOLDER.fullmatch(folder.name)]
+    # Of one step the replacement first: it was saved later than `<step>.replaced`.
     return sorted(folders, key=lambda folder: (-step_of(folder), folder.suffix))
 
 
@@ -210,20 +221,9 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removesuffix(".replaced"))
 
 
-def _key(fragment: Fragment) -> str:
-    return f"{fragment.kind}/{fragment.name}"
-
-
-def _in_file_order(fragments: list[Fragment]) -> list[Fragment]:
-    """Sorts by width of the elements, widest first, as `write_tensors` needs it, then by kind.
-
-    Fragments of one kind are neighbours in memory, and are copied together.
-    """
-    return sorted(fragments, key=lambda f: (-f.values.element_size(), f.kind))
-
-
 def _remove(folder: Path) -> None:
     """Removes a checkpoint; a kill in the middle leaves no half of it under its name."""
+    # A name that `prepare` clears away, should the deletion below not come to its end.
     doomed = folder.with_name(f"{folder.name}.tmp-removed")
     try:
         os.rename(folder, doomed)

@@ -149,10 +149,12 @@ def check_cover(name: str, shape: tuple[int, ...], spans: Iterable[Span]) -> Non
         assert one.bounds_shared_with(other) is None, f"{name}: blocks {one} and {other} overlap"
     for block, members in by_block.items():
         ordered = sorted(members, key=lambda span: span.start)
+        # Neighbours are enough: where any two of these spans overlap, two neighbours do.
         for before, after in pairwise(ordered):
             assert before.start + before.numel <= after.start, (
                 f"{name}: elements from {after.start} of {block} are held twice"
             )
+    # Nothing is held twice, so that the right number of elements is all of them.
     covered = sum(span.numel for members in by_block.values() for span in members)
     total = math.prod(shape)
     assert covered == total, f"{name}: {covered} of {total} elements are held by some rank"
@@ -201,6 +203,7 @@ def merge_entries(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, A
             f"{dtype} {shape} on another"
         )
         whole["fragments"].append(entry["fragment"])
+    # Before the folder has a manifest: a save with a fault of the layout never counts.
     for name, kinds in index.items():
         for kind, whole in kinds.items():
             spans = [span_of(fragment) for fragment in whole["fragments"]]
@@ -215,6 +218,7 @@ PREFIX = "stage_b."
 
 def part_of(name: str) -> Part:
     """Part of a reader's parameter, by its name there; retrieval and slots are `memory`."""
+    # Names of modules stand in those of parameters with "/": torch allows no dot in a name.
     words = name.replace("/", ".").split(".")
     return next((part for part in PARTS[::-1] if part in words), "memory")
 
@@ -222,17 +226,10 @@ def part_of(name: str) -> Part:
 def reader_logical_name(name: str) -> str:
     """Name in checkpoints of a reader's parameter or buffer, free of the nesting of modules."""
     name = name.replace("/", ".")
+    # As Stage A saves it: its tools, and another Stage B, read a backbone out of either.
     if part_of(name) == "backbone":
         return backbone.logical_name(name.rpartition("backbone.")[2])
     return PREFIX + name
-
-
-def is_of_a_layer(name: str) -> bool:
-    """True for a reader's parameter of a block, which is on that block's pipeline stage alone.
-
-    All others are on every stage.
-    """
-    return "blocks" in name.replace("/", ".").split(".")
 
 
 def is_stage_b(name: str) -> bool:

@@ -13,6 +13,7 @@ of the training.
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from uuid import uuid4
 
 from cdrmix import runtime
 from cdrmix.checkpoint import folder
-from cdrmix.checkpoint.files import is_passing, json_text, save_number
+from cdrmix.checkpoint.files import is_passing, save_number
 from cdrmix.checkpoint.folder import RankShare
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.host_memory import HostMemory
@@ -103,18 +104,15 @@ def by_rank(problems: list[str]) -> str:
 
 @dataclass(frozen=True)
 class SaveProblem:
-    """A failed write; false if there was none.
+    """A failed write.
 
     Attributes:
         text: file and reason.
         is_passing: whether the file system may recover by itself.
     """
 
-    text: str = ""
-    is_passing: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.text)
+    text: str
+    is_passing: bool
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,8 @@ class _Save:
         before: action of rank 0 before the checkpoint gets its name.
         after: action of rank 0 after it.
         copy: this rank's share; done once the state may change.
-        job: work of this rank in this phase; results in a problem, perhaps empty, for each root.
+        temporary: name of the folder in each root while it is written.
+        job: work of this rank in this phase; results in a problem, or None, for each root.
         problems: those of all ranks, for each root.
         fault: a failure of this rank that is not a failed write.
         is_named: true in the second phase.
@@ -151,9 +150,10 @@ class _Save:
     state: str
     before: Callable[[], None]
     after: Callable[[], None]
+    temporary: str
     copy: Future[RankShare]
-    job: Future[list[SaveProblem]]
-    problems: list[SaveProblem]
+    job: Future[list[SaveProblem | None]]
+    problems: list[SaveProblem | None]
     fault: BaseException | None = None
     is_named: bool = False
     number: int = 0
@@ -245,11 +245,31 @@ class Saver:
             stalled = self.stall_seconds
             contents = {**state, "step": step, "world_size": self._ranks.world_size()}
             began = time.monotonic()
-            text = json_text(contents)
-            copy = self._copy(fragments, rank_state)
-            job = self._run(lambda: [self._write(r, step, copy.result()) for r in self._roots])
-            problems = [SaveProblem()] * len(self._roots)
-            self._save = _Save(step, began, stalled, text, before, after, copy, job, problems)
+            # As text, because it is written by another thread, when the run has changed the values.
+            text = json.dumps(contents, indent=1) + "\n"
+            try:
+                listed = list(fragments)
+                data = [fragment.values for fragment in folder.in_file_order(listed)]
+                share = RankShare(self._ranks.rank(), listed, data, rank_state)
+                # Without a thread the state cannot change before it is written: no copy is needed.
+                copied = None if self._memory is None else self._memory.copier(data)
+            except Exception as error:  # reported to the other ranks with the outcome of the save
+                copy = Future[RankShare]()
+                copy.set_exception(error)
+            else:
+                copy = self._run(lambda: share if copied is None else replace(share, data=copied()))
+            temporary = f"{step}.tmp-{self._token}"
+            job = self._run(
+                lambda: [
+                    _problem(partial(_retried, step, partial(self._write, root / temporary, mine)))
+                    for mine in [copy.result()]
+                    for root in self._roots
+                ]
+            )
+            self._save = _Save(
+                *(step, began, stalled, text, before, after, temporary, copy, job),
+                problems=[None] * len(self._roots),
+            )
 
     @property
     def is_copying(self) -> bool:
@@ -270,7 +290,8 @@ class Saver:
         """
         if self._save is None or not self._save.job.done():
             return [float(self._save is not None), *(0.0 for _ in self._roots)]
-        return [0.0, *(float(bool(problem)) for problem in self._problems_here(self._save))]
+        # One number per root, so that a failed replica does not fail the save in the run directory.
+        return [0.0, *(float(problem is not None) for problem in self._problems_here(self._save))]
 
     def advance(self, votes: Sequence[float]) -> None:
         """Begins the next phase, or ends the save, once no rank is at work; collective.
@@ -289,14 +310,26 @@ class Saver:
         if save is None or at_work:
             return
         if any(failed):  # the usual save needs no collective of objects
-            self._gather_problems(save)
+            of_ranks = self._ranks.all_gather_object(self._problems_here(save))
+            for number, of_root in enumerate(zip(*of_ranks, strict=True)):
+                # A root that failed in the first phase gets no name in the second.
+                problems = [problem for problem in of_root if problem is not None]
+                if problems and save.problems[number] is None:
+                    save.problems[number] = SaveProblem(
+                        by_rank([problem.text if problem else "" for problem in of_root]),
+                        all(problem.is_passing for problem in problems),
+                    )
+            error = save.job.exception()
+            if error is not None and not isinstance(error, _FAILED_WRITES):
+                save.fault = error
         if save.is_named:
             self._save = None
             self._conclude(save)
         else:
             save.is_named = True
             is_first = self._ranks.rank() == 0
-            none = [SaveProblem()] * len(self._roots)
+            none: list[SaveProblem | None] = [None] * len(self._roots)
+            # The folder is shared: a second rank's rename would find nothing to rename.
             save.job = self._run(lambda: self._name(save) if is_first else none)
 
     def wait(self) -> None:
@@ -309,6 +342,7 @@ class Saver:
             # At most twice: once for each phase of the save.
             while self._save is not None:
                 self._save.job.exception()  # waits, and raises nothing
+                # No step follows whose collective could carry the votes.
                 votes = self._ranks.all_gather_object(self.votes())
                 self.advance([sum(of_one_kind) for of_one_kind in zip(*votes, strict=True)])
 
@@ -331,56 +365,46 @@ class Saver:
             self._stalled = self.stall_seconds
             self._is_stalling = False
 
-    def _copy(self, fragments: Iterable[Fragment], state: Mapping[str, Any]) -> Future[RankShare]:
-        """Copies this rank's share on the writer thread; without one the share is not copied."""
-        try:
-            share = folder.make_share(self._ranks.rank(), fragments, state)
-            copy = None if self._memory is None else self._memory.copier(share.data)
-        except Exception as error:  # reported to the other ranks with the outcome of the save
-            failed = Future[RankShare]()
-            failed.set_exception(error)
-            return failed
-        return self._run(lambda: share if copy is None else replace(share, data=copy()))
-
     def _run(self, action: Callable[[], T]) -> Future[T]:
         """Runs `action` on the writer thread, or inline when saving synchronously."""
         if self._thread is not None:
             return self._thread.submit(action)
         job = Future[T]()
         try:
+            # A failure is stored here, too: all ranks must reach the collective that reports it.
             job.set_result(action())
         except Exception as error:
             job.set_exception(error)
         return job
 
-    def _write(self, root: Path, step: int, share: RankShare) -> SaveProblem:
+    def _write(self, temporary: Path, share: RankShare) -> None:
         """First phase in one root: writes this rank's share."""
-        temporary = self._temporary(root, step)
-        is_first = self._ranks.rank() == 0
+        folder.prepare(temporary, clears_leftovers=self._ranks.rank() == 0)
+        folder.write_share(temporary, share)
 
-        def write() -> None:
-            folder.prepare(temporary, clears_leftovers=is_first)
-            folder.write_share(temporary, share)
-
-        return _problem(lambda: _retried(step, write))
-
-    def _name(self, save: _Save) -> list[SaveProblem]:
+    def _name(self, save: _Save) -> list[SaveProblem | None]:
         """Second phase: names the folders that are whole, and deletes the others."""
         problems = []
         for root, earlier in zip(self._roots, save.problems, strict=True):
             try:
-                name = partial(self._name_in, root, save)
-                problems.append(SaveProblem() if earlier else _problem(name))
+                problems.append(None if earlier else _problem(partial(self._name_in, root, save)))
             finally:
-                shutil.rmtree(self._temporary(root, save.step), ignore_errors=True)
+                # Nothing stays of a failed save; of a named one nothing is left under this name.
+                shutil.rmtree(root / save.temporary, ignore_errors=True)
         return problems
 
     def _name_in(self, root: Path, save: _Save) -> None:
         step = save.step
-        temporary = self._temporary(root, step)
+        temporary = root / save.temporary
         _retried(step, save.before)
         if save.number == 0:  # once, so that all roots have the same number
-            save.number = 1 + _retried(step, self._newest_number)
+            # Past those of earlier starts, and of steps that a rollback has left behind.
+            numbers = [self._last_number]
+            for each in self._roots:
+                # A root that does not answer is left out; the others have every save that it has.
+                with contextlib.suppress(OSError, InfrastructureError):
+                    numbers += [save_number(path) or 0 for path in folder.step_folders(each)]
+            save.number = 1 + max(numbers)
         # Two attempts, not one: `complete` deletes the accounts that `read_parts` reads.
         parts = _retried(step, lambda: folder.read_parts(temporary, self._ranks.world_size()))
         _retried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
@@ -388,24 +412,13 @@ class Saver:
         if root == self._roots[0]:
             num_bytes = sum(file["bytes"] for part in parts for file in part.files.values())
             self.last = Saved(root / str(step), num_bytes, time.monotonic() - save.began)
-            if problem := _problem(save.after):
+            if problem := _problem(save.after):  # the checkpoint has its name, and is whole
                 logger.warning("checkpoint of step %d: %s", step, problem.text)
         self._last_number = save.number
         try:
             folder.drop_others(root, step, self._keep, self._pinned)
         except (OSError, InfrastructureError) as error:
             logger.warning("%s: old checkpoints cannot be dropped: %s", root, described(error))
-
-    def _newest_number(self) -> int:
-        """Highest number of a save in any root: numbers go on through rollbacks.
-
-        A root that does not answer is left out; the others have every save that it has.
-        """
-        numbers = [self._last_number]
-        for root in self._roots:
-            with contextlib.suppress(OSError, InfrastructureError):
-                numbers += [save_number(path) or 0 for path in folder.step_folders(root)]
-        return max(numbers)
 
     def _conclude(self, save: _Save) -> None:
         """Reports the end of a save; raises if it failed in the first root."""
@@ -439,38 +452,21 @@ class Saver:
             self.stall_seconds - save.stalled,
         )
 
-    def _gather_problems(self, save: _Save) -> None:
-        """Adds the problems of all ranks in this phase to the save; collective."""
-        of_ranks = self._ranks.all_gather_object(self._problems_here(save))
-        new = [
-            SaveProblem(
-                by_rank([problem.text for problem in of_root]),
-                all(problem.is_passing for problem in of_root if problem),
-            )
-            for of_root in zip(*of_ranks, strict=True)
-        ]
-        # A root that failed in the first phase gets no name in the second.
-        save.problems = [old or fresh for old, fresh in zip(save.problems, new, strict=True)]
-        error = save.job.exception()
-        if error is not None and not isinstance(error, _FAILED_WRITES):
-            save.fault = error
-
-    def _problems_here(self, save: _Save) -> list[SaveProblem]:
+    def _problems_here(self, save: _Save) -> list[SaveProblem | None]:
         """Problems of this rank in this phase, whose job is done, for each root."""
         error = save.job.exception()
-        return save.job.result() if error is None else [_as_problem(error)] * len(self._roots)
+        if error is None:
+            return save.job.result()
+        return [_as_problem(error) for _ in self._roots]
 
-    def _temporary(self, root: Path, step: int) -> Path:
-        return root / f"{step}.tmp-{self._token}"
 
-
-def _problem(action: Callable[[], None]) -> SaveProblem:
-    """Runs `action`, and returns the failed write that ended it, or none."""
+def _problem(action: Callable[[], None]) -> SaveProblem | None:
+    """Runs `action`, and returns the failed write that ended it, or None."""
     try:
         action()
     except _FAILED_WRITES as error:
         return _as_problem(error)
-    return SaveProblem()
+    return None
 
 
 def _as_problem(error: BaseException) -> SaveProblem:
@@ -490,4 +486,5 @@ def _retried(step: int, action: Callable[[], T]) -> T:
                 "checkpoint of step %d: %s; tried again in %.0f s", step, reason, seconds
             )
             time.sleep(seconds)
+    # The last attempt: its failure is that of the save.
     return action()

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cdrmix.checkpoint.files import damage, is_checkpoint, read_json, retried, sync_directory
-from cdrmix.checkpoint.folder import in_order_of_saves, is_step_folder, step_folders, step_of
+from cdrmix.checkpoint.files import MANIFEST_FILE, damage, read_json, retried, sync_directory
+from cdrmix.checkpoint.folder import STEP_FOLDER, in_order_of_saves, step_folders, step_of
 from cdrmix.checkpoint.saver import THIS_RUN, Ranks, agree_on_failures
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
 from cdrmix.log import get_logger
@@ -48,14 +48,32 @@ class FoundCheckpoint:
     skipped_paths: tuple[Path, ...] = ()
 
 
-def has_checkpoints(path: Path) -> bool:
-    """True if there are checkpoints for `find_newest` under `path`, whole or damaged."""
-    return bool(_candidates(path, ()))
+def candidates(path: Path, copies: Sequence[Path] = ()) -> list[Path]:
+    """Folders for `find_newest`, whole or damaged, the last one saved first.
+
+    Raises:
+        InfrastructureError: if the file system does not answer at present.
+    """
+    inside = path / "checkpoints"
+    folders: list[Path] = []
+    if retried(inside.is_dir, path):
+        copies = (inside, *copies)
+    elif retried((path / MANIFEST_FILE).exists, path) or (
+        # One without a manifest, too: it is damaged, and is to be reported as such.
+        retried(path.is_dir, path) and STEP_FOLDER.fullmatch(path.name)
+    ):
+        folders.append(path)
+    else:
+        copies = (path, *copies)
+    for root in copies:
+        folders += retried(partial(step_folders, root), root)
+    # The sort is stable: of equal checkpoints the run's own comes before its copies.
+    return in_order_of_saves(folders)
 
 
 def readable_states(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the readable state.json of the checkpoints under `path`, newest first, unverified."""
-    for folder in _candidates(path, ()):
+    for folder in candidates(path):
         with contextlib.suppress(OSError, ValueError, InfrastructureError):
             state = read_json(folder / "state.json")
             if isinstance(state, dict):
@@ -84,7 +102,7 @@ def find_newest(
     """
     # Rank 0 lists the folders for all: NFS may show other ranks an older directory.
     is_first = ranks.rank() == 0
-    folders = agree_on_failures(ranks, lambda: _candidates(path, copies) if is_first else [])[0]
+    folders = agree_on_failures(ranks, lambda: candidates(path, copies) if is_first else [])[0]
     if before is not None:
         folders = [folder for folder in folders if step_of(folder) < before]
     skipped: list[tuple[str, str]] = []
@@ -99,13 +117,16 @@ def find_newest(
         try:
             shares = agree_on_failures(ranks, lambda: damage(folder, part=part, parts=parts))  # noqa: B023
         except InfrastructureError as error:
+            # No evidence of damage: going back would cost the steps of a checkpoint that is whole.
             unreadable = unreadable or (folder.name, error)
             continue
         reasons = [reason for share in shares for reason in share]
+        # Each rank has verified its part alone: the checkpoint is whole if all parts are.
         if not reasons:
             state = agree_on_failures(ranks, lambda: _state_of(folder))[0]  # noqa: B023
             return FoundCheckpoint(folder, state["step"], tuple(skipped), tuple(skipped_paths))
         name = str(folder) if folder.parent in copies else folder.name
+        # Every rank reads the manifest, and reports the same damage of it: once is enough.
         skipped.append((name, "; ".join(dict.fromkeys(reasons))))
         skipped_paths.append(folder)
     if unreadable is not None:
@@ -135,6 +156,7 @@ def set_aside(start: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> 
     for folder in [folder for root in roots for folder in step_folders(root)]:
         if folder not in start.skipped_paths and not (newer and step_of(folder) > start.step):
             continue
+        # Never over an earlier one: all that was set aside stays for people to look at.
         number = 1
         while (aside := folder.with_name(f"{step_of(folder)}.set-aside-{number}")).exists():
             number += 1
@@ -160,19 +182,3 @@ def _state_of(folder: Path) -> dict[str, Any]:
         f"{folder / 'state.json'}: not the state of a checkpoint ({reason}). Give a checkpoint "
         "that this package has saved"
     )
-
-
-def _candidates(path: Path, copies: Sequence[Path]) -> list[Path]:
-    """Folders with names of checkpoints, the last one saved first, each before its copies."""
-
-    def listed() -> list[Path]:
-        inside = path / "checkpoints"
-        if inside.is_dir():
-            return step_folders(inside)
-        is_named_like_one = path.is_dir() and is_step_folder(path)
-        return [path] if is_checkpoint(path) or is_named_like_one else step_folders(path)
-
-    folders = [*retried(listed, path)]
-    for root in copies:
-        folders += retried(partial(step_folders, root), root)
-    return in_order_of_saves(folders)

@@ -95,6 +95,7 @@ def _overridden(values: Any, override: str, origins: dict[Keys, str]) -> Any:
             f"--set {override}: not an override. Give PATH=VALUE, such as training.seed=7"
         )
     place = f"--set {'.'.join(keys)}"
+    # Sections on the way are copied: YAML anchors make one mapping of several sections.
     values = dict(values) if isinstance(values, dict) else {}
     section = values
     created = None  # the outermost section that the file lacks
@@ -112,6 +113,7 @@ def _overridden(values: Any, override: str, origins: dict[Keys, str]) -> Any:
         # `=8` is the text 8 for a field that takes text
         value = None if value is None and is_nullable(field) else text
     section[keys[-1]] = value
+    # What a section that the override creates still lacks is reported at the override, too.
     origins[created or keys] = place
     return values
 
@@ -120,6 +122,8 @@ def _report(problem: Problem, file: Path, origins: dict[Keys, str]) -> str:
     """Formats a problem in one line: its file or override, path, text."""
     path = problem.path
     dotted = ".".join(problem.path)
+    # An override is to blame if it set the value or a section around it; otherwise the file is,
+    # beside the overrides that the message names.
     above = [keys for keys in origins if path[: len(keys)] == keys]
     below = [
         origin
@@ -127,6 +131,7 @@ def _report(problem: Problem, file: Path, origins: dict[Keys, str]) -> str:
         if keys[: len(path)] == path and keys[-1] in problem.text
     ]
     beside = f" with {' '.join(below)}" if below else ""
+    # The longest path says most: `model.moe.top_k` before `model.moe`.
     place = origins[max(above, key=len)] if above else f"{file}{beside}"
     has_path = place == f"--set {dotted}" or not path
     return f"{place}: {problem.text}" if has_path else f"{place}: {dotted}: {problem.text}"
@@ -151,6 +156,7 @@ def config_hash(config: Section) -> str:
 
 def new_run_dir(config: Section) -> Path:
     """Names the default run directory, experiments/<UTC timestamp>-<hash>, without creating it."""
+    # UTC: hosts in several time zones sort their runs alike.
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return Path("experiments") / f"{now}-{config_hash(config)}"
 

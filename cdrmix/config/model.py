@@ -28,6 +28,7 @@ class MoEConfig(Section):
     num_experts: int = Field(8, ge=1, description="Experts per layer (count).")
     top_k: int = Field(2, ge=1, description="Experts that each token is sent to (count).")
     expert_hidden_size: int = Field(ge=1, description="Inner width of one expert (features).")
+    # Below 1, tokens would be dropped even if all experts were chosen equally often.
     capacity_factor: float = Field(
         1.25,
         ge=1.0,
@@ -92,6 +93,7 @@ class ModelConfig(Section):
 
     model_config = ConfigDict(json_schema_extra=_derived_not_required)
 
+    # The smallest head has 32 features.
     hidden_size: int = Field(ge=32, description="Width of the residual stream (features).")
     num_layers: int = Field(ge=1, description="Blocks, RWKV and Transformer together (count).")
     num_heads: int = Field(ge=1, description="Heads of attention and of RWKV (count).")
@@ -101,6 +103,7 @@ class ModelConfig(Section):
     head_dim: Literal[32, 64, 128] = Field(
         description="Width of one head (features); hidden_size / num_heads when left out."
     )
+    # A tokenizer has a token for each of the 256 bytes, so that no text is without tokens.
     vocab_size: int = Field(
         ge=256, description="Rows of the embedding (tokens); a tokenizer may use fewer."
     )
@@ -123,6 +126,7 @@ class ModelConfig(Section):
     init_std_scale: float = Field(
         1.0, gt=0, description="Factor on the initial standard deviation of 0.02 (ratio)."
     )
+    # At 1 all pairs of features would turn by the same angle.
     rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary angles (ratio).")
 
     @model_validator(mode="before")
@@ -132,6 +136,7 @@ class ModelConfig(Section):
             return values
         filled = dict(values)
         hidden, heads, moe = (filled.get(key) for key in ("hidden_size", "num_heads", "moe"))
+        # Only from values of the right type: what is wrong with others is said of them alone.
         if filled.get("num_kv_heads") is None and _is_count(heads):
             filled["num_kv_heads"] = heads
         if filled.get("head_dim") is None and _is_count(hidden) and _is_count(heads):
@@ -173,6 +178,7 @@ class ModelConfig(Section):
             raise ValueError(
                 f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}"
             )
+        # For its error: a fraction that cannot be interleaved is refused with the file.
         self.layer_kinds()
         return self
 
@@ -191,11 +197,13 @@ class ModelConfig(Section):
             kinds[self.num_layers - top :] = ["transformer"] * top
             return tuple(kinds)
         period = round(1 / self.transformer_fraction)
+        # The tolerance takes 0.3333333 for a third.
         if abs(period * self.transformer_fraction - 1) > 1e-6:
             raise ValueError(
                 f"transformer_fraction = {self.transformer_fraction} cannot be interleaved: "
                 "give one over a whole number (1, 0.5, 0.25, ...) or schedule = top-of-x"
             )
+        # The Transformer block ends its period: RWKV blocks come first.
         for layer in range(period - 1, self.num_layers, period):
             kinds[layer] = "transformer"
         return tuple(kinds)

@@ -28,6 +28,7 @@ _KINDS: dict[Any, str] = {
     bool: "true or false",
     str: "text",
 }
+# Their arguments are types of entries, not alternatives.
 _CONTAINERS = (tuple, list, Sequence, dict, Mapping)
 _BOUNDS = (
     ("ge", "from"),
@@ -63,6 +64,7 @@ def validate(values: Any, root: type[AnySection]) -> tuple[AnySection | None, li
         problem = "the file is empty" if values is None else f"given {shown(values)}"
         return None, [Problem((), f"{problem}; allowed is {_kind_of(root)}")]
     problems: list[Problem] = []
+    # Unknown keys are taken out first: pydantic reports them without saying what was meant.
     known = _known(values, root, root, (), problems)
     try:
         config = root.model_validate(known)
@@ -86,7 +88,9 @@ def _pydantic_problems(
         # The error of a derived field belongs to the fields that it was derived from.
         is_derived = path[:1] == ("model",) and path[-1] in DERIVED_MODEL_FIELDS
         is_derived = is_derived and known["model"].get(path[-1]) is None
+        # A value that could not be derived is no fault of its own.
         sources_failed = failed & {("model", "hidden_size"), ("model", "num_heads")}
+        # A misspelt key is reported once, and not also as the one that is missing.
         misspelt = any(p.path[:-1] == path[:-1] and p.meant == path[-1] for p in unknown)
         if not (is_derived and sources_failed) and not (misspelt and detail["type"] == "missing"):
             problems.append(Problem(path[:-1] if is_derived else path, _message(detail, root)))
@@ -109,6 +113,7 @@ def _known(
             continue
         key = str(name)
         names = sorted(section.model_fields)
+        # A key of this section that is spelt alike is likelier than one of another section.
         near = difflib.get_close_matches(key, names, n=1)
         elsewhere = [".".join(place) for place in _field_paths(root) if place[-1] == key]
         advice = f" It belongs at '{elsewhere[0]}'." if elsewhere else ""
@@ -130,6 +135,7 @@ def _plain(
             _plain(entry, item, root, (*path, str(number)), problems)
             for number, entry in enumerate(value)
         )
+    # YAML reads 300e9 as a float, and a literal of numbers (head_dim) is a whole number, too.
     wants_int = any(kind is int or isinstance(kind, int) for kind in alternatives(annotation))
     if wants_int and isinstance(value, float) and value.is_integer():
         return int(value)
@@ -161,6 +167,7 @@ def _message(detail: ErrorDetails, root: type[Section]) -> str:
         lengths = detail["ctx"]
         least = f"allowed are {lengths['min_length']} or more"
         return f"{value} of {lengths['actual_length']}, {least}{meaning}"
+    # The path of an entry ends in its index; what is allowed is then that of the entry.
     item = _item_of(field.annotation) if str(detail["loc"][-1]).isdigit() else None
     kinds = allowed(field) if item is None else _kind_of(item)
     words = [kind for kind in alternatives(field.annotation) if isinstance(kind, str)]
@@ -261,4 +268,5 @@ def shown(value: Any) -> str:
         return "a section" if value else "an empty section"
     if isinstance(value, list | tuple):
         return "a list"
+    # With escapes: text with line breaks stays in its line of the message.
     return repr(value)

@@ -80,6 +80,7 @@ class DataConfig(Section):
     cache_folder: str = Field(
         "data/cache", description="Folder for copies of remote shards, on a disk of each machine."
     )
+    # 128 GiB; beyond it the copies used longest ago go first.
     cache_bytes: int = Field(
         2**37, ge=1, description="Largest size of these copies, per data set (bytes)."
     )
@@ -88,6 +89,8 @@ class DataConfig(Section):
         description="shuffled: a keyed permutation of each epoch's samples. windowed: a "
         "permutation of windows, and of the samples in each, so that few shards are open at once.",
     )
+    # Bounds what the copies of remote shards need at once, where `shuffled` has to have room for
+    # the whole split.
     window_samples: int = Field(
         65_536, ge=1, description="Samples shuffled together with order = windowed."
     )
@@ -139,6 +142,9 @@ class LossSpikeConfig(Section):
         ge=8,
         description="Steps that a loss is compared with, at least half of them present.",
     )
+    # The factor makes it the standard deviation where losses are normal; the median is not moved by
+    # a few losses far out. Losses that hardly vary would make spikes of nothing: hence the least
+    # deviation.
     deviations: float = Field(
         10.0,
         gt=0,
@@ -269,8 +275,10 @@ class TrainingConfig(Section):
     weight_decay: float = Field(
         0.1, ge=0, description="Decoupled decay on matrices; vectors are never decayed (ratio)."
     )
+    # At 1 the correction of the first steps' bias would divide by zero.
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the mean (ratio).")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the square (ratio).")
+    # Above 0: an element whose gradient has always been zero would divide by zero.
     epsilon: float = Field(1e-8, gt=0, description="AdamW denominator offset.")
 
     @model_validator(mode="after")
@@ -300,6 +308,7 @@ class TrainingConfig(Section):
         if self.max_steps is not None:
             return self.max_steps
         assert self.total_tokens is not None, "checked at construction"
+        # Rounded up in whole numbers: a quotient of floats is exact up to 2**53 alone.
         return -(-self.total_tokens // self.tokens_per_step)
 
 
@@ -308,6 +317,7 @@ class CheckpointConfig(Section):
 
     every_steps: int | None = Field(1_000, ge=1, description="Optimizer steps between saves.")
     every_minutes: float | None = Field(None, gt=0, description="Minutes between saves.")
+    # A run without a checkpoint could not be started again.
     keep: int = Field(
         3,
         ge=1,
@@ -382,6 +392,7 @@ class LaunchConfig(Section):
             if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.A):
                 raise ValueError(f"{name!r} is no name of a variable: letters, digits and _")
             if (
+                # `true` would become the text True, which is not what the file says.
                 isinstance(text, bool)
                 or not isinstance(text, str | int)
                 or _BREAKS.search(str(text))
@@ -400,6 +411,7 @@ class SupervisionConfig(Section):
         "unless the step before took more than a quarter of it, or the ranks wait for one that "
         "may take longer (seconds).",
     )
+    # In these phases ranks wait for a file server or for rank 0, and show no progress.
     phase_seconds: float = Field(
         1_800.0,
         ge=1,
@@ -463,6 +475,7 @@ class Config(Section):
     def _window_holds_a_sentence(self) -> Config:
         if self.stage_b is None or self.training.stage == "a":
             return self
+        # Its own limit checks window_tokens; this is about the length that null stands for.
         window = self.stage_b.training.window_tokens or self.training.sequence_length
         if window < SMALLEST_WINDOW:
             raise ValueError(

@@ -15,8 +15,11 @@ import yaml
 from cdrmix.errors import ConfigError
 
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+# Without yes, no, on and off: `no` is also the code of a language.
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+# Decimal alone: YAML 1.1 reads 010 as octal, and 1:30 by sixties.
 _INT = re.compile(r"^[-+]?[0-9][0-9_]*$")
+# PyYAML wants a point and a signed exponent, so that 3e-4 and 1e9 would be text.
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -26,6 +29,7 @@ _FLOAT = re.compile(
 class _Loader(yaml.SafeLoader):
     """Safe loader with the scalars of YAML 1.2; tags and duplicate keys are errors."""
 
+    # Begun empty: `add_implicit_resolver` would otherwise extend a copy of those of YAML 1.1.
     yaml_implicit_resolvers: dict = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -67,6 +71,7 @@ def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
 # The last argument lists the first characters of a scalar for which PyYAML tries the pattern.
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""])
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+# Whole numbers before floats: both patterns fit 8, and the first one counts.
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
@@ -98,6 +103,7 @@ def parse_yaml(text: str, *, place: str) -> Any:
         if mark is None:
             raise ConfigError(f"{place}: {problem}") from None
         lines = text.splitlines() or [""]
+        # An error at the end of the text is marked behind its last line.
         line = lines[min(mark.line, len(lines) - 1)]
         raise ConfigError(
             f"{place}: line {mark.line + 1}, column {mark.column + 1}: {problem}\n"
@@ -121,8 +127,10 @@ def parse_scalar(text: str) -> Any:
     except yaml.YAMLError:
         return text
     if not isinstance(node, yaml.ScalarNode):
+        # A list or a mapping such as `key: value` is text here, and nothing at all is null.
         return text if text.strip() else None
     value = yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    # Text without quotes stays as the user typed it: YAML would cut it at a comment or trim it.
     plain_text = isinstance(value, str) and node.style is None
     return text if plain_text else value
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from cdrmix import runtime
-from cdrmix.checkpoint.files import is_checkpoint, is_passing, read_json, retried
+from cdrmix.checkpoint.files import MANIFEST_FILE, is_passing, read_json, retried
 from cdrmix.checkpoint.folder import step_folders
 from cdrmix.cluster.messages import LAUNCH_FOLDER
 from cdrmix.cluster.starts import process_start_ticks
@@ -262,7 +262,7 @@ def _run_of(resume: str) -> Path | None:
     path = Path(resume)
     if path.parent.name == "checkpoints":
         return path.parent.parent
-    if is_checkpoint(path):
+    if (path / MANIFEST_FILE).exists():
         return None
     return path.parent if path.name == "checkpoints" else path
 

@@ -23,6 +23,7 @@ from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.segments import Texts
 from cdrmix.stage_b.long_context import TrainedReader, load_reader
 
+# Summarising and writing alone keep a segment: one that `retrieve` looks for is dropped, too.
 _WHILE_READING = {
     Action.SUMMARIZE: "summarised",
     Action.RETRIEVE: "dropped",
@@ -157,10 +158,12 @@ def answer_with(
     if lasting is None:
         return _answered(loaded, _play(loaded, texts, None, branches=branches))
     tokenizer = loaded.trained.tokenizer_digest
+    # A question alone makes no index: there would be nothing to store.
     with opened(lasting.folder, loaded.reader, tokenizer=tokenizer, make=bool(segments)) as index:
         earlier = make_earlier(index, faiss=lasting.faiss)
         played = _play(loaded, texts, earlier, branches=branches)
         answered = _answered(loaded, played)
+        # Only now: a call that fails before leaves the index as it was.
         outcome = _store(index, played, lasting.source)
     changes = {"refreshed": outcome.refreshed, "expired": outcome.evicted}
     events = [
@@ -188,6 +191,7 @@ def _check_input(
             "an index takes a text to read, a question, or both: give --prompt or --file, or "
             "--question"
         )
+    # Before the text is read, which may be long.
     room = segment_room(lessons.window_tokens, len(question))
     if room < 0:
         raise DataError(
@@ -221,18 +225,22 @@ def _play(
     """Reads a text to its end, and to an answer if there is a question."""
     reader = loaded.reader
     policy = reader.policy
+    # Nobody knows the right answer here, so that no answer earns a reward.
     episodes = ReadingEpisodes(reader, reader.read(texts), lambda _, __: 0.0, earlier=earlier)
     state = episodes.start()
     has_question = bool(texts.questions[0])
     played = _Played(episodes, state, [], {}, [])
     while not bool(state.solved.all()):
         place = episodes.segment_read(state)
+        # All is read: what follows are decisions about the answer.
         if place is None and not has_question:
             break
         observation = episodes.observe(state)
         decision = policy(*observation)
         check_decision(decision, observation.legal)
         if place is not None:
+            # Of each segment read, not only where writing is the likeliest: branches may write,
+            # too.
             probability = decision.logprobs[0, Action.CACHE_WRITE].exp()
             played.write_probability[place] = float(probability)
         if branches:
@@ -246,6 +254,7 @@ def _play(
             after = episodes.step(state, actions).state
         for kind, segment in _changes(episodes, action, state, after):
             text = loaded.lessons.tokenizer.decode(episodes.texts.segment(0, segment))
+            # Segments of this text need no source: it is the one that the user gave.
             source = earlier.source(segment) if kind == "recalled" and earlier else ""
             played.events.append(ReadingEvent(kind, text, source))
         state = after
@@ -258,6 +267,7 @@ def _changes(
     """Event kinds of a step, with their segments."""
     place = episodes.segment_read(before)
     if place is None:
+        # -1 is an empty place.
         fetched = set(after.fetched[0].tolist()) - set(before.fetched[0].tolist()) - {-1}
         return [
             ("recalled" if segment < episodes.num_earlier else "retrieved", segment)

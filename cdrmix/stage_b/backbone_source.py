@@ -24,6 +24,7 @@ from cdrmix.planning.counts import parameters
 from cdrmix.planning.stage_b import stage_b_layers
 
 logger = get_logger(__name__)
+# DeepSpeed converts what it trains; a frozen backbone stays outside of it.
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -42,6 +43,7 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
         return
     assert config.stage_b is not None, "checked at construction"
     resumed = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
+    # Unverified states will do: ranks verify the checkpoint itself once they have started.
     if resumed is not None:
         states = store.readable_states(resumed)
         if any(state.get("stage") == "b" for state in states):  # which hold the backbone, too
@@ -61,7 +63,7 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
             "stage_b.run=RUN_DIR, --run-dir RUN_DIR --resume auto to go on in its run directory, "
             "or training.stage = all"
         )
-    if not store.has_checkpoints(place):
+    if not store.candidates(place):
         raise StateError(
             f"{option}: holds no checkpoint to take the backbone from. Give the run directory of a "
             "finished Stage A, or training.stage = all"
@@ -89,6 +91,7 @@ def find_backbone(
     assert config.stage_b is not None, "Stage B has its section"
     other_run = config.stage_b.run
     place = directory.path if other_run is None else Path(other_run)
+    # A replica has copies of this run alone.
     copies = directory.copies if other_run is None else ()
     source = resumed if other_run is None else None
     source = source or store.find_newest(place, *copies)
@@ -100,6 +103,7 @@ def find_backbone(
     trained = _trained_in_stage_b(source)
     if trained is not None:
         # Stage B cannot begin again from weights that it has trained: only from those before.
+        # Of the very step in which Stage B began, too: it is the last one of Stage A.
         earlier = store.find_newest(place, *copies, before=trained["first_step"] + 1)
         if earlier is None or _trained_in_stage_b(earlier) is not None:
             raise StateError(
@@ -136,6 +140,7 @@ def _check_model(config: Config, state: dict[str, Any], source: store.FoundCheck
         )
     if state.get("stage") == "b":
         return
+    # By its own configuration: a Stage A of this one may be longer or shorter.
     length = Config.model_validate(state["config"]).training.num_steps
     if source.step < length:
         damaged = "; newer ones are damaged" if source.skipped else ""
@@ -181,6 +186,7 @@ def load_backbone(config: Config, checkpoint: CheckpointFile, topology: Topology
     else:
         # Frozen, and in the type of the run from the first: a device that it fills has no room for
         # float32 on the way.
+        # Without memory: initial values would be replaced at once.
         with torch.device("meta"):
             if pipeline == 1:
                 backbone = Backbone(config.model)

@@ -77,6 +77,7 @@ class Course:
         return chained(
             self.model.backbone,
             partial(phases.phase_loss, self.model, phase, lesson, self._config),
+            # Stages of a pipeline must start the backward pass together.
             learning=(p for p in self.model.parameters() if p.requires_grad),
             learns_inside="adapters" in self.learning(phase),
         )
@@ -114,6 +115,7 @@ def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
     reader = MemoryReader(
         backbone, stage_b, window_tokens=lessons.window_tokens, marks=lessons.marks
     )
+    # From seed and names, so that all ranks have the same values without a collective.
     reader.initialize(seed=config.training.seed)
     return Course(reader.to(runtime.device()), lessons, config)
 
@@ -177,6 +179,7 @@ class LessonLoader:
         Raises:
             DataError: if a lesson cannot be made, or a reward is not finite.
         """
+        # From the number of the step, which checkpoints and metrics have, too.
         place = place_of(step, self._training)
         # Every rank counts the lessons of all: a position holds at any number of ranks.
         end = self.samples_consumed + self._training.lessons_per_step
@@ -198,6 +201,7 @@ class LessonLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position between two steps; the same on every rank."""
+        # With all that the texts follow from: a position means nothing in other lessons.
         position = {"samples_consumed": self.samples_consumed, "steps": self._steps}
         return position | self._identity()
 
@@ -253,5 +257,6 @@ def _bounds(lengths: list[list[Any]], steps_done: int) -> list[tuple[str, int]]:
             break
         end += length
         if length:
+            # Cut at the steps done: what is not yet trained may change.
             bounds.append((str(phase), min(end, steps_done)))
     return bounds

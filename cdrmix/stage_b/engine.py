@@ -136,6 +136,7 @@ class StageB:
         place = batch.place
         rates = learning_rates(place, self._course.learning(place.phase), run.config)
         set_learning(run.engine, rates)
+        # Should DeepSpeed skip the step, those of the step before must not be reported for it.
         self._clip.norms.clear()
         # DeepSpeed divides by the micro-steps of a rank and by the ranks; the mean is over lessons.
         slots = run.engine.gradient_accumulation_steps()
@@ -182,12 +183,15 @@ class StageB:
         farthest = policy.kl_margin * policy.kl_target
         metrics: list[LessonMetrics] = []
         for epoch in range(policy.epochs):
+            # Of all lessons before any is learned from: the mean divergence decides whether to go
+            # on.
             losses = [self._course.rollout_loss(each) for each in collected]
             metrics = [
                 {**each.metrics, "loss": loss.detach(), **of_loss}
                 for each, (loss, of_loss) in zip(collected, losses, strict=True)
             ]
             counting = metrics if run.topology.counts_tokens else []
+            # In the first epoch the policy is still the one that played: its divergence is 0.
             if epoch:
                 # Summed over all ranks, so that they stop at the same epoch.
                 kl = torch.tensor(sum(float(each["kl"]) for each in counting), dtype=torch.float64)
@@ -207,9 +211,11 @@ class StageB:
 
     def measure(self, run: Run, result: LessonResult) -> LessonMeasures:
         """Reduce a result over the ranks: each metric's mean over the lessons that have it."""
+        # Ranks differ in the metrics that their lessons have; a collective needs one order on all.
         own_names = set().union(*result.metrics)
         names = sorted(set().union(*runtime.all_gather_object(own_names)))
         values = [[float(each[name]) for each in result.metrics if name in each] for name in names]
+        # Sums and counts, because ranks may have different numbers of lessons.
         sums = torch.tensor([[sum(each), len(each)] for each in values], dtype=torch.float64)
         totals = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
         return LessonMeasures(
@@ -222,6 +228,7 @@ class StageB:
 
     def judge(self, run: Run, measures: LessonMeasures) -> list[Verdict | None]:
         """A verdict on a loss that is not finite."""
+        # No spikes: each phase has losses of its own, and lessons differ in length.
         loss = measures.means["loss"]
         return [] if math.isfinite(loss) else [run.health.loss_known(run.step, loss)]
 
@@ -238,6 +245,7 @@ class StageB:
         steps, seconds, _ = run.observer.take_window()
         peak = take_memory_peak_bytes()
         usage = (peak, peak / (runtime.device_memory_gib() * 2**30))
+        # Of the fullest rank, which is the one that runs out of memory.
         peak, share = map(max, zip(*runtime.all_gather_object(usage), strict=True))
         line = record(
             step=run.step,
@@ -265,6 +273,7 @@ class StageB:
                 for name, tensor in self._course.model.named_parameters()
                 if part_of(name) == "backbone" and not is_copy(tensor)
             ]
+            # In turn, so that each data rank writes about as much.
             mine = dict(backbone[run.topology.data_rank :: run.topology.degrees.data])
             yield from engine_state.whole_fragments(mine, reader_logical_name)
 

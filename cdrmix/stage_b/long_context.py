@@ -33,6 +33,7 @@ from cdrmix.reasoning.tasks import Example, check_task, read_examples, write_exa
 from cdrmix.stage_b.phases import grade_by
 
 logger = get_logger(__name__)
+# Up to twice the longest texts that Stage B trains on by default.
 LENGTH_RATIOS = (1, 2, 4, 8, 16)
 REASONING_FILE = "reasoning.json"
 # Bounds the memory of an evaluation, whose texts have up to 16 windows.
@@ -69,6 +70,7 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
     trained = load_trained(source)
     stage_b = trained.config.stage_b
     with CheckpointFile(trained.checkpoint) as checkpoint:
+        # By the content: a Stage A of a reasoning variant has the section, but no memory yet.
         if stage_b is None or not any(map(is_stage_b, checkpoint.names())):
             raise StateError(
                 f"{source}: step {trained.step} has no memory to read with. Memory is trained in "
@@ -192,6 +194,7 @@ def store_rows(checkpoint: Path, rows: Sequence[Row]) -> None:
         StateError: if they cannot be written.
     """
     folder = checkpoint.parent
+    # A checkpoint that was copied elsewhere belongs to no run directory.
     if folder.name == "checkpoints":
         write_text_atomic(folder.parent / REASONING_FILE, scores_json(rows) + "\n")
 
@@ -236,6 +239,7 @@ def suite(
         misfit = None
         for number in range(_TRIES_PER_EXAMPLE * num_examples):
             try:
+                # A seed of its own: lessons of training are drawn from others.
                 examples.append(lessons.example(task, f"{lessons.seed}/evaluation", number, ratio))
             except DataError as error:
                 misfit = error
@@ -262,6 +266,7 @@ def score_examples(
     """
     cells: dict[tuple[str, int], list[Example]] = {}
     for example in examples:
+        # One length at a time: texts of a batch are padded to the longest.
         cells.setdefault((example.task, example.length_ratio), []).append(example)
     rows = []
     num_accepted = 0
@@ -290,6 +295,7 @@ def _play(
         examples = cell[first : first + _EXAMPLES_PER_BATCH]
         texts = lessons.texts([lessons.segments(each.text) for each in examples], examples)
         texts = texts.to(reader.backbone.device)
+        # The same checker for both columns, so that they differ by the memory alone.
         grade = grade_by(examples, lessons.tokenizer)
         episodes = ReadingEpisodes(reader, reader.read(texts), grade)
         start = episodes.start()
@@ -324,6 +330,7 @@ def score_table(rows: Sequence[Row]) -> str:
         lines.append(f"{task:<24}" + "".join(f"{cell:>14}" for cell in cells))
     if not rows:
         return "\n".join([*lines, "no task fits"])
+    # A length that has no room for some examples has fewer.
     fewest = min(row.n for row in rows)
     most = max(row.n for row in rows)
     texts = f"{most}" if fewest == most else f"{fewest} to {most}"

@@ -88,6 +88,7 @@ def stage_b_adamw(
             weight_decay=0.0,
             fused=True,
         )
+        # A hook: DeepSpeed takes the step itself, once it has reduced the gradients.
         optimizer.register_step_pre_hook(clip)
         return optimizer
 
@@ -169,6 +170,7 @@ class Clip:
                 )
             norm = self.norms.get(group["part"], 0.0)
             limit = self._limits[group["part"]]
+            # By the norm of the whole part: clipping each group alone would turn the gradient.
             if limit and norm > limit:
                 for gradient in of_group:
                     gradient.mul_(limit / norm)
@@ -194,6 +196,7 @@ class Clip:
             counts = self._topology.is_first_stage or group["part"] == "adapters"
             for gradient in of_group if group["lr"] and counts else ():
                 sums[learning.index(group["part"])] += gradient.double().square().sum()
+        # Partitions of the ranks are disjoint, so that their squares add up to the whole norm.
         totals = runtime.all_reduce_sum(sums).sqrt().div(scale).tolist()
         return dict(zip(learning, totals, strict=True))
 
@@ -212,6 +215,7 @@ def set_learning(engine: Any, rates: dict[Part, float]) -> None:
     for group in engine.optimizer.param_groups:
         group["lr"] = rates[group["part"]]
     for name, parameter in engine.module.named_parameters():
+        # `in_order` takes gradients of these alone.
         parameter.requires_grad_(rates[part_of(name)] > 0)
 
 
@@ -248,6 +252,8 @@ class _PrecomputedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        # `factor` is what DeepSpeed makes of the loss: loss scale and share of the micro-step. The
+        # gradients hold the loss scale already.
         each = float(factor) / ctx.scale
         return (None, None, *(each * gradient for gradient in ctx.gradients))
 
@@ -265,4 +271,5 @@ class TrainedParameters(nn.Module):
         super().__init__()
         for name, parameter in reader.named_parameters():
             if part_of(name) != "backbone":
+                # torch refuses names with dots.
                 self.register_parameter(name.replace(".", "/"), parameter)

@@ -73,6 +73,7 @@ def phase_loss(
         text = text_loss(reader, lesson.plain, plastic=plastic, slots=slots)
         losses["text"] = weights.ce * text
     if phase == "joint" and stage_b_section(config).training.backbone_lr_scale > 0:
+        # Plain text preserves the language modelling of a backbone that learns.
         alone, router = _backbone_losses(reader, lesson, config.model)
         losses |= {name: weights.ce * loss for name, loss in alone.items()}
         if router is not None:
@@ -186,6 +187,7 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
                 hidden = reader.backbone(inputs).hidden
         nats.append(linear_cross_entropy(hidden, reader.backbone.embedding.weight, labels))
         if slots:
+            # After the loss: slots stand for text that is no longer in the window.
             memory = reader.memory.write(memory, hidden)
     # Every token except the first of each text is predicted.
     return torch.stack(nats).sum() / (plain.numel() - len(plain))
@@ -273,6 +275,7 @@ def collect(
     generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
     rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
     returns = rollouts.returns.view(-1, group)
+    # The advantage stays that of the whole episode; only the steps that learn from it are bounded.
     last = rollouts.last(stage_b.policy.horizon)
     operations = {
         f"operations/{action.name.lower()}": ((rollouts.actions == action) & rollouts.taken).sum(1)
@@ -285,6 +288,7 @@ def collect(
         **operations,
     }
     metrics = {name: values.float().mean() for name, values in per_episode.items()}
+    # Their advantages are all 0: the policy learns nothing from them.
     metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
     targets = lambda_returns(
         last.rewards,
@@ -328,6 +332,7 @@ def rollout_loss(
         "value_loss": sums.value_loss / sums.steps,
     }
     detached = {name: value.detach() for name, value in metrics.items()}
+    # Per step, or lessons with longer texts would weigh more.
     return stage_b.losses.rl * loss / sums.steps, detached
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.checkpoint.fragments import is_of_a_layer
 from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.data.shards import manifest_digest
 from cdrmix.engines.life_cycle import run_stage
@@ -100,8 +99,10 @@ def _set_up(
     if not resumes and start.directory.holds(source.path) and "health" in state:
         start.health.load_state_dict(state["health"])  # one record for both stages
     for name, parameter in course.model.named_parameters():
-        # The first pipeline stage alone counts and saves the parts that every stage holds.
-        if not topology.is_first_stage and not is_of_a_layer(name):
+        # A block is on its own pipeline stage. Other parts are on every stage: the first one alone
+        # counts and saves them.
+        is_of_a_block = "blocks" in name.replace("/", ".").split(".")
+        if not topology.is_first_stage and not is_of_a_block:
             mark_copy(parameter)
     is_frozen = config.stage_b.training.backbone_lr_scale == 0
     model = TrainedParameters(course.model) if is_frozen else course.model
@@ -116,6 +117,7 @@ def _set_up(
         seed=config.training.seed,
         is_shared=plan.degrees.pipeline > 1,
     )
+    # Of a resumed run its own begin, and not the step of the checkpoint that it goes on from.
     first_step = of_stage_b.get("first_step", source.step)
     stage = StageB(
         *(course, config, clip, loader, corpus),
@@ -140,6 +142,7 @@ def _reasoning(run: Run, course: Course) -> list[Row]:
     tasks = course.lessons.training.tasks
     if count == 0:
         return []
+    # After the last step: nothing is trained from here on.
     reader = course.model.eval()
     rows = list[Row]()
     topology = run.topology
@@ -174,6 +177,7 @@ def _write(run: Run, rows: list[Row]) -> None:
     stage_b: dict[str, Any] = {
         "steps": run.step,
         "seconds": run.seconds,
+        # Later lines overwrite earlier ones: a phase's metrics end with the phase.
         "latest": {name: line[name] for line in lines for name in _LEARNED if name in line},
         "reasoning": [asdict(row) for row in rows],
     }
