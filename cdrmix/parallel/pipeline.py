@@ -244,11 +244,8 @@ class StagedBackbone:
         self.device = self._weight.device
         self.train = stage.train
         self.eval = stage.eval
-
-    @property
-    def embedding(self) -> TokenEmbedding:
-        """Tied head, on the first and the last stage only."""
-        return self._stage.embedding
+        if stage.topology.is_first_stage or stage.topology.is_last_stage:
+            self.embedding = stage.embedding  # the tied head
 
     @property
     def training(self) -> bool:
