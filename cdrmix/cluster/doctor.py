@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -23,9 +23,10 @@ from cdrmix.planning.cluster import GIB
 Status = Literal["ok", "warn", "FAIL"]
 
 _PROGRAM = (
-    "import sys; sys.path.insert(0, {root!r}); "
+    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "
     "from cdrmix.cluster.probe import main; main(sys.argv[1:])"
 )
+_PROBE = (sys.executable, "-c", _PROGRAM)
 # The first is needed for a single checkpoint, the second for a run.
 _LEAST_DISK_BYTES = 1 * GIB
 _GOOD_DISK_BYTES = 20 * GIB
@@ -95,10 +96,17 @@ def examine(
             _space(answers, "shared_memory_free_bytes", "/dev/shm", 0),
             _shared_folder(alive, folder),
             _ports(alive, address),
-            _leftovers(answers),
         ]
+        leftovers = [
+            f"{answer.host.name}: {what}"
+            for answer in answers
+            for what in (*answer.values["processes"], *answer.values["files"])
+        ]
+        detail = "; ".join(leftovers) or "none of this user's"
+        advice = ". --remove-leftovers ends and deletes them" if leftovers else ""
+        findings.append(Finding("leftovers", "warn" if leftovers else "ok", detail + advice))
     # last, because it takes minutes to time out where one of the others fails
-    if with_all_reduce and not any(each.status == "FAIL" for each in findings):
+    if with_all_reduce and is_ready(findings):
         findings.append(_all_reduce(hosts, folder, ranks_per_host))
     return findings
 
@@ -107,11 +115,6 @@ def as_table(findings: Sequence[Finding]) -> str:
     """Formats the findings in columns."""
     width = max(len(finding.check) for finding in findings)
     return "\n".join(f"{f.status:4}  {f.check:{width}}  {f.detail}" for f in findings)
-
-
-def report_json(findings: Sequence[Finding]) -> str:
-    """Formats the findings as a JSON list."""
-    return json.dumps([asdict(finding) for finding in findings])
 
 
 def is_ready(findings: Sequence[Finding]) -> bool:
@@ -128,16 +131,11 @@ def remove_leftovers_on_hosts(hosts: Sequence[Host]) -> list[str]:
     return lines
 
 
-def _probe(*words: str) -> list[str]:
-    root = str(Path(__file__).resolve().parents[2])
-    return [sys.executable, "-c", _PROGRAM.format(root=root), *words]
-
-
 def _ask(host: Host, *words: str) -> _Answer:
     # the wall clock to compare with the host's, the monotonic one to measure
     began = time.time()
     clock = time.monotonic()
-    done = run_on(host.name, _probe(*words))
+    done = run_on(host.name, [*_PROBE, *words])
     seconds = time.monotonic() - clock
     try:
         values = json.loads(done.stdout)
@@ -247,7 +245,7 @@ def _ports(hosts: Sequence[Host], address: str) -> Finding:
     if len(hosts) == 1:
         return Finding("ports", "ok", "only this machine")
     first = hosts[0].name
-    words = _probe("listen")  # ends after a minute, also where killing ssh does not reach it
+    words = [*_PROBE, "listen"]  # ends after a minute, also where killing ssh does not reach it
     command = words if is_this_machine(first) else ssh_command(first, words)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listener:
         try:
@@ -265,18 +263,6 @@ def _ports(hosts: Sequence[Host], address: str) -> Finding:
         why = f"{address}:{port} cannot be called. Is there a firewall? {'; '.join(failures)}"
         return Finding("ports", "FAIL", why)
     return Finding("ports", "ok", f"{len(calls)} others reach {address} on any port")
-
-
-def _leftovers(answers: Sequence[_Answer]) -> Finding:
-    leftovers = [
-        f"{answer.host.name}: {what}"
-        for answer in answers
-        for what in (*answer.values["processes"], *answer.values["files"])
-    ]
-    if not leftovers:
-        return Finding("leftovers", "ok", "none of this user's")
-    advice = "--remove-leftovers ends and deletes them"
-    return Finding("leftovers", "warn", f"{'; '.join(leftovers)}. {advice}")
 
 
 def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None) -> Finding:

@@ -28,16 +28,17 @@ from typing import Any
 
 from cdrmix.cluster.messages import (
     GREETING_BYTES,
+    MET,
+    STOP,
     Channel,
     Clock,
     Inbox,
     Outcome,
     answer,
+    is_listed,
     new_nonce,
-    note_meeting,
     read_line,
     say,
-    stop_is_asked,
     write_outcome,
 )
 from cdrmix.cluster.verdict import Peer, accuse, is_suspicious
@@ -106,38 +107,14 @@ class _Line:
     channel: Channel | None = None
 
 
-class _LaunchFolder:
-    """Files shared with `cdrmix launch`, watched by a thread of their own.
-
-    Attributes:
-        have_met: set by the head when all ranks have called.
-        stop_is_asked: set here once the request is seen.
-    """
-
-    def __init__(self, folder: Path, interval_seconds: float) -> None:
-        self.have_met = threading.Event()
-        self.stop_is_asked = threading.Event()
-        threading.Thread(target=self._watch, args=(folder, interval_seconds), daemon=True).start()
-
-    def _watch(self, folder: Path, interval_seconds: float) -> None:
-        is_noted = False
-        while not (is_noted and self.stop_is_asked.is_set()):
-            if self.have_met.is_set() and not is_noted:
-                is_noted = note_meeting(folder)
-            if stop_is_asked(folder):
-                self.stop_is_asked.set()
-            time.sleep(interval_seconds)
-
-
 class Head:
     """Server of all watchdogs, and judge of their ranks."""
 
     def __init__(self, settings: HeadSettings) -> None:
         self._settings = settings
         self._folder = Path(settings.folder) if settings.folder else None
-        self._shared: _LaunchFolder | None = None
-        if self._folder:
-            self._shared = _LaunchFolder(self._folder, settings.interval_seconds)
+        self._have_met = threading.Event()
+        self._stop_is_asked = threading.Event()
         self._log: str | None = None
         self._rank_0 = Inbox()
         self._clock = Clock(settings.interval_seconds, time.monotonic())
@@ -153,13 +130,36 @@ class Head:
         self._has_asked_to_stop = False
         self._due = 0.0
 
+        def share(folder: Path) -> None:
+            """Notes in the launch folder that all ranks have met, and sees the request to stop."""
+            is_noted = False
+            while not (is_noted and self._stop_is_asked.is_set()):
+                if self._have_met.is_set() and not is_noted:
+                    with contextlib.suppress(OSError):  # tried again an interval later
+                        (folder / MET).touch()
+                        is_noted = True
+                if is_listed(folder, STOP):
+                    self._stop_is_asked.set()
+                time.sleep(settings.interval_seconds)
+
+        if self._folder:  # a thread of its own, as the folder's file server may hang
+            threading.Thread(target=share, args=(self._folder,), daemon=True).start()
+
     def run(self) -> None:
         """Watches until all ranks have left, or one of them makes the others end."""
         peers = self._peers.values()
         while True:
             for key, _ in self._selector.select(max(0.0, self._due - time.monotonic())):
                 key.data()
-            self._hang_up_on_strangers()
+            # Slow strangers go, and the oldest of too many. The limit grows by the watchdogs that
+            # have not called yet, so that all may call at once.
+            strangers = [line for line in self._lines if line.peer is None]
+            most = _MOST_STRANGERS + sum(not peer.host for peer in peers)
+            patience = min(_SECONDS_FOR_A_STRANGER, self._settings.deadline_seconds)
+            latest = time.monotonic() - patience
+            for place, line in enumerate(strangers):
+                if line.began < latest or place < len(strangers) - most:
+                    self._hang_up(line)
             if any(peer.is_lost or not peer.is_running for peer in peers):
                 # judge soon, with time for the news of the ranks that ended with this one
                 self._due = min(self._due, time.monotonic() + _SECONDS_FOR_MORE_NEWS)
@@ -173,7 +173,7 @@ class Head:
             if any(peer.code for peer in peers):  # EXIT_DONE is 0
                 self._one_left_seconds += elapsed
             self._tell({"alive": True})
-            is_asked = self._shared is not None and self._shared.stop_is_asked.is_set()
+            is_asked = self._stop_is_asked.is_set()
             # once, and to all: a request that comes early waits for the last rank's call
             if is_asked and not self._has_asked_to_stop and self._all_have_called():
                 self._has_asked_to_stop = True
@@ -199,57 +199,38 @@ class Head:
             except OSError:
                 self._hang_up(line)
 
-    def _hang_up_on_strangers(self) -> None:
-        """Hangs up on slow strangers, and on the oldest of too many.
-
-        The limit grows by the watchdogs that have not called yet, so that all may call at once.
-        """
-        strangers = [line for line in self._lines if line.peer is None]
-        most = _MOST_STRANGERS + sum(not peer.host for peer in self._peers.values())
-        patience = min(_SECONDS_FOR_A_STRANGER, self._settings.deadline_seconds)
-        latest = time.monotonic() - patience
-        for place, line in enumerate(strangers):
-            if line.began < latest or place < len(strangers) - most:
-                self._hang_up(line)
-
     def _hear(self, line: _Line) -> None:
+        """Takes a watchdog's reports, or authenticates a stranger by its greeting."""
         if line.connection.fileno() < 0:
             return  # closed after `select` returned it
         try:
             data = line.connection.recv(65536 if line.channel else GREETING_BYTES)
             if not data:
                 raise ConnectionResetError
-            if line.channel is None:
-                self._greet(line, data)
-            elif line.peer is not None:
+            if line.channel is not None and line.peer is not None:
                 for message in line.channel.take(data):
                     line.peer.note(message)
+                return
+            greetings = line.inbox.lines(data)
+            if not greetings:
+                return  # until all of it has arrived
+            channel, greeting = answer(self._settings.token, line.nonce, greetings[0])
+            rank = greeting.get("rank")
+            host = greeting.get("host")
+            peer = self._peers.get(rank) if isinstance(rank, int) else None
+            # `peer.host`: a second watchdog of a rank could report in the first one's name
+            if peer is None or peer.host or not host or not isinstance(host, str):
+                raise ValueError("a rank that is not awaited")
+            line.connection.sendall(channel.encode({"alive": True}))
         except (OSError, ValueError):  # an invalid line ends its connection, not the head
             self._hang_up(line)
-
-    def _greet(self, line: _Line, data: bytes) -> None:
-        """Authenticates a stranger as a watchdog, once its whole greeting has arrived.
-
-        Raises:
-            ValueError: if it does not know the token, or is no rank whose watchdog is awaited.
-        """
-        greetings = line.inbox.lines(data)
-        if not greetings:
             return
-        channel, greeting = answer(self._settings.token, line.nonce, greetings[0])
-        rank = greeting.get("rank")
-        host = greeting.get("host")
-        peer = self._peers.get(rank) if isinstance(rank, int) else None
-        # `peer.host`: a second watchdog of a rank could report in the first one's name
-        if peer is None or peer.host or not host or not isinstance(host, str):
-            raise ValueError("a rank that is not awaited")
-        line.connection.sendall(channel.encode({"alive": True}))
         line.channel = channel
         line.peer = peer
         peer.host = host
         peer.unheard_seconds = 0.0
-        if self._shared and self._all_have_called():
-            self._shared.have_met.set()
+        if self._all_have_called():
+            self._have_met.set()
 
     def _hear_rank_0(self) -> None:
         """Reads the path of the run's log from the pipe that rank 0's process alone holds."""

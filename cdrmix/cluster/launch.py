@@ -23,10 +23,10 @@ from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_t
 from cdrmix.cluster.starter import LauncherStart, LaunchPlace
 from cdrmix.cluster.starts import (
     COMMANDED_VARIABLE,
+    MARKER,
     StartRecord,
     age_seconds,
     append_start,
-    is_marked,
 )
 from cdrmix.config.load import load_config, new_run_dir
 from cdrmix.config.schema import Config
@@ -160,8 +160,7 @@ def launch(job: Job) -> int:
     """
     signals = _Signals()
     signals.listen()  # first, so that a signal while hosts are checked ends the command by its code
-    _require_hosts(job.place)
-    place = job.place
+    place = _reachable_place(job, is_first=True)
     resume = job.resume
     furthest = _resumed_at(job.run_dir, resume)
     lost_in_a_row = 0
@@ -207,22 +206,38 @@ def launch(job: Job) -> int:
             *(number, outcome.step, outcome.reason, number + 1, wait),
         )
         time.sleep(wait)
-        place = _without_lost_hosts(job)
+        place = _reachable_place(job, is_first=False)
     return outcome.exit_code
 
 
-def _require_hosts(place: LaunchPlace) -> None:
-    if place.hosts and shutil.which("pdsh") is None:
+def _reachable_place(job: Job, *, is_first: bool) -> LaunchPlace:
+    """Hosts that can be reached now; all of them where the configuration does not fit on these.
+
+    Raises:
+        ConfigError: at the first start, if a host cannot be reached, or none without pdsh.
+    """
+    place = job.place
+    if is_first and place.hosts and shutil.which("pdsh") is None:
         raise ConfigError(
             "no program pdsh here, by which the deepspeed launcher reaches other hosts. Try "
             "apt-get install pdsh, or no --hostfile"
         )
     alive = reachable(place.hosts)
-    lost = [host.name for host in place.hosts if host not in alive]
-    if lost:
+    lost = ", ".join(host.name for host in place.hosts if host not in alive)
+    if lost and is_first:  # a wrong name or key, rather than a host that has just died
         raise ConfigError(
-            f"cannot reach {', '.join(lost)} by ssh without a password. `cdrmix doctor` tells more"
+            f"cannot reach {lost} by ssh without a password. `cdrmix doctor` tells more"
         )
+    if not lost or not alive:
+        return place
+    num_ranks = sum(place.ranks_per_host or host.slots for host in alive)
+    try:
+        check_legal(job.config, world_size=num_ranks, profile=job.profile)
+    except PlanError as error:
+        logger.warning("%s cannot be reached, and the rest will not do: %s", lost, error)
+        return place
+    logger.warning("%s cannot be reached: going on with %d ranks", lost, num_ranks)
+    return replace(place, hosts=tuple(alive))
 
 
 def _attempt(
@@ -235,14 +250,15 @@ def _attempt(
     is_first: bool,
 ) -> Outcome:
     """Outcome of one start, a refused later start included."""
-    was_finished = is_marked(job.run_dir)
+    marker = job.run_dir / MARKER
+    was_finished = marker.is_file()
     try:
         outcome = _start_once(job, place, resume, signals, began)
     except (ConfigError, InfrastructureError) as error:
         if is_first:
             raise
         outcome = Outcome(EXIT_FAULT, str(error), 0)  # the host was there at the first start
-    if outcome.exit_code == EXIT_FAULT and is_marked(job.run_dir) and not was_finished:
+    if outcome.exit_code == EXIT_FAULT and marker.is_file() and not was_finished:
         # the ranks' outcome file was lost, as on a file server that is slow to show it
         outcome = replace(outcome, exit_code=EXIT_DONE)
     return outcome
@@ -313,20 +329,3 @@ def _resumed_at(run_dir: Path, resume: str) -> int:
         return 0
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
     return int(text) if text.isdecimal() else 0
-
-
-def _without_lost_hosts(job: Job) -> LaunchPlace:
-    """Hosts that can be reached now; all of them where the configuration does not fit on these."""
-    place = job.place
-    alive = reachable(place.hosts)
-    lost = ", ".join(host.name for host in place.hosts if host not in alive)
-    if not lost or not alive:
-        return place
-    num_ranks = sum(place.ranks_per_host or host.slots for host in alive)
-    try:
-        check_legal(job.config, world_size=num_ranks, profile=job.profile)
-    except PlanError as error:
-        logger.warning("%s cannot be reached, and the rest will not do: %s", lost, error)
-        return place
-    logger.warning("%s cannot be reached: going on with %d ranks", lost, num_ranks)
-    return replace(place, hosts=tuple(alive))

@@ -43,8 +43,9 @@ LAUNCH_FOLDER = "launch"
 # Held by `cdrmix launch` while its start lasts.
 LAUNCHER_LOCK = "launcher.lock"
 _OUTCOME = "outcome.json"
-_STOP = "stop"
-_MET = "met"
+# Empty files: asks the ranks to save and stop; notes that all ranks have met.
+STOP = "stop"
+MET = "met"
 _POLL_SECONDS = 0.1
 
 # Longest line of a caller before it is authenticated, and after.
@@ -83,7 +84,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 def read_outcome(folder: Path) -> Outcome | None:
     """Reads the outcome in `folder`; None if there is none yet."""
-    if not _is_listed(folder, _OUTCOME):
+    if not is_listed(folder, _OUTCOME):
         return None
     try:
         return Outcome(**json.loads((folder / _OUTCOME).read_text(encoding="utf-8")))
@@ -105,29 +106,11 @@ def await_outcome(folder: Path, seconds: float) -> Outcome | None:
 
 def ask_to_stop(folder: Path) -> None:
     """Asks the ranks of this start to save and stop."""
-    (folder / _STOP).touch()
+    (folder / STOP).touch()
 
 
-def stop_is_asked(folder: Path) -> bool:
-    """True once `ask_to_stop` is seen."""
-    return _is_listed(folder, _STOP)
-
-
-def note_meeting(folder: Path) -> bool:
-    """Notes that all ranks have met; False if the folder cannot be written now."""
-    try:
-        (folder / _MET).touch()
-    except OSError:
-        return False
-    return True
-
-
-def ranks_have_met(folder: Path) -> bool:
-    """True once `note_meeting` is seen."""
-    return _is_listed(folder, _MET)
-
-
-def _is_listed(folder: Path, name: str) -> bool:
+def is_listed(folder: Path, name: str) -> bool:
+    """True once a file of the launch folder, such as STOP or MET, is seen."""
     try:
         return name in os.listdir(folder)
     except OSError:
@@ -149,11 +132,6 @@ def say(text: str) -> None:
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     writer.join(_SECONDS_TO_SAY)
-
-
-def printable(text: str) -> str:
-    """Replaces control and invisible characters in `text`, except line ends."""
-    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 
 def encode(message: dict[str, Any]) -> bytes:

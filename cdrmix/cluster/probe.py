@@ -201,21 +201,18 @@ def _processes() -> Iterator[tuple[int, str]]:
     for number, (starter, command, start) in candidates.items():
         # orphans become children of process 1, unless a subreaper takes them
         is_orphan = starter == 1 and number not in watched
-        locks = (start.parent.parent / ".lock", start / LAUNCHER_LOCK)
-        if is_orphan and all(map(_is_free, locks)):
+        if not is_orphan:
+            continue
+        for lock in (start.parent.parent / ".lock", start / LAUNCHER_LOCK):
+            try:
+                with lock.open() as file:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except FileNotFoundError:
+                continue
+            except OSError:  # held, or not to be read, and may be held
+                break
+        else:
             yield number, command[:80]
-
-
-def _is_free(lock: Path) -> bool:
-    """True if no process holds the lock; one that cannot be read may be held."""
-    try:
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def _files() -> Iterator[Path]:

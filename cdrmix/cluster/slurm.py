@@ -186,6 +186,17 @@ def script_of(batch: Batch) -> str:
         *batch.arguments,
         *("--run-dir", str(batch.run_dir), "--resume", "auto"),
     ]
+    # of the ranks, without the values of `launch.environment`, which are read when the job starts
+    exports = []
+    if batch.environment:
+        exports.append(f". {shlex.quote(str(batch.variables))} || exit 2")
+    if batch.on_cpu:
+        exports.append('export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"')
+    if "MASTER_ADDR" not in batch.config.launch.environment:
+        first = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
+        exports.append(f"export MASTER_ADDR=$({first})")
+    if "MASTER_PORT" not in batch.config.launch.environment:
+        exports.append(f"export MASTER_PORT={shell_port_of_first_step()}")
     parts = {
         "START": _SRUN if batch.starter == "srun" else _DEEPSPEED,
         "AFTERWARDS": _REQUEUE if batch.chain == 1 else _CHAIN,
@@ -195,7 +206,7 @@ def script_of(batch: Batch) -> str:
         "OPTIONS": "\n".join(_option_lines(batch)),
         "FOLDER": shlex.quote(str(Path.cwd())),
         "RUN_DIR": shlex.quote(str(batch.run_dir)),
-        "ENVIRONMENT": "\n".join(_environment_lines(batch)),
+        "ENVIRONMENT": "\n".join(exports),
         "SETTINGS": f"{python} -m cdrmix.cluster.batch_settings {shlex.join(settings)}",
         "PYTHON": python,
         "RANKS": str(batch.ranks_per_node),
@@ -233,22 +244,6 @@ def _option_lines(batch: Batch) -> list[str]:
             text = re.sub(r'(["\\])', r"\\\1", value)
             value = f'"{text}"'
         lines.append(f"#SBATCH --{name}{separator}{value}")
-    return lines
-
-
-def _environment_lines(batch: Batch) -> list[str]:
-    """Exports of the ranks' variables, without the values of `launch.environment`."""
-    lines = []
-    if batch.environment:
-        lines.append(f". {shlex.quote(str(batch.variables))} || exit 2")
-    if batch.on_cpu:
-        lines.append('export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"')
-    variables = batch.config.launch.environment
-    if "MASTER_ADDR" not in variables:
-        first = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
-        lines.append(f"export MASTER_ADDR=$({first})")
-    if "MASTER_PORT" not in variables:
-        lines.append(f"export MASTER_PORT={shell_port_of_first_step()}")
     return lines
 
 

@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cdrmix.cluster.handover import FOLDER_VARIABLE, hand_over, users_files, write_environment_file
 from cdrmix.cluster.hosts import Host, address_for_others, free_port_on, is_this_machine
-from cdrmix.cluster.messages import Outcome, await_outcome, ranks_have_met, read_outcome
+from cdrmix.cluster.messages import MET, Outcome, await_outcome, is_listed, read_outcome
 from cdrmix.cluster.starts import COMMANDED_VARIABLE
 from cdrmix.config.load import shipped
 from cdrmix.errors import EXIT_FAULT, EXIT_INFRASTRUCTURE, EXIT_USER_ERROR, ConfigError
@@ -25,6 +26,7 @@ from cdrmix.errors import EXIT_FAULT, EXIT_INFRASTRUCTURE, EXIT_USER_ERROR, Conf
 TRAIN = shipped("launch") / "train.py"
 _RANK = shipped("launch") / "rank.py"
 _POLL_SECONDS = 0.2
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # DeepSpeed's launcher looks at its ranks once a second and gives them 30 s after a SIGTERM.
 _SECONDS_TO_FOLLOW = 20.0
 _SECONDS_AFTER_TERM = 35.0
@@ -82,23 +84,37 @@ class LauncherStart:
                     "_./+,:=@-"
                 )
         hand_over(self._folder, script=script or TRAIN, arguments=arguments, variables=variables)
+        end_with_parent: Callable[[], object] | None = None
+        if sys.platform == "linux":  # the kernel sends the child SIGTERM when `cdrmix launch` dies
+            end_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
         # chosen last: another program may take it before rank 0 binds it
         self.port = free_port_on(place.first)
+        words = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
+        words += ["--master_port", str(self.port)]
+        if not place.hosts:
+            words += ["--hostfile", os.devnull]  # else it takes /job/hostfile where there is one
+        else:
+            hostfile = self._folder / "hostfile"
+            lines = [f"{host.name} slots={host.slots}\n" for host in place.hosts]
+            hostfile.write_text("".join(lines))
+            address = address_for_others(place.first, [host.name for host in place.hosts[1:]])
+            words += ["--hostfile", str(hostfile), "--master_addr", address]
+            if len(place.hosts) == 1 and not is_this_machine(place.first):
+                words.append("--force_multi")  # else one host is taken to be this one
+        if place.ranks_per_host is not None:
+            words += ["--num_gpus", str(place.ranks_per_host)]
         self._process = subprocess.Popen(
-            [*_launcher(place, self.port, self._folder), str(_RANK)],
+            [*words, str(_RANK)],
             env=_environment(place, variables, self._folder),
             stdin=subprocess.DEVNULL,  # ssh would read what the user types
             # a session of its own: Ctrl-C in the terminal reaches `cdrmix launch` alone, which asks
-            # the ranks to save, and `end` can signal all of them as one process group
+            # the ranks to save, and `__exit__` can signal all of them as one process group
             start_new_session=True,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has no other thread here
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has no other thread here
         )
 
     def __enter__(self) -> LauncherStart:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
 
     def wait(self, *, start_seconds: float) -> Outcome:
         """Waits for the end of this start and returns its outcome.
@@ -109,11 +125,10 @@ class LauncherStart:
         while self._process.poll() is None:
             # the ranks have ended by then; a launcher that waits for a lost host may not follow
             if read_outcome(self._folder) is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_SECONDS_TO_FOLLOW)
+                self.wait_for_launcher(_SECONDS_TO_FOLLOW)
                 break
             late = time.monotonic() - self._began > start_seconds
-            if late and not ranks_have_met(self._folder):
+            if late and not is_listed(self._folder, MET):
                 return Outcome(EXIT_FAULT, f"the ranks did not meet in {start_seconds:.0f} s", 0)
             time.sleep(_POLL_SECONDS)
         outcome = await_outcome(self._folder, _SECONDS_FOR_OUTCOME)
@@ -131,12 +146,11 @@ class LauncherStart:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends every process of this start on this machine, and the launchers on the others."""
         if self._process.poll() is None:
             self._process.terminate()  # DeepSpeed's own handler ends the launchers over ssh
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_SECONDS_TO_FOLLOW)
+            self.wait_for_launcher(_SECONDS_TO_FOLLOW)
         # the group too, because a launcher that was killed leaves its ranks behind
         for number, seconds in ((signal.SIGTERM, _SECONDS_AFTER_TERM), (signal.SIGKILL, 5.0)):
             deadline = time.monotonic() + seconds
@@ -153,25 +167,6 @@ class LauncherStart:
         except ProcessLookupError:
             return False
         return True
-
-
-def _launcher(place: LaunchPlace, port: int, folder: Path) -> list[str]:
-    """Command line of the launcher up to the script."""
-    words = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
-    words += ["--master_port", str(port)]
-    if not place.hosts:
-        words += ["--hostfile", os.devnull]  # else it takes /job/hostfile where there is one
-    else:
-        hostfile = folder / "hostfile"
-        hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in place.hosts))
-        others = [host.name for host in place.hosts[1:]]
-        words += ["--hostfile", str(hostfile)]
-        words += ["--master_addr", address_for_others(place.first, others)]
-        if len(place.hosts) == 1 and not is_this_machine(place.first):
-            words.append("--force_multi")  # else one host is taken to be this one
-    if place.ranks_per_host is not None:
-        words += ["--num_gpus", str(place.ranks_per_host)]
-    return words
 
 
 def _environment(place: LaunchPlace, variables: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -199,10 +194,3 @@ def _environment(place: LaunchPlace, variables: Mapping[str, str], folder: Path)
     write_environment_file(file, inherited=users_files(), variables={**accelerator, **ours})
     environment |= {**accelerator, "DS_ENV_FILE": str(file)}
     return environment
-
-
-def _end_with_parent() -> None:
-    """In the child: asks the kernel for SIGTERM when `cdrmix launch` dies (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

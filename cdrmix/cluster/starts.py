@@ -32,7 +32,21 @@ class StartUp:
         if COMMANDED_VARIABLE in os.environ:
             since_command = time.time() - float(os.environ[COMMANDED_VARIABLE])
         else:
-            since_command = age_seconds(_launcher())
+            # the furthest ancestor with this script among its arguments: deepspeed, torchrun
+            script = sys.argv[0].encode()
+            launcher = os.getpid()
+            process = launcher
+            while script.endswith(b".py") and (fields := _stat(process)):
+                process = int(fields[1])
+                if process <= 1:
+                    break
+                try:
+                    words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+                except OSError:
+                    break
+                if script in words:
+                    launcher = process
+            since_command = age_seconds(launcher)
         self._last = time.monotonic()
         self._parts = {"launcher": max(0.0, since_command - age), "imports": age}
 
@@ -83,23 +97,6 @@ def age_seconds(process: int) -> float:
         return 0.0
     # not the wall clock, which may have been set since the process began
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def _launcher() -> int:
-    """Furthest ancestor with this script among its arguments, such as deepspeed or torchrun."""
-    script = sys.argv[0].encode()
-    launcher = os.getpid()
-    process = os.getpid()
-    if not script.endswith(b".py"):
-        return launcher
-    while (fields := _stat(process)) and (process := int(fields[1])) > 1:
-        try:
-            words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            break
-        if script in words:
-            launcher = process
-    return launcher
 
 
 def _stat(process: int) -> list[str]:
@@ -156,11 +153,6 @@ def read_starts(run_dir: Path) -> list[StartRecord]:
                 record[name] = datetime.fromisoformat(record[name])
             starts.append(StartRecord(**(record | {"hosts": tuple(record["hosts"])})))
     return starts
-
-
-def is_marked(run_dir: Path) -> bool:
-    """True if the run has ended its last stage, and training has not gone on since."""
-    return (run_dir / MARKER).is_file()
 
 
 def is_at_its_end(run_dir: Path, config: Config) -> bool:

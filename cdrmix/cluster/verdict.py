@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.cluster.messages import printable
-
 # Frames of a rank that waits for the others.
 _WAITING = ("torch/distributed/", "deepspeed/comm/")
 _HEARTBEAT = "cluster/heartbeat.py"
@@ -134,7 +132,14 @@ def accuse(peers: list[Peer], *, deadline_seconds: float) -> str:
             for peer in silent
         )
     stuck = _stuck(peers)
-    guilty = _holding_up(stuck, running)
+    # Those that do not wait in a collective hold the others up. If none of the stuck ranks, then
+    # one that may be within its limit by a moment.
+    guilty = _busy(stuck) or _busy([peer for peer in running if peer.stack])
+    if not 0 < len(guilty) < len(running):
+        # all wait: the many for the few that went another way, such as into a different collective
+        counts = Counter(_main_thread(peer) for peer in stuck)
+        fewest = min(counts.values())
+        guilty = [peer for peer in stuck if counts[_main_thread(peer)] == fewest]
     text = "; ".join(
         f"{peer.name} is stuck for {peer.stuck_seconds:.0f} s at {peer.place}{_where(peer)}"
         for peer in guilty[:_RANKS_SHOWN]
@@ -154,24 +159,6 @@ def _stuck(peers: list[Peer]) -> list[Peer]:
     running = [peer for peer in peers if peer.is_running]
     allowed_seconds = max((peer.allowed_seconds for peer in running), default=0.0)
     return [peer for peer in running if peer.stuck_seconds > allowed_seconds]
-
-
-def _holding_up(stuck: list[Peer], running: list[Peer]) -> list[Peer]:
-    """Ranks that do not wait in a collective; if all do, those in the rarest place.
-
-    Args:
-        stuck: ranks beyond their limit, at least one.
-        running: all running ranks. One that does not wait may be within the limit by a moment.
-    """
-    busy = _busy(stuck)
-    if not busy:
-        busy = _busy([peer for peer in running if peer.stack])
-    if busy and len(busy) < len(running):
-        return busy
-    # the many wait for the few that went another way, such as into a different collective
-    counts = Counter(_main_thread(peer) for peer in stuck)
-    fewest = min(counts.values())
-    return [peer for peer in stuck if counts[_main_thread(peer)] == fewest]
 
 
 def _busy(peers: list[Peer]) -> list[Peer]:
@@ -209,4 +196,5 @@ def _where(peer: Peer) -> str:
 
 def _safe_line(text: str) -> str:
     """Makes one line of a report safe for a log or a terminal."""
-    return printable(text).replace("\n", "?")[:_CHARACTERS_SHOWN]
+    # control characters of a report could rewrite what a terminal shows, or begin a line of a log
+    return "".join(c if c.isprintable() else "?" for c in text)[:_CHARACTERS_SHOWN]

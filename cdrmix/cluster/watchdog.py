@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cdrmix.cluster.messages import Channel, Clock, Inbox, call, read_line, say
+from cdrmix.cluster.messages import Clock, Inbox, call, read_line, say
 
 # faulthandler writes within milliseconds, in C, unless the process is stopped.
 _SECONDS_FOR_STACK = 1.0
@@ -62,7 +62,7 @@ class Watchdog:
     """Reports the rank's beats to the head, and kills the rank where nothing else can."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
-        """Calls the head.
+        """Calls the head, and authenticates.
 
         Raises:
             OSError: if it cannot be reached, or does not answer within the deadline.
@@ -80,7 +80,22 @@ class Watchdog:
         self._selector = selectors.DefaultSelector()
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "rank")
         self._selector.register(settings.stacks, selectors.EVENT_READ, "stacks")
-        self._head, self._channel = _call_head(settings)
+        ends = time.monotonic() + settings.deadline_seconds
+        greeting = {"rank": settings.rank, "host": settings.host}
+        head = (settings.address, settings.port)
+        while True:
+            seconds = max(0.1, ends - time.monotonic())
+            self._head = socket.create_connection(head, timeout=seconds)
+            try:
+                self._channel = call(self._head, settings.token, greeting)
+                break
+            except (OSError, ValueError) as error:
+                self._head.close()
+                if time.monotonic() > ends:
+                    raise OSError(str(error)) from error
+                # while many strangers call, the head may hang up on a watchdog too, which is one of
+                # them until it is authenticated
+                time.sleep(_SECONDS_BETWEEN_CALLS)
         self._head.settimeout(2)  # for sends; reads happen only when data has arrived
         self._selector.register(self._head, selectors.EVENT_READ, "head")
 
@@ -95,7 +110,17 @@ class Watchdog:
                 return
             if time.monotonic() >= self._due:
                 self._due = time.monotonic() + self._settings.interval_seconds
-                self._look()
+                elapsed = self._clock.advance(time.monotonic())
+                if os.getppid() != self._settings.process:  # orphans get another parent
+                    self._is_over = True
+                    self._send({**self._beat, "died": True})
+                else:
+                    self._quiet_seconds += elapsed
+                    self._unheard_seconds += elapsed
+                    self._send({**self._beat, "quiet_seconds": self._quiet_seconds})
+                    silence = self._unheard_seconds
+                    if silence > self._settings.deadline_seconds:
+                        self._end_rank(f"nothing heard from the host of rank 0 for {silence:.0f} s")
             if self._stack_due and time.monotonic() >= self._stack_due:
                 state = ""
                 with contextlib.suppress(OSError):  # it has ended, or this is not Linux
@@ -144,21 +169,6 @@ class Watchdog:
                     self._signal(signal.SIGKILL)
                     self._is_over = True
 
-    def _look(self) -> None:
-        """Checks rank and head once an interval, and reports to the head."""
-        elapsed = self._clock.advance(time.monotonic())
-        if os.getppid() != self._settings.process:  # orphans are given to another parent
-            self._is_over = True
-            self._send({**self._beat, "died": True})
-            return
-        self._quiet_seconds += elapsed
-        self._unheard_seconds += elapsed
-        self._send({**self._beat, "quiet_seconds": self._quiet_seconds})
-        if self._unheard_seconds > self._settings.deadline_seconds:
-            self._end_rank(
-                f"nothing heard from the host of rank 0 for {self._unheard_seconds:.0f} s"
-            )
-
     def _send(self, message: dict[str, Any]) -> None:
         try:
             self._head.sendall(self._channel.encode(message))
@@ -177,38 +187,6 @@ class Watchdog:
             os.kill(self._settings.process, number)
 
 
-def _call_head(settings: WatchdogSettings) -> tuple[socket.socket, Channel]:
-    """Connects to the head and authenticates.
-
-    While many strangers call, the head may hang up on an unauthenticated watchdog too: then it
-    calls again.
-    """
-    ends = time.monotonic() + settings.deadline_seconds
-    greeting = {"rank": settings.rank, "host": settings.host}
-    while True:
-        seconds = max(0.1, ends - time.monotonic())
-        connection = socket.create_connection((settings.address, settings.port), timeout=seconds)
-        try:
-            return connection, call(connection, settings.token, greeting)
-        except (OSError, ValueError) as error:
-            connection.close()
-            if time.monotonic() > ends:
-                raise OSError(str(error)) from error
-            time.sleep(_SECONDS_BETWEEN_CALLS)
-
-
-def _has_left() -> bool:
-    """True if the rank has announced its end, or has ended, in what it wrote up to now."""
-    beats = b""
-    os.set_blocking(sys.stdin.fileno(), False)
-    try:
-        while data := os.read(sys.stdin.fileno(), 65536):
-            beats += data
-    except BlockingIOError:
-        return any("left" in beat for beat in Inbox().take(beats))
-    return True
-
-
 def main() -> None:
     """Runs the watchdog by the settings, WatchdogSettings as JSON, in the first line of stdin."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -218,7 +196,17 @@ def main() -> None:
     try:
         watchdog = Watchdog(settings)
     except OSError as error:
-        if _has_left():  # a refused start may be over before this program is under way
+        # a refused start may be over before this program is under way: then the rank has announced
+        # its end in what it wrote up to now, or has closed the pipe
+        has_left = True
+        beats = b""
+        os.set_blocking(sys.stdin.fileno(), False)
+        try:
+            while data := os.read(sys.stdin.fileno(), 65536):
+                beats += data
+        except BlockingIOError:
+            has_left = any("left" in beat for beat in Inbox().take(beats))
+        if has_left:
             return
         say(
             f"error: rank {settings.rank} on {settings.host}: the watchdog cannot reach "

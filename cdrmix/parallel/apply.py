@@ -37,6 +37,8 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
         )
         split_block(whole, topology)
         spread_tokens(whole, topology, config)
+        # last, as a partitioned parameter has no values left to initialise or cut; block by block,
+        # so that a rank never holds the whole model
         if plan.zero_stage == 3:
             partition(whole, plan.deepspeed)
         return whole
@@ -54,6 +56,8 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
         model.embedding = split_embedding(model.embedding, topology)
         mark_copies(model, topology)
     if plan.zero_stage == 3:
+        # What is outside the blocks. Then the embedding lends its weight to a head that is a
+        # module, as DeepSpeed gathers weights around modules alone.
         partition(model, plan.deepspeed)
         model.embedding = PartitionedEmbedding(model.embedding)
     return model

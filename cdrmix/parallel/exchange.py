@@ -48,12 +48,15 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:
+        # In place: nothing reads the part again, and no second tensor of activations is needed.
+        # Autograd is told, so that it fails where an operation before has saved the part.
         ctx.mark_dirty(x)
         torch.distributed.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        # no collective: all ranks compute the same from the sum, so each has the whole gradient
         return grad, None
 
 
@@ -82,7 +85,9 @@ def sum_gradients(tensors: Sequence[Tensor], topology: Topology) -> Sequence[Ten
 
 def gather_rows(part: Tensor, topology: Topology) -> Tensor:
     """Gathers every tensor rank's rows in order, [n, ...] -> [P n, ...]. Not differentiable."""
+    # one result for all ranks: tensors of a list would have to be joined after the collective
     rows = part.new_empty(topology.degrees.tensor * len(part), *part.shape[1:])
+    # contiguous, because a collective sends memory as it lies, and a part may be a transposed view
     torch.distributed.all_gather_into_tensor(rows, part.contiguous(), group=topology.tensor_group)
     return rows
 
@@ -99,51 +104,41 @@ class TensorShares(TokenShares):
 
     def take(self, tokens: Tensor) -> Tensor:
         """Returns this rank's share, [N, D] -> [n, D]; the gradient's shares are gathered."""
-        return _Take.apply(tokens, self.topology)
+        return _Share.apply(tokens, len(tokens), self.topology, True)
 
     def give_back(self, routed: Tensor, num_tokens: int) -> Tensor:
         """Gathers all shares, [n, D] -> [N, D]; its backward takes this rank's of the gradient."""
-        return _GiveBack.apply(routed, num_tokens, self.topology)
+        return _Share.apply(routed, num_tokens, self.topology, False)
 
 
-class _Take(torch.autograd.Function):
+class _Share(torch.autograd.Function):
+    """Cut to this rank's rows, [N, D] -> [n, D], or gathering of all; the backward does the other.
+
+    Each row is routed by one rank alone, which has the whole gradient of it, so gathering the
+    shares is enough, without a sum.
+    """
+
     @staticmethod
-    def forward(ctx, tokens: Tensor, topology: Topology) -> Tensor:
-        ctx.num_tokens = len(tokens)
+    def forward(ctx, rows: Tensor, num_tokens: int, topology: Topology, to_share: bool) -> Tensor:
+        ctx.num_tokens = num_tokens
         ctx.topology = topology
-        return _share(tokens, topology)
+        ctx.to_share = to_share
+        return _redistributed(rows, num_tokens, topology, to_share=to_share)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _gather(grad, ctx.num_tokens, ctx.topology), None
+        rows = _redistributed(grad, ctx.num_tokens, ctx.topology, to_share=not ctx.to_share)
+        return rows, None, None, None
 
 
-class _GiveBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, routed: Tensor, num_tokens: int, topology: Topology) -> Tensor:
-        ctx.topology = topology
-        return _gather(routed, num_tokens, topology)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _share(grad, ctx.topology), None, None
-
-
-def _rows_per_rank(num_tokens: int, topology: Topology) -> int:
-    return -(-num_tokens // topology.degrees.tensor)
-
-
-def _share(rows: Tensor, topology: Topology) -> Tensor:
-    """Copies this rank's rows, [N, D] -> [n, D]."""
-    first = topology.tensor_rank * _rows_per_rank(len(rows), topology)
-    return rows[first : first + _rows_per_rank(len(rows), topology)].clone()
-
-
-def _gather(share: Tensor, num_tokens: int, topology: Topology) -> Tensor:
-    """Gathers every rank's rows in order, [n, D] -> [N, D]."""
+def _redistributed(rows: Tensor, num_tokens: int, topology: Topology, *, to_share: bool) -> Tensor:
+    length = -(-num_tokens // topology.degrees.tensor)
+    if to_share:
+        first = topology.tensor_rank * length
+        # a copy: a view would keep the rows of all ranks alive until the backward pass
+        return rows[first : first + length].clone()
     # the collective takes equal shares: the last ones are padded, and the padding is at the end
-    length = _rows_per_rank(num_tokens, topology)
-    filled = F.pad(share, (0, 0, 0, length - len(share)))
+    filled = F.pad(rows, (0, 0, 0, length - len(rows)))
     return gather_rows(filled, topology)[:num_tokens]
 
 
@@ -158,8 +153,10 @@ class _MeanOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, topology: Topology) -> Tensor:
-        total = x.clone()
+        total = x.clone()  # the reduction is in place, and the caller's statistics stay
         torch.distributed.all_reduce(total, group=topology.stage_group)
+        # by the data ranks, though the group has tensor ranks too: those have routed shares of the
+        # same batch, which add up to the statistics of one data rank
         return total.div_(topology.degrees.data)
 
     @staticmethod
@@ -197,6 +194,7 @@ def unpack(packed: Tensor, parts: list[Part]) -> list[Tensor]:
 
 def num_elements(parts: list[Part], dtype: torch.dtype) -> int:
     """Counts the elements of the flat tensor in `dtype`."""
+    # exact, as no part is narrower: the first is of the run's type, statistics are float32
     return sum(math.prod(shape) * each.itemsize for shape, each in parts) // dtype.itemsize
 
 

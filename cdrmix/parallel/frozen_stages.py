@@ -73,6 +73,7 @@ class FrozenStages(Backbone):
         """
         x = self.embedding_norm(self.embedding(input_ids))  # on every stage: slots are read here
         learns = torch.is_grad_enabled() and (x.requires_grad or self._learns_inside)
+        # float32, as the loss to which the last one is added
         ticket = x.new_zeros((), dtype=torch.float32)
         if learns:
             assert self._ticket is not None, "what learns is computed under `chained`"
@@ -129,6 +130,7 @@ def chained(
         assert backbone._ticket is not None, "it was issued above"
         return loss + backbone._ticket, measured
     finally:
+        # also after an error: a call outside `chained` must not hang its exchanges on an old graph
         backbone._ticket = None
         backbone._learns_inside = False
 
@@ -137,6 +139,7 @@ def mean_over_layers(values: Tensor, backbone: Backbone) -> Tensor:
     """Averages over all layers from `values`, [n], of this stage's layers; differentiable."""
     if not isinstance(backbone, FrozenStages):
         return values.mean()
+    # stages may have different numbers of layers, so sum and count are summed, in one message
     count = values.new_tensor(float(len(values)))
     total, number = sum_over_stages(torch.stack([values.sum(), count]), backbone.topology)
     return total / number.detach()
@@ -172,8 +175,9 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         topology = ctx.topology
-        entered = grad.contiguous()
+        entered = grad.contiguous()  # a send takes memory as it lies; a gradient may be expanded
         if not topology.is_first_stage:
+            # before the broadcast, which the first stage joins only after it has its gradients
             torch.distributed.send(entered, topology.rank_at(topology.stage - 1))
             entered = grad.new_empty(ctx.shape)
         ticket = grad.new_zeros((), dtype=torch.float32)
@@ -195,6 +199,7 @@ class _Leave(torch.autograd.Function):
         if topology.is_last_stage:
             hidden = leaving.view_as(leaving)
         else:
+            # before the broadcast, which the last stage joins only after it has run its blocks
             torch.distributed.send(leaving, topology.rank_at(topology.stage + 1))
             hidden = leaving.new_empty(shape)
         last = topology.rank_at(topology.degrees.pipeline - 1)
@@ -206,6 +211,8 @@ class _Leave(torch.autograd.Function):
         topology = ctx.topology
         if topology.is_last_stage:
             return grad, None, None
+        # this stage's own `grad` equals the last stage's, which counts; what its blocks need is the
+        # gradient of the flat tensor that they sent on
         arrived = grad.new_empty(ctx.shape)
         torch.distributed.recv(arrived, topology.rank_at(topology.stage + 1))
         return arrived, None, None

@@ -72,6 +72,8 @@ class PipelineStage(nn.Module):
         self.config = config
         self.topology = topology
         self.layers = layers
+        self.v_first_arrives = "rwkv" in config.layer_kinds()[: layers.start]
+        # fixed, because the flat tensor that arrives does not tell the shapes in it
         self.micro_batch = micro_batch
         self.activation_checkpointing = activation_checkpointing
         self.sequence_checkpoint_tokens = sequence_checkpoint_tokens
@@ -96,6 +98,8 @@ class PipelineStage(nn.Module):
         Returns:
             Packed tensor for the next stage, with the same segment ids; on the last stage the loss.
         """
+        # On their way beside the packed tensor, not in it: as integers they have no gradient, and
+        # DeepSpeed sends none back for them (0.19.8, runtime/pipe/engine.py).
         arrived, *segment_ids = inputs
         output, leaving = self.advance(
             arrived, self.micro_batch, segment_ids=segment_ids[0] if segment_ids else None
@@ -142,6 +146,7 @@ class PipelineStage(nn.Module):
             recompute=self.activation_checkpointing,
             sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
         )
+        # of all layers so far: the last stage needs them all, as it computes the routers' losses
         if statistics is not None and earlier is not None:
             statistics = torch.cat([earlier, statistics])
         if self.topology.is_last_stage:
@@ -157,16 +162,14 @@ class PipelineStage(nn.Module):
         config = self.config
         tensor = self.topology.degrees.tensor
         parts: list[Part] = [((*tokens, config.hidden_size), dtype)]
-        if self._v_first_arrives:
+        if self.v_first_arrives:
+            # cut as heads are: each tensor rank sends those of its own to its peer
             parts.append(((*tokens, config.hidden_size // tensor), dtype))
         if config.moe is not None:
             statistics = (self.layers.start, num_statistics(config.moe))
+            # counts of assignments, which bf16 would round beyond 256
             parts.append((statistics, torch.float32))
         return parts
-
-    @property
-    def _v_first_arrives(self) -> bool:
-        return "rwkv" in self.config.layer_kinds()[: self.layers.start]
 
     def _unpack(
         self, arrived: Tensor, tokens: tuple[int, int]
@@ -177,7 +180,7 @@ class PipelineStage(nn.Module):
         """
         parts = iter(exchange.unpack(arrived, self.arriving(tokens, arrived.dtype)))
         x = next(parts)
-        v_first = next(parts) if self._v_first_arrives else None
+        v_first = next(parts) if self.v_first_arrives else None
         return x, v_first, next(parts, None)
 
 
@@ -193,6 +196,8 @@ class Pipeline(PipelineModule):
             # PipelineModule takes one of these, its own stage's
             layers = [stage] * degrees.pipeline
             super().__init__(layers, topology=grid, partition_method="uniform")
+        # after DeepSpeed's constructor, which resets these marks; it sets them for tied modules of
+        # its own kind only, whose groups it makes itself (0.19.8, runtime/pipe/module.py)
         for parameter in stage.embedding.parameters() if stage.topology.is_last_stage else ():
             parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts once in the gradient norm
             mark_copy(parameter)
@@ -213,6 +218,7 @@ class Pipeline(PipelineModule):
         """Copies the first stage's embedding to the last stage; after each step."""
         topology = self.stage.topology
         if topology.embedding_group is not None:
+            # `src` is a global rank, also within a group
             torch.distributed.broadcast(
                 self.stage.embedding.weight,
                 src=topology.rank_at(0),
@@ -234,34 +240,17 @@ class StagedBackbone:
         self._stage = stage
         self._topology = stage.topology
         self._weight = next(stage.parameters())
-
-    @property
-    def config(self) -> ModelConfig:
-        """Dimensions of the whole model."""
-        return self._stage.config
-
-    @property
-    def device(self) -> torch.device:
-        """Device that inputs must be on."""
-        return self._weight.device
-
-    @property
-    def embedding(self) -> TokenEmbedding:
-        """Tied head, on the first and the last stage only."""
-        return self._stage.embedding
+        self.config = stage.config
+        self.device = self._weight.device
+        self.train = stage.train
+        self.eval = stage.eval
+        if stage.topology.is_first_stage or stage.topology.is_last_stage:
+            self.embedding = stage.embedding  # the tied head
 
     @property
     def training(self) -> bool:
         """True in training mode."""
         return self._stage.training
-
-    def train(self, mode: bool = True) -> None:
-        """Sets training mode."""
-        self._stage.train(mode)
-
-    def eval(self) -> None:
-        """Sets evaluation mode."""
-        self._stage.eval()
 
     @torch.no_grad()
     def __call__(
@@ -280,6 +269,7 @@ class StagedBackbone:
         tokens = (input_ids.shape[0], input_ids.shape[1])
         arrived = input_ids
         if not self._topology.is_first_stage:
+            # sizes are computed, not sent: both sides of a boundary know layers and tokens
             parts = self._stage.arriving(tokens, self._weight.dtype)
             arrived = self._weight.new_empty(exchange.num_elements(parts, self._weight.dtype))
             torch.distributed.recv(arrived, self._topology.rank_at(self._topology.stage - 1))

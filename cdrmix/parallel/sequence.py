@@ -102,17 +102,23 @@ class SpreadShift(TokenShift):
         """Exchanges last tokens, and returns as `TokenShift.begin`."""
         if not self.training:
             return super().begin(last, segment_ids)
+        # The ring gives the first rank the last rank's token: a rank that did not receive would not
+        # send in the backward pass either. It begins every sample, so `goes_on` is false there.
         before = _NextRank.apply(last, self.part)  # [B, D]
         goes_on = self.part.goes_on(last, segment_ids)
         return before.masked_fill(~goes_on[:, None], 0), self.part.own(segment_ids)
 
 
-class SpreadHeads(nn.Module):
-    """Recurrence over all tokens for some heads: one exchange there, one back."""
+class SpreadOperation(nn.Module):
+    """Operation across tokens of which this rank holds a part."""
 
     def __init__(self, part: SequencePart) -> None:
         super().__init__()
         self.part = part
+
+
+class SpreadHeads(SpreadOperation):
+    """Recurrence over all tokens for some heads: one exchange there, one back."""
 
     def forward(
         self, *inputs: Tensor | None, segment_ids: Tensor | None = None
@@ -127,17 +133,13 @@ class SpreadHeads(nn.Module):
         return y, s
 
 
-class PassedState(nn.Module):
+class PassedState(SpreadOperation):
     """Recurrence over this rank's tokens, its state passed on by one gathering.
 
     The tokens here take a state S, [V, K], to S M + Y. Both come from one run of the op over values
     [v, 0] that starts from [0; I]: its state is then [Y; M], and its output [y; p]. The output for
     an entering state S is y + S p.
     """
-
-    def __init__(self, part: SequencePart) -> None:
-        super().__init__()
-        self.part = part
 
     def forward(
         self,
@@ -175,12 +177,8 @@ class PassedState(nn.Module):
         return y + (passing @ entering.mT.to(y.dtype)).transpose(1, 2), s
 
 
-class SpreadAttention(nn.Module):
+class SpreadAttention(SpreadOperation):
     """Attention to all tokens by some heads: one exchange there, one back."""
-
-    def __init__(self, part: SequencePart) -> None:
-        super().__init__()
-        self.part = part
 
     def forward(
         self,
@@ -220,27 +218,23 @@ class Exchange(torch.autograd.Function):
 def _exchanged(
     part: SequencePart, tensors: Sequence[Tensor], *, to_heads: bool
 ) -> tuple[Tensor, ...]:
-    if to_heads:
-        split = [x.unflatten(2, (part.parts, -1)).movedim(2, 0) for x in tensors]
-        return tuple(x.transpose(0, 1).flatten(1, 2) for x in _all_to_all(split, part.group))
-    split = [x.unflatten(1, (part.parts, -1)).movedim(1, 0) for x in tensors]
-    return tuple(x.movedim(0, 2).flatten(2, 3) for x in _all_to_all(split, part.group))
-
-
-def _all_to_all(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Sends entry p of each tensor [P, ...] to rank p, and returns the entries received.
-
-    All in one message of the narrowest type, in which an element of a wider type is several.
-    """
+    axis = 2 if to_heads else 1  # of what is divided here, heads or tokens
+    entries = [x.unflatten(axis, (part.parts, -1)).movedim(axis, 0) for x in tensors]  # p to rank p
+    # One message for all tensors, as each collective costs a latency. It has the narrowest type, in
+    # which an element of a wider type is several: a cast would lose bits of a float32 decay.
     dtype = min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize)
-    sizes = [x[0].numel() * x.element_size() // dtype.itemsize for x in tensors]
-    sent = tensors[0].new_empty(len(tensors[0]), sum(sizes), dtype=dtype)
-    for x, place in zip(tensors, sent.split(sizes, dim=1), strict=True):
+    sizes = [x[0].numel() * x.element_size() // dtype.itemsize for x in entries]
+    sent = tensors[0].new_empty(part.parts, sum(sizes), dtype=dtype)
+    for x, place in zip(entries, sent.split(sizes, dim=1), strict=True):
         place.view(x.dtype).view(x.shape).copy_(x)
     received = torch.empty_like(sent)
-    torch.distributed.all_to_all_single(received, sent, group=group)
-    pieces = zip(tensors, received.split(sizes, dim=1), strict=True)
-    return [piece.view(x.dtype).view(x.shape) for x, piece in pieces]
+    torch.distributed.all_to_all_single(received, sent, group=part.group)
+    pieces = zip(entries, received.split(sizes, dim=1), strict=True)
+    arrived = [piece.view(x.dtype).view(x.shape) for x, piece in pieces]
+    # rank p's entry holds the p-th part of the tokens, or of the heads
+    if to_heads:
+        return tuple(x.transpose(0, 1).flatten(1, 2) for x in arrived)
+    return tuple(x.movedim(0, 2).flatten(2, 3) for x in arrived)
 
 
 class _NextRank(torch.autograd.Function):
@@ -259,6 +253,8 @@ class _NextRank(torch.autograd.Function):
 def _around(x: Tensor, part: SequencePart, *, step: int) -> Tensor:
     """Returns x of the rank `step` places before, in a ring."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # one collective for all, as sends and receives of single pairs would have to be put in an order
+    # in which no rank waits for itself around the ring
     to, source = ((part.index + way * step) % part.parts for way in (1, -1))
     torch.distributed.all_to_all_single(
         received,
@@ -282,6 +278,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # every later rank reads this rank's [Y; M], so their gradients of it are added up
         summed = torch.empty_like(gradient[0])
         parts = gradient.contiguous().flatten(0, 1)
         torch.distributed.reduce_scatter_tensor(summed, parts, group=ctx.part.group)

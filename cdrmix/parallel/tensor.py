@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cdrmix.models.attention import Attention
 from cdrmix.models.backbone import TokenEmbedding
 from cdrmix.models.block import Block
 from cdrmix.models.feed_forward import FeedForward
@@ -48,16 +47,6 @@ class Shard:
 
     offset: tuple[int, ...]
     logical_shape: tuple[int, ...]
-
-
-def mark_shard(parameter: nn.Parameter, *, dim: int, part: int, parts: int) -> None:
-    """Marks a parameter as one of `parts` equal boxes of its logical tensor along `dim`."""
-    shape = list(parameter.shape)
-    offset = [0] * len(shape)
-    offset[dim] = part * shape[dim]
-    shape[dim] *= parts
-    parameter.shard = Shard(tuple(offset), tuple(shape))  # type: ignore[attr-defined]
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def mark_copy(parameter: nn.Parameter) -> None:
@@ -90,6 +79,8 @@ class RowLinear(nn.Linear):
     """
 
     def __init__(self, weight: nn.Parameter, topology: Topology) -> None:
+        # without a bias, which the sum over the ranks would count P times; on meta, because the
+        # weight that the constructor makes is replaced at once
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = weight
         self.topology = topology
@@ -111,7 +102,13 @@ def split_block(block: Block, topology: Topology) -> None:
     if isinstance(block.mixer, TimeMix):
         _split_time_mix(block.mixer, topology)
     else:
-        _split_attention(block.mixer, topology)
+        mixer = block.mixer
+        mixer.num_heads //= topology.degrees.tensor
+        mixer.num_kv_heads //= topology.degrees.tensor
+        for name in ("query", "key", "value"):
+            _cut_columns(getattr(mixer, name), topology)
+        mixer.output = RowLinear(cut_block(mixer.output.weight, topology, dim=1), topology)
+        _read_whole_tokens(mixer, topology)
     if isinstance(block.ffn, MoEFeedForward):
         # experts stay whole: each tensor rank routes its share of the tokens that all of them hold
         layer = block.ffn.deepspeed_moe
@@ -131,28 +128,25 @@ def mark_copies(module: nn.Module, topology: Topology) -> None:
     if topology.tensor_rank == 0:
         return
     for parameter in module.parameters():
+        # Experts are no copies: the expert group may lie on the tensor ranks, which then hold other
+        # experts, and `checkpoint` takes who saves them from DeepSpeed's expert groups.
         is_expert = not getattr(parameter, "allreduce", True)
         if shard_of(parameter) is None and not is_expert:
             mark_copy(parameter)
 
 
 def cut_block(parameter: Tensor, topology: Topology, *, dim: int) -> nn.Parameter:
-    """Copies this rank's equal part of a whole parameter along `dim`."""
+    """Copies this rank's equal part of a whole parameter along `dim`, and marks it as a box."""
     assert parameter.shape[dim] % topology.degrees.tensor == 0, "rules refuse it"
     view = parameter.detach().chunk(topology.degrees.tensor, dim)[topology.tensor_rank]
     # a copy, so that the whole block's memory is freed
     part = nn.Parameter(view.clone(memory_format=torch.contiguous_format))
-    mark_shard(part, dim=dim, part=topology.tensor_rank, parts=topology.degrees.tensor)
+    offset = [0] * part.dim()
+    offset[dim] = topology.tensor_rank * part.shape[dim]
+    part.shard = Shard(tuple(offset), tuple(parameter.shape))  # type: ignore[attr-defined]
+    # DeepSpeed adds such a parameter's norm on every tensor rank, not on the first alone
+    part.tensor_model_parallel = True  # type: ignore[attr-defined]
     return part
-
-
-def _split_attention(mixer: Attention, topology: Topology) -> None:
-    mixer.num_heads //= topology.degrees.tensor
-    mixer.num_kv_heads //= topology.degrees.tensor
-    for name in ("query", "key", "value"):
-        _cut_columns(getattr(mixer, name), topology)
-    mixer.output = RowLinear(cut_block(mixer.output.weight, topology, dim=1), topology)
-    _read_whole_tokens(mixer, topology)
 
 
 def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
@@ -167,6 +161,7 @@ def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
     for name in _TIME_MIX_MATRICES:
         _cut_columns(getattr(mixer, name), topology)
     mixer.output = RowLinear(cut_block(mixer.output.weight, topology, dim=1), topology)
+    # one group is one head, so the cut leaves each group's mean and variance as they were
     norm = mixer.group_norm
     norm.weight, norm.bias = (cut_block(x, topology, dim=0) for x in (norm.weight, norm.bias))
     norm.num_groups, norm.num_channels = mixer.num_heads, norm.weight.numel()
@@ -199,6 +194,8 @@ def _sum_gradients_of(module: nn.Module, names: Iterable[str], topology: Topolog
 
     def alias(module: nn.Module, _: Any) -> None:
         aliases = sum_gradients([getattr(module, name) for name in names], topology)
+        # Python looks into `vars` before it asks nn.Module for the parameter of that name, which
+        # stays registered: optimizer and checkpoint see the parameter, the module the alias
         vars(module).update(zip(names, aliases, strict=True))
 
     def restore(module: nn.Module, *_: Any) -> None:
@@ -239,6 +236,7 @@ class VocabularyEmbedding(TokenEmbedding):
         """Looks up tokens, [...] -> [..., D], whole on every rank."""
         local = input_ids - self.first_id
         elsewhere = (local < 0) | (local >= self.num_embeddings)
+        # a token of another rank reads row 0 here; its output is zeroed, and with it the gradient
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return leave_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.topology)
 
@@ -252,6 +250,7 @@ class VocabularyEmbedding(TokenEmbedding):
     def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
         """Computes `zero3.next_token_nats` with the vocabulary in parts."""
         part = VocabularyPart(self.first_id, self._of_all_ranks)
+        # each rank's logits give a part of the gradient of the same hidden states
         whole = enter_region(hidden, self.topology)
         return linear_cross_entropy(whole, self.weight, labels, part, label_weights)
 

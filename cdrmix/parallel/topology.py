@@ -104,7 +104,29 @@ def make_topology(degrees: Degrees) -> Topology:
         degrees: their product is the world size.
     """
     assert degrees.world_size == runtime.world_size(), "rules refuse another world"
-    groups = {name: _group(axis) for name, axis in _axes(degrees).items()}
+    data = degrees.data
+    tensor = degrees.tensor
+    sequence = degrees.sequence
+    world = degrees.world_size
+    stage = data * tensor
+    blocks = range(0, world, tensor * sequence)
+    axes: dict[str, Iterator[range]] = {
+        "tensor_group": (range(i, i + tensor) for i in range(0, world, tensor)),
+        "sequence_group": (
+            range(i + t, i + tensor * sequence, tensor) for i in blocks for t in range(tensor)
+        ),
+        # with sequence ranks in it: they hold the same parameters, so to DeepSpeed they are data
+        # ranks, over which it averages gradients and spreads the optimizer
+        "data_group": (
+            range(i + t, i + stage, tensor) for i in range(0, world, stage) for t in range(tensor)
+        ),
+        "stage_group": (range(i, i + stage) for i in range(0, world, stage)),
+        "pipeline_group": (range(i, world, stage) for i in range(stage)),
+        # first and last stage; without stages the step would be 0, which `range` refuses
+        "embedding_group": (range(i, world, (world - stage) or world) for i in range(stage)),
+    }
+    # in one order on every rank, as each group is made by a collective over the world
+    groups = {name: _group(axis) for name, axis in axes.items()}
     return Topology(degrees=degrees, rank=runtime.rank(), **groups)
 
 
@@ -125,28 +147,6 @@ def own_tokens(batch: dict[str, Tensor], topology: Topology) -> dict[str, Tensor
     return {
         name: values if name == "segment_ids" else values.chunk(parts, dim=time)[part]
         for name, values in batch.items()
-    }
-
-
-def _axes(degrees: Degrees) -> dict[str, Iterator[range]]:
-    """Returns the ranks of every group of each kind."""
-    data = degrees.data
-    tensor = degrees.tensor
-    sequence = degrees.sequence
-    world = degrees.world_size
-    stage = data * tensor
-    blocks = range(0, world, tensor * sequence)
-    return {
-        "tensor_group": (range(i, i + tensor) for i in range(0, world, tensor)),
-        "sequence_group": (
-            range(i + t, i + tensor * sequence, tensor) for i in blocks for t in range(tensor)
-        ),
-        "data_group": (
-            range(i + t, i + stage, tensor) for i in range(0, world, stage) for t in range(tensor)
-        ),
-        "stage_group": (range(i, i + stage) for i in range(0, world, stage)),
-        "pipeline_group": (range(i, world, stage) for i in range(stage)),
-        "embedding_group": (range(i, world, (world - stage) or world) for i in range(stage)),
     }
 
 
@@ -184,6 +184,7 @@ class ModelParallelUnit:
         assert group is not None, "an axis of several ranks has a group"
         self.topology = topology
         self.model_group = group
+        # DeepSpeed asks for a group of one too; each rank makes its own, so no order is needed
         self.data_group = topology.data_group or runtime.new_group(
             [topology.rank], is_made_alone=True
         )
@@ -210,7 +211,7 @@ class ModelParallelUnit:
 
     def get_model_parallel_rank(self) -> int:
         """This rank's place in the model-parallel group."""
-        return self.topology.tensor_rank + self.topology.stage
+        return self.topology.tensor_rank + self.topology.stage  # one of them is always 0
 
     def get_tensor_model_parallel_world_size(self) -> int:
         """Size of the tensor axis."""

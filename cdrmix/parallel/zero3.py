@@ -44,6 +44,8 @@ class PartitionedEmbedding(TokenEmbedding):
         weight = embedding.weight
         assert isinstance(weight, nn.Parameter), "an embedding's weight is one"
         rows, width = weight.ds_shape  # type: ignore[attr-defined]
+        # `ds_shape`, as the tensor itself is empty between two gatherings; on meta, because the
+        # weight that the constructor makes is replaced at once
         super().__init__(rows, width, device="meta")
         self.weight = weight
         self.head = _Head()
@@ -73,6 +75,8 @@ def partition(module: nn.Module, settings: dict[str, Any]) -> None:
     elif settings.get("fp16", {}).get("enabled"):
         module.to(torch.float16)
     runtime.import_deepspeed().zero.Init(module=module, config_dict_or_path=settings)
+    # A time mix computes its norm by F.group_norm: the module that owns the parameters is never
+    # called, so nothing would gather them.
     for part in module.modules():
         if isinstance(part, TimeMix):
             for parameter in part.group_norm.parameters():

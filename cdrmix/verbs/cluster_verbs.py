@@ -6,7 +6,9 @@ The modules that do the work are imported when a verb runs: the help must not wa
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -179,7 +181,6 @@ def add_doctor(verbs: Verbs) -> None:
             examine,
             is_ready,
             remove_leftovers_on_hosts,
-            report_json,
         )
         from cdrmix.cluster.hosts import read_hostfile
 
@@ -194,7 +195,10 @@ def add_doctor(verbs: Verbs) -> None:
             ranks_per_host=arguments.nproc,
             with_all_reduce=not arguments.no_all_reduce,
         )
-        print(report_json(findings) if arguments.json else as_table(findings))
+        if arguments.json:
+            print(json.dumps([asdict(finding) for finding in findings]))
+        else:
+            print(as_table(findings))
         # As a wrong configuration: a start on these hosts, and any restart, would fail.
         if not is_ready(findings):
             raise SystemExit(EXIT_USER_ERROR)

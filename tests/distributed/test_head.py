@@ -17,12 +17,13 @@ import pytest
 
 from cdrmix.cluster.heartbeat import Limits, Meeting, StartedHead, start_head
 from cdrmix.cluster.messages import (
+    MET,
     Channel,
     ask_to_stop,
     await_outcome,
     call,
     encode,
-    ranks_have_met,
+    is_listed,
 )
 from tests.silent_server import silent_server
 
@@ -219,7 +220,7 @@ def test_a_silent_file_server_ends_no_run_that_needs_no_file(
         head = started(tmp_path)
     watchdogs = [Watchdog(head.meeting, rank) for rank in range(2)]
     ends = time.monotonic() + 10
-    while not ranks_have_met(tmp_path):
+    while not is_listed(tmp_path, MET):
         beat(watchdogs, 0.1)
         assert time.monotonic() < ends
     flag.touch()

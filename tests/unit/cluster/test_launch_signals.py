@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.cluster.launch import _Signals
-from cdrmix.cluster.messages import stop_is_asked
+from cdrmix.cluster.messages import STOP, is_listed
 from cdrmix.errors import EXIT_FAULT, EXIT_STOPPED_BY_SIGNAL
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
@@ -35,9 +35,9 @@ def test_a_signal_asks_the_ranks_to_stop_and_a_second_one_ends_them(
     name: str, signals: _Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     signals.folder = tmp_path
-    assert not stop_is_asked(tmp_path)
+    assert not is_listed(tmp_path, STOP)
     os.kill(os.getpid(), signal.Signals[name])
-    assert stop_is_asked(tmp_path)
+    assert is_listed(tmp_path, STOP)
     assert capfd.readouterr().err == (
         f"{name}: asking the ranks to save and stop; once more ends them\n"
     )
@@ -84,4 +84,4 @@ def test_a_signal_that_interrupts_the_writing_of_a_line_is_heard(
     finally:
         monkeypatch.undo()
         log.configure()
-    assert stop_is_asked(tmp_path)
+    assert is_listed(tmp_path, STOP)
