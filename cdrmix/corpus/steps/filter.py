@@ -55,7 +55,7 @@ class FilterRule:
 
     Attributes:
         reason: reason to drop a text that fails.
-        figure: key of FIGURES: figure of the text that is compared.
+        figure: figure of the text that is compared, a key of FIGURES.
         n: key into the figure, if it holds one value per n-gram length.
         bound: the limits are the least or the most allowed.
         source: source of the value at strictness 0 of the first profile that has one; `ours` if
