@@ -13,7 +13,7 @@ from cdrmix.engines.recovery import write_record
 from cdrmix.engines.run import Run
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.evaluation.ngram import unigram_and_bigram
-from cdrmix.evaluation.perplexity import Evaluation, held_out_rows
+from cdrmix.evaluation.perplexity import held_out_rows
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic
 
@@ -24,49 +24,53 @@ _ROWS_AT_ONCE = 256  # in memory, of a corpus that may not fit in it
 def finish(run: Run, stage: Pretraining) -> None:
     """Evaluate, write metrics.json and report.html, and log the results; collective."""
     evaluation, _ = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
-    runtime.together(lambda: _write(run, stage, evaluation) if runtime.rank() == 0 else None)
 
+    def write_results() -> None:
+        if runtime.rank() != 0:
+            return
+        from cdrmix.monitoring.report import write_report  # Matplotlib, which only the end needs
 
-def _write(run: Run, stage: Pretraining, evaluation: Evaluation) -> None:
-    from cdrmix.monitoring.report import write_report  # Matplotlib, which only the end needs
-
-    baselines = _baselines(run, stage) if run.config.evaluation.baselines else None
-    path = run.directory.path
-    lines = read_metrics(path / "metrics.jsonl")
-    speeds = [line["tokens_per_second"] for line in lines]
-    summary: dict[str, Any] = {
-        "name": run.config.name,
-        "steps": run.step,
-        "tokens_seen": stage.tokens_seen(run),
-        "loss": lines[-1]["loss"] if lines else None,
-        "seconds": run.seconds,
-        "tokens_per_second_median": statistics.median(speeds) if speeds else None,
-        "goodput": run.wall_time.to_json(),
-        "start_up": run.start_up.to_json(),
-        "evaluation": evaluation.as_json(),
-        "baselines": baselines,
-        "samples": stage.samples,
-        "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
-    }
-    write_json_atomic(path / "metrics.json", summary)
-    write_record(run)
-    report = write_report(path)
-    sample = stage.samples[-1]
-    logger.info("sample: %s%s", sample["prompt"], sample["text"])
-    logger.info(
-        "validation: loss %.4f, perplexity %.2f, %.4f bits per byte over %s tokens",
-        evaluation.loss,
-        evaluation.perplexity,
-        evaluation.bits_per_byte,
-        f"{evaluation.tokens:,}",
-    )
-    if baselines is not None:
+        baselines = _baselines(run, stage) if run.config.evaluation.baselines else None
+        path = run.directory.path
+        lines = read_metrics(path / "metrics.jsonl")
+        speeds = [line["tokens_per_second"] for line in lines]
+        summary: dict[str, Any] = {
+            "name": run.config.name,
+            "steps": run.step,
+            "tokens_seen": stage.tokens_seen(run),
+            "loss": lines[-1]["loss"] if lines else None,
+            "seconds": run.seconds,
+            # A mean would count the slow first steps of each start.
+            "tokens_per_second_median": statistics.median(speeds) if speeds else None,
+            "goodput": run.wall_time.to_json(),
+            "start_up": run.start_up.to_json(),
+            "evaluation": evaluation.as_json(),
+            "baselines": baselines,
+            "samples": stage.samples,
+            "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
+        }
+        write_json_atomic(path / "metrics.json", summary)
+        write_record(run)
+        report = write_report(path)
+        sample = stage.samples[-1]
+        logger.info("sample: %s%s", sample["prompt"], sample["text"])
         logger.info(
-            "counted on the very tokens it trained on: smoothed bigram %.4f, smoothed unigram %.4f",
-            baselines["bigram_loss"],
-            baselines["unigram_loss"],
+            "validation: loss %.4f, perplexity %.2f, %.4f bits per byte over %s tokens",
+            evaluation.loss,
+            evaluation.perplexity,
+            evaluation.bits_per_byte,
+            f"{evaluation.tokens:,}",
         )
-    logger.info("report: %s", report)
+        if baselines is not None:
+            logger.info(
+                "counted on the very tokens it trained on: smoothed bigram %.4f, "
+                "smoothed unigram %.4f",
+                baselines["bigram_loss"],
+                baselines["unigram_loss"],
+            )
+        logger.info("report: %s", report)
+
+    runtime.together(write_results)
 
 
 def _baselines(run: Run, stage: Pretraining) -> dict[str, float]:

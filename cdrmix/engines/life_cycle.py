@@ -59,12 +59,15 @@ def run_stage(
                 leave_behind(run, checkpoint, newer=True)
             run.start_up.done("resume")
             runtime.together(lambda: _open_records(run))
+        # Around `finish` too, whose evaluation and sample take memory as well.
         with guard or nullcontext():
+            # Outside of the training loop nothing is unsaved: a signal may end the rank at once.
             with run.requests.deferred():
                 is_stopped = train(run, stage)
             if not is_stopped:
                 with run.heartbeat.phase("finishing"):
                     finish()
+                    # Last of all: the batch script takes this file as the end of the run.
                     if is_last:
                         runtime.together(
                             lambda: write_finished(directory, step=run.step, stage=stage.name)

@@ -51,6 +51,7 @@ def start_engine(
             optimizer=optimizer(model, config.training),
             config=plan.deepspeed,
             mpu=ModelParallelUnit(topology) if is_told else None,
+            # cdrmix.runtime has made the process group, with a time-out of its own.
             dist_init_required=False,
         )
     if config.training.precision == "fp16":  # at the lowest scale, cdrmix.monitoring.health judges
@@ -87,7 +88,14 @@ def train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
 
 
 def _train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
+    failure: DataError | None = None
+
+    def raise_failure() -> None:
+        if failure is not None:
+            raise failure
+
     while run.step < stage.num_steps:
+        # Before the batch is read: a checkpoint saved in this turn begins with that batch.
         position = stage.loader.state_dict()
         began = time.perf_counter()
         batch = None
@@ -109,12 +117,12 @@ def _train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
         if agreement.stop or agreement.save or agreement.unread:
             save_run(run, position)
         if agreement.unread:
-            runtime.together(partial(_raise_if, failure))
+            runtime.together(raise_failure)
         if agreement.stop:
             return True
         assert batch is not None, "agreement.unread otherwise"
         skipped = run.engine.skipped_steps
-        may_lower_scale = _may_lower_scale(run.engine)
+        lowers_scale = may_lower_scale(run.engine)
         stalled = run.saver.stall_seconds
         result = stage.train_step(run, batch, weight=agreement.tokens)
         run.step += 1
@@ -122,8 +130,9 @@ def _train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
         if run.start_up.step_done():
             logger.info("start-up: %s", run.start_up)
         is_skipped = run.engine.skipped_steps > skipped
+        # Dynamic scaling in fp16 looks for its scale by skipping steps, which is no fault of a run.
         verdict = None
-        if not (is_skipped and may_lower_scale):
+        if not (is_skipped and lowers_scale):
             verdict = run.health.step_done(run.step, is_skipped=is_skipped)
         # The wait for a checkpoint's copy inside the step counts as the checkpoint's, not the
         # step's.
@@ -134,15 +143,10 @@ def _train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
     return False
 
 
-def _may_lower_scale(engine: Any) -> bool:
+def may_lower_scale(engine: Any) -> bool:
     """Tells if a gradient that is not finite would only lower fp16's loss scale."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return scaler is not None and scaler.dynamic and scaler.cur_scale > scaler.min_scale
-
-
-def _raise_if(failure: DataError | None) -> None:
-    if failure is not None:
-        raise failure
 
 
 def _observe(
@@ -165,9 +169,11 @@ def _observe(
         verdicts += stage.judge(run, measures)
     else:  # the loss becomes known in the next `agree`, without a collective of its own
         run.unjudged = stage.own_loss(result)
+    # Before an evaluation or a save, which would be of weights known to be bad.
     if react(run, verdicts, position):
         return
     evaluation = stage.evaluate(run) if evaluates else {}
+    # The metrics first: a run resumed from the checkpoint of this step does not write them again.
     if logs:
         react(run, stage.log(run, measures, evaluation), position)
     if saves:

@@ -50,6 +50,7 @@ def adamw(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
         lr=training.learning_rate,
         betas=(training.beta1, training.beta2),
         eps=training.epsilon,
+        # One kernel reads and writes each element once; the default takes one for each operation.
         fused=True,
     )
 
@@ -65,7 +66,9 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
     lowest = training.min_learning_rate
     warmup = training.warmup_steps
     if step < warmup:
+        # Not `step`: a first step at a rate of 0 would be lost.
         return peak * (step + 1) / warmup
+    # The last step, num_steps - 1, is the one at the minimum.
     progress = (step - warmup) / max(1, training.num_steps - 1 - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return lowest + (peak - lowest) * cosine

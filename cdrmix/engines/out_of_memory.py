@@ -51,6 +51,7 @@ def with_what_fits(plan: Plan, config: Config, run_dir: Path) -> Plan:
         (run_dir / _NOTE.format(size=1)).unlink(missing_ok=True)
         return [int(match[1]) for match in matches if match and int(match[1]) > 1]
 
+    # The smallest that failed: every larger one fails as well.
     too_large = min(runtime.first_rank_does(noted_sizes), default=None)
     micro = plan.micro_batch_size
     while too_large is not None and micro > 1 and micro >= too_large:
@@ -82,21 +83,20 @@ def noted(run: Run) -> Iterator[None]:
         with contextlib.suppress(FileExistsError):
             with path.open("x", encoding="utf-8") as file:
                 json.dump(note, file, indent=2)
+            # Rank 0 alone writes the log of the run, until another has an error to report.
             if rank > 0:
                 log_to_file(run.directory.path / LOG)
-            logger.error("error: %s", _message(run, micro))
+            message = f"rank {rank} ran out of memory after step {run.step} with micro batches of "
+            if micro == 1:
+                message += f"one sample. {_advice(run)}"
+            else:
+                message += (
+                    f"{micro} samples. The next start of this run takes "
+                    f"{smaller_micro_batch(run.plan, micro)} and as many more of them: go on with "
+                    "--resume auto, which `cdrmix launch` does by itself"
+                )
+            logger.error("error: %s", message)
         raise LostAlone(EXIT_FAULT if micro > 1 else EXIT_USER_ERROR) from error
-
-
-def _message(run: Run, micro: int) -> str:
-    where = f"rank {runtime.rank()} ran out of memory after step {run.step}"
-    if micro == 1:
-        return f"{where} with micro batches of one sample. {_advice(run)}"
-    return (
-        f"{where} with micro batches of {micro} samples. The next start of this run takes "
-        f"{smaller_micro_batch(run.plan, micro)} and as many more of them: go on with --resume "
-        "auto, which `cdrmix launch` does by itself"
-    )
 
 
 def _advice(run: Run) -> str:
@@ -109,6 +109,7 @@ def _advice(run: Run) -> str:
         gpu="cpu" if runtime.use_cpu() else None,
         gpu_memory_gib=runtime.device_memory_gib(),
     )
+    # Without the degrees and the micro batch of the configuration, which are what does not fit.
     training = run.config.training.model_copy(update={"micro_batch_size": None})
     free_config = run.config.model_copy(update={"parallel": ParallelConfig(), "training": training})
     with contextlib.suppress(PlanError):

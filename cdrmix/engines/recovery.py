@@ -46,6 +46,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 "loader": position,
                 "tokenizer": run.stage.corpus.manifest.tokenizer.sha256,
                 "engine": engine_state.counters(run.engine),
+                # Checkpoints are handed on: no passwords of a remote data set in them.
                 "config": redacted(run.config.model_dump(mode="json")),
                 "seconds": run.seconds,
                 "health": run.health.state_dict(),
@@ -137,9 +138,25 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
         logger.warning("skipped checkpoint %s: %s", name, why)
     with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
         state = reader.state
-        runtime.together(lambda: _check_config(run, state["config"], checkpoint.path))
+
+        def check_config() -> None:
+            current = redacted(run.config.model_dump(mode="json"))
+            changes = changed_keys(redacted(state["config"]), current)
+            lines = [f"{key}: {old} -> {new}" for key, old, new in changes]
+            model = [line for line in lines if line.startswith("model.")]
+            if model:
+                raise StateError(
+                    f"{checkpoint.path}: was trained with another model. Changed: "
+                    f"{'; '.join(model)}. Try the saved values, or a new run directory"
+                )
+            for line in lines:  # changes that a user may have made on purpose
+                logger.info("config changed since the checkpoint: %s", line)
+
+        # Refused before anything is loaded, which leaves the run as it was.
+        runtime.together(check_config)
         runtime.together(lambda: run.stage.loader.load_state_dict(state["loader"]))
         run.stage.load(run, reader)
+        # None of a rank that the saving run did not have: this one keeps its seed.
         saved_random = runtime.together(lambda: reader.rank_state(runtime.rank()))
         if saved_random is not None:
             runtime.restore_random_state(saved_random["random"])
@@ -175,19 +192,7 @@ def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) ->
     runtime.first_rank_does(rename)
 
 
-def _check_config(run: Run, saved: JsonObject, path: Path) -> None:
-    """Refuse another model; log every other change, which a user may have made on purpose."""
-    changes = changed_keys(redacted(saved), redacted(run.config.model_dump(mode="json")))
-    model = [f"{key}: {old} -> {new}" for key, old, new in changes if key.startswith("model.")]
-    if model:
-        raise StateError(
-            f"{path}: was trained with another model. Changed: {'; '.join(model)}. Try the saved "
-            "values, or a new run directory"
-        )
-    for key, old, new in changes:
-        logger.info("config changed since the checkpoint: %s: %s -> %s", key, old, new)
-
-
+# From mild to severe: of several verdicts on a step the last is carried out.
 _SEVERITY = ("warn", "skip", "rollback", "stop")
 # A slow disk or a full device says nothing against the weights: the last step is worth saving.
 _STATE_IS_GOOD = ("loader", "memory")
@@ -246,10 +251,19 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
     settle(run)  # the checkpoint under way may be the one to go back to
     bad_step = run.step
     resumes_at = position["samples_consumed"]
-    checkpoint = _newest_good(run, bad_step)
-    if checkpoint is None:
+    folders = (run.directory.checkpoints, *run.directory.copies)
+    checkpoint = store.find_newest(*folders, before=bad_step)
+    if checkpoint is None or not _is_of_this_stage(run, checkpoint):
         why = f"{verdict.why}, and there is no checkpoint to go back to"
         raise _stopped(run, verdict._replace(why=why))
+    if checkpoint.step == run.health.rolled_back_to:
+        # The last time, the run went back to this one and came no further than the next bad step:
+        # the fault may be older. Go on from the one before, if there is one.
+        older = None
+        with contextlib.suppress(NoUsableStateError):
+            older = store.find_newest(*folders, before=checkpoint.step)
+        if older is not None and _is_of_this_stage(run, older):
+            checkpoint = older
     state = restore(run, checkpoint)
     leave_behind(run, checkpoint, newer=False)
     run.unjudged = None
@@ -257,6 +271,7 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
     timeline = state["health"]["timeline"] if "health" in state else None
     run.health.rolled_back(to_step=checkpoint.step, passed_over=passed_over, timeline=timeline)
     run.wall_time.go_back(checkpoint.step)
+    # The weights go back and the data does not: the samples that led here are passed over.
     run.stage.loader.load_state_dict(position)
     runtime.together(lambda: run.observer.go_back(run.step))
     runtime.together(lambda: write_record(run))
@@ -269,24 +284,6 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
     )
 
 
-def _newest_good(run: Run, bad_step: int) -> store.FoundCheckpoint | None:
-    """Returns the newest checkpoint of this stage before a bad step.
-
-    Where the run went back to that one before and reached only the next bad step, the checkpoint
-    before it, if there is one.
-    """
-    folders = (run.directory.checkpoints, *run.directory.copies)
-    newest = store.find_newest(*folders, before=bad_step)
-    if newest is None or not _is_of_this_stage(run, newest):
-        return None
-    if newest.step != run.health.rolled_back_to:
-        return newest
-    older = None
-    with contextlib.suppress(NoUsableStateError):
-        older = store.find_newest(*folders, before=newest.step)
-    return older if older is not None and _is_of_this_stage(run, older) else newest
-
-
 def _is_of_this_stage(run: Run, checkpoint: store.FoundCheckpoint) -> bool:
     """Stage B begins with the last checkpoint of Stage A, which it cannot load as its own."""
     with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
@@ -295,7 +292,7 @@ def _is_of_this_stage(run: Run, checkpoint: store.FoundCheckpoint) -> bool:
 
 def _stopped(run: Run, verdict: Verdict) -> StateError:
     """Returns the error that ends an unhealthy run, the same on every rank; collective."""
-    settle(run)
+    settle(run)  # so that the message names a checkpoint that is on disk
     newest = run.saver.saved_step
     saved = "none yet" if newest is None else f"that of step {newest}"
     has_diverged = verdict.watched in ("non_finite", "loss_spike")

@@ -259,6 +259,7 @@ class Run(Start):
         """
         self.wall_time.save()
         self.stage.loader.close()
+        # Before the observer: a save under way makes its metrics durable before it ends.
         self.saver.close(waits=kind is None or issubclass(kind, TrainingError))
         self.observer.close()
 

@@ -105,6 +105,7 @@ def open_run_directory(config: Config, *, requested: Path | None, resume: str) -
     assert places is not None, "rank 0 opened them"
     path, replica = places
 
+    # On every rank: rank 0 cannot tell by itself that other hosts do not share the folder.
     def check_seen() -> None:
         if replica is not None and not replica.is_dir():
             raise StateError(
@@ -119,7 +120,13 @@ def open_run_directory(config: Config, *, requested: Path | None, resume: str) -
 def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
     if requested is None and resume == "auto":
         raise StateError("--resume auto: needs --run-dir, the directory to go on in")
-    resumed = _run_of(resume)
+    resumed = None  # also of a checkpoint that was copied out of its run directory
+    if resume not in ("never", "auto"):
+        source = Path(resume)
+        if source.parent.name == "checkpoints":
+            resumed = source.parent.parent
+        elif not (source / MANIFEST_FILE).exists():
+            resumed = source.parent if source.name == "checkpoints" else source
     path = requested or resumed or new_run_dir(config)
     goes_on = resume == "auto" or (resumed is not None and resumed.resolve() == path.resolve())
     try:
@@ -165,6 +172,7 @@ def _open_replica(config: Config, path: Path, *, goes_on: bool) -> Path | None:
     if folder is None:
         return None
     whole = path.resolve()
+    # Runs of one name in different folders may have one folder for copies.
     key = hashlib.sha256(str(whole).encode()).hexdigest()[:8]
     replica = Path(folder) / f"{whole.name}-{key}"
     try:
@@ -231,6 +239,7 @@ def _locked(path: Path) -> IO[str]:
                 logger.warning("%s: locked by %s; waiting for the lock", path.parent, name)
                 has_warned = True
             time.sleep(_SECONDS_BETWEEN_TRIES)
+        # For others that meet the lock; the start tells a process from a later one with its number.
         file.seek(0)
         file.truncate()
         process = os.getpid()
@@ -252,19 +261,6 @@ def _parsed_holder(text: str) -> dict[str, Any]:
         return {}
     is_whole = isinstance(holder, dict) and {"host", "process", "started"} <= holder.keys()
     return holder if is_whole and isinstance(holder["process"], int) else {}
-
-
-def _run_of(resume: str) -> Path | None:
-    """Returns the run directory of an explicit --resume PATH; None for never and auto, and for a
-    checkpoint that was copied out of its run directory."""
-    if resume in ("never", "auto"):
-        return None
-    path = Path(resume)
-    if path.parent.name == "checkpoints":
-        return path.parent.parent
-    if (path / MANIFEST_FILE).exists():
-        return None
-    return path.parent if path.name == "checkpoints" else path
 
 
 def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:

@@ -123,6 +123,7 @@ def loss(
     statistics = output.router_statistics
     if moe is None or statistics is None:
         return MicroStep(_all_or_nothing(loss), nats.detach(), None)
+    # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
     per_token = mean_over_ranks(statistics, topology) / labels.numel()
     losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
     loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
@@ -178,6 +179,7 @@ def train_step(
         tokens: valid tokens of the global batch, all ranks, or their weight.
     """
     began = time.perf_counter()
+    # A function of the step alone, and no scheduler with a state to save and restore.
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate(step, config.training)
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
@@ -287,6 +289,7 @@ class Pretraining:
 
     def weight(self, run: Run, batch: Batch) -> float:
         """Valid tokens of this rank's share, or their weight."""
+        # Ranks of one tensor group or pipeline see the same tokens, and one of them counts.
         if not run.topology.counts_tokens:
             return 0.0
         return float(sum_weights(batch["labels"], batch.get("weights")))
@@ -309,6 +312,7 @@ class Pretraining:
     def evaluate_now(self, run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, float]]:
         """Held-out loss at the current step, and its eval/* metrics; adds a sample of text."""
         began = time.monotonic()
+        settings = run.config.evaluation
         with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
             evaluation = evaluate(
                 for_inference(run.engine.module),
@@ -318,31 +322,26 @@ class Pretraining:
                 segment_documents=run.config.data.segment_documents,
                 topology=run.topology,
             )
-            self.samples.append(self._sample(run))
+            tokenizer = self.corpus.tokenizer
+            prompt = [tokenizer.eos_id, *tokenizer.encode(settings.sample_prompt)]
+            # Without a stop token: the experts of one rank may serve the text of another, and ranks
+            # whose rounding differs in the last bit could end the text at different tokens.
+            new = generate(
+                for_inference(run.engine.module),
+                torch.tensor([prompt], device=run.engine.device),
+                max_new_tokens=settings.sample_tokens,
+                temperature=settings.sample_temperature,
+                seed=run.config.training.seed,
+            )
+            document = itertools.takewhile(lambda token: token != tokenizer.eos_id, new[0].tolist())
+            text = tokenizer.decode(list(document))
+            self.samples.append({"step": run.step, "prompt": settings.sample_prompt, "text": text})
         return evaluation, {
             "eval/loss": evaluation.loss,
             "eval/perplexity": evaluation.perplexity,
             "eval/bits_per_byte": evaluation.bits_per_byte,
             "eval/seconds": time.monotonic() - began,
         }
-
-    def _sample(self, run: Run) -> JsonObject:
-        """Continue the prompt of the configuration; every rank decodes the same text, in step."""
-        settings = run.config.evaluation
-        tokenizer = self.corpus.tokenizer
-        prompt = [tokenizer.eos_id, *tokenizer.encode(settings.sample_prompt)]
-        # Without a stop token: the experts of one rank may serve the text of another, and ranks
-        # whose rounding differs in the last bit could end the text at different tokens.
-        new = generate(
-            for_inference(run.engine.module),
-            torch.tensor([prompt], device=run.engine.device),
-            max_new_tokens=settings.sample_tokens,
-            temperature=settings.sample_temperature,
-            seed=run.config.training.seed,
-        )
-        document = itertools.takewhile(lambda token: token != tokenizer.eos_id, new[0].tolist())
-        text = tokenizer.decode(list(document))
-        return {"step": run.step, "prompt": settings.sample_prompt, "text": text}
 
     def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
         """Nats of this rank's tokens, and the weight of the global batch."""

@@ -41,11 +41,21 @@ class Requests:
 
     def listen(self) -> None:
         """Install the handlers, and ask the kernel for SIGTERM when the launcher dies."""
+
+        # Flags alone: a handler may interrupt a collective, or whoever holds the lock of the log.
+        def on_stop(number: int, frame: FrameType | None) -> None:
+            self.stop = signal.Signals(number).name
+            if not self._deferred:
+                raise SystemExit(EXIT_STOPPED_BY_SIGNAL)
+
+        def on_save(number: int, frame: FrameType | None) -> None:
+            self.save = True
+
         for number in _STOPPING:
             # nohup ignores SIGHUP, so that a run outlives its terminal.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._on_stop)
-        signal.signal(signal.SIGUSR2, self._on_save)
+                signal.signal(number, on_stop)
+        signal.signal(signal.SIGUSR2, on_save)
         runtime.end_with_launcher(signal.SIGTERM)
 
     @contextlib.contextmanager
@@ -59,19 +69,12 @@ class Requests:
 
     def poll(self) -> tuple[bool, bool]:
         """Returns (stop, save) of this rank; clears the request to save, not the one to stop."""
+        # Orphaned, launch.py goes on under another parent.
         if self.stop is None and self._launcher and _parent(os.getppid()) != self._launcher:
             self.stop = "end of the deepspeed launcher"
         save = self.save
         self.save = False
         return self.stop is not None, save
-
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        self.stop = signal.Signals(number).name
-        if not self._deferred:
-            raise SystemExit(EXIT_STOPPED_BY_SIGNAL)
-
-    def _on_save(self, number: int, frame: FrameType | None) -> None:
-        self.save = True
 
 
 def _deepspeed_runner() -> int | None:

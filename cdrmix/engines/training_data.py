@@ -80,6 +80,8 @@ def open_corpus(config: Config) -> Corpus:
         return Corpus(manifest, train, validation, load_tokenizer(path), path)
 
     corpus = runtime.together(open_folder)
+    # The checks so far are of one host each. Ranks with different data sets would train on, each
+    # on the samples that it has, without an error.
     check_same("data sets", "manifest", manifest_digest(corpus.manifest))
     check_same("tokenizers", "tokenizer", corpus.manifest.tokenizer.sha256)
     return corpus
@@ -102,6 +104,7 @@ def check_same(things: str, name: str, digest: str) -> None:
     if len(hosts) == 1:
         return
     listed = "\n".join(
+        # Of thousands of ranks the first few say enough.
         f"  {name} {theirs[:12]}: {', '.join(ranks[:8])}"
         + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         for theirs, ranks in hosts.items()

@@ -91,6 +91,7 @@ class WallTime:
             # The clock of the host, since monotonic time does not outlive a process.
             commanded = time.time() - start_up_seconds
             self._take_over(earlier, step, commanded, reached=reached, alive=alive)
+        # At once: a start that is killed before its first save counts too.
         self._parts["start_up"] += start_up_seconds
         self.save()
 
@@ -104,6 +105,7 @@ class WallTime:
         self._redone_steps = earlier["redone_steps"]
         self._step = earlier["step"]
         gap = max(0.0, commanded - earlier["until"])
+        # Clocks of two hosts may differ: no part is negative or longer than the gap.
         alive_seconds = min(gap, max(0.0, alive - earlier["until"]))
         self._earlier_seconds += earlier["seconds"] + gap
         self._parts["down"] += gap - alive_seconds
@@ -127,6 +129,7 @@ class WallTime:
 
     def go_back(self, step: int) -> None:
         """Counts the steps after `step` as lost: they will be done again."""
+        # Steps before this account began, such as those of an earlier version, are not in it.
         lost_steps = min(self._step - step, self._productive_steps)
         if lost_steps > 0:
             # The mean over all steps: seconds of single ones are not stored.
@@ -186,6 +189,7 @@ class WallTime:
         """
         total = self._seconds
         steps = self._productive_steps + self._redone_steps
+        # Imports, reports, waits at the end: whatever no part counts, so that the parts sum to all.
         parts = self._parts | {"other": total - sum(self._parts.values())}
         return {
             "share": self._parts["productive"] / total if total else 0.0,

@@ -171,12 +171,14 @@ class Health:
         self._last_not_finite = step
         self.skipped_steps += 1
         self._consecutive += 1
+        # Single steps skip for a bad batch; many in a row mean weights that no batch mends.
         if limits.action != "skip" or self._consecutive <= limits.max_consecutive:
             return self._unhealthy("non_finite", limits.action, step, sign)
         why = f"{sign}, {self._consecutive} steps in a row"
         return self._unhealthy("non_finite", "stop", step, why)
 
     def _unhealthy(self, watched: Watched, action: Action, step: int, why: str) -> Verdict:
+        # A fault that comes back after each rollback is not in the data that was passed over.
         if action == "rollback" and self.rollbacks >= self._config.max_rollbacks:
             action = "stop"
             why = f"{why}; health.max_rollbacks = {self.rollbacks} were done"
@@ -213,6 +215,7 @@ class Health:
         # The new window begins at the checkpoint, so it covers every window behind that.
         self.passed_over = [window for window in self.passed_over if window[0] < first]
         self.passed_over.append((first, end))
+        # The judgement that led here is on record already: events are added with the verdict.
         event = next(event for event in reversed(self.events) if event.action == "rollback")
         event.outcome = f"back to step {to_step}, past samples {first:,} to {end - 1:,}"
         self._load_timeline(timeline or _NO_TIMELINE)
@@ -288,6 +291,7 @@ def spike_limit(losses: Iterable[float], config: HealthConfig) -> float | None:
     Median and median absolute deviation, because a few losses far out do not move them.
     """
     known = list(losses)
+    # Of fewer losses, median and deviation say little.
     if len(known) < config.loss_spike.window_steps // 2:
         return None
     middle = median(known)

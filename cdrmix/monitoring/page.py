@@ -61,6 +61,7 @@ def render(template: str, **values: Any) -> str:
 
 def compact(count: float) -> str:
     """Writes a count in three or four digits: 819,200 · 12.3M · 4.17B."""
+    # Below a million the count itself is short enough, and exact.
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if count >= size:
             return f"{count / size:.3g}{suffix}"

@@ -177,6 +177,7 @@ def _finite_line(curve: Curve) -> _Line:
     if curve.smooth and len(values) >= _SMOOTH_FROM:
         # Centred mean over a fortieth of the points; over fewer at both ends.
         half = max(len(values) // 80, 1)
+        # By running sums: a window of a fortieth, summed anew at each point, would be quadratic.
         total = np.concatenate([[0.0], np.cumsum(values)])
         center = np.arange(len(values))
         begin = np.maximum(center - half, 0)

@@ -41,6 +41,7 @@ class RecordedRun:
     @property
     def num_steps(self) -> int | None:
         """Planned steps, those of Stage B included; None when the configuration cannot be read."""
+        # The plan counts the steps of both stages; the configuration has those of each.
         both_stages = (self.plan.get("stage_b") or {}).get("num_steps")
         if both_stages is not None:
             return int(both_stages)
@@ -92,6 +93,7 @@ def read_run(run_dir: Path) -> RecordedRun:
             f"{metrics}: not found. A report is made of a run directory, which holds metrics.jsonl "
             "from the first logged step on."
         )
+    # A live run or one that died lacks some files: each is a problem to name, and no error.
     problems: dict[str, str] = {}
     config_text, config = _read_config(run_dir / "config_snapshot.yaml", problems)
     return RecordedRun(

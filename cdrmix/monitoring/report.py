@@ -212,6 +212,7 @@ def _tiles(run: RecordedRun) -> list[Tile]:
     in_stage_b = _number((run.summary.get("stage_b") or {}).get("seconds"))
     if in_stage_b is not None:
         seconds = (seconds or 0.0) + in_stage_b
+    # Of a run without a summary, from the logged lines.
     speeds = run.series("tokens_per_second")[1]
     speed = _number(run.summary.get("tokens_per_second_median"))
     if speed is None and len(speeds):
@@ -247,6 +248,7 @@ def _comparison(run: RecordedRun) -> BaselineComparison | None:
     known = {name: loss for name, loss in losses.items() if loss is not None}
     if model is None or not known:
         return None
+    # Bars by the worst loss, so that the longest fills its cell.
     worst = max([model, *known.values()])
     # exp(709.8) is the largest double: a diverged model has a finite perplexity too.
     predictors = [

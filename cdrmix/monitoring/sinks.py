@@ -63,7 +63,8 @@ class MetricsFile:
 
     def write(self, record: Mapping[str, float]) -> None:
         """Appends one record."""
-        line = (_to_json(record) + "\n").encode()
+        # A bare NaN is no JSON, and other readers refuse the whole file.
+        line = (json.dumps(_without_non_finite(record), allow_nan=False) + "\n").encode()
         with _disk_faults(self.path):
             while line:  # a write to a nearly full disk may take a part only
                 line = line[self._file.write(line) :]
@@ -232,7 +233,8 @@ def write_json_atomic(path: Path, obj: Any) -> None:
     Raises:
         StateError: if it cannot be written; the old file then stays as it was.
     """
-    write_text_atomic(path, _to_json(obj, indent=2) + "\n")
+    text = json.dumps(_without_non_finite(obj), indent=2, allow_nan=False)
+    write_text_atomic(path, text + "\n")
 
 
 def write_text_atomic(path: Path, text: str) -> None:
@@ -268,10 +270,6 @@ def _disk_faults(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _to_json(obj: Any, indent: int | None = None) -> str:
-    return json.dumps(_without_non_finite(obj), indent=indent, allow_nan=False)
-
-
 def _without_non_finite(obj: Any) -> Any:
     if isinstance(obj, Mapping):
         return {key: _without_non_finite(value) for key, value in obj.items()}
@@ -288,6 +286,7 @@ def _parse(line: str) -> dict[str, float] | None:
         record = json.loads(line)
     except ValueError:
         return None
+    # The rest of a half-written line may be JSON, such as a number, and no record.
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
     # Only these three strings are numbers; another string stays as it is.

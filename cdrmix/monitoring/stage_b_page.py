@@ -117,9 +117,25 @@ def stage_b_report(run: RecordedRun) -> StageBReport | None:
     if run.config is None or run.config.stage_b is None:
         return None
     names = {name for line in run.records for name in line}
+    scores = None
+    rows = run.reasoning_rows
+    if rows:
+        ratios = sorted({row["length_ratio"] for row in rows})
+        cells = {
+            (row["task"], row["length_ratio"]): Score(row["score"], row["backbone_score"])
+            for row in rows
+        }
+        fewest = min(row["n"] for row in rows)
+        most = max(row["n"] for row in rows)
+        scores = Scores(
+            ratios=ratios,
+            # A run may have stored the rows of some lengths or tasks only: the others stay empty.
+            tasks={row["task"]: [cells.get((row["task"], r)) for r in ratios] for row in rows},
+            num_texts=f"{most}" if fewest == most else f"{fewest} to {most}",
+        )
     return StageBReport(
         is_logged=any(name.startswith(("stage_b/", "policy/")) for name in names),
-        scores=_scores(run),
+        scores=scores,
         learning=_figures(run, _LEARNING),
         policy=_figures(run, _POLICY),
     )
@@ -130,6 +146,7 @@ def stage_b_tiles(run: RecordedRun) -> list[Tile]:
     rows = run.reasoning_rows
     if not rows:
         return []
+    # Weighted by texts, of which the cells may have different numbers.
     count = sum(row["n"] for row in rows)
     mean, backbone = (
         sum(row[name] * row["n"] for row in rows) / count for name in ("score", "backbone_score")
@@ -152,21 +169,3 @@ def _figures(run: RecordedRun, panels: Sequence[_Panel]) -> list[Figure]:
             limits = (0, None) if from_zero else (None, None)
             figures.append(plot(title, unit, key, curves, text="{:.3g}".format, limits=limits))
     return figures
-
-
-def _scores(run: RecordedRun) -> Scores | None:
-    rows = run.reasoning_rows
-    if not rows:
-        return None
-    ratios = sorted({row["length_ratio"] for row in rows})
-    cells = {
-        (row["task"], row["length_ratio"]): Score(row["score"], row["backbone_score"])
-        for row in rows
-    }
-    fewest = min(row["n"] for row in rows)
-    most = max(row["n"] for row in rows)
-    return Scores(
-        ratios=ratios,
-        tasks={row["task"]: [cells.get((row["task"], r)) for r in ratios] for row in rows},
-        num_texts=f"{most}" if fewest == most else f"{fewest} to {most}",
-    )

@@ -100,48 +100,19 @@ def _time_mix(
         per_head += size * 2 * width  # v before the mix, and its share of v_first
     per_head += 4 * 2 * width  # sigmoid of the decay and k * k_k, float32
     per_head += 4 * 2 * heads + size * 3 * heads  # two norms of k; mean, deviation of y, bonus
-    return PerToken(whole, per_head + _wkv(model, numerics, form))
-
-
-def _wkv(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> float:
-    """Inputs of the WKV-7 op, and the states that its implementation saves."""
-    size = numerics.element_bytes
-    width = model.hidden_size
+    # The WKV-7 op: its inputs, and the states that its implementation saves.
     values = 2 if form == "state" else 1  # V + K values a head in place of V
     # r, k and v are saved for the bonus as well: number of them that the op reads in a copy
     apart = {"whole": 0, "heads": 3, "state": 1}[form]
     passing = size * width if form == "state" else 0  # receptance, to apply the entering state
+    wkv: float = (4 + values + apart) * size * width + 4 * width + passing
     if numerics.wkv == "cpp":  # all in float32: six inputs, S a, one state for each tile
         apart = 3 if size < 4 else apart
         states = 4 * values * width * model.head_dim / CPP_TILE_TOKENS
-        return (5 + 2 * values) * 4 * width + states + apart * size * width + passing
-    inputs = (4 + values + apart) * size * width + 4 * width + passing
-    if numerics.wkv == "fla":  # recomputes the rest
-        return inputs
-    return inputs + 2 * 4 * values * width  # states around blocks: at most 2 V floats a token
-
-
-def _attention(model: ModelConfig, numerics: Numerics, form: SequenceForm) -> PerToken:
-    """Query, key, value, output and one float32 a head, as flash attention saves them."""
-    size = numerics.element_bytes
-    width = model.hidden_size
-    kv_width = model.num_kv_heads * model.head_dim
-    outputs = 1 if form == "whole" else 2  # before and after heads are exchanged back for tokens
-    per_head = size * ((1 + outputs) * width + 2 * kv_width) + 4 * model.num_heads
-    return PerToken(size * width, per_head)
-
-
-def _feed_forward(model: ModelConfig, kind: LayerKind, numerics: Numerics) -> PerToken:
-    size = numerics.element_bytes
-    width = model.hidden_size
-    moe = model.moe
-    shift = PerToken(size * 2 * width if kind == "rwkv" else 0)  # x and its shift
-    if moe is None:
-        return shift + PerToken(size * width, size * 2 * model.ffn_hidden_size)
-    # router: float32 input and logits, and indices (40 bytes for each of the top-k choices)
-    router = 4 * width + 8 * moe.num_experts + 8 + 40 * moe.top_k
-    # each tensor rank routes its share of the tokens
-    return shift + PerToken(0, router + moe.top_k * routed_row(model, numerics))
+        wkv = (5 + 2 * values) * 4 * width + states + apart * size * width + passing
+    elif numerics.wkv != "fla":  # which recomputes the rest
+        wkv += 2 * 4 * values * width  # states around blocks: at most 2 V floats a token
+    return PerToken(whole, per_head + wkv)
 
 
 def routed_row(model: ModelConfig, numerics: Numerics) -> int:
@@ -298,16 +269,32 @@ class SavedActivations:
 
     def _halves_of(self, kind: BlockKind, degrees: Degrees) -> Halves:
         form = self.sequence_form(degrees)
-        if (kind, form) not in self._halves:
-            model = self.model
-            norm = rms_norm(model, self.numerics)
-            mixer = (
-                _attention(model, self.numerics, form)
-                if kind.kind == "transformer"
-                else _time_mix(model, kind.creates_v_first, self.numerics, form)
-            )
-            feed_forward = norm + _feed_forward(model, kind.kind, self.numerics)
-            self._halves[kind, form] = Halves(norm + mixer, feed_forward)
+        if (kind, form) in self._halves:
+            return self._halves[kind, form]
+        model = self.model
+        size = self.numerics.element_bytes
+        width = model.hidden_size
+        if kind.kind == "rwkv":
+            mixer = _time_mix(model, kind.creates_v_first, self.numerics, form)
+            shift = PerToken(size * 2 * width)  # input of the feed-forward and its shift
+        else:
+            # query, key, value, output and one float32 a head, as flash attention saves them
+            kv_width = model.num_kv_heads * model.head_dim
+            outputs = 1 if form == "whole" else 2  # also before heads are exchanged for tokens
+            per_head = size * ((1 + outputs) * width + 2 * kv_width) + 4 * model.num_heads
+            mixer = PerToken(size * width, per_head)
+            shift = PerToken(0)
+        moe = model.moe
+        if moe is None:
+            feed_forward = shift + PerToken(size * width, size * 2 * model.ffn_hidden_size)
+        else:
+            # router: float32 input and logits, and indices (40 bytes for each of the top-k choices)
+            router = 4 * width + 8 * moe.num_experts + 8 + 40 * moe.top_k
+            # each tensor rank routes its share of the tokens
+            rows = moe.top_k * routed_row(model, self.numerics)
+            feed_forward = shift + PerToken(0, router + rows)
+        norm = rms_norm(model, self.numerics)
+        self._halves[kind, form] = Halves(norm + mixer, norm + feed_forward)
         return self._halves[kind, form]
 
     def _per_sample(self, kind: BlockKind, layout: Layout) -> float:

@@ -155,31 +155,23 @@ def _changes(compared: Comparison) -> Iterator[str]:
     memory, _ = plan.estimates()
     if memory.checkpoint and not memory.fits_host(cluster, share=training.memory_share):
         yield "would take less of a host with checkpoint.background = false"
-    more = _on_more_nodes(compared)
-    if more is not None:
-        nodes, wider = more
-        yield f"would fit on {nodes} such nodes: {wider.describe()}"
+    least: dict[str, Any] = {"micro_batch_size": training.micro_batch_size or 1}
+    if "activation_checkpointing" not in training.model_fields_set:
+        least["activation_checkpointing"] = True
+    # only the smallest layouts: a tenth of the time of a whole search
+    lean = compared.config.model_copy(update={"training": training.model_copy(update=least)})
+    for doubling in range(1, _DOUBLINGS + 1):
+        wider = replace(cluster, nodes=cluster.nodes * 2**doubling)
+        if any(each.fits and not each.missing for each in search(lean, wider)):
+            best = search(compared.config, wider)[0]
+            yield f"would fit on {wider.nodes} such nodes: {best.describe()}"
+            break
     device_gib = math.ceil(memory.total / training.memory_share / GIB)
     hosts = ""
     if not memory.fits_host(cluster, share=training.memory_share):
         on_host = memory.on_host * cluster.gpus_per_node
         hosts = f", with {math.ceil(on_host / training.memory_share / GIB)} GiB a host"
     yield f"would fit on {cluster.world_size} devices of {device_gib} GiB{hosts}"
-
-
-def _on_more_nodes(compared: Comparison) -> tuple[int, Plan] | None:
-    """Doubles the nodes until a layout fits; returns their number and the best plan there."""
-    training = compared.config.training
-    least: dict[str, Any] = {"micro_batch_size": training.micro_batch_size or 1}
-    if "activation_checkpointing" not in training.model_fields_set:
-        least["activation_checkpointing"] = True
-    # only the smallest layouts: a tenth of the time of a whole search
-    lean = compared.config.model_copy(update={"training": training.model_copy(update=least)})
-    for times in (2**doubling for doubling in range(1, _DOUBLINGS + 1)):
-        wider = replace(compared.cluster, nodes=compared.cluster.nodes * times)
-        if any(each.fits and not each.missing for each in search(lean, wider)):
-            return wider.nodes, search(compared.config, wider)[0]
-    return None
 
 
 _ASSUMPTIONS = (
@@ -201,12 +193,20 @@ def plan_text(compared: Comparison, *, explain: bool = False) -> str:
     verdict = UNAVAILABLE if plan.fits and not compared.fits else fits[compared.fits]
     if plan.stage_b is not None:
         verdict = f"Stage A {verdict}, Stage B {fits[compared.stage_b_fits]}"
+    memory, _ = plan.estimates()
+    usable = compared.config.training.memory_share * compared.cluster.memory_bytes
+    parts = dict(memory.described()) if explain else memory.to_json()
+    parts |= {"total": memory.total, "may be filled": usable}
+    if memory.on_host:
+        parts["on the host"] = memory.on_host
+    title = "per rank" if plan.stage_b is None else "per rank in Stage A"
     lines = [
         f"{compared.config.name} on {compared.cluster}: {verdict}",
         "",
         f"  {plan.describe()}",
         "",
-        *_memory_lines(compared, explain=explain),
+        f"  {title:26}     GiB",
+        *(f"  {part:26} {size / GIB:7.2f}" for part, size in parts.items()),
         "",
         *_time_lines(compared, explain=explain),
         "",
@@ -221,20 +221,6 @@ def plan_text(compared: Comparison, *, explain: bool = False) -> str:
     if explain:
         lines += ["", f"{compared.num_layouts} legal layouts compared. {_ASSUMPTIONS}"]
     return "\n".join(lines)
-
-
-def _memory_lines(compared: Comparison, *, explain: bool) -> list[str]:
-    (memory, _) = compared.plan.estimates()
-    usable = compared.config.training.memory_share * compared.cluster.memory_bytes
-    parts = dict(memory.described()) if explain else memory.to_json()
-    parts["total"] = memory.total
-    title = "per rank" if compared.plan.stage_b is None else "per rank in Stage A"
-    lines = [f"  {title:26}     GiB"]
-    lines += [f"  {part:26} {size / GIB:7.2f}" for part, size in parts.items()]
-    lines.append(f"  {'may be filled':26} {usable / GIB:7.2f}")
-    if memory.on_host:
-        lines.append(f"  {'on the host':26} {memory.on_host / GIB:7.2f}")
-    return lines
 
 
 def _time_lines(compared: Comparison, *, explain: bool) -> list[str]:

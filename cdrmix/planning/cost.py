@@ -116,8 +116,23 @@ class CostModel:
     def estimate(self, layout: Layout) -> Cost:
         """Time of one step."""
         steps = layout.gradient_accumulation_steps
-        pipeline = layout.degrees.pipeline
-        compute = self._compute_seconds(layout)
+        degrees = layout.degrees
+        pipeline = degrees.pipeline
+        # Seconds of a micro-step on the busiest stage, which the others wait for.
+        stages = self.memory.stages(pipeline)
+        forward = [sum(self.layer_flops[layer] for layer in stage) for stage in stages]
+        if self.activations.sequence_form(degrees) == "state":
+            # a token and RWKV layer: the op over K values more, and the entering state added to y
+            state_flops = 10 * self.model.hidden_size * self.model.head_dim
+            for stage in range(pipeline):
+                forward[stage] += self._rwkv_layers(degrees, stage) * state_flops
+        forward[-1] += head_flops(self.model)
+        # in units of a forward pass: one forward, two backward, one recomputed
+        passes = 4 if layout.activation_checkpointing else 3
+        flops = passes * max(forward) * self.activations.tokens(layout) / degrees.tensor
+        launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
+        launches *= self.activations.spans(layout)[0]
+        compute = flops / (self.peak * KERNEL_EFFICIENCY) + launches * passes / 3
         traffic = self._per_micro_step(layout)
         passing = sum(t.seconds for t in traffic.values()) / steps
         traffic |= (
@@ -127,8 +142,8 @@ class CostModel:
         )
         once = sum(t.seconds for t in traffic.values()) - passing * steps
         if layout.offloads_optimizer:
-            parameters = sum(self._held_by_fullest(layout.degrees).values())
-            shared = parameters / layout.degrees.data
+            parameters = sum(self._held_by_fullest(degrees).values())
+            shared = parameters / degrees.data
             once += shared * self.cluster.gpus_per_node / HOST_PARAMS_PER_SECOND
         # the last stage starts after pipeline - 1 micro-steps of the others
         seconds = (compute + passing) * (steps + pipeline - 1) + once
@@ -145,24 +160,6 @@ class CostModel:
             scaling_efficiency=compute * steps / seconds,
             days=self.training.num_steps * seconds / 86_400,
         )
-
-    def _compute_seconds(self, layout: Layout) -> float:
-        """Seconds of one micro-step on the busiest stage."""
-        degrees = layout.degrees
-        stages = self.memory.stages(degrees.pipeline)
-        forward = [sum(self.layer_flops[layer] for layer in stage) for stage in stages]
-        if self.activations.sequence_form(degrees) == "state":
-            # a token and RWKV layer: the op over K values more, and the entering state added to y
-            state_flops = 10 * self.model.hidden_size * self.model.head_dim
-            for stage in range(degrees.pipeline):
-                forward[stage] += self._rwkv_layers(degrees, stage) * state_flops
-        forward[-1] += head_flops(self.model)
-        # in units of a forward pass: one forward, two backward, one recomputed
-        passes = 4 if layout.activation_checkpointing else 3
-        flops = passes * max(forward) * self.activations.tokens(layout) / degrees.tensor
-        launches = max(map(len, stages)) * LAUNCH_SECONDS_PER_BLOCK[self.cluster.device]
-        launches *= self.activations.spans(layout)[0]
-        return flops / (self.peak * KERNEL_EFFICIENCY) + launches * passes / 3
 
     def _bandwidth(self, ranks: int) -> float:
         """Bandwidth of a group whose members are within `ranks` consecutive ranks."""

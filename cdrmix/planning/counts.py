@@ -112,6 +112,19 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     kv_width = model.num_kv_heads * model.head_dim
     # The first RWKV layer creates v_first, so it has no low-rank path that mixes v_first in.
     first_rwkv = kinds.index("rwkv") if "rwkv" in kinds else None
+    inner = model.ffn_hidden_size
+    feed_forward: list[_Row] = [
+        ("up.weight", (inner, width), "feed_forward"),
+        ("down.weight", (width, inner), "feed_forward"),
+    ]
+    if model.moe is not None:
+        experts = model.moe.num_experts
+        inner = model.moe.expert_hidden_size
+        feed_forward = [
+            ("router.weight", (experts, width), "router"),
+            ("experts.up", (experts, inner, width), "experts"),
+            ("experts.down", (experts, width, inner), "experts"),
+        ]
     for layer, kind in enumerate(kinds):
         if kind == "transformer":
             sizes = {"query": width, "key": kv_width, "value": kv_width, "output": width}
@@ -124,7 +137,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
             *((f"mixer.{name}", shape, part) for name, shape, part in mixer),
             ("ffn_norm.weight", (width,), "norms"),
             *shift,
-            *((f"ffn.{name}", shape, part) for name, shape, part in _feed_forward(model)),
+            *((f"ffn.{name}", shape, part) for name, shape, part in feed_forward),
         ]
         for name, shape, part in rows:
             yield Parameter(f"blocks.{layer}.{name}", shape, part, layer)
@@ -152,24 +165,6 @@ def _time_mix(model: ModelConfig, *, creates_v_first: bool) -> list[_Row]:
         rows.append((f"{name}.weight", (width, width), "time_mix"))
     rows += [(f"group_norm.{name}", (width,), "norms") for name in ("weight", "bias")]
     return rows
-
-
-def _feed_forward(model: ModelConfig) -> list[_Row]:
-    width = model.hidden_size
-    moe = model.moe
-    if moe is None:
-        inner = model.ffn_hidden_size
-        return [
-            ("up.weight", (inner, width), "feed_forward"),
-            ("down.weight", (width, inner), "feed_forward"),
-        ]
-    experts = moe.num_experts
-    inner = moe.expert_hidden_size
-    return [
-        ("router.weight", (experts, width), "router"),
-        ("experts.up", (experts, inner, width), "experts"),
-        ("experts.down", (experts, width, inner), "experts"),
-    ]
 
 
 def forward_flops_by_layer(model: ModelConfig, sequence_length: int) -> list[int]:

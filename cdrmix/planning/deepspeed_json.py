@@ -219,14 +219,13 @@ def _problems(values: dict[str, Any], allowed: Allowed, path: str) -> Iterator[s
             if isinstance(value, bool) or value not in kind:
                 words = ", ".join(map(str, kind))
                 yield f"{place}: given {shown(value)}, allowed is one of {words}"
-        elif not _has_kind(value, kind):
-            words = _KINDS[dict if isinstance(kind, dict) else kind]
-            yield f"{place}: given {shown(value)}, allowed is {words}"
-
-
-def _has_kind(value: Any, kind: Any) -> bool:
-    if kind not in (int, float):
-        return isinstance(value, dict if isinstance(kind, dict) else kind)
-    # true is a number to Python, and DeepSpeed files write whole numbers as 5e8
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and value >= 0 and (kind is float or float(value).is_integer())
+        else:
+            python_type = dict if isinstance(kind, dict) else kind
+            has_kind = isinstance(value, python_type)
+            if kind in (int, float):
+                # true is a number to Python, and DeepSpeed files write whole numbers as 5e8
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                is_whole = kind is float or (is_number and float(value).is_integer())
+                has_kind = is_number and value >= 0 and is_whole
+            if not has_kind:
+                yield f"{place}: given {shown(value)}, allowed is {_KINDS[python_type]}"

@@ -47,10 +47,6 @@ class Legal(NamedTuple):
 def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> list[Plan]:
     """Returns every legal layout with its memory and time, best first.
 
-    Layouts that this version can run come first, among them those that fit, then those with room
-    for checkpoints in the background, then the usual ones for the model's size, then those without
-    offloading, then the fastest.
-
     Args:
         config: of the run; its settings are fixed.
         cluster: devices and links; its number of ranks is the run's.
@@ -78,39 +74,35 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
             key = (layout.degrees, layout.zero_stage, layout.offloads_optimizer)
             if key not in usual:
                 usual[key] = _is_usual(config, layout, total)
+            cost = cost_model.estimate(layout)
             plan = Plan(
                 profile=name,
                 layout=layout,
                 memory=memory,
-                cost=cost_model.estimate(layout),
+                cost=cost,
                 saves_in_background=memory.saves_in_background,
                 deepspeed=combination.deepspeed | _run_settings(combination, layout),
                 fits=memory.fits(cluster, share=share),
                 missing=missing,
                 is_usual=usual[key],
             )
-            ranked.append((_rank(plan), plan))
+            # Nearly equal speeds are equal here, and the simpler layout wins.
+            speed = round(math.log(cost.tokens_per_second) / math.log(SPEED_STEP))
+            complexity = layout.degrees.num_model_axes + layout.zero_stage
+            complexity += layout.activation_checkpointing + layout.offloads_optimizer
+            rank = (
+                bool(missing),
+                not plan.fits,
+                0 if plan.fits else memory.total,  # among those that do not fit, the smallest
+                not plan.saves_in_background,  # there is room for a copy to write from
+                not plan.is_usual,
+                # the speed of a host's optimizer is assumed, so offloading is a last resort
+                layout.offloads_optimizer,
+                (-speed, complexity, memory.total),
+            )
+            ranked.append((rank, plan))
     # stable: among equal plans the first of the enumeration wins, which cuts least
     return [plan for _, plan in sorted(ranked, key=lambda each: each[0])]
-
-
-def _rank(plan: Plan) -> tuple[Any, ...]:
-    """Sort key of plans, the best first."""
-    memory, cost = plan.estimates()
-    layout = plan.layout
-    speed = round(math.log(cost.tokens_per_second) / math.log(SPEED_STEP))
-    complexity = layout.degrees.num_model_axes + layout.zero_stage
-    complexity += layout.activation_checkpointing + layout.offloads_optimizer
-    return (
-        bool(plan.missing),
-        not plan.fits,
-        0 if plan.fits else memory.total,  # among those that do not fit, the smallest
-        not plan.saves_in_background,
-        not plan.is_usual,
-        # the speed of a host's optimizer is assumed, so offloading is a last resort
-        layout.offloads_optimizer,
-        (-speed, complexity, memory.total),
-    )
 
 
 def _is_usual(config: Config, layout: Layout, total_params: int) -> bool:

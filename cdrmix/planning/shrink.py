@@ -262,29 +262,14 @@ def stage_b_rehearsal(config: Config, planned: Plan, stage_a: Rehearsal) -> Rehe
         stage_a: rehearsal of the same run, whose last checkpoint is the backbone.
     """
     (degrees,) = small_degrees(planned.degrees)
-    small = _small_stage_b_config(_stage_b(config), planned, stage_a.config, degrees)
-    plan = choose(small, processes(degrees.world_size), profile=planned.name)
-    plan = stage_b_plan(small, plan, world_size=degrees.world_size)
-    assert small.checkpoint.every_steps is not None, "set in the small configuration"
-    return Rehearsal(
-        config=small,
-        profile=planned.name,
-        degrees=plan.degrees,
-        last_step=STEPS + _stage_b(small).training.num_steps,
-        saved_step=small.checkpoint.every_steps,
-    )
-
-
-def _small_stage_b_config(
-    stage_b: StageBConfig, planned: Plan, stage_a: Config, degrees: Degrees
-) -> Config:
+    stage_b = _stage_b(config)
     training = stage_b.training
     memory = stage_b.memory
     lengths = ("memory_steps", "adapter_steps", "joint_steps", "policy_steps")
     is_uneven = _empty_slots(training, planned.degrees, planned.gradient_accumulation_steps) > 0
     slots = 2 if is_uneven else min(2, planned.gradient_accumulation_steps)
     steps = PHASE_STEPS * len(training.phases)
-    values = stage_a.model_dump(mode="json", exclude_unset=True)
+    values = stage_a.config.model_dump(mode="json", exclude_unset=True)
     values["parallel"] = {"data": degrees.world_size}  # of Stage A, which does not run here
     values["training"] |= {
         "stage": "b",
@@ -313,7 +298,17 @@ def _small_stage_b_config(
     }
     if degrees.pipeline > 1:
         values["stage_b"]["pipeline"] = degrees.pipeline
-    return Config.model_validate(values)
+    small = Config.model_validate(values)
+    plan = choose(small, processes(degrees.world_size), profile=planned.name)
+    plan = stage_b_plan(small, plan, world_size=degrees.world_size)
+    assert small.checkpoint.every_steps is not None, "set in the small configuration"
+    return Rehearsal(
+        config=small,
+        profile=planned.name,
+        degrees=plan.degrees,
+        last_step=STEPS + _stage_b(small).training.num_steps,
+        saved_step=small.checkpoint.every_steps,
+    )
 
 
 def stage_b_aspects(config: Config, planned: Plan, small: Rehearsal) -> list[Aspect]:
@@ -325,43 +320,41 @@ def stage_b_aspects(config: Config, planned: Plan, small: Rehearsal) -> list[Asp
         small: its rehearsal.
     """
     axes = (("ranks with lessons of their own", "data"), ("pipeline", "pipeline"))
+    there = _stage_b(config)
+    here = _stage_b(small.config)
+    slots = planned.gradient_accumulation_steps
+    small_slots = -(-here.training.lessons_per_step // small.degrees.data)
+    phases = ", ".join(phase for phase, _ in there.training.phases)
+    trains = there.training.backbone_lr_scale > 0
+    backbone = "trained in the joint phase" if trains else "frozen"
+    covered = [  # name, value in the plan, value in the rehearsal
+        ("DeepSpeed profile", planned.name, small.profile),
+        ("accumulation", str(slots), str(small_slots)),
+        ("phases", phases, phases),
+        ("tasks", str(len(there.training.tasks)), str(len(here.training.tasks))),
+        ("backbone", backbone, backbone),
+        ("rank of adapters", str(there.adapters.rank), str(here.adapters.rank)),
+    ]
+    empty = _empty_slots(there.training, planned.degrees, slots)
+    if empty:
+        small_empty = _empty_slots(here.training, small.degrees, small_slots)
+        covered.insert(2, ("micro-steps without a lesson", str(empty), str(small_empty)))
     return [
         *(
             degree_aspect(name, getattr(planned.degrees, axis), [getattr(small.degrees, axis)])
             for name, axis in axes
         ),
         *(
-            Aspect(name, there, (here,), is_exercised=True)
-            for name, there, here in _covered_of_stage_b(config, planned, small)
+            Aspect(name, value, (small_value,), is_exercised=True)
+            for name, value, small_value in covered
         ),
         *(
-            Aspect(name, there, (here,), there == here)
-            for name, there, here in _reduced_of_stage_b(config, small, planned.degrees.world_size)
+            Aspect(name, value, (small_value,), value == small_value)
+            for name, value, small_value in _reduced_of_stage_b(
+                config, small, planned.degrees.world_size
+            )
         ),
     ]
-
-
-def _covered_of_stage_b(
-    config: Config, planned: Plan, small: Rehearsal
-) -> Iterator[tuple[str, str, str]]:
-    """Properties that the rehearsal shares with the plan, some with smaller numbers."""
-    there = _stage_b(config)
-    here = _stage_b(small.config)
-    slots = planned.gradient_accumulation_steps
-    small_slots = -(-here.training.lessons_per_step // small.degrees.data)
-    yield "DeepSpeed profile", planned.name, small.profile
-    yield "accumulation", str(slots), str(small_slots)
-    empty = _empty_slots(there.training, planned.degrees, slots)
-    if empty:
-        small_empty = _empty_slots(here.training, small.degrees, small_slots)
-        yield "micro-steps without a lesson", str(empty), str(small_empty)
-    phases = ", ".join(phase for phase, _ in there.training.phases)
-    yield "phases", phases, phases
-    yield "tasks", str(len(there.training.tasks)), str(len(here.training.tasks))
-    trains = there.training.backbone_lr_scale > 0
-    backbone = "trained in the joint phase" if trains else "frozen"
-    yield "backbone", backbone, backbone
-    yield "rank of adapters", str(there.adapters.rank), str(here.adapters.rank)
 
 
 def _reduced_of_stage_b(

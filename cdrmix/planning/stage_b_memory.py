@@ -197,52 +197,53 @@ class _Model:
 
     def estimate(self, pipeline: int) -> Memory:
         """Bytes on the fullest rank of a number of stages."""
-        stages = range(pipeline)
-        return max((self._on_stage(pipeline, stage) for stage in stages), key=lambda m: m.total)
-
-    def _on_stage(self, pipeline: int, stage: int) -> Memory:
         training = self._stage_b.training
         size = self._memory.numerics.element_bytes
-        layers = self._memory.stages(pipeline)[stage]
         data = self._cluster.world_size // pipeline
-        backbone = self._params[None] + sum(self._params[layer] for layer in layers)
-        sizes = stage_b_params(self._config.model, self._stage_b, layers)
-        trained = sizes.total_params + (0 if self._is_frozen else backbone)
-        # DeepSpeed accumulates half-precision gradients in float32
-        summed = 4 * trained if size == 2 else 0  # besides those of the backward pass
-        is_zero1 = self._zero_stage <= 1
         rollouts = training.texts_per_lesson * training.group_size  # of the policy phase
-        plastic_state = _STATE_BYTES * rollouts * sizes.plastic_state
-
-        # Activations of a window: the blocks of this stage, their input, and all outside the blocks
+        layout = _layout(pipeline)
+        # Activations of a window: the blocks of a stage, their input, and all outside the blocks
         activations = self._memory.activations
         outside = self._whole.activations - activations.of_blocks(_layout(1), 0)
         if self._is_frozen:  # the head's gradient, which the loss forms, is absent too
             outside -= 4 * self._config.model.vocab_size * self._config.model.hidden_size
         stages = self._memory.stages(pipeline)
-        entering = boundary_values(self._config.model, stages, Degrees())[stage] * self._window
-        of_window = int(outside + activations.of_blocks(_layout(pipeline), stage)) + entering * size
-        saved = of_window * self._tokens // self._window
-
-        layout = _layout(pipeline)
-        buffers = {
-            "workspace": self._memory.on_stage(layout, stage).buffers["workspace"],
-            "logits": self._whole.buffers["logits"],  # on every stage
-        }
-        if self._is_frozen:
-            buffers["workspace"] -= self._memory.block_gradients(layout, stage)
-            buffers["logits"] -= self._memory.head_gradient(layout.degrees)
-        if self._cluster.device == "cuda":
-            moving = saved + plastic_state + sum(buffers.values())
-            buffers["fragmentation"] = int(FRAGMENTED_SHARE * moving)
-            buffers["context"] = CONTEXT_BYTES
-        return Memory(
-            weights=size * (backbone + sizes.total_params),
-            gradients=size * trained + summed if is_zero1 else 4 * -(-trained // data),
-            optimizer=12 * -(-trained // data),
-            activations=saved,
-            buffers={"plastic_state": plastic_state, **buffers},
-        )
+        boundaries = boundary_values(self._config.model, stages, Degrees())
+        estimates = []
+        for stage, layers in enumerate(stages):
+            backbone = self._params[None] + sum(self._params[layer] for layer in layers)
+            sizes = stage_b_params(self._config.model, self._stage_b, layers)
+            trained = sizes.total_params + (0 if self._is_frozen else backbone)
+            gradients = 4 * -(-trained // data)
+            if self._zero_stage <= 1:
+                # DeepSpeed accumulates half-precision gradients in float32, besides those of the
+                # backward pass
+                gradients = size * trained + (4 * trained if size == 2 else 0)
+            plastic_state = _STATE_BYTES * rollouts * sizes.plastic_state
+            entering = boundaries[stage] * self._window * size
+            of_window = int(outside + activations.of_blocks(layout, stage)) + entering
+            saved = of_window * self._tokens // self._window
+            buffers = {
+                "plastic_state": plastic_state,
+                "workspace": self._memory.on_stage(layout, stage).buffers["workspace"],
+                "logits": self._whole.buffers["logits"],  # on every stage
+            }
+            if self._is_frozen:
+                buffers["workspace"] -= self._memory.block_gradients(layout, stage)
+                buffers["logits"] -= self._memory.head_gradient(layout.degrees)
+            if self._cluster.device == "cuda":
+                moving = saved + sum(buffers.values())
+                buffers["fragmentation"] = int(FRAGMENTED_SHARE * moving)
+                buffers["context"] = CONTEXT_BYTES
+            memory = Memory(
+                weights=size * (backbone + sizes.total_params),
+                gradients=gradients,
+                optimizer=12 * -(-trained // data),
+                activations=saved,
+                buffers=buffers,
+            )
+            estimates.append(memory)
+        return max(estimates, key=lambda memory: memory.total)
 
 
 def _layout(pipeline: int) -> Layout:

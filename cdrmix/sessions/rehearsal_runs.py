@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ def run_ranks(
         RanksFailed: if a rank does not return 0 in time, with the end of what was printed.
     """
     runtime.use_cpus_only()
+    # A fork of this process could inherit locks that other threads hold; a new interpreter for each
+    # rank would import torch and DeepSpeed anew.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     port = runtime.free_port()
@@ -74,6 +76,7 @@ def run_ranks(
         is_late = not any(r.exitcode for r in ranks) and any(r.is_alive() for r in ranks)
     finally:
         for rank in ranks:
+            # Not terminate(): to a rank SIGTERM is a request to save, for which it needs others.
             rank.kill()
             rank.join()
     codes = [rank.exitcode for rank in ranks]
@@ -216,9 +219,26 @@ class SmallRuns:
             {line["step"]: line for line in read_metrics(self._folder / name / "metrics.jsonl")}
             for name in (run, like)
         )
+        # A resumed run has only the steps after its checkpoint.
         steps = sorted(ours.keys() & theirs.keys())
         assert steps and steps[-1] == self._small.last_step, f"{run}: logged steps {steps}"
-        largest = max(self._apart(ours[step], theirs[step]) for step in steps)
+        largest = 0.0
+        for step in steps:
+            our_line = ours[step]
+            their_line = theirs[step]
+            names: Iterable[str] = ("loss", "grad_norm")
+            least = 0.0
+            if self._is_stage_b:  # all metrics but times and memory
+                our_line = deterministic_part(our_line)
+                their_line = deterministic_part(their_line)
+                if our_line.keys() != their_line.keys():
+                    return float("inf")
+                names = their_line
+                least = _LEAST
+            for name in names:
+                apart = abs(our_line[name] - their_line[name]) / max(abs(their_line[name]), least)
+                # A maximum would drop a nan.
+                largest = max(largest, apart if math.isfinite(apart) else float("inf"))
         if not bits:
             return largest
         last = str(self._small.last_step)
@@ -228,23 +248,6 @@ class SmallRuns:
                 one.read(name).equal(other.read(name)) for name in one.names()
             )
         return largest if are_equal else float("inf")
-
-    def _apart(self, ours: Mapping[str, float], theirs: Mapping[str, float]) -> float:
-        """Largest relative difference of a step: of loss and gradient norm in Stage A, in Stage B
-        of all metrics but times and memory."""
-        least = 0.0
-        if self._is_stage_b:
-            ours = deterministic_part(ours)
-            theirs = deterministic_part(theirs)
-            if ours.keys() != theirs.keys():
-                return float("inf")
-            least = _LEAST
-        largest = 0.0
-        for name in theirs if self._is_stage_b else ("loss", "grad_norm"):
-            apart = abs(ours[name] - theirs[name]) / max(abs(theirs[name]), least)
-            # A maximum would drop a nan.
-            largest = max(largest, apart if math.isfinite(apart) else float("inf"))
-        return largest
 
 
 def _train(config: Config, profile: str, run_dir: Path, resume: str) -> int:

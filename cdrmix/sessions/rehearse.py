@@ -186,6 +186,7 @@ def _run(root: Path, small: list[Rehearsal], stage_b: list[Rehearsal]) -> list[l
     (sources / "pydoc_data").mkdir()
     shutil.copy(stdlib / "pydoc_data" / "topics.py", sources / "pydoc_data")
     corpus = root / "corpus"
+    # Of sources that every Python has: a rehearsal needs no data set and no network.
     build_sample(corpus, small[0].config.model.vocab_size, stdlib=sources)
     layouts = [*small, *stage_b]
     checks = list[list[Check]]()

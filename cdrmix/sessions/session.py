@@ -21,7 +21,6 @@ from cdrmix.engines.recovery import find_at, stage_of
 from cdrmix.engines.run import Start, make_run
 from cdrmix.engines.run_directory import (
     LOG,
-    RunDirectory,
     open_run_directory,
     refuse_lost_checkpoints,
 )
@@ -113,8 +112,25 @@ def _train(
     check_same("configurations", "hash", config_hash(config))
     checkpoint = find_at(Path(resume)) if resume not in ("never", "auto") else None
     with open_run_directory(config, requested=run_dir, resume=resume) as directory:
+        # Behind the lock: no other start adds notes meanwhile.
         plan = with_what_fits(plan, config, directory.path)
-        runtime.together(lambda: _announce(directory, plan))
+
+        def announce() -> None:
+            if runtime.rank() != 0:
+                return
+            path = directory.path / LOG
+            try:
+                log_to_file(path)
+            except OSError as error:
+                raise StateError(f"{path}: cannot be written: {error.strerror}") from error
+            logger.info("run directory: %s", directory.path)
+            for reason in plan.reasons:
+                logger.info("plan: %s", reason)
+            for warning in plan.warnings:
+                logger.warning("warning: %s", warning)
+
+        # Together: if rank 0 cannot write its log, the others end with it.
+        runtime.together(announce)
         if runtime.rank() == 0:
             heartbeat.log_to(directory.path / LOG)
         if resume == "auto":
@@ -137,22 +153,6 @@ def _train(
         return EXIT_STOPPED_BY_SIGNAL if is_stopped else EXIT_DONE
 
 
-def _announce(directory: RunDirectory, plan: Plan) -> None:
-    """Open the log and write the layout of the run to it; rank 0."""
-    if runtime.rank() != 0:
-        return
-    path = directory.path / LOG
-    try:
-        log_to_file(path)
-    except OSError as error:
-        raise StateError(f"{path}: cannot be written: {error.strerror}") from error
-    logger.info("run directory: %s", directory.path)
-    for reason in plan.reasons:
-        logger.info("plan: %s", reason)
-    for warning in plan.warnings:
-        logger.warning("warning: %s", warning)
-
-
 def _run_stages(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
     """Run the configured stages from a checkpoint on; True if a signal stopped one of them."""
     stage = start.config.training.stage
@@ -168,6 +168,7 @@ def _run_stages(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
             f"{checkpoint.path}: was saved in Stage B. Try training.stage = b or all, or a new run "
             "directory"
         )
+    # Stage A is over where a checkpoint of Stage B is there.
     if stage != "b" and not is_in_stage_b:
         goes_on = stage == "all" and has_stage_b
         is_stopped = _pretrain(start, checkpoint, goes_on=goes_on)

@@ -97,7 +97,7 @@ def scales_until_nothing_can_be_lowered() -> list[float]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     from cdrmix import runtime
-    from cdrmix.engines.loop import _may_lower_scale
+    from cdrmix.engines.loop import may_lower_scale
 
     runtime.initialize_distributed()
     # from 8 by halves to 1, at the first gradient that is not finite
@@ -106,7 +106,7 @@ def scales_until_nothing_can_be_lowered() -> list[float]:
     scaler = DynamicLossScaler(**shape, **patience, raise_error_at_min_scale=False)
     engine, scales = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler)), []
     for _ in range(6):
-        if _may_lower_scale(engine):
+        if may_lower_scale(engine):
             scales.append(scaler.cur_scale)
         scaler.update_scale(True)
     runtime.destroy_distributed()

@@ -55,7 +55,7 @@ class FilterRule:
 
     Attributes:
         reason: reason to drop a text that fails.
-        figure: attribute of Statistics that is compared.
+        figure: figure of the text that is compared, a key of FIGURES.
         n: key into the figure, if it holds one value per n-gram length.
         bound: the limits are the least or the most allowed.
         source: source of the value at strictness 0 of the first profile that has one; `ours` if
@@ -214,7 +214,7 @@ class Filter:
         """Reason of the first rule that the document fails, or None."""
         statistics = Statistics(document.text, self.stop_words)
         for rule, limit in self._limits[self.profile_of(document.domain)]:
-            figure = getattr(statistics, rule.figure)
+            figure = statistics[rule.figure]
             value = figure if rule.n is None else figure[rule.n]
             if value < limit if rule.bound == "least" else value > limit:
                 return rule.reason
