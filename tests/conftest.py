@@ -9,6 +9,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import contextlib
 import random
 import shutil
+import signal
 import sys
 import sysconfig
 import time
@@ -25,6 +26,8 @@ from cdrmix.config.load import load_config
 from cdrmix.data.sample import build_sample
 from tests.harness import ROOT
 
+# Under nohup HUP is ignored, and would be by all that the tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.dont_write_bytecode = False  # of what it makes multiprocessing say to its children
 
 TINY = ROOT / "model_configs" / "cdrmix-core-tiny.yaml"

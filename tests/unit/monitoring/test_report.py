@@ -347,6 +347,15 @@ def test_a_run_without_stage_b_loads_nothing_of_it(tmp_path, monkeypatch):
     assert "cdrmix.monitoring.stage_b_page" not in sys.modules
 
 
+def test_a_run_of_stage_b_alone_has_a_plan_without_reasons_of_stage_a(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=8)
+    write_json_atomic(folder / "plan.json", {"stage_b": {"num_steps": 8}})
+    write_json_atomic(folder / "health.json", {})
+    _, page = report_of(folder)
+    assert "Nothing unhealthy was seen." in page.text
+    assert "num steps" in page.text or "num_steps" in page.text
+
+
 def test_a_folder_without_metrics_is_refused_by_name(tmp_path):
     with pytest.raises(StateError, match=r"metrics\.jsonl: not found"):
         write_report(tmp_path)
