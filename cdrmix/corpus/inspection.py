@@ -261,7 +261,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class StepCounts:
+class InspectedStep:
     """Documents that went into a step and came out of it, and those dropped, by reason."""
 
     name: str
@@ -394,7 +394,7 @@ class Inspection:
     dropped: list[Dropped]
     lineage: Lineage | None = None
     read: ReadCounts | None = None
-    steps: list[StepCounts] = field(default_factory=list)
+    steps: list[InspectedStep] = field(default_factory=list)
     lengths: dict[str, dict[str, int]] | None = None
     languages: dict[str, dict[str, int]] = field(default_factory=dict)
     ngrams: dict[str, Ngrams] = field(default_factory=dict)

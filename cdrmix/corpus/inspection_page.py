@@ -20,9 +20,9 @@ from cdrmix.corpus.inspection import (
     SET_ASIDE_FILE,
     Amount,
     Dropped,
+    InspectedStep,
     Inspection,
     MixtureCourse,
-    StepCounts,
     parse_inspection,
 )
 from cdrmix.data.shards import MANIFEST_FILE
@@ -160,7 +160,7 @@ class StepRow:
         share_left: share of the whole corpus that is left after it.
     """
 
-    step: StepCounts
+    step: InspectedStep
     domains: Sequence[str]
     share_left: float
 

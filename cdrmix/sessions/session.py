@@ -19,11 +19,7 @@ from cdrmix.engines.loop import start_engine
 from cdrmix.engines.out_of_memory import noted, with_what_fits
 from cdrmix.engines.recovery import find_at, stage_of
 from cdrmix.engines.run import Start, make_run
-from cdrmix.engines.run_directory import (
-    LOG,
-    open_run_directory,
-    refuse_lost_checkpoints,
-)
+from cdrmix.engines.run_directory import LOG, open_run_directory, refuse_lost_checkpoints
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.engines.supervision import Requests, supervised
 from cdrmix.engines.training_data import check_same, open_corpus

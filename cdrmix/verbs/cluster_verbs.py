@@ -176,12 +176,7 @@ def add_doctor(verbs: Verbs) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON list")
 
     def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.cluster.doctor import (
-            as_table,
-            examine,
-            is_ready,
-            remove_leftovers_on_hosts,
-        )
+        from cdrmix.cluster.doctor import as_table, examine, is_ready, remove_leftovers_on_hosts
         from cdrmix.cluster.hosts import read_hostfile
 
         hosts = read_hostfile(arguments.hostfile) if arguments.hostfile else []
