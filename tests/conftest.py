@@ -100,6 +100,8 @@ _CI_LACKS = (
     "no CUDA device",
     "fla-core is not installed",  # its kernels need a GPU
     "this machine has no way to the outside",
+    "no IPv6 loopback on this machine",
+    "orphans become children of process",  # of a container whose first process adopts none
     # Privileges of the container that CI runs in.
     "unshare --net is not allowed here",
     "cannot mount a small file system here",

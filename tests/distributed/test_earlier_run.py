@@ -3,10 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cdrmix import __version__
+from cdrmix.checkpoint import files
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.cli import main
 from cdrmix.config.load import load_config
@@ -64,3 +66,23 @@ def test_an_earlier_run_evaluates_generates_and_reports(
     assert capsys.readouterr().out.startswith("def")
     assert main(["report", str(earlier)]) == 0
     assert "cdrmix-core-tiny" in (earlier / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("verb", [("evaluate", "--json"), ("generate", "--max-new-tokens", "1")])
+def test_each_file_of_the_checkpoint_is_digested_once(
+    verb: tuple[str, ...], earlier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = files.digest
+    digested: list[Path] = []
+
+    def digest(path: Path, *args: Any) -> Any:
+        digested.append(path)
+        return original(path, *args)
+
+    monkeypatch.setattr(files, "digest", digest)
+    monkeypatch.chdir(ROOT)  # its data.path is relative
+    assert main([verb[0], str(earlier), *verb[1:]]) == 0
+    checkpoint = earlier / "checkpoints" / "4"
+    ours = [path for path in digested if path.is_relative_to(checkpoint)]
+    assert checkpoint / "state.json" in ours
+    assert len(ours) == len(set(ours))

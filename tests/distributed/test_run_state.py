@@ -18,7 +18,7 @@ from cdrmix.engines import life_cycle, training_data
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import ROOT, run_ranks
-from tests.small_run import refused, start
+from tests.small_run import overrides, refused, start
 
 EARLIER = ROOT / "tests" / "data" / "earlier_run"
 
@@ -108,6 +108,34 @@ def test_hosts_with_different_data_sets_are_refused(
     assert "rank 0 on " in text and "rank 1 on " in text
 
 
+def start_on_other_weights(argv: list[str]) -> int:
+    """What one rank does, whose host has another copy of the configuration if it is the second."""
+    if os.environ["RANK"] == "1":
+        argv = [*argv, "--set", "training.weight_decay=0.25"]
+    return start(argv)
+
+
+def test_hosts_with_different_configurations_are_refused(
+    stopped: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = (stopped / "config_snapshot.yaml").read_bytes()
+    text = refused(arguments(stopped), capfd, run=start_on_other_weights)
+    assert "ranks have different configurations" in text
+    assert "rank 0 on " in text and "rank 1 on " in text
+    assert (stopped / "config_snapshot.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [("1e-9", [5, 6, 7, 8]), ("60", [8])])
+def test_a_checkpoint_is_saved_after_so_many_minutes(
+    minutes: str, saved: list[int], stopped: Path
+) -> None:
+    settings = ("checkpoint.every_steps=null", f"checkpoint.every_minutes={minutes}")
+    argv = arguments(stopped, "--resume", "auto", *overrides((*settings, "checkpoint.keep=9")))
+    assert run_ranks(start, 1, argv) == [0]
+    folders = [each.name for each in (stopped / "checkpoints").iterdir() if each.is_dir()]
+    assert sorted(map(int, folders)) == [4, *saved]
+
+
 def start_and_stop_at_once(argv: list[str]) -> int:
     """What a rank does that is told to stop before its first step."""
     original = life_cycle.train
@@ -118,6 +146,36 @@ def start_and_stop_at_once(argv: list[str]) -> int:
 
     life_cycle.train = train
     return start(argv)
+
+
+def test_a_finished_run_that_goes_on_is_not_marked_as_finished(stopped: Path) -> None:
+    (stopped / "finished.json").write_text("{}")
+    (stopped / "metrics.json").write_text("{}")
+    assert run_ranks(start_and_stop_at_once, 1, arguments(stopped)) == [75]
+    assert not (stopped / "finished.json").exists()
+    assert not (stopped / "metrics.json").exists()
+
+
+def count_digests(argv: list[str], record: str) -> int:
+    """What one rank does, noting each file whose content it compares with its digest."""
+    original = files.digest
+
+    def digest(path: Path, *args: Any) -> Any:
+        with open(record, "a") as file:
+            file.write(f"{path.name}\n")
+        return original(path, *args)
+
+    files.digest = digest
+    return start(argv)
+
+
+def test_a_resume_digests_each_file_of_the_checkpoint_once(stopped: Path, tmp_path: Path) -> None:
+    record = tmp_path / "digested"
+    argv = arguments(stopped, "--resume", "auto", "--set", "training.max_steps=4")
+    run_ranks(count_digests, 2, argv, str(record))
+    names = record.read_text().split()
+    assert "state.json" in names
+    assert sorted(names) == sorted(set(names))
 
 
 def test_a_new_run_that_stops_at_the_step_it_resumed_at_has_a_checkpoint_of_its_own(

@@ -76,7 +76,7 @@ class StreamCourse:
 
 
 def learn(
-    profile: str, kl_target: float, pipeline: int = 1
+    profile: str, kl_target: float, pipeline: int = 1, more: tuple[str, ...] = ()
 ) -> tuple[list[int], list[float], dict[str, Tensor]]:
     """Epochs and returns of each step on this rank, and the parameters after the last."""
     from cdrmix import runtime
@@ -98,7 +98,7 @@ def learn(
     }
     overrides = [f"stage_b.training.{name}={value}" for name, value in settings.items()]
     overrides += [f"stage_b.policy.kl_target={kl_target}", f"stage_b.pipeline={pipeline}"]
-    config = load_config(TINY, overrides)
+    config = load_config(TINY, [*overrides, *more])
     assert config.stage_b is not None
     runtime.initialize_distributed()
     world = runtime.world_size()
@@ -157,3 +157,10 @@ def test_epochs_end_alike_on_all_ranks_where_the_policy_has_moved_far_enough() -
     ((epochs, _, _),) = run_ranks(learn, 1, "zero1", 1e-3)
     assert 1 <= min(epochs) < 4
     assert [found[0] for found in run_ranks(learn, 2, "zero1", 1e-3)] == [epochs, epochs]
+
+
+def test_a_step_has_no_more_epochs_than_the_limit_and_the_margin_allow() -> None:
+    # The same small target that ends epochs early: here the margin is what lets them go on.
+    more = ("stage_b.policy.kl_margin=1e6", "stage_b.policy.epochs=2")
+    ((epochs, _, _),) = run_ranks(learn, 1, "zero1", 1e-3, 1, more)
+    assert epochs == [2, 2, 2]

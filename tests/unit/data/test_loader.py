@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from cdrmix.config.schema import MixtureConfig
+from cdrmix.data import loader as loader_module
 from cdrmix.data.loader import IGNORED_LABEL, Loader, next_targets, split_documents
 from cdrmix.data.mixed import MixedDataset
 from cdrmix.data.token_dataset import TokenDataset
@@ -175,6 +178,35 @@ def test_close_ends_the_thread_even_when_it_waits_for_room(dataset: TokenDataset
         loader.close()
         loader.close()
     assert threading.active_count() == before
+
+
+def test_close_does_not_wait_for_a_file_server(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked = threading.Event()
+    answers = threading.Event()
+    original = dataset.rows
+
+    def rows(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        if indices[0] > 0:  # of the second batch
+            is_asked.set()
+            answers.wait(60)
+        return original(indices)
+
+    monkeypatch.setattr(loader_module, "_CLOSE_SECONDS", 0.05)
+    loader = make_loader(dataset, prefetch=1, shuffle=False)
+    monkeypatch.setattr(dataset, "rows", rows)
+    loader.next()
+    assert is_asked.wait(30)
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 20
+    reading = [each for each in threading.enumerate() if each.name == "read-ahead"]
+    assert reading and all(each.daemon for each in reading), "an interpreter would wait for it"
+    answers.set()
+    for thread in reading:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_an_error_of_the_thread_is_raised_by_next_as_it_is(dataset: TokenDataset) -> None:

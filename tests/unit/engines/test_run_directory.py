@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -72,6 +73,19 @@ def test_the_lock_of_a_dead_client_is_waited_for(
         assert 0.1 < time.monotonic() - began < 30
         held = json.loads((run_dir / ".lock").read_text())
         assert (held["host"], held["process"]) == (os.uname().nodename, os.getpid())
+
+
+def test_a_file_system_without_locks_is_refused_with_what_to_mount(
+    config: Config, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # Lustre without -o flock
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StateError, match="no locks between hosts") as error:
+        take(config, run_dir)
+    assert "-o flock" in str(error.value) and "another job" not in str(error.value)
+    assert os.listdir(run_dir) == [".lock"]
 
 
 def test_a_directory_with_anything_of_a_run_in_it_is_only_resumed(
