@@ -20,27 +20,14 @@ from typing import Any, Literal
 from cdrmix import log
 from cdrmix.config.load import config_hash
 from cdrmix.corpus.build_tasks import content_key, make_tasks
-from cdrmix.corpus.encode import (
-    SPLITS,
-    EncodeJob,
-    StreamJob,
-    read_stream,
-    run_encode,
-    split_of,
-    write_stream,
-)
+from cdrmix.corpus.encode import SPLITS, EncodeJob, StreamJob, run_encode, split_of, write_stream
 from cdrmix.corpus.inspection import lineage, read_report, write_build_report
-from cdrmix.corpus.recipe import (
-    Recipe,
-    StepConfig,
-    identity,
-    is_corpus_step,
-    load_recipe,
-    make_step,
-)
+from cdrmix.corpus.recipe import Recipe, identity, is_corpus_step, load_recipe, make_step
 from cdrmix.corpus.remote_jobs import Engine, Pool
 from cdrmix.corpus.steps.filter import Filter
 from cdrmix.corpus.task_run import (
+    Decision,
+    Numbered,
     TaskJob,
     leave_out_last,
     notes_path,
@@ -67,8 +54,6 @@ from cdrmix.errors import DataError
 DEFAULT_VOCAB_SIZE = 50_272
 EngineName = Literal["local", "slurm", "ray"]
 _logger = log.get_logger(__name__)
-# A step and its place in the recipe.
-Numbered = tuple[int, StepConfig]
 
 
 def build_dataset(
@@ -87,7 +72,7 @@ def build_dataset(
         workers: processes; 1 works in this one. With another engine, most jobs at a time.
         engine: runs the jobs: processes of this machine, SLURM, Ray, or an object of the caller.
         sbatch: options of sbatch, for SLURM.
-        task_bytes: files are grouped into tasks up to this size; None: by the size of the corpus.
+        task_bytes: as in `make_tasks`.
     Raises:
         ConfigError: if the recipe is wrong.
         DataError: if a source cannot be used, the steps drop every document, or `out` holds
@@ -134,11 +119,6 @@ def build_dataset(
 
 
 def _make_engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str, str]) -> Engine:
-    """Returns the engine that runs the jobs of a build.
-
-    Raises:
-        DataError: if its package is not installed.
-    """
     if sbatch and name != "slurm":
         raise DataError(f"--sbatch {', '.join(sbatch)}: is for --engine slurm")
     # Imported here, since a core installation has neither datatrove nor Ray.
@@ -160,21 +140,6 @@ def _make_engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """Steps that a task takes in one job.
-
-    Attributes:
-        decided_by: step over the corpus whose decision is carried out first.
-        steps: ordinary steps.
-        notes_of: step over the corpus that takes its notes last.
-    """
-
-    decided_by: Numbered | None
-    steps: tuple[Numbered, ...]
-    notes_of: Numbered | None
-
-
-@dataclass(frozen=True)
 class _Tokenizer:
     """The tokenizer of a build: its folder, the slots for tokens, and the tokens in use."""
 
@@ -184,18 +149,16 @@ class _Tokenizer:
     eos_id: int
 
 
-def _passes(recipe: Recipe) -> Iterator[_Pass]:
-    """Cuts the steps of a recipe after each step that looks at the whole corpus."""
-    decided_by: Numbered | None = None
+def _passes(recipe: Recipe) -> Iterator[tuple[list[Numbered], Numbered | None]]:
+    """Cuts the steps of a recipe after each that looks at the whole corpus: (others, that one)."""
     steps: list[Numbered] = []
     for numbered in enumerate(recipe.steps):
         if is_corpus_step(numbered[1]):
-            yield _Pass(decided_by, tuple(steps), numbered)
-            decided_by = numbered
+            yield steps, numbered
             steps = []
         else:
             steps.append(numbered)
-    yield _Pass(decided_by, tuple(steps), None)
+    yield steps, None
 
 
 class _Build:
@@ -261,58 +224,50 @@ class _Build:
     def _run_passes(self) -> list[list[Path]]:
         """Returns the result folders of each pass, by task in corpus order."""
         results: list[list[Path]] = []
-        decisions: list[Path | None] = [None] * len(self._tasks)
-        for number, steps_of_pass in enumerate(_passes(self._recipe)):
+        decisions: list[Decision | None] = [None] * len(self._tasks)
+        for pass_number, (steps, corpus_step) in enumerate(_passes(self._recipe)):
             jobs = []
             for place, (task, decision) in enumerate(zip(self._tasks, decisions, strict=True)):
                 domain = task.source.domain
                 before = results[-1][place] if results else None
-                steps = tuple(step for step in steps_of_pass.steps if step[1].takes(domain))
-                notes_of = steps_of_pass.notes_of and steps_of_pass.notes_of[1]
-                if notes_of is not None and not notes_of.takes(domain):
-                    notes_of = None
+                its_steps = tuple(step for step in steps if step[1].takes(domain))
+                takes_notes = corpus_step is not None and corpus_step[1].takes(domain)
+                notes_of = corpus_step[1] if corpus_step and takes_notes else None
                 # All that the result follows from. The name of the result before has the same of
                 # the earlier passes, so a change of a late step leaves early results valid.
                 key = content_key(
                     before.name if before else task.key,
-                    hashlib.sha256(decision.read_bytes()).hexdigest() if decision else None,
-                    [(step_number, identity(step)) for step_number, step in steps],
+                    hashlib.sha256(decision[2].read_bytes()).hexdigest() if decision else None,
+                    [(number, identity(step)) for number, step in its_steps],
                     identity(notes_of) if notes_of else None,
                     self._recipe.keep_dropped,
                 )
-                decided_by = steps_of_pass.decided_by
-                job = TaskJob(
-                    task=task,
-                    before=before,
-                    decision=(*decided_by, decision) if decided_by and decision else None,
-                    steps=steps,
-                    notes_of=notes_of,
-                    out=self._work / f"pass-{number}" / key,
-                    keep_dropped=self._recipe.keep_dropped,
-                )
-                jobs.append(job)
-            self._engine.run_all(run_task, jobs, what=f"pass {number + 1}", blame=leave_out_last)
+                out = self._work / f"pass-{pass_number}" / key
+                keep = self._recipe.keep_dropped
+                jobs.append(TaskJob(task, before, decision, its_steps, notes_of, out, keep))
+            what = f"pass {pass_number + 1}"
+            self._engine.run_all(run_task, jobs, what=what, blame=leave_out_last)
             results.append([job.out for job in jobs])
-            if steps_of_pass.notes_of is not None:
-                decisions = self._decide(steps_of_pass.notes_of, jobs)
+            if corpus_step is not None:
+                decisions = self._decide(corpus_step, jobs)
         return results
 
-    def _decide(self, numbered: Numbered, jobs: Sequence[TaskJob]) -> list[Path | None]:
+    def _decide(self, numbered: Numbered, jobs: Sequence[TaskJob]) -> list[Decision | None]:
         """Returns the decision of a step over the corpus for each task that takes it."""
         number, config = numbered
         step = make_step(config)
-        notes = {i: notes_path(job.out) for i, job in enumerate(jobs) if job.notes_of}
-        names = [path.name for path in notes.values()]
-        out = self._work / f"decision-{number}" / content_key(names)
+        notes = [notes_path(job.out) if job.notes_of else None for job in jobs]
+        taken = [path for path in notes if path]
+        out = self._work / f"decision-{number}" / content_key([path.name for path in taken])
         if not out.is_dir():
-            _logger.info("data build: %s over %d tasks", config.name, len(notes))
+            _logger.info("data build: %s over %d tasks", config.name, len(taken))
             with new_folder(out) as folder:
-                summary = step.decide(list(notes.values()), folder)
+                summary = step.decide(taken, folder)
                 write_file(folder / "found.json", json.dumps(summary).encode())
         # Read back even if just written: JSON makes text of integer keys, and a build that was
         # interrupted must give the same report as one that was not.
         self._decisions[number] = json.loads((out / "found.json").read_bytes())
-        return [step.decision(notes[i], out) if i in notes else None for i in range(len(jobs))]
+        return [(number, config, step.decision(path, out)) if path else None for path in notes]
 
     def _make_tokenizer(self, folders: list[Path]) -> _Tokenizer:
         """Loads the tokenizer that the recipe names, or trains one on the corpus."""
@@ -344,11 +299,7 @@ class _Build:
         return _Tokenizer(path, vocab_size, tokenizer.vocab_size, tokenizer.eos_id)
 
     def _write_shards(self, folders: list[Path], tokenizer: _Tokenizer) -> list[StreamJob]:
-        """Encodes all tasks and writes their shards.
-
-        Returns:
-            The finished jobs, one for each split and domain.
-        """
+        """Encodes all tasks and writes their shards, by one job for each split and domain."""
         digest = hashlib.sha256((tokenizer.folder / TOKENIZER_FILE).read_bytes()).hexdigest()
         fim = self._recipe.fim and self._recipe.fim.model_dump()
         dtype = smallest_dtype(tokenizer.vocab_size)
@@ -396,8 +347,8 @@ class _Build:
         content = (tokenizer.folder / TOKENIZER_FILE).read_bytes()
         file = write_file(self._out / TOKENIZER_FILE, content)
         records = [read_record(folder) for folder in results[-1]]
-        outcomes = {stream: read_stream(stream) for stream in streams}
-        shards = [shard for of_stream, _ in outcomes.values() for shard in of_stream]
+        outcomes = [(stream, *stream.read()) for stream in streams]
+        shards = [shard for _, of_stream, _ in outcomes for shard in of_stream]
         manifest = new_manifest(
             [shard for shard, _ in shards],
             vocab_size=tokenizer.vocab_size,
@@ -415,7 +366,7 @@ class _Build:
             results=list(zip(self._tasks, *results, strict=True)),
             decisions=self._decisions,
             # Of the training split: the other has too few tokens to compare domains by.
-            ngrams={s.domain: out[1] for s, out in outcomes.items() if s.split == SPLITS[0]},
+            ngrams={s.domain: ngrams for s, _, ngrams in outcomes if s.split == SPLITS[0]},
         )
         # Last of all files: a folder with a manifest is a finished data set.
         write_manifest(self._out, manifest)

@@ -12,7 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,15 +32,19 @@ _SAMPLE_CHARACTERS = 500
 _logger = log.get_logger(__name__)
 
 
+# A step and its place in the recipe; the same of a step over the corpus, and the file with its
+# decision on one task.
+Numbered = tuple[int, StepConfig]
+Decision = tuple[int, StepConfig, Path]
+
+
 @dataclass(frozen=True)
 class TaskJob:
     """One task and the steps of one pass.
 
     Attributes:
         before: result of the pass before; None: the task is read from its source.
-        decision: (number in the recipe, step over the corpus, its decision on this task), carried
-            out first.
-        steps: (number in the recipe, step) each.
+        decision: of a step over the corpus, carried out first.
         notes_of: step over the corpus that takes notes last; None at the end.
         out: folder of the result, named by a hash of all its inputs.
         keep_dropped: write all dropped documents whole, not a few excerpts.
@@ -48,8 +52,8 @@ class TaskJob:
 
     task: Task
     before: Path | None
-    decision: tuple[int, StepConfig, Path] | None
-    steps: tuple[tuple[int, StepConfig], ...]
+    decision: Decision | None
+    steps: tuple[Numbered, ...]
     notes_of: StepConfig | None
     out: Path
     keep_dropped: bool
@@ -70,28 +74,13 @@ class TaskJob:
 
     def names_left_out(self) -> list[str]:
         """Returns the names in `left_out`."""
-        try:
-            names: list[str] = json.loads(self.left_out.read_bytes())
-        except FileNotFoundError:
-            return []
-        return names
+        return json.loads(self.left_out.read_bytes()) if self.left_out.exists() else []
 
 
 def notes_path(out: Path) -> Path:
     """Returns the path of the notes in a result folder."""
     # Named by the task, since the step over the corpus looks at the notes of all tasks together.
     return out / f"{out.name}.notes"
-
-
-@dataclass
-class StepCounts:
-    """Numbers of documents into and out of one step over one task, and the reasons of drops."""
-
-    number: int
-    name: str
-    documents_in: int = 0
-    documents_out: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
 
 
 class _Timed:
@@ -140,11 +129,7 @@ def run_task(job: TaskJob) -> None:
 
 
 def leave_out_last(job: TaskJob) -> bool:
-    """Leaves out the input that a job was reading when its process was killed.
-
-    Returns:
-        True if there is such an input, so that the job can run again without it.
-    """
+    """Leaves out the input that a job was reading when its process was killed; False if none."""
     if job.before is not None or not job.mark.exists():
         return False
     # Only reading leaves a mark: a later pass has no part of a file that it could leave out.
@@ -184,43 +169,38 @@ def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
         new_folder(job.out) as folder,
         (folder / DROPPED_FILE).open("w", encoding="utf-8") as drops,
     ):
-        steps: list[tuple[StepCounts, Step]] = []
+        all_counts: list[dict[str, Any]] = []
+
+        def counted(number: int, name: str, step: Step) -> Iterator[Document]:
+            counts = {"number": number, "name": name, "in": 0, "out": 0, "dropped": Counter()}
+            all_counts.append(counts)
+            return _apply(step, documents, job, counts, drops)
+
         if job.decision is not None:
-            number, config, path = job.decision
-            steps.append((StepCounts(number, config.name), make_step(config).after(path)))
-        steps += [(StepCounts(n, config.name), make_step(config)) for n, config in job.steps]
-        all_counts = [counts for counts, _ in steps]
+            number, config, decision = job.decision
+            documents = counted(number, config.name, make_step(config).after(decision))
+        for number, config in job.steps:
+            documents = counted(number, config.name, make_step(config))
         if job.notes_of is not None:
-            # Taking notes drops nothing and is not a step of the recipe, so it is not counted.
             take_notes = make_step(job.notes_of).before(folder / notes_path(job.out).name)
-            steps.append((StepCounts(-1, "notes"), take_notes))
-        for counts, step in steps:
-            documents = _apply(step, documents, job, counts, drops)
+            documents = counted(-1, "notes", take_notes)
         # All generators so far: this loop alone moves documents, one at a time, through all steps.
         record = _write_documents(folder / DOCUMENTS_FILE, documents)
         close_synced(drops)
-        for counts in all_counts:
-            accounted = counts.documents_out + counts.dropped.total()
-            assert counts.documents_in == accounted, (
-                f"step {counts.name} took {counts.documents_in} documents and gave or dropped "
+        # Taking notes drops nothing and is not a step of the recipe, so it is not counted.
+        record["steps"] = [counts for counts in all_counts if counts["number"] >= 0]
+        for counts in record["steps"]:
+            accounted = counts["out"] + counts["dropped"].total()
+            assert counts["in"] == accounted, (
+                f"step {counts['name']} took {counts['in']} documents and gave or dropped "
                 f"{accounted}"
             )
-        record["steps"] = [
-            {
-                "number": counts.number,
-                "name": counts.name,
-                "in": counts.documents_in,
-                "out": counts.documents_out,
-                "dropped": dict(sorted(counts.dropped.items())),
-            }
-            for counts in all_counts
-        ]
         record["set_aside"] = list(unread.values())
         write_file(folder / RECORD_FILE, json.dumps(record, sort_keys=True).encode())
 
 
 def _apply(
-    step: Step, documents: Iterable[Document], job: TaskJob, counts: StepCounts, drops: TextIO
+    step: Step, documents: Iterable[Document], job: TaskJob, counts: dict[str, Any], drops: TextIO
 ) -> Iterator[Document]:
     """Passes documents through a step, counts them, and writes what it drops to `drops`."""
     last: Document | None = None
@@ -228,17 +208,17 @@ def _apply(
     def counted() -> Iterator[Document]:
         nonlocal last
         for document in documents:
-            counts.documents_in += 1
+            counts["in"] += 1
             last = document
             yield document
 
     def drop(document: Document, reason: str) -> None:
-        counts.dropped[reason] += 1
-        if not job.keep_dropped and counts.dropped[reason] > _SAMPLES_PER_REASON:
+        counts["dropped"][reason] += 1
+        if not job.keep_dropped and counts["dropped"][reason] > _SAMPLES_PER_REASON:
             return
         entry = {
-            "step": counts.number,
-            "name": counts.name,
+            "step": counts["number"],
+            "name": counts["name"],
             "reason": reason,
             "id": document.id,
             "domain": document.domain,
@@ -253,13 +233,13 @@ def _apply(
             if job.task.source.chain_of_thought is not None and parted(document.text) is None:
                 drop(document, "parts of the chain of thought lost")
                 continue
-            counts.documents_out += 1
+            counts["out"] += 1
             yield document
     except Exception as error:
         # Without the id, a defect at one of 10^9 documents could not be found again. Only the
         # innermost step adds it: the exception passes through all steps after it.
         if last is not None and not getattr(error, "__notes__", None):
-            error.add_note(f"step {counts.name}, which took document {last.id} last")
+            error.add_note(f"step {counts['name']}, which took document {last.id} last")
         raise
 
 
