@@ -23,6 +23,7 @@ from cdrmix.corpus.source import (
     SourceConfig,
     SourceFile,
     SourceListing,
+    file_state,
     find_files,
     is_saved_dataset,
     local_path,
@@ -81,7 +82,6 @@ class Task:
     """Documents that one process reads, passes through the steps and encodes.
 
     Attributes:
-        source: source of the documents.
         files: files to read, in order; none for a part of a stream.
         shard: (number, of how many) part of a stream; None for files.
         key: hash of all inputs (hex).
@@ -131,8 +131,7 @@ def make_tasks(
 
     Args:
         out: folder of the build, which is no part of a source that it lies in.
-        task_bytes: files are grouped up to this size; a larger file is a task by itself. None: by
-            the size of the corpus.
+        task_bytes: files are grouped up to this size; None: by the size of the corpus.
     Returns:
         The tasks in corpus order, and the listings of the local sources by name.
     Raises:
@@ -174,11 +173,8 @@ def _stream_tasks(source: SourceConfig) -> Iterator[Task]:
     folder = local_path(source)
     state = None
     if folder.is_dir():
-        statuses = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
-        state = sorted(
-            (path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns)
-            for path, status in statuses
-        )
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        state = sorted((path.relative_to(folder).as_posix(), *file_state(path)) for path in files)
     for number in range(num_shards):
         shard = (number, num_shards)
         yield Task(source, (), shard, content_key(source.model_dump(), shard, state))
