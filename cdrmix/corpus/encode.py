@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdrmix.corpus.build_tasks import Task
 from cdrmix.corpus.steps.minhash import mix
-from cdrmix.corpus.task_run import close_synced, read_documents
+from cdrmix.corpus.task_run import Task, close_synced, read_documents
 from cdrmix.data.document import FimConfig, draw_by_key, encoded, fields_of, rearranged, restored
 from cdrmix.data.folders import new_folder
 from cdrmix.data.shards import (

@@ -17,11 +17,10 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from cdrmix.config.load import config_hash
-from cdrmix.corpus.build_tasks import Task
 from cdrmix.corpus.recipe import Recipe, recipe_yaml
 from cdrmix.corpus.source import SourceListing
 from cdrmix.corpus.steps.read_bytes import bounded_lines
-from cdrmix.corpus.task_run import DROPPED_FILE, close_synced, read_record
+from cdrmix.corpus.task_run import DROPPED_FILE, Task, close_synced, read_record
 from cdrmix.data.mixed import SEQUENCE_LENGTH, built_mixture, mixture_course
 from cdrmix.data.shards import ShardInfo, check_regular, read_manifest, read_regular, write_file
 from cdrmix.errors import DataError

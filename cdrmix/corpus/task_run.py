@@ -10,15 +10,19 @@ import hashlib
 import itertools
 import json
 import os
+import signal
+import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from types import FrameType
+from typing import Any, Self, TextIO
 
 from cdrmix import log
-from cdrmix.corpus.build_tasks import Deadline, Task, TooSlow
 from cdrmix.corpus.recipe import StepConfig, make_step
+from cdrmix.corpus.source import SetAside, SourceConfig, SourceFile
+from cdrmix.corpus.steps.read import read_file, read_shard, shard_name
 from cdrmix.data.document import Document, Step, parted
 from cdrmix.data.folders import new_folder, open_new
 from cdrmix.data.shards import write_file
@@ -29,7 +33,61 @@ RECORD_FILE = "record.json"
 # The report shows examples of each reason; all dropped text would be as large as the corpus.
 _SAMPLES_PER_REASON = 3
 _SAMPLE_CHARACTERS = 500
+# The slowest steps read some hundred kB of ordinary text a second, and documents have 32 MiB at
+# most unless a recipe allows more.
+DOCUMENT_SECONDS = 300.0
 _logger = log.get_logger(__name__)
+
+
+class TooSlow(Exception):
+    """A document took longer than allowed; raised at any place in the code."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Documents that one process reads, passes through the steps and encodes.
+
+    Attributes:
+        files: files to read, in order; none for a part of a stream.
+        shard: (number, of how many) part of a stream; None for files.
+        key: hash of all inputs (hex).
+    """
+
+    source: SourceConfig
+    files: tuple[SourceFile, ...]
+    shard: tuple[int, int] | None
+    key: str
+
+    def read(
+        self,
+        set_aside: SetAside,
+        *,
+        left_out: Collection[str] = (),
+        begin: Callable[[str], None] = lambda name: None,
+    ) -> Iterator[Document]:
+        """Reads the documents of the task, in order.
+
+        Args:
+            set_aside: called for each input that cannot be read, or takes too long.
+            left_out: names of files, or of the shard, that ended a process and are not read.
+            begin: called with each name before it is read.
+        """
+        parts: Iterator[tuple[str, Iterator[Document]]]
+        if self.shard is not None:
+            stream = read_shard(self.source, *self.shard, set_aside)
+            parts = iter([(shard_name(self.shard[0]), stream)])
+        else:
+            parts = ((file.name, read_file(file, self.source, set_aside)) for file in self.files)
+        for name, documents in parts:
+            if name in left_out:
+                set_aside(name, None, "ended the process that read it", "most likely by its size")
+                continue
+            begin(name)
+            # Catches the time of reading only: an exception in a step is not raised in here.
+            try:
+                yield from documents
+            except TooSlow as error:
+                set_aside(name, None, "takes too long to read", str(error))
 
 
 # A step and its place in the recipe; the same of a step over the corpus, and the file with its
@@ -83,24 +141,50 @@ def notes_path(out: Path) -> Path:
     return out / f"{out.name}.notes"
 
 
-class _Timed:
-    """Passes documents on with a time limit for each, and leaves out those that exceeded it."""
+class Timed:
+    """Passes documents on, leaves out slow ones, and raises `TooSlow` at one that takes too long.
 
-    def __init__(self, slow: Collection[str]) -> None:
-        self.deadline = Deadline()
+    Limits the time as a context manager only. Counts processor time of this process, so a busy
+    machine or a slow disk changes nothing. Python delivers signals to its main thread only: there
+    is no limit in another thread.
+    """
+
+    def __init__(self, slow: Collection[str], seconds: float = DOCUMENT_SECONDS) -> None:
         self.now: str | None = None  # id of the document in the steps
         self._slow = slow
+        self._seconds = seconds
+        self._is_usable = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> Self:
+        def raise_too_slow(number: int, frame: FrameType | None) -> None:
+            raise TooSlow(f"more than {self._seconds:g} s of processor time")
+
+        if self._is_usable:
+            self._before = signal.signal(signal.SIGVTALRM, raise_too_slow)
+            self._begin()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_usable:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, self._before)
+
+    def _begin(self) -> None:
+        """Starts the time of the next document."""
+        if self._is_usable:
+            # Repeated: Python ignores an exception that is raised in a destructor.
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds, self._seconds)
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
         for document in documents:
             if document.id not in self._slow:
                 self.now = document.id
-                self.deadline.begin()
+                self._begin()
                 yield document
                 # Too much time from here on is that of reading, which `Task.read` sets aside.
                 self.now = None
             # Also before the next one is read, which has a limit of its own.
-            self.deadline.begin()
+            self._begin()
 
 
 def run_task(job: TaskJob) -> None:
@@ -115,9 +199,9 @@ def run_task(job: TaskJob) -> None:
     """
     slow: dict[str, str] = {}  # id and message of each such document
     while not job.is_done():
-        timed = _Timed(slow)
+        timed = Timed(slow)
         try:
-            with timed.deadline:
+            with timed:
                 _run_once(job, timed, slow)
         except TooSlow as error:
             if timed.now is None or timed.now in slow:
@@ -142,7 +226,7 @@ def leave_out_last(job: TaskJob) -> bool:
     return True
 
 
-def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
+def _run_once(job: TaskJob, timed: Timed, slow: Mapping[str, str]) -> None:
     """Runs the steps of a job over all documents but the slow ones, and writes the result."""
     # One entry per file and reason: the first row in detail, then a count. A damaged file of
     # 10^8 rows must not give a report of that size.
