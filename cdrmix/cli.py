@@ -108,9 +108,8 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser)
     flag = parser.add_argument
     flag("--nodes", type=int, metavar="N", required=True, help="number of nodes")
-    flag(
-        "--gpus-per-node", type=int, metavar="G", required=True, help="devices, and ranks, of each"
-    )
+    devices = "devices, and ranks, of each"
+    flag("--gpus-per-node", type=int, metavar="G", required=True, help=devices)
     presets = "a100-80, h100-80, h200-141, mi300x-192, rtx4090-24 or cpu"
     flag("--gpu", metavar="PRESET", help=presets)
     flag("--gpu-memory-gib", type=float, metavar="M", help="memory of a device as torch reports it")
@@ -222,18 +221,15 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def _add_branch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    flag = parser.add_argument
+    flag(
         "--branches",
         action="store_true",
         help="have the memory agent try its likeliest actions in one batch and take the first that "
         "its value head accepts, instead of the likeliest",
     )
-    parser.add_argument(
-        "--accept-threshold",
-        type=at_least(-math.inf),
-        metavar="A",
-        help="advantage from which a branch is accepted; default: accept_threshold of the run",
-    )
+    least = "advantage from which a branch is accepted; default: accept_threshold of the run"
+    flag("--accept-threshold", type=at_least(-math.inf), metavar="A", help=least)
 
 
 def _check_branch_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -255,9 +251,8 @@ def add_evaluate(verbs: Verbs) -> None:
         help="built folder, or its URL, to evaluate on; default: the folder that the run was "
         "trained on",
     )
-    flag(
-        "--max-tokens", type=at_least(1), help="most tokens read; default: as at the end of the run"
-    )
+    tokens = "most tokens read; default: as at the end of the run"
+    flag("--max-tokens", type=at_least(1), help=tokens)
     flag(
         "--suite",
         choices=("text", "reasoning"),
@@ -265,12 +260,8 @@ def add_evaluate(verbs: Verbs) -> None:
         help="text: held-out loss (default); reasoning: tasks by length, with the backbone alone "
         "beside it, stored as RUN_DIR/reasoning.json",
     )
-    flag(
-        "--examples",
-        type=at_least(1),
-        metavar="N",
-        help="texts of each task and length in the reasoning suite; default 32",
-    )
+    examples = "texts of each task and length in the reasoning suite; default 32"
+    flag("--examples", type=at_least(1), metavar="N", help=examples)
     flag(
         "--tasks",
         type=Path,

@@ -31,9 +31,8 @@ def add_launch(verbs: Verbs) -> None:
     add_config_flags(parser)
     flag = parser.add_argument
     flag("--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine")
-    flag(
-        "--nproc", type=at_least(1), metavar="N", help="ranks on each host; default one per device"
-    )
+    ranks = "ranks on each host; default one per device"
+    flag("--nproc", type=at_least(1), metavar="N", help=ranks)
     _add_run_flags(parser, restarts="restarts; default 3")
     flag("--resume", default="never", metavar="auto|never|PATH", help="of the first start")
     flag("--max-steps", type=at_least(1), help="short for training.max_steps=N")
@@ -77,21 +76,12 @@ def add_slurm(verbs: Verbs) -> None:
     devices = "devices, and ranks, of each"
     flag("--gpus-per-node", type=at_least(1), metavar="G", default=8, help=devices)
     flag("--cpu", action="store_true", help="ranks on CPUs: ask for no devices")
-    flag(
-        "--starter",
-        choices=("srun", "deepspeed"),
-        default="srun",
-        help="srun: a task per rank; deepspeed: its launcher on each node; default srun",
-    )
+    starters = "srun: a task per rank; deepspeed: its launcher on each node; default srun"
+    flag("--starter", choices=("srun", "deepspeed"), default="srun", help=starters)
     flag("--time", default="24:00:00", help="time limit; default 24:00:00")
     # For sites that forbid a job to requeue itself.
-    flag(
-        "--chain",
-        type=at_least(1),
-        default=1,
-        metavar="K",
-        help="an array of K jobs, one after the other, in place of requeueing at the time limit",
-    )
+    array = "an array of K jobs, one after the other, in place of requeueing at the time limit"
+    flag("--chain", type=at_least(1), default=1, metavar="K", help=array)
     flag(
         "--option",
         dest="options",
@@ -144,13 +134,8 @@ def add_doctor(verbs: Verbs) -> None:
     )
     flag = parser.add_argument
     flag("--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine")
-    flag(
-        "--folder",
-        type=Path,
-        default=Path("experiments"),
-        metavar="DIR",
-        help="where runs are written, which all hosts must see; default experiments",
-    )
+    folder = "where runs are written, which all hosts must see; default experiments"
+    flag("--folder", type=Path, default=Path("experiments"), metavar="DIR", help=folder)
     flag("--nproc", type=at_least(1), metavar="N", help="ranks of the all-reduce on each host")
     flag("--no-all-reduce", action="store_true", help="start no ranks")
     leftovers = "first end and delete what earlier runs of yours left"

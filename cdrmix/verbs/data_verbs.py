@@ -36,12 +36,8 @@ def add_data(verbs: Verbs) -> None:
     flag = build.add_argument
     flag("--config", type=Path, metavar="FILE", required=True, help="YAML recipe")
     flag("--out", type=Path, metavar="DIR", help="folder to make; default data/<name of FILE>")
-    flag(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="processes, or most jobs at a time of another engine; default all cores",
-    )
+    workers = "processes, or most jobs at a time of another engine; default all cores"
+    flag("--workers", type=int, metavar="N", help=workers)
     flag(
         "--engine",
         choices=("local", "slurm", "ray"),
@@ -49,25 +45,15 @@ def add_data(verbs: Verbs) -> None:
         help="what runs the jobs: processes of this machine (default), arrays of SLURM tasks by "
         "datatrove, or a Ray cluster; nodes share the folders of sources and result",
     )
-    flag(
-        "--sbatch",
-        metavar="OPTION=VALUE",
-        action="append",
-        default=[],
-        help="option of sbatch, such as partition=cpu or time=02:00:00; may be repeated",
-    )
+    sbatch = "option of sbatch, such as partition=cpu or time=02:00:00; may be repeated"
+    flag("--sbatch", metavar="OPTION=VALUE", action="append", default=[], help=sbatch)
 
     flag = _of_folder(
         kinds, "inspect", _inspect, "what a folder holds, and what was dropped and why"
     )
     flag("--json", action="store_true", help="print one JSON object")
-    flag(
-        "--sequence-length",
-        type=at_least(1),
-        default=256,
-        metavar="T",
-        help="tokens per sample that a mixture is counted in; default 256",
-    )
+    length = "tokens per sample that a mixture is counted in; default 256"
+    flag("--sequence-length", type=at_least(1), default=256, metavar="T", help=length)
 
     _of_folder(kinds, "verify", _verify, "compare every file of a folder with its manifest")
     flag = _of_folder(kinds, "export", _export, "write the texts behind token shards as tar files")
