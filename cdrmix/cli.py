@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from cdrmix.verbs.data_verbs import add_data
 from cdrmix.verbs.flags import add_config_flags, at_least
 
 if TYPE_CHECKING:
+    from cdrmix.config.schema import Config
     from cdrmix.planning.cluster import Cluster
     from cdrmix.verbs.flags import Verbs
 
@@ -60,9 +62,8 @@ def add_config(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "config", help="print a configuration with every default and derived value, or the schema"
     )
-    parser.add_argument(
-        "--schema", action="store_true", help="print the JSON schema, for editors to complete by"
-    )
+    flag = parser.add_argument
+    flag("--schema", action="store_true", help="print the JSON schema, for editors to complete by")
     add_config_flags(parser, required=False)
 
     def run(arguments: argparse.Namespace) -> None:
@@ -86,50 +87,41 @@ def add_plan(verbs: Verbs) -> None:
         description="Compares all legal layouts of a configuration on a cluster by memory and time "
         "and picks one, with its reasons. Degrees and batch sizes that are given are kept.",
     )
-    add_config_flags(parser)
-    _add_cluster_flags(parser)
-    parser.add_argument(
-        "--explain", action="store_true", help="also every buffer, what is exchanged, assumptions"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_plan_flags(parser)
+    flag = parser.add_argument
+    flag("--explain", action="store_true", help="also every buffer, what is exchanged, assumptions")
+    flag("--json", action="store_true", help="print one JSON object")
 
     def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.config.load import load_config
         from cdrmix.planning.comparison import compare, plan_text
 
-        config = load_config(arguments.config, arguments.overrides)
-        compared = compare(config, _cluster(arguments))
-        print(
-            json.dumps(compared.to_json())
-            if arguments.json
-            else plan_text(compared, explain=arguments.explain)
-        )
+        compared = compare(*_planned(arguments))
+        if arguments.json:
+            print(json.dumps(compared.to_json()))
+        else:
+            print(plan_text(compared, explain=arguments.explain))
 
     parser.set_defaults(run=run)
 
 
-def _add_cluster_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, metavar="N", required=True, help="number of nodes")
-    parser.add_argument(
-        "--gpus-per-node", type=int, metavar="G", required=True, help="devices, and ranks, of each"
-    )
-    parser.add_argument(
-        "--gpu", metavar="PRESET", help="a100-80, h100-80, h200-141, mi300x-192, rtx4090-24 or cpu"
-    )
-    parser.add_argument(
-        "--gpu-memory-gib", type=float, metavar="M", help="memory of a device as torch reports it"
-    )
+def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    add_config_flags(parser)
+    flag = parser.add_argument
+    flag("--nodes", type=int, metavar="N", required=True, help="number of nodes")
+    devices = "devices, and ranks, of each"
+    flag("--gpus-per-node", type=int, metavar="G", required=True, help=devices)
+    presets = "a100-80, h100-80, h200-141, mi300x-192, rtx4090-24 or cpu"
+    flag("--gpu", metavar="PRESET", help=presets)
+    flag("--gpu-memory-gib", type=float, metavar="M", help="memory of a device as torch reports it")
 
 
-def _cluster(arguments: argparse.Namespace) -> Cluster:
+def _planned(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
+    from cdrmix.config.load import load_config
     from cdrmix.planning.cluster import make_cluster
 
-    return make_cluster(
-        nodes=arguments.nodes,
-        gpus_per_node=arguments.gpus_per_node,
-        gpu=arguments.gpu,
-        gpu_memory_gib=arguments.gpu_memory_gib,
-    )
+    config = load_config(arguments.config, arguments.overrides)
+    names = ("nodes", "gpus_per_node", "gpu", "gpu_memory_gib")
+    return config, make_cluster(**{name: getattr(arguments, name) for name in names})
 
 
 def add_rehearse(verbs: Verbs) -> None:
@@ -141,16 +133,13 @@ def add_rehearse(verbs: Verbs) -> None:
         "with every axis kept, trains, saves, resumes, and compares with one process. Says what "
         "was exercised and what was not.",
     )
-    add_config_flags(parser)
-    _add_cluster_flags(parser)
+    _add_plan_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.config.load import load_config
         from cdrmix.sessions.rehearse import rehearse
 
-        config = load_config(arguments.config, arguments.overrides)
-        rehearsed = rehearse(config, _cluster(arguments))
+        rehearsed = rehearse(*_planned(arguments))
         print(json.dumps(rehearsed.to_json()) if arguments.json else rehearsed.as_text())
         if not rehearsed.passed:
             raise SystemExit(1)
@@ -166,26 +155,40 @@ _SAMPLING: dict[str, Any] = {"max_new_tokens": 128, "temperature": 0.8, "seed": 
 def add_generate(verbs: Verbs) -> None:
     """`cdrmix generate RUN_DIR`: go on from a prompt."""
     parser = verbs.add_parser("generate", help="continue a text with a trained model")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
-    parser.add_argument("--prompt", default="", help="text to go on from; default none")
-    parser.add_argument("--max-new-tokens", type=at_least(1), help="default 128")
-    parser.add_argument(
-        "--temperature", type=at_least(0.0), help="0 takes the likeliest; default 0.8"
+    flag = parser.add_argument
+    flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
+    flag("--prompt", default="", help="text to go on from; default none")
+    flag("--max-new-tokens", type=at_least(1), help="default 128")
+    flag("--temperature", type=at_least(0.0), help="0 takes the likeliest; default 0.8")
+    flag("--seed", type=int, help="seed of the sampling; default 0")
+    flag(
+        "--memory",
+        action="store_true",
+        help="read the prompt, or --file, however long, and answer --question from memory: the "
+        "likeliest answer of a reasoning model after Stage B",
     )
-    parser.add_argument("--seed", type=int, help="seed of the sampling; default 0")
-    _add_memory_flags(parser)
+    flag("--file", type=Path, metavar="TEXT", help="text to read, in place of it")
+    flag("--question", default="", help="what is asked behind the text")
+    flag(
+        "--index",
+        type=Path,
+        metavar="DIR",
+        help="memory that lasts: what is written goes there, and answers come from what earlier "
+        "texts left there too; with it a text or a question alone is enough",
+    )
+    flag("--faiss", action="store_true", help="search the index through FAISS ([faiss] extra)")
+    flag("--show-memory", action="store_true", help="first what was written, retrieved and dropped")
+    _add_branch_flags(parser)
+    parser.set_defaults(run=partial(_generate, parser))
 
-    def run(arguments: argparse.Namespace) -> None:
-        _check_branch_flags(parser, arguments)
-        if arguments.faiss and not arguments.index:
-            parser.error("--faiss goes with --index")
-        flags = {name: getattr(arguments, name) for name in _SAMPLING}
-        sampling = {name: value for name, value in flags.items() if value is not None}
-        if arguments.memory:
-            if sampling:
-                parser.error("--max-new-tokens, --temperature and --seed go without --memory")
-            _answer_with_memory(arguments)
-            return
+
+def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    _check_branch_flags(parser, arguments)
+    if arguments.faiss and not arguments.index:
+        parser.error("--faiss goes with --index")
+    flags = {name: getattr(arguments, name) for name in _SAMPLING}
+    sampling = {name: value for name, value in flags.items() if value is not None}
+    if not arguments.memory:
         of_memory = ("file", "question", "show_memory", "branches", "index")
         if any(getattr(arguments, flag) for flag in of_memory):
             parser.error(
@@ -195,63 +198,15 @@ def add_generate(verbs: Verbs) -> None:
 
         text = continue_text(arguments.run_dir, arguments.prompt, **(_SAMPLING | sampling))
         print(arguments.prompt + text)
-
-    parser.set_defaults(run=run)
-
-
-def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="read the prompt, or --file, however long, and answer --question from memory: the "
-        "likeliest answer of a reasoning model after Stage B",
-    )
-    parser.add_argument("--file", type=Path, metavar="TEXT", help="text to read, in place of it")
-    parser.add_argument("--question", default="", help="what is asked behind the text")
-    parser.add_argument(
-        "--index",
-        type=Path,
-        metavar="DIR",
-        help="memory that lasts: what is written goes there, and answers come from what earlier "
-        "texts left there too; with it a text or a question alone is enough",
-    )
-    parser.add_argument(
-        "--faiss", action="store_true", help="search the index through FAISS ([faiss] extra)"
-    )
-    parser.add_argument(
-        "--show-memory", action="store_true", help="first what was written, retrieved and dropped"
-    )
-    _add_branch_flags(parser)
-
-
-def _add_branch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--branches",
-        action="store_true",
-        help="have the memory agent try its likeliest actions in one batch and take the first that "
-        "its value head accepts, instead of the likeliest",
-    )
-    parser.add_argument(
-        "--accept-threshold",
-        type=at_least(-math.inf),
-        metavar="A",
-        help="advantage from which a branch is accepted; default: accept_threshold of the run",
-    )
-
-
-def _check_branch_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    if arguments.accept_threshold is not None and not arguments.branches:
-        parser.error("--accept-threshold goes with --branches")
-
-
-def _answer_with_memory(arguments: argparse.Namespace) -> None:
+        return
+    if sampling:
+        parser.error("--max-new-tokens, --temperature and --seed go without --memory")
     from cdrmix.stage_b.answering import Lasting, answer_from, read_question_text
 
     name = str(arguments.file or "the prompt")
-    text = read_question_text(arguments.file) if arguments.file else arguments.prompt
     answer = answer_from(
         arguments.run_dir,
-        text,
+        read_question_text(arguments.file) if arguments.file else arguments.prompt,
         arguments.question,
         branches=arguments.branches,
         accept_threshold=arguments.accept_threshold,
@@ -265,25 +220,66 @@ def _answer_with_memory(arguments: argparse.Namespace) -> None:
         print(f"{arguments.index}: {answer.index}")
 
 
+def _add_branch_flags(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag(
+        "--branches",
+        action="store_true",
+        help="have the memory agent try its likeliest actions in one batch and take the first that "
+        "its value head accepts, instead of the likeliest",
+    )
+    least = "advantage from which a branch is accepted; default: accept_threshold of the run"
+    flag("--accept-threshold", type=at_least(-math.inf), metavar="A", help=least)
+
+
+def _check_branch_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.accept_threshold is not None and not arguments.branches:
+        parser.error("--accept-threshold goes with --branches")
+
+
 def add_evaluate(verbs: Verbs) -> None:
     """`cdrmix evaluate RUN_DIR`: held-out loss of a trained model, or its reasoning."""
     parser = verbs.add_parser(
         "evaluate",
         help="held-out loss and routing of a trained model, or how it reasons over long texts",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
-    _add_suite_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    flag = parser.add_argument
+    flag("run_dir", type=Path, metavar="RUN_DIR", help="run directory or checkpoint")
+    flag(
+        "--data",
+        metavar="DIR",
+        help="built folder, or its URL, to evaluate on; default: the folder that the run was "
+        "trained on",
+    )
+    tokens = "most tokens read; default: as at the end of the run"
+    flag("--max-tokens", type=at_least(1), help=tokens)
+    flag(
+        "--suite",
+        choices=("text", "reasoning"),
+        default="text",
+        help="text: held-out loss (default); reasoning: tasks by length, with the backbone alone "
+        "beside it, stored as RUN_DIR/reasoning.json",
+    )
+    examples = "texts of each task and length in the reasoning suite; default 32"
+    flag("--examples", type=at_least(1), metavar="N", help=examples)
+    flag(
+        "--tasks",
+        type=Path,
+        metavar="FILE",
+        help="tasks of your own for the reasoning suite, a JSON object per line "
+        "(docs/reasoning.md); the table is printed and not stored",
+    )
+    flag("--write-tasks", type=Path, metavar="FILE", help="write the suite's tasks to such a file")
+    _add_branch_flags(parser)
+    flag("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=partial(_evaluate, parser))
 
-    def run(arguments: argparse.Namespace) -> None:
-        _check_branch_flags(parser, arguments)
-        if arguments.tasks and (arguments.examples or arguments.write_tasks):
-            parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
-        if arguments.suite == "reasoning":
-            if arguments.max_tokens or arguments.data:
-                parser.error("--max-tokens and --data go with --suite text")
-            _evaluate_reasoning(arguments)
-            return
+
+def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    _check_branch_flags(parser, arguments)
+    if arguments.tasks and (arguments.examples or arguments.write_tasks):
+        parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
+    if arguments.suite == "text":
         flags = ("examples", "tasks", "write_tasks", "branches")
         if any(getattr(arguments, flag) for flag in flags):
             parser.error(
@@ -291,54 +287,14 @@ def add_evaluate(verbs: Verbs) -> None:
             )
         from cdrmix.evaluation.trained import evaluate_run
 
-        evaluation = evaluate_run(
-            arguments.run_dir, data=arguments.data, max_tokens=arguments.max_tokens
-        )
-        print(json.dumps(evaluation.as_json()) if arguments.json else evaluation.table())
-
-    parser.set_defaults(run=run)
-
-
-def _add_suite_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        metavar="DIR",
-        help="built folder, or its URL, to evaluate on; default: the folder that the run was "
-        "trained on",
-    )
-    parser.add_argument(
-        "--max-tokens", type=at_least(1), help="most tokens read; default: as at the end of the run"
-    )
-    parser.add_argument(
-        "--suite",
-        choices=("text", "reasoning"),
-        default="text",
-        help="text: held-out loss (default); reasoning: tasks by length, with the backbone alone "
-        "beside it, stored as RUN_DIR/reasoning.json",
-    )
-    parser.add_argument(
-        "--examples",
-        type=at_least(1),
-        metavar="N",
-        help="texts of each task and length in the reasoning suite; default 32",
-    )
-    parser.add_argument(
-        "--tasks",
-        type=Path,
-        metavar="FILE",
-        help="tasks of your own for the reasoning suite, a JSON object per line "
-        "(docs/reasoning.md); the table is printed and not stored",
-    )
-    parser.add_argument(
-        "--write-tasks", type=Path, metavar="FILE", help="write the suite's tasks to such a file"
-    )
-    _add_branch_flags(parser)
-
-
-def _evaluate_reasoning(arguments: argparse.Namespace) -> None:
+        text = evaluate_run(arguments.run_dir, data=arguments.data, max_tokens=arguments.max_tokens)
+        print(json.dumps(text.as_json()) if arguments.json else text.table())
+        return
+    if arguments.max_tokens or arguments.data:
+        parser.error("--max-tokens and --data go with --suite text")
     from cdrmix.stage_b import long_context as suite
 
-    evaluation = suite.evaluate_reasoning(
+    reasoning = suite.evaluate_reasoning(
         arguments.run_dir,
         num_examples=arguments.examples or 32,
         file=arguments.tasks,
@@ -347,10 +303,10 @@ def _evaluate_reasoning(arguments: argparse.Namespace) -> None:
         accept_threshold=arguments.accept_threshold,
     )
     # Printed first: the run directory may be read-only, and the suite takes minutes.
-    print(evaluation.as_json() if arguments.json else evaluation.table(), flush=True)
+    print(reasoning.as_json() if arguments.json else reasoning.table(), flush=True)
     # The run directory keeps the table of the standard suite alone.
-    if evaluation.checkpoint is not None and not (arguments.tasks or arguments.branches):
-        suite.store_rows(evaluation.checkpoint, evaluation.rows)
+    if reasoning.checkpoint is not None and not (arguments.tasks or arguments.branches):
+        suite.store_rows(reasoning.checkpoint, reasoning.rows)
 
 
 def add_report(verbs: Verbs) -> None:

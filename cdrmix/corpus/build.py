@@ -10,37 +10,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cdrmix import log
+from cdrmix import __version__, log
 from cdrmix.config.load import config_hash
-from cdrmix.corpus.build_tasks import content_key, make_tasks
-from cdrmix.corpus.encode import (
-    SPLITS,
-    EncodeJob,
-    StreamJob,
-    read_stream,
-    run_encode,
-    split_of,
-    write_stream,
-)
+from cdrmix.corpus.encode import SPLITS, EncodeJob, StreamJob, run_encode, split_of, write_stream
 from cdrmix.corpus.inspection import lineage, read_report, write_build_report
-from cdrmix.corpus.recipe import (
-    Recipe,
-    StepConfig,
-    identity,
-    is_corpus_step,
-    load_recipe,
-    make_step,
-)
+from cdrmix.corpus.recipe import Recipe, identity, is_corpus_step, load_recipe, make_step
 from cdrmix.corpus.remote_jobs import Engine, Pool
+from cdrmix.corpus.source import (
+    SourceConfig,
+    SourceFile,
+    SourceListing,
+    file_state,
+    find_files,
+    is_saved_dataset,
+    local_path,
+)
 from cdrmix.corpus.steps.filter import Filter
+from cdrmix.corpus.steps.read import count_shards
 from cdrmix.corpus.task_run import (
+    Decision,
+    Numbered,
+    Task,
     TaskJob,
     leave_out_last,
     notes_path,
@@ -61,14 +56,17 @@ from cdrmix.data.shards import (
     write_file,
     write_manifest,
 )
-from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
+from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
 
 DEFAULT_VOCAB_SIZE = 50_272
 EngineName = Literal["local", "slurm", "ray"]
+# Enough tasks for many workers to share a small corpus, and no millions of them for a large one:
+# each is a folder on a shared file system.
+_WANTED_TASKS = 512
+_MIN_TASK_BYTES = 2**22
+_MAX_TASK_BYTES = 2**28
 _logger = log.get_logger(__name__)
-# A step and its place in the recipe.
-Numbered = tuple[int, StepConfig]
 
 
 def build_dataset(
@@ -87,7 +85,7 @@ def build_dataset(
         workers: processes; 1 works in this one. With another engine, most jobs at a time.
         engine: runs the jobs: processes of this machine, SLURM, Ray, or an object of the caller.
         sbatch: options of sbatch, for SLURM.
-        task_bytes: files are grouped into tasks up to this size; None: by the size of the corpus.
+        task_bytes: as in `make_tasks`.
     Raises:
         ConfigError: if the recipe is wrong.
         DataError: if a source cannot be used, the steps drop every document, or `out` holds
@@ -102,13 +100,11 @@ def build_dataset(
             raise DataError(
                 f"{out}: exists and is not the folder of a data build. Give another --out."
             )
-        for parent, folders, files in os.walk(out):
-            for path in (Path(parent, name) for name in (*folders, *files)):
-                if path.is_symlink():
-                    raise DataError(
-                        f"{path}: is a symbolic link, which a build never makes; the build would "
-                        "write to its target. Remove it, or give another --out."
-                    )
+        for link in filter(Path.is_symlink, out.rglob("*")):
+            raise DataError(
+                f"{link}: is a symbolic link, which a build never makes; the build would write to "
+                "its target. Remove it, or give another --out."
+            )
     # Checked first: a build would meet these errors hours later.
     if recipe.tokenizer.path is not None:
         load_tokenizer(Path(recipe.tokenizer.path))
@@ -134,11 +130,6 @@ def build_dataset(
 
 
 def _make_engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str, str]) -> Engine:
-    """Returns the engine that runs the jobs of a build.
-
-    Raises:
-        DataError: if its package is not installed.
-    """
     if sbatch and name != "slurm":
         raise DataError(f"--sbatch {', '.join(sbatch)}: is for --engine slurm")
     # Imported here, since a core installation has neither datatrove nor Ray.
@@ -159,43 +150,79 @@ def _make_engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str
     return Pool(workers)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Steps that a task takes in one job.
+def make_tasks(
+    recipe: Recipe, *, out: Path, task_bytes: int | None = None
+) -> tuple[list[Task], dict[str, SourceListing]]:
+    """Cuts all sources of a recipe into tasks.
 
-    Attributes:
-        decided_by: step over the corpus whose decision is carried out first.
-        steps: ordinary steps.
-        notes_of: step over the corpus that takes its notes last.
+    Args:
+        out: folder of the build, which is no part of a source that it lies in.
+        task_bytes: files are grouped up to this size; None: by the size of the corpus.
+    Returns:
+        The tasks in corpus order, and the listings of the local sources by name.
+    Raises:
+        DataError: if a source is missing or empty.
     """
+    # Data sets on the hub have no listing: their files are not on this machine.
+    listings = {
+        source.name: find_files(source, leave_out=out)
+        for source in recipe.sources
+        if source.type != "huggingface" or is_saved_dataset(local_path(source))
+    }
+    if not task_bytes:
+        total = sum(file.state[0] for listing in listings.values() for file in listing.files)
+        # A power of two, so that a few more files leave most tasks, and their results, as they are.
+        power = (total // _WANTED_TASKS).bit_length()
+        task_bytes = min(max(2**power, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
+    tasks: list[Task] = []
+    for source in recipe.sources:
+        if source.name not in listings:
+            tasks += _stream_tasks(source)
+            continue
+        groups: list[list[SourceFile]] = []
+        size = 0
+        for file in listings[source.name].files:
+            if not groups or size + file.state[0] > task_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(file)
+            size += file.state[0]
+        for files in groups:
+            state = [(file.name, file.kind, file.state) for file in files]
+            tasks.append(Task(source, tuple(files), None, content_key(source.model_dump(), state)))
+    return tasks, listings
 
-    decided_by: Numbered | None
-    steps: tuple[Numbered, ...]
-    notes_of: Numbered | None
+
+def _stream_tasks(source: SourceConfig) -> Iterator[Task]:
+    num_shards = count_shards(source)
+    # The files of a folder show a change of it; a data set on the hub has its revision.
+    folder = local_path(source)
+    state = None
+    if folder.is_dir():
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        state = sorted((path.relative_to(folder).as_posix(), *file_state(path)) for path in files)
+    for number in range(num_shards):
+        shard = (number, num_shards)
+        yield Task(source, (), shard, content_key(source.model_dump(), shard, state))
 
 
-@dataclass(frozen=True)
-class _Tokenizer:
-    """The tokenizer of a build: its folder, the slots for tokens, and the tokens in use."""
-
-    folder: Path
-    vocab_size: int
-    num_tokens: int
-    eos_id: int
+def content_key(*parts: Any) -> str:
+    """Returns a name for the result of plain values and this version of the package (hex)."""
+    # Another version may give another result for the same values.
+    text = json.dumps([__version__, *parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _passes(recipe: Recipe) -> Iterator[_Pass]:
-    """Cuts the steps of a recipe after each step that looks at the whole corpus."""
-    decided_by: Numbered | None = None
+def _passes(recipe: Recipe) -> Iterator[tuple[list[Numbered], Numbered | None]]:
+    """Cuts the steps of a recipe after each that looks at the whole corpus: (others, that one)."""
     steps: list[Numbered] = []
     for numbered in enumerate(recipe.steps):
         if is_corpus_step(numbered[1]):
-            yield _Pass(decided_by, tuple(steps), numbered)
-            decided_by = numbered
+            yield steps, numbered
             steps = []
         else:
             steps.append(numbered)
-    yield _Pass(decided_by, tuple(steps), None)
+    yield steps, None
 
 
 class _Build:
@@ -254,75 +281,66 @@ class _Build:
                 f"{', '.join(sorted(reasons)[:10])}. Look at the steps of the recipe, and at the "
                 "domains that they are for."
             )
-        tokenizer = self._make_tokenizer(results[-1])
-        streams = self._write_shards(results[-1], tokenizer)
-        return self._finish(results, tokenizer, streams)
+        folder = self._make_tokenizer(results[-1])
+        streams = self._write_shards(results[-1], folder)
+        return self._finish(results, folder, streams)
 
     def _run_passes(self) -> list[list[Path]]:
         """Returns the result folders of each pass, by task in corpus order."""
         results: list[list[Path]] = []
-        decisions: list[Path | None] = [None] * len(self._tasks)
-        for number, steps_of_pass in enumerate(_passes(self._recipe)):
+        decisions: list[Decision | None] = [None] * len(self._tasks)
+        for pass_number, (steps, corpus_step) in enumerate(_passes(self._recipe)):
             jobs = []
             for place, (task, decision) in enumerate(zip(self._tasks, decisions, strict=True)):
                 domain = task.source.domain
                 before = results[-1][place] if results else None
-                steps = tuple(step for step in steps_of_pass.steps if step[1].takes(domain))
-                notes_of = steps_of_pass.notes_of and steps_of_pass.notes_of[1]
-                if notes_of is not None and not notes_of.takes(domain):
-                    notes_of = None
+                its_steps = tuple(step for step in steps if step[1].takes(domain))
+                takes_notes = corpus_step is not None and corpus_step[1].takes(domain)
+                notes_of = corpus_step[1] if corpus_step and takes_notes else None
                 # All that the result follows from. The name of the result before has the same of
                 # the earlier passes, so a change of a late step leaves early results valid.
                 key = content_key(
                     before.name if before else task.key,
-                    hashlib.sha256(decision.read_bytes()).hexdigest() if decision else None,
-                    [(step_number, identity(step)) for step_number, step in steps],
+                    hashlib.sha256(decision[2].read_bytes()).hexdigest() if decision else None,
+                    [(number, identity(step)) for number, step in its_steps],
                     identity(notes_of) if notes_of else None,
                     self._recipe.keep_dropped,
                 )
-                decided_by = steps_of_pass.decided_by
-                job = TaskJob(
-                    task=task,
-                    before=before,
-                    decision=(*decided_by, decision) if decided_by and decision else None,
-                    steps=steps,
-                    notes_of=notes_of,
-                    out=self._work / f"pass-{number}" / key,
-                    keep_dropped=self._recipe.keep_dropped,
-                )
-                jobs.append(job)
-            self._engine.run_all(run_task, jobs, what=f"pass {number + 1}", blame=leave_out_last)
+                out = self._work / f"pass-{pass_number}" / key
+                keep = self._recipe.keep_dropped
+                jobs.append(TaskJob(task, before, decision, its_steps, notes_of, out, keep))
+            what = f"pass {pass_number + 1}"
+            self._engine.run_all(run_task, jobs, what=what, blame=leave_out_last)
             results.append([job.out for job in jobs])
-            if steps_of_pass.notes_of is not None:
-                decisions = self._decide(steps_of_pass.notes_of, jobs)
+            if corpus_step is not None:
+                decisions = self._decide(corpus_step, jobs)
         return results
 
-    def _decide(self, numbered: Numbered, jobs: Sequence[TaskJob]) -> list[Path | None]:
+    def _decide(self, numbered: Numbered, jobs: Sequence[TaskJob]) -> list[Decision | None]:
         """Returns the decision of a step over the corpus for each task that takes it."""
         number, config = numbered
         step = make_step(config)
-        notes = {i: notes_path(job.out) for i, job in enumerate(jobs) if job.notes_of}
-        names = [path.name for path in notes.values()]
-        out = self._work / f"decision-{number}" / content_key(names)
+        notes = [notes_path(job.out) if job.notes_of else None for job in jobs]
+        taken = [path for path in notes if path]
+        out = self._work / f"decision-{number}" / content_key([path.name for path in taken])
         if not out.is_dir():
-            _logger.info("data build: %s over %d tasks", config.name, len(notes))
+            _logger.info("data build: %s over %d tasks", config.name, len(taken))
             with new_folder(out) as folder:
-                summary = step.decide(list(notes.values()), folder)
+                summary = step.decide(taken, folder)
                 write_file(folder / "found.json", json.dumps(summary).encode())
         # Read back even if just written: JSON makes text of integer keys, and a build that was
         # interrupted must give the same report as one that was not.
         self._decisions[number] = json.loads((out / "found.json").read_bytes())
-        return [step.decision(notes[i], out) if i in notes else None for i in range(len(jobs))]
+        return [(number, config, step.decision(path, out)) if path else None for path in notes]
 
-    def _make_tokenizer(self, folders: list[Path]) -> _Tokenizer:
-        """Loads the tokenizer that the recipe names, or trains one on the corpus."""
+    def _make_tokenizer(self, folders: list[Path]) -> Path:
+        """Returns the folder of the tokenizer: what the recipe names, or trained on the corpus."""
         config = self._recipe.tokenizer
+        if config.path is not None:
+            return Path(config.path)
         key = content_key([folder.name for folder in folders], config.model_dump(), self._share)
         path = self._work / "tokenizer" / key
-        num_slots = config.vocab_size or DEFAULT_VOCAB_SIZE
-        if config.path is not None:
-            path = Path(config.path)
-        elif not path.is_dir():
+        if not path.is_dir():
             # Training needs all texts in memory, so a large corpus gives a sample of them: the
             # same documents on every machine, since the hash of the id draws them.
             num_bytes = sum(read_record(folder)["text_bytes"] for folder in folders)
@@ -334,36 +352,31 @@ class _Build:
                 if split_of(document.id, self._share) == "train"
                 and draw_by_key(document.id, "tokenizer") < share
             )
+            num_slots = config.vocab_size or DEFAULT_VOCAB_SIZE
             _logger.info("data build: training a tokenizer of %d tokens", num_slots)
             new_tokenizer = train_tokenizer(texts, num_slots)
             with new_folder(path) as new:
                 write_file(new / TOKENIZER_FILE, new_tokenizer.to_str(pretty=True).encode())
-        tokenizer = load_tokenizer(path)
+        return path
+
+    def _num_slots(self, tokenizer: Tokenizer) -> int:
+        """Returns the number of token ids that a model has."""
+        config = self._recipe.tokenizer
         # A small corpus gives fewer tokens than there are slots; the model has all slots.
-        vocab_size = tokenizer.vocab_size if config.path else num_slots
-        return _Tokenizer(path, vocab_size, tokenizer.vocab_size, tokenizer.eos_id)
+        return tokenizer.vocab_size if config.path else config.vocab_size or DEFAULT_VOCAB_SIZE
 
-    def _write_shards(self, folders: list[Path], tokenizer: _Tokenizer) -> list[StreamJob]:
-        """Encodes all tasks and writes their shards.
-
-        Returns:
-            The finished jobs, one for each split and domain.
-        """
-        digest = hashlib.sha256((tokenizer.folder / TOKENIZER_FILE).read_bytes()).hexdigest()
-        fim = self._recipe.fim and self._recipe.fim.model_dump()
-        dtype = smallest_dtype(tokenizer.vocab_size)
-        jobs = [
-            EncodeJob(
-                task=task,
-                documents=folder,
-                tokenizer=tokenizer.folder,
-                dtype=dtype,
-                validation_share=self._share,
-                fim=self._recipe.fim,
-                out=self._work / "tokens" / content_key(folder.name, digest, self._share, fim),
-            )
-            for task, folder in zip(self._tasks, folders, strict=True)
-        ]
+    def _write_shards(self, folders: list[Path], tokenizer_folder: Path) -> list[StreamJob]:
+        """Encodes all tasks and writes their shards, by one job for each split and domain."""
+        digest = hashlib.sha256((tokenizer_folder / TOKENIZER_FILE).read_bytes()).hexdigest()
+        tokenizer = load_tokenizer(tokenizer_folder)
+        fim = self._recipe.fim
+        dtype = smallest_dtype(self._num_slots(tokenizer))
+        jobs = []
+        for task, folder in zip(self._tasks, folders, strict=True):
+            key = content_key(folder.name, digest, self._share, fim and fim.model_dump())
+            out = self._work / "tokens" / key
+            job = EncodeJob(task, folder, tokenizer_folder, dtype, self._share, fim, out)
+            jobs.append(job)
         self._engine.run_all(run_encode, jobs, what="encode")
         # Shards are written in place: their results are deleted first, so that none of them
         # declares a shard complete that is half written.
@@ -390,19 +403,20 @@ class _Build:
         return streams
 
     def _finish(
-        self, results: list[list[Path]], tokenizer: _Tokenizer, streams: list[StreamJob]
+        self, results: list[list[Path]], tokenizer_folder: Path, streams: list[StreamJob]
     ) -> Manifest:
         """Writes tokenizer, report and manifest, and removes the work folder."""
-        content = (tokenizer.folder / TOKENIZER_FILE).read_bytes()
+        content = (tokenizer_folder / TOKENIZER_FILE).read_bytes()
         file = write_file(self._out / TOKENIZER_FILE, content)
+        tokenizer = load_tokenizer(tokenizer_folder)
         records = [read_record(folder) for folder in results[-1]]
-        outcomes = {stream: read_stream(stream) for stream in streams}
-        shards = [shard for of_stream, _ in outcomes.values() for shard in of_stream]
+        outcomes = [(stream, *stream.read()) for stream in streams]
+        shards = [shard for _, of_stream, _ in outcomes for shard in of_stream]
         manifest = new_manifest(
             [shard for shard, _ in shards],
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=self._num_slots(tokenizer),
             tokenizer=TokenizerInfo(
-                file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=tokenizer.num_tokens
+                file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=tokenizer.vocab_size
             ),
             eos_id=tokenizer.eos_id,
             source=lineage(self._recipe, self._name, self._tasks, records, shards),
@@ -415,7 +429,7 @@ class _Build:
             results=list(zip(self._tasks, *results, strict=True)),
             decisions=self._decisions,
             # Of the training split: the other has too few tokens to compare domains by.
-            ngrams={s.domain: out[1] for s, out in outcomes.items() if s.split == SPLITS[0]},
+            ngrams={s.domain: ngrams for s, _, ngrams in outcomes if s.split == SPLITS[0]},
         )
         # Last of all files: a folder with a manifest is a finished data set.
         write_manifest(self._out, manifest)

@@ -6,10 +6,11 @@ and a pass over each task that carries the decision out. The first and the last 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from cdrmix.corpus.steps.dedup import (
     Deduplicate,
@@ -26,8 +27,8 @@ from cdrmix.corpus.task_run import document_id
 from cdrmix.data.document import Step
 
 
-class CorpusStep(Protocol):
-    """A step in three phases.
+class CorpusStep(ABC):
+    """A step in three phases, whose decision is a list of documents to drop.
 
     Notes are files, one per task, in the folder of the documents that they describe; no two have
     the same name.
@@ -35,41 +36,29 @@ class CorpusStep(Protocol):
 
     name: str
 
+    @abstractmethod
     def before(self, notes: Path) -> Step:
         """Returns the step that writes the notes of a task."""
-        ...
 
+    @abstractmethod
     def decide(self, notes: Sequence[Path], out: Path) -> dict[str, Any]:
         """Decides from the notes of all tasks, in corpus order, and writes files into `out`.
 
         Returns:
             Plain values for the report.
         """
-        ...
 
     def decision(self, notes: Path, out: Path) -> Path:
         """Returns the file in `out` with the decision on one task."""
         # A file per task, so that a pass need not read the decisions on all others.
-        ...
-
-    def after(self, decision: Path) -> Step:
-        """Returns the step that carries out the decision on a task."""
-        ...
-
-
-class _DropsListed:
-    """Last phase of a step whose decision is a list of documents to drop."""
-
-    def decision(self, notes: Path, out: Path) -> Path:
-        """Returns the list of the documents that a task drops."""
         return drops_path(out, notes)
 
     def after(self, decision: Path) -> Step:
-        """Returns the step that drops the listed documents."""
+        """Returns the step that carries out the decision on a task."""
         return Deduplicate(decision)
 
 
-class Dedup(_DropsListed):
+class Dedup(CorpusStep):
     """Drops each document that equals or resembles an earlier one of the corpus.
 
     Args:
@@ -96,22 +85,20 @@ class Dedup(_DropsListed):
         memory_bytes: int = 2**28,
     ) -> None:
         # None for a parameter of the recipe: the method's class has the default.
-        by_method: dict[str, dict[str, Any]] = {
-            "minhash": {
-                "num_bands": num_bands,
-                "rows_per_band": rows_per_band,
-                "min_jaccard": min_jaccard,
-            },
-            "simhash": {"max_distance": max_distance},
+        of_minhash: dict[str, Any] = {
+            "num_bands": num_bands,
+            "rows_per_band": rows_per_band,
+            "min_jaccard": min_jaccard,
         }
-        parameters: dict[str, Any] = {"shingle_words": shingle_words} | by_method.pop(method)
+        of_simhash: dict[str, Any] = {"max_distance": max_distance}
+        is_minhash = method == "minhash"
         # Refused rather than passed over: the user has another method in mind.
-        for name, value in next(iter(by_method.values())).items():
+        for name, value in (of_simhash if is_minhash else of_minhash).items():
             if value is not None:
                 raise ValueError(f"{name} is not a parameter of {method}")
-        parameters = {name: value for name, value in parameters.items() if value is not None}
-        method_class = MinHash if method == "minhash" else SimHash
-        self._method: Method = method_class(**parameters)
+        parameters = {"shingle_words": shingle_words} | (of_minhash if is_minhash else of_simhash)
+        given = {name: value for name, value in parameters.items() if value is not None}
+        self._method: Method = MinHash(**given) if is_minhash else SimHash(**given)
         self._memory_bytes = memory_bytes
 
     def before(self, notes: Path) -> Step:
@@ -120,10 +107,9 @@ class Dedup(_DropsListed):
 
     def decide(self, notes: Sequence[Path], out: Path) -> dict[str, Any]:
         """Finds the duplicates; the first document of each cluster stays."""
-        duplicates = find_duplicates(
-            notes, out, method=self._method, memory_bytes=self._memory_bytes
+        values = asdict(
+            find_duplicates(notes, out, method=self._method, memory_bytes=self._memory_bytes)
         )
-        values = asdict(duplicates)
         # The search knows places only; ids are read for the few clusters that the report shows.
         for kind in ("exact", "near"):
             values[kind]["largest"] = [
@@ -133,7 +119,7 @@ class Dedup(_DropsListed):
         return values
 
 
-class UrlDedup(_DropsListed):
+class UrlDedup(CorpusStep):
     """Keeps one document per web address, and a limited number of pages per host.
 
     Documents without an address pass. `cdrmix.corpus.steps.url.url_key` decides if two addresses

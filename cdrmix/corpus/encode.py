@@ -9,18 +9,18 @@ import io
 import itertools
 import json
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdrmix.corpus.build_tasks import Task
 from cdrmix.corpus.steps.minhash import mix
-from cdrmix.corpus.task_run import close_synced, read_documents
+from cdrmix.corpus.task_run import Task, close_synced, read_documents
 from cdrmix.data.document import FimConfig, draw_by_key, encoded, fields_of, rearranged, restored
 from cdrmix.data.folders import new_folder
 from cdrmix.data.shards import (
@@ -55,7 +55,6 @@ class EncodeJob:
     Attributes:
         documents: result of the task's last pass.
         tokenizer: folder with tokenizer.json.
-        fim: share and domains of training documents that are rearranged for infilling; None: none.
         out: folder of the result.
     """
 
@@ -141,6 +140,17 @@ class StreamJob:
         """Returns True if the result exists, and with it the shards."""
         return self.result.exists()
 
+    def read(self) -> tuple[list[tuple[ShardInfo, dict[str, int]]], dict[str, Any] | None]:
+        """Reads the result.
+
+        Returns:
+            The shards, each with its number of documents by source, and the result of
+            `ngram_entropy`; None if there are no shards.
+        """
+        result = json.loads(self.result.read_bytes())
+        shards = [ShardInfo.model_validate(shard) for shard in result["shards"]]
+        return list(zip(shards, result["sources"], strict=True)), result["ngrams"]
+
 
 def write_stream(job: StreamJob) -> None:
     """Writes the shards of a stream, the sources of each, and the entropy of its n-grams."""
@@ -179,9 +189,11 @@ def write_stream(job: StreamJob) -> None:
     )
     if any((folder / f"{job.split}.roles").exists() for _, folder in job.parts):
         shards = write_roles(job.out, shards, roles())
+    # Documents stand in the order of their sources, so one queue of names tells the counts.
+    names = itertools.chain.from_iterable(itertools.starmap(itertools.repeat, pieces))
     result: dict[str, Any] = {
         "shards": [shard.model_dump() for shard in shards],
-        "sources": _count_sources(pieces, shards),
+        "sources": [Counter(itertools.islice(names, shard.documents)) for shard in shards],
         "ngrams": None,
     }
     if shards:
@@ -194,43 +206,6 @@ def write_stream(job: StreamJob) -> None:
     partial.replace(job.result)
 
 
-def _count_sources(
-    pieces: Iterable[tuple[str, int]], shards: Iterable[ShardInfo]
-) -> list[dict[str, int]]:
-    """Returns the number of documents from each source in each shard."""
-    # Documents stand in the order of their sources, so two queues side by side tell the counts.
-    queue = iter(pieces)
-    source = ""
-    available = 0
-    all_counts = []
-    for shard in shards:
-        counts: dict[str, int] = {}
-        missing = shard.documents
-        while missing:
-            while not available:
-                source, available = next(queue)
-            count = min(available, missing)
-            counts[source] = counts.get(source, 0) + count
-            available -= count
-            missing -= count
-        all_counts.append(counts)
-    return all_counts
-
-
-def read_stream(
-    job: StreamJob,
-) -> tuple[list[tuple[ShardInfo, dict[str, int]]], dict[str, Any] | None]:
-    """Reads the result of a finished job.
-
-    Returns:
-        The shards, each with its number of documents by source, and the result of `ngram_entropy`;
-        None if there are no shards.
-    """
-    result = json.loads(job.result.read_bytes())
-    shards = [ShardInfo.model_validate(shard) for shard in result["shards"]]
-    return list(zip(shards, result["sources"], strict=True)), result["ngrams"]
-
-
 def write_roles(
     folder: Path, shards: Iterable[ShardInfo], roles: Iterable[NDArray[np.uint8]]
 ) -> list[ShardInfo]:
@@ -238,8 +213,6 @@ def write_roles(
 
     Args:
         roles: of the tokens, in order, in pieces of any size.
-    Returns:
-        The shards, with their files of roles.
     """
     # Pieces end at tasks, shards at a number of tokens: a piece may belong to two shards.
     pieces = (piece for piece in roles if len(piece))
@@ -269,9 +242,6 @@ def ngram_entropy(
     domains by equal samples and take trigrams as a lower bound. N-grams that cross an EOS do not
     count.
 
-    Args:
-        num_tokens: tokens in the stream.
-        max_tokens: size of the sample.
     Returns:
         `tokens` of the sample (count), and by n as text: `entropy_bits` of an n-gram, and
         `distinct` n-grams (count).
@@ -303,14 +273,6 @@ def ngram_entropy(
     return {"tokens": rows.size, "entropy_bits": entropy_bits, "distinct": distinct}
 
 
-class _Text(NamedTuple):
-    """A document: the shard of its first token, its number there, and its tokens without EOS."""
-
-    shard: ShardInfo
-    number: int
-    ids: list[int]
-
-
 def export_tars(folder: Path, out: Path) -> int:
     """Writes the documents of a built folder as WebDataset tar files, one per shard.
 
@@ -319,9 +281,6 @@ def export_tars(folder: Path, out: Path) -> int:
     is in `.json` only, as prompt, thought and answer. Equal folders give equal bytes. A source of
     type local reads the tar files again.
 
-    Args:
-        folder: of token shards; it is verified first.
-        out: folder to make.
     Returns:
         Number of documents.
     Raises:
@@ -343,17 +302,16 @@ def export_tars(folder: Path, out: Path) -> int:
 
     try:
         with new_folder(out) as new:
-            for stem, texts in itertools.groupby(
-                _documents(folder, manifest), lambda text: text.shard.stem
-            ):
+            documents = _documents(folder, manifest)
+            for stem, of_shard in itertools.groupby(documents, lambda document: document[0].stem):
                 path = new / f"{stem}.tar"
                 with path.open("wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
-                    for text in texts:
-                        key = f"{text.shard.stem}-{text.number:08d}"
-                        fields = {"split": text.shard.split, "domain": text.shard.domain}
-                        parts = fields_of(text.ids, tokenizer)
+                    for shard, number, ids in of_shard:
+                        key = f"{stem}-{number:08d}"
+                        fields = {"split": shard.split, "domain": shard.domain}
+                        parts = fields_of(ids, tokenizer)
                         if parts is None:
-                            content = tokenizer.decode(restored(text.ids, tokenizer))
+                            content = tokenizer.decode(restored(ids, tokenizer))
                             add(archive, f"{key}.txt", content.encode())
                         add(archive, f"{key}.json", json.dumps(fields | (parts or {})).encode())
                         num_documents += 1
@@ -362,21 +320,24 @@ def export_tars(folder: Path, out: Path) -> int:
     return num_documents
 
 
-def _documents(folder: Path, manifest: Manifest) -> Iterator[_Text]:
-    """Reads the documents of all shards; one that was cut at the end of a shard is whole again."""
-    current: _Text | None = None
+def _documents(folder: Path, manifest: Manifest) -> Iterator[tuple[ShardInfo, int, list[int]]]:
+    """Reads the documents of all shards; one that was cut at the end of a shard is whole again.
+
+    Yields:
+        The shard of the first token, the document's number there, and its tokens without EOS.
+    """
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    current: tuple[ShardInfo, int, list[int]] | None = None
     for shard in manifest.shards:
-        lengths = read_lengths(folder, shard)
-        dtype = np.dtype(manifest.dtype).newbyteorder("<")
         tokens = np.memmap(folder / f"{shard.stem}.bin", dtype=dtype, mode="r")
         end = 0
-        for number, length in enumerate(lengths.tolist()):
+        for number, length in enumerate(read_lengths(folder, shard).tolist()):
             piece = tokens[end : end + length].tolist()
             end += length
-            current = current or _Text(shard, number, [])
-            current.ids.extend(piece)
+            current = current or (shard, number, [])
+            current[2].extend(piece)
             if piece[-1] == manifest.eos_id:
-                del current.ids[-1]
+                del current[2][-1]
                 yield current
                 current = None  # a shard may end within a document: the next one continues it
     if current is not None:

@@ -17,11 +17,10 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from cdrmix.config.load import config_hash
-from cdrmix.corpus.build_tasks import Task
 from cdrmix.corpus.recipe import Recipe, recipe_yaml
 from cdrmix.corpus.source import SourceListing
 from cdrmix.corpus.steps.read_bytes import bounded_lines
-from cdrmix.corpus.task_run import DROPPED_FILE, close_synced, read_record
+from cdrmix.corpus.task_run import DROPPED_FILE, Task, close_synced, read_record
 from cdrmix.data.mixed import SEQUENCE_LENGTH, built_mixture, mixture_course
 from cdrmix.data.shards import ShardInfo, check_regular, read_manifest, read_regular, write_file
 from cdrmix.errors import DataError
@@ -88,8 +87,6 @@ def write_build_report(
 
     Args:
         key: digest of everything that the build follows from.
-        listings: files of each source, by kind, and those that cannot be read.
-        results: (task, folder of its first stage, of its second, ...) each.
         decisions: findings of the steps over the whole corpus, by number of the step.
         ngrams: statistics of the training tokens by domain, from `cdrmix.corpus.encode`.
     """
@@ -98,89 +95,72 @@ def write_build_report(
         lines = _lines(folder / DROPPED_FILE for _, *folders in results for folder in folders)
         if not recipe.keep_dropped:
             # Enough to judge a step by; the dropped text of a large corpus fills a disk.
-            first = first_of_each(map(json.loads, lines))
-            lines = (f"{json.dumps(entry)}\n" for entry in first)
+            lines = (f"{json.dumps(entry)}\n" for entry in first_of_each(map(json.loads, lines)))
         file.writelines(lines)
         close_synced(file)
-    set_aside = list(_set_aside(listings, results))
+    records = [(task, [read_record(folder) for folder in folders]) for task, *folders in results]
+    set_aside: list[dict[str, Any]] = [
+        {"source": source, "file": name, "reason": reason, "row": None, "detail": "", "count": 1}
+        for source, listing in listings.items()
+        for name, reason in listing.unreadable
+    ]
+    histograms: dict[str, Any] = {name: defaultdict(Counter) for name in ("lengths", "languages")}
+    num_read = 0
+    for task, of_task in records:
+        first = of_task[0]  # with the number before the first step, if there is one
+        num_read += first["steps"][0]["in"] if first["steps"] else first["documents"]
+        for name, by_domain in histograms.items():
+            by_domain[task.source.domain].update(of_task[-1][name])
+        for record in of_task:
+            set_aside += [{"source": task.source.name} | entry for entry in record["set_aside"]]
+    content = "".join(json.dumps(entry) + "\n" for entry in set_aside)
+    write_file(out / SET_ASIDE_FILE, content.encode())
     reasons: Counter[str] = Counter()
     for entry in set_aside:
         reasons[entry["reason"]] += entry["count"]
-    num_read = 0
-    for _, first_stage, *_ in results:
-        record = read_record(first_stage)  # the number before the first step, if there is one
-        num_read += record["steps"][0]["in"] if record["steps"] else record["documents"]
-    content = "".join(json.dumps(entry) + "\n" for entry in set_aside)
-    write_file(out / SET_ASIDE_FILE, content.encode())
+    others = {name: _sorted(listing.other_kinds) for name, listing in listings.items()}
     report = {
         "key": key,
         "recipe_hash": config_hash(recipe),
         "read": {
             "documents": num_read,
-            "set_aside": dict(sorted(reasons.items())),
-            "other_kinds": {
-                source: dict(sorted(listing.other_kinds.items()))
-                for source, listing in listings.items()
-                if listing.other_kinds
-            },
+            "set_aside": _sorted(reasons),
+            "other_kinds": {name: kinds for name, kinds in others.items() if kinds},
         },
-        "steps": _step_counts(recipe, results, decisions),
-        "lengths": _summed(results, "lengths"),
-        "languages": _summed(results, "languages"),
-        "ngrams": {domain: values for domain, values in ngrams.items() if values},
+        "steps": _step_counts(recipe, records, decisions),
     }
+    for name, by_domain in histograms.items():
+        report[name] = {domain: _sorted(counts) for domain, counts in sorted(by_domain.items())}
+    report["ngrams"] = {domain: values for domain, values in ngrams.items() if values}
     write_file(out / REPORT_FILE, (json.dumps(report, indent=2) + "\n").encode())
 
 
+def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
+    # Equal builds write equal bytes, on any number of workers.
+    return dict(sorted(counts.items()))
+
+
 def _step_counts(
-    recipe: Recipe, results: Sequence[Results], decisions: Mapping[int, Any]
+    recipe: Recipe,
+    records: Sequence[tuple[Task, list[dict[str, Any]]]],
+    decisions: Mapping[int, Any],
 ) -> list[dict[str, Any]]:
     """Sums documents in, out and dropped by reason of each step, over all tasks and by domain."""
-    steps: list[dict[str, Any]] = [
-        {"name": step.name, "in": 0, "out": 0, "dropped": {}, "by_domain": {}}
-        for step in recipe.steps
-    ]
-    for task, *folders in results:
-        for counts in (counts for folder in folders for counts in read_record(folder)["steps"]):
+
+    def zeros() -> dict[str, Any]:
+        return {"in": 0, "out": 0, "dropped": Counter()}
+
+    steps = [{"name": step.name} | zeros() | {"by_domain": {}} for step in recipe.steps]
+    for task, of_task in records:
+        for counts in (counts for record in of_task for counts in record["steps"]):
             step = steps[counts["number"]]
-            domain = step["by_domain"].setdefault(
-                task.source.domain, {"in": 0, "out": 0, "dropped": {}}
-            )
-            for total in (step, domain):
+            for total in (step, step["by_domain"].setdefault(task.source.domain, zeros())):
                 total["in"] += counts["in"]
                 total["out"] += counts["out"]
-                for reason, count in counts["dropped"].items():
-                    total["dropped"][reason] = total["dropped"].get(reason, 0) + count
+                total["dropped"].update(counts["dropped"])
     for number, findings in decisions.items():
         steps[number]["found"] = findings
     return steps
-
-
-def _summed(results: Sequence[Results], name: str) -> dict[str, dict[str, int]]:
-    """Sums a histogram of the remaining documents, by domain."""
-    summed: dict[str, Counter[str]] = defaultdict(Counter)
-    for task, *folders in results:
-        summed[task.source.domain].update(read_record(folders[-1])[name])
-    # Sorted: equal builds write equal bytes, on any number of workers.
-    return {domain: dict(sorted(counts.items())) for domain, counts in sorted(summed.items())}
-
-
-def _set_aside(
-    listings: Mapping[str, SourceListing], results: Sequence[Results]
-) -> Iterator[dict[str, Any]]:
-    for source, listing in listings.items():
-        for file, reason in listing.unreadable:
-            yield {
-                "source": source,
-                "file": file,
-                "reason": reason,
-                "row": None,
-                "detail": "",
-                "count": 1,
-            }
-    for task, *folders in results:
-        for entry in (entry for folder in folders for entry in read_record(folder)["set_aside"]):
-            yield {"source": task.source.name} | entry
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[str]:
@@ -215,15 +195,6 @@ def read_report(folder: Path) -> dict[str, Any]:
     if not isinstance(report, dict):
         raise DataError(f"{path}: holds no JSON object. Build the folder again.")
     return report
-
-
-@dataclass(frozen=True)
-class Amount:
-    """Amount of text in one split of a domain."""
-
-    tokens: int
-    documents: int
-    text_bytes: int
 
 
 @dataclass(frozen=True)
@@ -282,38 +253,6 @@ class ReadCounts:
 
 
 @dataclass(frozen=True)
-class Share:
-    """A domain's share of a stretch of samples, as the recipe asks for it and as drawn."""
-
-    asked: float
-    drawn: float
-    samples: int
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Samples `start` to `stop` of the global order; `change` is of a phase."""
-
-    start: int
-    stop: int
-    domains: dict[str, Share]
-    change: str = ""
-
-
-@dataclass(frozen=True)
-class MixtureCourse:
-    """The mixture, as `cdrmix.data.mixed.mixture_course` describes it."""
-
-    sequence_length: int
-    problem: str = ""
-    samples: int = 0
-    available: dict[str, int] = field(default_factory=dict)
-    whole: Stretch = field(default_factory=lambda: Stretch(0, 0, {}))
-    phases: list[Stretch] = field(default_factory=list)
-    parts: list[Stretch] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Source:
     """A source of the recipe and the documents of it that are left."""
 
@@ -331,15 +270,6 @@ class Lineage:
     recipe_hash: str
     sources: dict[str, Source]
     shards: dict[str, dict[str, int]]
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    """Size of a shard."""
-
-    stem: str
-    tokens: int
-    documents: int
 
 
 @dataclass(frozen=True)
@@ -379,17 +309,19 @@ class Inspection:
     """Everything that is known about a built folder.
 
     Attributes:
-        tokens: amounts by domain and split.
+        tokens: counts of `tokens`, `documents` and `text_bytes`, by domain and split.
         source: origin of the tokens, as the manifest has it.
+        shards: entries of the manifest.
+        mixture: as `cdrmix.data.mixed.mixture_course` describes it.
         lineage: typed form of `source`; None where `cdrmix data build` did not make the folder.
         read, steps, lengths, languages, ngrams: from the report of a build; absent without one.
     """
 
-    tokens: dict[str, dict[str, Amount]]
+    tokens: dict[str, dict[str, dict[str, int]]]
     vocab_size: int
     source: dict[str, Any]
-    shards: list[ShardEntry]
-    mixture: MixtureCourse | None
+    shards: list[dict[str, Any]]
+    mixture: dict[str, Any] | None
     set_aside: list[SetAside]
     dropped: list[Dropped]
     lineage: Lineage | None = None
@@ -439,21 +371,21 @@ def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> d
             for name in counts:
                 counts[name] += getattr(shard, name)
         report = read_report(folder)
+        dropped = first_of_each(_entries(folder / DROPPED_FILE)) if report else ()
         mixture = built_mixture(manifest)
-        course = None
-        if mixture is not None:
-            course = mixture_course(manifest, mixture, sequence_length=sequence_length)
-        set_aside = _entries(folder / SET_ASIDE_FILE) if report else iter(())
-        dropped = first_of_each(_entries(folder / DROPPED_FILE)) if report else iter(())
-        return {
+        known: dict[str, Any] = {
             "tokens": tokens,
             "vocab_size": manifest.vocab_size,
             "source": manifest.source,
             "shards": [shard.model_dump(exclude={"bin", "idx"}) for shard in manifest.shards],
-            "mixture": course,
-            "set_aside": list(set_aside),
+            "mixture": mixture
+            and mixture_course(manifest, mixture, sequence_length=sequence_length),
+            "set_aside": list(_entries(folder / SET_ASIDE_FILE)) if report else [],
             "dropped": sorted(dropped, key=lambda entry: (entry["step"], entry["reason"])),
-        } | {name: value for name, value in report.items() if name != "key"}
+        }
+        report.pop("key", None)
+        # A report of somebody else may use these names; the values of the manifest count.
+        return known | report | known
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         # Its files of JSON may be of somebody else.
         raise DataError(

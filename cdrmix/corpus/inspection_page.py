@@ -6,27 +6,18 @@ Both are written from one `Inspection`; templates/inspection.html lays the page 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cdrmix.corpus.inspection import (
-    RECIPE_FILE,
-    SET_ASIDE_FILE,
-    Amount,
-    Dropped,
-    InspectedStep,
-    Inspection,
-    MixtureCourse,
-    parse_inspection,
-)
+from cdrmix.corpus.inspection import RECIPE_FILE, SET_ASIDE_FILE, Inspection, parse_inspection
 from cdrmix.data.shards import MANIFEST_FILE
-from cdrmix.monitoring.page import Figure, Tile, compact, render
+from cdrmix.monitoring.page import Figure, render
 from cdrmix.monitoring.plots import Curve, line_plot
 from cdrmix.monitoring.sinks import write_text_atomic
 
@@ -52,8 +43,8 @@ def inspection_table(inspected: Mapping[str, Any]) -> str:
     lines = [f"{'domain':<16}{'split':<12}{'tokens':>16}{'documents':>14}{'bytes of text':>18}"]
     for domain, splits in sorted(inspection.tokens.items()):
         lines += [
-            f"{domain:<16}{split:<12}{amount.tokens:>16,}{amount.documents:>14,}"
-            f"{amount.text_bytes:>18,}"
+            f"{domain:<16}{split:<12}{amount['tokens']:>16,}{amount['documents']:>14,}"
+            f"{amount['text_bytes']:>18,}"
             for split, amount in splits.items()
         ]
     lines += _step_lines(inspection)
@@ -124,66 +115,32 @@ def _reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:
         yield f"  {reason:<40}{count:>16,}"
 
 
-def _mixture_lines(course: MixtureCourse) -> Iterator[str]:
+def _mixture_lines(course: Mapping[str, Any]) -> Iterator[str]:
     yield ""
-    if course.problem:
-        yield f"Mixture, in sequences of {course.sequence_length} tokens:"
-        yield f"  cannot be drawn: {course.problem}"
+    length = course["sequence_length"]
+    if "problem" in course:
+        yield f"Mixture, in sequences of {length} tokens:"
+        yield f"  cannot be drawn: {course['problem']}"
         return
     yield (
         f"{'mixture':<16}{'asked':>10}{'drawn':>10}{'samples':>16}{'epochs':>10}   "
-        f"in sequences of {course.sequence_length} tokens"
+        f"in sequences of {length} tokens"
     )
     stretches = [
-        (f"phase {number}, {phase.stop - phase.start:,} samples, {phase.change}", phase)
-        for number, phase in enumerate(course.phases, start=1)
+        (f"phase {number}, {phase['stop'] - phase['start']:,} samples, {phase['change']}", phase)
+        for number, phase in enumerate(course["phases"], start=1)
     ]
-    if len(course.phases) > 1:
-        stretches.append((f"together, {course.samples:,} samples", course.whole))
+    if len(stretches) > 1:
+        stretches.append((f"together, {course['samples']:,} samples", course["whole"]))
     for title, stretch in stretches:
         yield title
-        for name, share in stretch.domains.items():
-            available = course.available[name]
-            epochs = f"{share.samples / available:.2f}" if available else "-"
+        for name, share in stretch["domains"].items():
+            available = course["available"][name]
+            epochs = f"{share['samples'] / available:.2f}" if available else "-"
             yield (
-                f"  {name:<14}{share.asked:>10.4f}{share.drawn:>10.4f}"
-                f"{share.samples:>16,}{epochs:>10}"
+                f"  {name:<14}{share['asked']:>10.4f}{share['drawn']:>10.4f}"
+                f"{share['samples']:>16,}{epochs:>10}"
             )
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """A step on the page.
-
-    Attributes:
-        domains: domains that it takes, where it leaves some out.
-        share_left: share of the whole corpus that is left after it.
-    """
-
-    step: InspectedStep
-    domains: Sequence[str]
-    share_left: float
-
-
-@dataclass(frozen=True)
-class DomainRow:
-    """A domain on the page, over all its splits."""
-
-    name: str
-    tokens: int
-    share: float
-    held_out: int
-    documents: int
-    bytes_per_token: float
-
-
-@dataclass(frozen=True)
-class DroppedGroup:
-    """Examples of documents that one step dropped for one reason."""
-
-    name: str
-    reason: str
-    entries: Sequence[Dropped]
 
 
 def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
@@ -197,16 +154,24 @@ def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
     """
     inspection = parse_inspection(inspected)
     recipe = folder / RECIPE_FILE
-    course = inspection.mixture
+    course = inspection.mixture or {}
     lengths = inspection.lengths or {}
+    by_domain: dict[str, Counter[str]] = defaultdict(Counter)
+    by_split: dict[str, Counter[str]] = defaultdict(Counter)
+    for domain, splits in inspection.tokens.items():
+        for split, amounts in splits.items():
+            by_domain[domain].update(amounts)
+            by_split[split].update(amounts)
+    kind = attrgetter("step", "name", "reason")
+    by_reason = groupby(sorted(inspection.dropped, key=kind), key=kind)
     page = render(
         "corpus/templates/inspection.html",
         name=folder.resolve().name,
         inspection=inspection,
-        tiles=_tiles(inspection),
-        step_rows=_step_rows(inspection),
-        domain_rows=_domain_rows(inspection.tokens),
-        share_figures=_share_figures(course) if course and len(course.phases) > 1 else [],
+        by_domain=by_domain,
+        training=by_split["train"],
+        held_out=by_split["validation"],
+        share_figures=_share_figures(course) if len(course.get("phases", [])) > 1 else [],
         lengths=_by_length(lengths),
         lengths_by_domain={name: _by_length({name: counts}) for name, counts in lengths.items()},
         languages=_language_counts(inspection.languages),
@@ -215,7 +180,7 @@ def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
             for step in inspection.steps
             if step.findings.pages is not None or step.findings.clusters()
         ],
-        dropped_groups=_dropped_groups(inspection.dropped),
+        dropped_groups=[(name, reason, [*group]) for (_, name, reason), group in by_reason],
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
         max_rows=_MAX_ROWS,
     )
@@ -224,78 +189,19 @@ def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
     return path
 
 
-def _tiles(inspection: Inspection) -> list[Tile]:
-    def total(split: str) -> tuple[int, int]:
-        amounts = [splits[split] for splits in inspection.tokens.values() if split in splits]
-        return sum(a.tokens for a in amounts), sum(a.text_bytes for a in amounts)
-
-    trained, trained_bytes = total("train")
-    held_out, held_out_bytes = total("validation")
-    bytes_per_token = (trained_bytes + held_out_bytes) / max(1, trained + held_out)
-    tiles = [
-        Tile("Training", compact(trained), "tokens"),
-        Tile("Held out", compact(held_out), "tokens"),
-        Tile("Bytes per token", f"{bytes_per_token:.2f}", "of UTF-8 text"),
-        Tile("Vocabulary", f"{inspection.vocab_size:,}", "slots"),
-    ]
-    if inspection.read and inspection.lineage:
-        read = inspection.read.documents
-        remaining = sum(source.documents for source in inspection.lineage.sources.values())
-        aside = sum(inspection.read.set_aside.values())
-        share = f"of {read:,}, {remaining / max(1, read):.1%}"
-        tiles += [
-            Tile("Documents kept", compact(remaining), share),
-            Tile("Set aside", compact(aside), "could not be read"),
-        ]
-    return tiles
-
-
-def _step_rows(inspection: Inspection) -> list[StepRow]:
-    read = inspection.read.documents if inspection.read else 0
-    remaining = read
-    rows = []
-    for step in inspection.steps:
-        remaining -= step.entered - step.out
-        takes_some = step.by_domain.keys() < inspection.tokens.keys()
-        domains = [*step.by_domain] if takes_some else []
-        rows.append(StepRow(step, domains, remaining / max(1, read)))
-    return rows
-
-
-def _domain_rows(amounts: Mapping[str, Mapping[str, Amount]]) -> list[DomainRow]:
-    """Returns the domains, largest first."""
-    total = max(1, sum(a.tokens for splits in amounts.values() for a in splits.values()))
-    rows = []
-    for name, splits in amounts.items():
-        tokens = sum(amount.tokens for amount in splits.values())
-        row = DomainRow(
-            name=name,
-            tokens=tokens,
-            share=tokens / total,
-            held_out=splits["validation"].tokens if "validation" in splits else 0,
-            documents=sum(amount.documents for amount in splits.values()),
-            bytes_per_token=sum(a.text_bytes for a in splits.values()) / max(1, tokens),
-        )
-        rows.append(row)
-    return sorted(rows, key=lambda row: -row.tokens)
-
-
-def _share_figures(course: MixtureCourse) -> list[Figure]:
+def _share_figures(course: Mapping[str, Any]) -> list[Figure]:
     """Draws the share of each domain, asked for and drawn, over the samples of the run."""
-    places = np.array([(part.start + part.stop) / 2 for part in course.parts])
+    places = np.array([(part["start"] + part["stop"]) / 2 for part in course["parts"]])
     figures = []
-    for number, name in enumerate([*course.whole.domains][:_MAX_CURVES]):
-        shares = [part.domains[name] for part in course.parts]
+    for number, name in enumerate([*course["whole"]["domains"]][:_MAX_CURVES]):
+        shares = [part["domains"][name] for part in course["parts"]]
         curves = [
-            Curve("drawn", places, np.array([100 * share.drawn for share in shares]), "c1"),
-            Curve("asked", places, np.array([100 * share.asked for share in shares]), "c2"),
+            Curve(kind, places, np.array([100 * share[kind] for share in shares]), color)
+            for kind, color in (("drawn", "c1"), ("asked", "c2"))
         ]
+        label = f"Share of {name} over the samples of a run"
         drawing = line_plot(
-            f"share-{number}",
-            curves,
-            label=f"Share of {name} over the samples of a run",
-            text="{:.3g}%".format,
-            limits=(0, None),
+            f"share-{number}", curves, label=label, text="{:.3g}%".format, limits=(0, None)
         )
         figures.append(Figure(name, "share over samples", drawing))
     return figures
@@ -331,13 +237,3 @@ def _language_counts(by_domain: Mapping[str, Mapping[str, int]]) -> dict[str, in
     rest = ordered[_MAX_LANGUAGES:]
     others = {f"{len(rest)} others": sum(count for _, count in rest)} if rest else {}
     return dict(ordered[:_MAX_LANGUAGES]) | others
-
-
-def _dropped_groups(entries: Sequence[Dropped]) -> list[DroppedGroup]:
-    def kind(entry: Dropped) -> tuple[int, str, str]:
-        return entry.step, entry.name, entry.reason
-
-    return [
-        DroppedGroup(name, reason, [*group])
-        for (_, name, reason), group in groupby(sorted(entries, key=kind), key=kind)
-    ]

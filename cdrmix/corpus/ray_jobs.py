@@ -10,11 +10,12 @@ import ray
 import ray.data
 
 from cdrmix.corpus.remote_jobs import (
+    Function,
     J,
+    RoundsEngine,
     error_as_json,
     error_from_json,
     pack_job,
-    run_in_rounds,
     run_packed,
 )
 
@@ -22,12 +23,14 @@ from cdrmix.corpus.remote_jobs import (
 _OBJECT_STORE_BYTES = 2**27
 
 
-class RayEngine:
+class RayEngine(RoundsEngine):
     """Runs jobs on a Ray cluster that this machine belongs to, else on this machine.
 
     Args:
         max_tasks: most jobs at a time.
     """
+
+    logs = "the logs of Ray"
 
     def __init__(self, *, max_tasks: int) -> None:
         self._max_tasks = max_tasks
@@ -48,36 +51,22 @@ class RayEngine:
         logging.getLogger("ray.data").setLevel(logging.WARNING)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def end(self) -> None:
+        """Disconnects from Ray, which ends the jobs."""
         ray.shutdown()
 
-    def run_all(
-        self,
-        function: Callable[[J], None],
-        jobs: Sequence[J],
-        *,
-        what: str,
-        blame: Callable[[J], bool] | None = None,
-    ) -> None:
-        """Runs all jobs without a result; Ray itself restarts a job whose worker died.
-
-        Raises:
-            DataError: if jobs end without a result; and all that a job raises.
-        """
-
-        def run_round(remaining: Sequence[J], show: Callable[[], None]) -> None:
-            rows = [{"call": pack_job(function, job)} for job in remaining]
-            tasks_at_a_time = ray.data.TaskPoolStrategy(size=min(self._max_tasks, len(rows)))
-            # A block per row: Ray starts and repeats whole blocks.
-            results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-                _run_row, compute=tasks_at_a_time
-            )
-            for row in results.iter_rows():
-                if row["error"]:
-                    raise error_from_json(row["error"])
-                show()
-
-        run_in_rounds(run_round, jobs, what=what, logs="the logs of Ray", blame=blame)
+    def run_round(self, function: Function[J], jobs: Sequence[J], show: Callable[[], None]) -> None:
+        """Runs each job as a row; Ray itself restarts a job whose worker died."""
+        rows = [{"call": pack_job(function, job)} for job in jobs]
+        tasks_at_a_time = ray.data.TaskPoolStrategy(size=min(self._max_tasks, len(rows)))
+        # A block per row: Ray starts and repeats whole blocks.
+        results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+            _run_row, compute=tasks_at_a_time
+        )
+        for row in results.iter_rows():
+            if row["error"]:
+                raise error_from_json(row["error"])
+            show()
 
 
 def _run_row(row: dict[str, bytes]) -> dict[str, bytes]:

@@ -146,11 +146,12 @@ def load_recipe(path: str | Path) -> Recipe:
     problems: list[Problem] = []
     # Steps come first: their parameters depend on their classes, which the schema does not know.
     if isinstance(values, dict) and isinstance(values.get("steps", []), list):
-        steps = [
-            _read_step(entry, ("steps", str(number)), problems)
-            for number, entry in enumerate(values.get("steps", DEFAULT_STEPS))
-        ]
-        values = values | {"steps": [step for step in steps if step is not None]}
+        steps = []
+        for number, entry in enumerate(values.get("steps", DEFAULT_STEPS)):
+            step, found = _read_step(entry, ("steps", str(number)))
+            steps += [step] if step else []
+            problems += found
+        values = values | {"steps": steps}
     recipe, others = validate(values, Recipe)
     problems += others
     if recipe is None or problems:
@@ -162,42 +163,37 @@ def load_recipe(path: str | Path) -> Recipe:
     return recipe
 
 
-def _read_step(entry: Any, path: tuple[str, ...], problems: list[Problem]) -> dict[str, Any] | None:
-    """Returns the values of a `StepConfig` for an entry of `steps`.
+def _read_step(entry: Any, path: tuple[str, ...]) -> tuple[dict[str, Any] | None, list[Problem]]:
+    """Returns the values of a `StepConfig` for an entry of `steps`, and its problems.
 
     Args:
         entry: `name` or `{name: parameters}`.
         path: place of the entry in the recipe.
-        problems: the problems of the entry are appended here.
     """
     if isinstance(entry, str):
         entry = {entry: None}
     if not isinstance(entry, dict) or len(entry) != 1:
         text = f"given {shown(entry)}, allowed is `name` or `name: {{parameter: value}}`"
-        problems.append(Problem(path, text))
-        return None
+        return None, [Problem(path, text)]
     [(name, parameters)] = entry.items()
     if name not in STEPS:
         near = difflib.get_close_matches(str(name), STEPS, n=1)
         advice = f" Did you mean '{near[0]}'?" if near else ""
-        problems.append(Problem(path, f"no step '{name}'.{advice} Known: {', '.join(STEPS)}"))
-        return None
+        return None, [Problem(path, f"no step '{name}'.{advice} Known: {', '.join(STEPS)}")]
     path = (*path, name)
     if parameters is not None and not isinstance(parameters, dict):
-        problems.append(Problem(path, f"given {shown(parameters)}, allowed are parameters"))
-        return None
+        return None, [Problem(path, f"given {shown(parameters)}, allowed are parameters")]
     try:
         section = _parameter_section(name)
     except ConfigError as error:
-        problems.append(Problem(path, str(error)))
-        return None
+        return None, [Problem(path, str(error))]
     parameters = dict(parameters or {})
     values: dict[str, Any] = {"name": name, "parameters": {}}
     # `domains` belongs to the entry, except where the step has a parameter of that name.
     if "domains" not in section.model_fields and "domains" in parameters:
         values["domains"] = parameters.pop("domains")
     section_values, others = validate(parameters, section)
-    problems += [Problem(path + problem.path, problem.text) for problem in others]
+    problems = [Problem(path + problem.path, problem.text) for problem in others]
     if section_values is not None:
         # The constructor checks what types cannot: ranges, and parameters that exclude others.
         try:
@@ -205,22 +201,19 @@ def _read_step(entry: Any, path: tuple[str, ...], problems: list[Problem]) -> di
         except (TrainingError, ValueError) as error:
             problems.append(Problem(path, str(error)))
         values["parameters"] = section_values.model_dump(mode="json")
-    return values
+    return values, problems
 
 
 def _parameter_section(name: str) -> type[Section]:
     """Returns the keyword parameters of a step's constructor as a section."""
     constructor = step_class(name).__init__
     hints = get_type_hints(constructor)
-    fields: dict[str, Any] = {
-        parameter.name: (
-            hints[parameter.name],
-            ... if parameter.default is parameter.empty else parameter.default,
-        )
-        for parameter in inspect.signature(constructor).parameters.values()
+    fields: dict[str, Any] = {}
+    for name_of_field, parameter in inspect.signature(constructor).parameters.items():
         # Steps take their parameters by keyword, so `self` and the like are left out here.
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[name_of_field] = (hints[name_of_field], default)
     return create_model(name, __base__=Section, **fields)
 
 

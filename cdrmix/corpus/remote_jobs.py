@@ -14,7 +14,8 @@ import pickle
 import signal
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
@@ -27,7 +28,6 @@ from cdrmix import errors, log
 from cdrmix.data.shards import write_file
 from cdrmix.errors import DataError, TrainingError
 
-Job = TypeVar("Job")
 # Deaths of worker processes in a row, without a job done between them, that end a build.
 _MAX_DEATHS = 3
 # Deaths of the worker that had a job for itself, after which the job is to blame.
@@ -46,29 +46,45 @@ class RemoteJob(Protocol):
 
 
 J = TypeVar("J", bound=RemoteJob)
+Function = Callable[[J], None]
+# Called with a job that ended alone, twice, without a result; returns True if the job will leave
+# out the input that caused it.
+Blame = Callable[[J], bool]
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Runs the jobs of a build; a context manager, whose end ends all running jobs."""
 
-    def __enter__(self) -> Engine: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *exception: object) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        self.end()
 
+    @abstractmethod
+    def end(self) -> None:
+        """Ends all running jobs at once."""
+
+    @abstractmethod
     def run_all(
-        self,
-        function: Callable[[J], None],
-        jobs: Sequence[J],
-        *,
-        what: str,
-        blame: Callable[[J], bool] | None = None,
+        self, function: Function[J], jobs: Sequence[J], *, what: str, blame: Blame[J] | None = None
     ) -> None:
-        """Runs `function(job)` for every job, in any order; see `Pool.run_all`."""
-        ...
+        """Runs `function(job)` for every job, in any order.
+
+        A job whose process was killed runs again, so its result must appear at once, and a second
+        run must leave an existing result alone.
+
+        Args:
+            function: of module level, as are its jobs' classes.
+            what: name of the jobs in messages.
+        Raises:
+            DataError: if jobs end again and again without a result; and all that a job raises,
+                after which no job starts.
+        """
 
 
-class Pool:
-    """Worker processes of this machine, started with the first jobs; a context manager.
+class Pool(Engine):
+    """Worker processes of this machine, started with the first jobs.
 
     Args:
         workers: processes; with one, jobs run in this process.
@@ -79,36 +95,22 @@ class Pool:
         self._executor: ProcessPoolExecutor | None = None
         self._pipe: tuple[Connection, Connection] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._end()
+    def end(self) -> None:
+        """Ends the workers at once."""
+        if self._executor is None or self._pipe is None:
+            return
+        workers_end, own_end = self._pipe
+        # Closing this end is what ends the workers, so it comes before the wait for them.
+        own_end.close()
+        self._executor.shutdown(cancel_futures=True)
+        workers_end.close()
+        self._executor = self._pipe = None
 
     def run_all(
-        self,
-        function: Callable[[Job], None],
-        jobs: Sequence[Job],
-        *,
-        what: str,
-        blame: Callable[[Job], bool] | None = None,
+        self, function: Function[J], jobs: Sequence[J], *, what: str, blame: Blame[J] | None = None
     ) -> None:
-        """Runs `function(job)` for every job, in any order.
-
-        A job whose process was killed runs again, so its result must appear at once, and a second
-        run must leave an existing result alone.
-
-        Args:
-            function: of module level, as are its jobs' classes.
-            what: name of the jobs in messages.
-            blame: called with a job that has killed its process, alone, twice; returns True if the
-                job will leave out the input that caused it.
-        Raises:
-            DataError: if workers die again and again; and all that a job raises, after which no
-                job starts.
-        """
-        # disable=None: no bar where the output is not a terminal.
-        with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
+        """Runs all jobs, with or without a result."""
+        with _progress(jobs, what) as progress:
             # A job that may kill its process gets a worker, even if it is the only one.
             if self._workers == 1 or (len(jobs) == 1 and blame is None):
                 for job in jobs:
@@ -138,7 +140,7 @@ class Pool:
                     deaths = 0
 
     def _run_until_a_death(
-        self, function: Callable[[Job], None], remaining: dict[int, Job], progress: tqdm
+        self, function: Function[J], remaining: dict[int, J], progress: tqdm
     ) -> bool:
         """Runs the remaining jobs and removes finished ones; returns True if a process died."""
         futures: dict[Future[None], int] = {}
@@ -157,7 +159,7 @@ class Pool:
                 del remaining[futures[future]]
                 progress.update()
         except BrokenProcessPool:
-            self._end()
+            self.end()
             # One death breaks all futures that are open, but some were done and not yet removed.
             for future, number in futures.items():
                 if number in remaining and future.done() and future.exception() is None:
@@ -165,20 +167,9 @@ class Pool:
                     progress.update()
             return True
         except BaseException:
-            self._end()  # half a result is of no use: do not wait for it
+            self.end()  # half a result is of no use: do not wait for it
             raise
         return False
-
-    def _end(self) -> None:
-        """Ends the workers at once."""
-        if self._executor is None or self._pipe is None:
-            return
-        workers_end, own_end = self._pipe
-        # Closing this end is what ends the workers, so it comes before the wait for them.
-        own_end.close()
-        self._executor.shutdown(cancel_futures=True)
-        workers_end.close()
-        self._executor = self._pipe = None
 
 
 def _report_death(deaths: int, what: str, num_remaining: int) -> None:
@@ -206,7 +197,64 @@ def _end_with_build(lifeline: Connection) -> None:
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-def pack_job(function: Callable[[J], None], job: J) -> bytes:
+class RoundsEngine(Engine):
+    """Runs all jobs without a result, and again those that a round leaves without one.
+
+    Attributes:
+        logs: place of the engine's own messages.
+    """
+
+    logs: str
+
+    @abstractmethod
+    def run_round(self, function: Function[J], jobs: Sequence[J], show: Callable[[], None]) -> None:
+        """Runs each job in a process of its own; calls `show` now and then, to show the progress.
+
+        Raises:
+            TrainingError, OSError: raised by a job.
+        """
+
+    def run_all(
+        self, function: Function[J], jobs: Sequence[J], *, what: str, blame: Blame[J] | None = None
+    ) -> None:
+        """Runs all jobs without a result; three rounds in a row without any end a build."""
+        remaining = [job for job in jobs if not job.is_done()]
+        failures = 0
+        suspects: list[J] = []
+        with _progress(jobs, what) as progress:
+
+            def show() -> None:
+                num_open = sum(not job.is_done() for job in remaining)
+                progress.update(len(jobs) - num_open - progress.n)
+
+            while remaining:
+                self.run_round(function, remaining, show)
+                show()
+                unfinished = [job for job in remaining if not job.is_done()]
+                failures = failures + 1 if len(unfinished) == len(remaining) else 0
+                # A first failure says little: queues lose and preempt jobs.
+                again = [job for job in unfinished if job in suspects]
+                culprits = [job for job in again if blame is not None and blame(job)]
+                suspects = [job for job in unfinished if job not in culprits]
+                failures = 0 if culprits else failures
+                if failures == _MAX_ROUNDS:
+                    raise DataError(
+                        f"{what}: {len(unfinished)} jobs ended {failures} times without a result: "
+                        "killed, most likely for want of memory or time, or broken. See "
+                        f"{self.logs}. Finished work stays: start again to continue."
+                    )
+                if unfinished:
+                    number = len(unfinished)
+                    _logger.warning("%s: %d jobs ended without a result; again", what, number)
+                remaining = unfinished
+
+
+def _progress(jobs: Sequence[J], what: str) -> tqdm:
+    # disable=None: no bar where the output is not a terminal.
+    return tqdm(total=len(jobs), desc=what, disable=None, leave=False)
+
+
+def pack_job(function: Function[J], job: J) -> bytes:
     """Returns a call as bytes, for `run_packed` in a process of another machine."""
     # Relative paths of recipe and result start at the working directory of the build.
     return pickle.dumps((function, job, Path.cwd()))
@@ -223,57 +271,7 @@ def run_packed(content: bytes) -> TrainingError | OSError | None:
     return None
 
 
-def run_in_rounds(
-    run_round: Callable[[Sequence[J], Callable[[], None]], None],
-    jobs: Sequence[J],
-    *,
-    what: str,
-    logs: str,
-    blame: Callable[[J], bool] | None = None,
-) -> None:
-    """Runs all jobs without a result, and again those that a round leaves without one.
-
-    Args:
-        run_round: starts the given jobs, each in a process of its own, and waits for their end;
-            calls its second argument now and then, to show the progress.
-        what: name of the jobs in messages.
-        logs: place of the engine's own messages.
-        blame: called with each job that two rounds in a row have left without a result; returns
-            True if the job will leave out the input that caused it.
-    Raises:
-        DataError: after three rounds in a row without any result.
-    """
-    remaining = [job for job in jobs if not job.is_done()]
-    failures = 0
-    suspects: list[J] = []
-    with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
-
-        def show() -> None:
-            num_open = sum(not job.is_done() for job in remaining)
-            progress.update(len(jobs) - num_open - progress.n)
-
-        while remaining:
-            run_round(remaining, show)
-            show()
-            unfinished = [job for job in remaining if not job.is_done()]
-            failures = failures + 1 if len(unfinished) == len(remaining) else 0
-            # A first failure says little: queues lose and preempt jobs.
-            again = [job for job in unfinished if job in suspects]
-            culprits = [job for job in again if blame is not None and blame(job)]
-            suspects = [job for job in unfinished if job not in culprits]
-            failures = 0 if culprits else failures
-            if failures == _MAX_ROUNDS:
-                raise DataError(
-                    f"{what}: {len(unfinished)} jobs ended {failures} times without a result: "
-                    f"killed, most likely for want of memory or time, or broken. See {logs}. "
-                    "Finished work stays: start again to continue."
-                )
-            if unfinished:
-                _logger.warning("%s: %d jobs ended without a result; again", what, len(unfinished))
-            remaining = unfinished
-
-
-def write_calls(folder: Path, function: Callable[[J], None], jobs: Sequence[J]) -> None:
+def write_calls(folder: Path, function: Function[J], jobs: Sequence[J]) -> None:
     """Writes each job to a file of its own, so that its process need not read the others."""
     # For the owner alone: the jobs are executed.
     folder.mkdir(parents=True, mode=0o700)
@@ -300,21 +298,15 @@ def run_call(folder: Path, number: int) -> None:
         raise error
 
 
-def errors_in(folder: Path) -> Iterator[TrainingError | OSError]:
-    """Reads the errors that `run_call` wrote."""
-    for path in sorted(folder.glob("*.error")):
-        yield error_from_json(path.read_bytes())
-
-
 def error_as_json(error: TrainingError | OSError) -> bytes:
     """Returns an error as JSON, for a process of another machine."""
     # JSON rather than pickle: reading an error must not execute code of the other machine.
     values: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
     if isinstance(error, OSError):
-        filename = None if error.filename is None else os.fsdecode(error.filename)
-        numbered = [error.errno, error.strerror, filename]
-        # pyarrow raises OSError without a number.
-        values = {"kind": "OSError", "arguments": [str(error)] if error.errno is None else numbered}
+        values = {"kind": "OSError", "arguments": [str(error)]}  # pyarrow's have no number
+        if error.errno is not None:
+            filename = None if error.filename is None else os.fsdecode(error.filename)
+            values["arguments"] = [error.errno, error.strerror, filename]
     return json.dumps(values).encode()
 
 

@@ -21,7 +21,14 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from cdrmix import log
-from cdrmix.corpus.remote_jobs import J, errors_in, run_call, run_in_rounds, write_calls
+from cdrmix.corpus.remote_jobs import (
+    Function,
+    J,
+    RoundsEngine,
+    error_from_json,
+    run_call,
+    write_calls,
+)
 from cdrmix.errors import DataError
 
 # SLURM's own limit on the tasks of an array is 1,001; where there are more jobs, a task takes some.
@@ -31,8 +38,6 @@ _POLL_SECONDS = 2.0
 # A busy controller answers after tens of seconds.
 _SQUEUE_TIMEOUT_SECONDS = 60
 _logger = log.get_logger(__name__)
-# Makes the executor of a step's ranks: (step, number of ranks, folder of its logs).
-NewExecutor = Callable[[PipelineStep, int, Path], PipelineExecutor]
 
 
 class RunJobs(PipelineStep):
@@ -52,65 +57,6 @@ class RunJobs(PipelineStep):
             run_call(self._folder, rank)
         self.stat_update("jobs", unit="job")
         return data
-
-
-class DatatroveEngine:
-    """Runs jobs by executors of datatrove.
-
-    Args:
-        folder: for jobs, logs and datatrove's completion marks; has a subfolder for each round.
-        new_executor: makes the executor of a round; its `run` submits the ranks or runs them.
-        wait: called after that with a function that shows the progress; returns when the ranks
-            have ended.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        new_executor: NewExecutor,
-        wait: Callable[[PipelineExecutor, Callable[[], None]], None],
-    ) -> None:
-        self._folder = folder.resolve()
-        self._new_executor = new_executor
-        self._wait = wait
-        self._numbers = itertools.count()
-
-    def __enter__(self) -> Self:
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a build that was interrupted
-        # For the owner alone: datatrove's own description of the tasks is code, too.
-        self._folder.mkdir(parents=True, mode=0o700)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def run_all(
-        self,
-        function: Callable[[J], None],
-        jobs: Sequence[J],
-        *,
-        what: str,
-        blame: Callable[[J], bool] | None = None,
-    ) -> None:
-        """Runs all jobs without a result.
-
-        Raises:
-            DataError: if jobs end without a result; and all that a job raises.
-        """
-
-        def run_round(remaining: Sequence[J], show: Callable[[], None]) -> None:
-            folder = self._folder / str(next(self._numbers))
-            write_calls(folder / "jobs", function, remaining)
-            executor = self._new_executor(RunJobs(folder / "jobs"), len(remaining), folder)
-            try:
-                executor.run()
-                self._wait(executor, show)
-            except Exception as raised:  # a local executor raises the errors of its ranks
-                raise next(errors_in(folder / "jobs"), raised) from None
-            for error in errors_in(folder / "jobs"):
-                raise error
-
-        run_in_rounds(run_round, jobs, what=what, logs=str(self._folder), blame=blame)
 
 
 class _ArrayExecutor(SlurmPipelineExecutor):
@@ -137,11 +83,12 @@ class _ArrayExecutor(SlurmPipelineExecutor):
         return {name: value for name, value in directives.items() if value is not None}
 
 
-class SlurmEngine(DatatroveEngine):
+class SlurmEngine(RoundsEngine):
     """Runs jobs as task arrays of SLURM.
 
     Args:
-        folder: of the build's work, on a file system that all nodes share.
+        folder: for jobs, logs and datatrove's completion marks, with a subfolder for each round;
+            on a file system that all nodes share.
         max_tasks: most tasks at a time.
         sbatch: further options of sbatch, such as partition, time and mem-per-cpu.
     Raises:
@@ -155,22 +102,39 @@ class SlurmEngine(DatatroveEngine):
                 f"--engine slurm: {', '.join(missing)}: not found on this machine. Start the build "
                 "on a node from which jobs are submitted, or take --engine local."
             )
+        self._folder = folder.resolve()
+        self.logs = str(self._folder)
         self._max_tasks = max_tasks
         self._sbatch = dict(sbatch)
+        self._numbers = itertools.count()
         # By this name a build finds the tasks that an earlier, killed build left in the queue.
-        place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+        place = hashlib.sha256(self.logs.encode()).hexdigest()
         self._job_name = f"cdrmix-data-{place[:12]}"
-        super().__init__(folder, self._new_array, lambda executor, show: self._wait_for_queue(show))
 
     def __enter__(self) -> Self:
         answer = self._ask_queue()
         if answer.returncode != 0:
             raise DataError(f"--engine slurm: squeue: {answer.stderr.strip()}")
-        self._cancel()
-        return super().__enter__()
+        self.end()
+        shutil.rmtree(self._folder, ignore_errors=True)  # of a build that was interrupted
+        # For the owner alone: datatrove's own description of the tasks is code, too.
+        self._folder.mkdir(parents=True, mode=0o700)
+        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._cancel()
+    def end(self) -> None:
+        """Ends the tasks in the queue and waits until they are gone."""
+        if self._in_queue():
+            subprocess.run(["scancel", "--me", "--name", self._job_name], check=False)
+            self._wait_for_queue()
+
+    def run_round(self, function: Function[J], jobs: Sequence[J], show: Callable[[], None]) -> None:
+        """Submits an array of tasks and waits until the queue holds none of them."""
+        folder = self._folder / str(next(self._numbers))
+        write_calls(folder / "jobs", function, jobs)
+        self._new_array(RunJobs(folder / "jobs"), len(jobs), folder).run()
+        self._wait_for_queue(show)
+        for path in sorted((folder / "jobs").glob("*.error")):
+            raise error_from_json(path.read_bytes())
 
     def _new_array(self, step: PipelineStep, num_tasks: int, folder: Path) -> PipelineExecutor:
         return _ArrayExecutor(
@@ -189,17 +153,10 @@ class SlurmEngine(DatatroveEngine):
             with_srun=False,
         )
 
-    def _wait_for_queue(self, show: Callable[[], None]) -> None:
-        """Waits until none of the tasks is in the queue."""
+    def _wait_for_queue(self, show: Callable[[], None] = lambda: None) -> None:
         while self._in_queue():
             time.sleep(_POLL_SECONDS)
             show()
-
-    def _cancel(self) -> None:
-        """Ends the tasks in the queue and waits until they are gone."""
-        if self._in_queue():
-            subprocess.run(["scancel", "--me", "--name", self._job_name], check=False)
-            self._wait_for_queue(lambda: None)
 
     def _in_queue(self) -> bool:
         """Returns True if any task is pending, running or ending."""

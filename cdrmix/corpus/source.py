@@ -150,7 +150,7 @@ class SourceListing:
     """Result of the search for the files of one source.
 
     Attributes:
-        files: files of a known kind, sorted by name.
+        files: of a known kind, sorted by name.
         unreadable: (name, reason) of files and folders that cannot be opened.
         other_kinds: number of files of unknown kinds, by suffix.
     """
@@ -172,7 +172,7 @@ class SourceListing:
         elif not stat.S_ISREG(path.stat().st_mode):  # a reader would wait for a pipe for ever
             self.unreadable.append((name, "not a regular file"))
         else:
-            self.files.append(_source_file(path, name, kind))
+            self.files.append(SourceFile(path, name, kind, file_state(path)))
 
 
 def find_files(source: SourceConfig, *, leave_out: Path | None = None) -> SourceListing:
@@ -194,23 +194,17 @@ def find_files(source: SourceConfig, *, leave_out: Path | None = None) -> Source
         )
     listing = SourceListing()
     if source.type == "huggingface":
-        listing.files = [
-            _source_file(path, path.relative_to(root).as_posix(), "arrow")
-            for path in saved_arrow_files(root, source.split)
-        ]
+        for path in saved_arrow_files(root, source.split):
+            name = path.relative_to(root).as_posix()
+            listing.files.append(SourceFile(path, name, "arrow", file_state(path)))
     elif root.is_file():
         listing.add(root, root.name)
     else:
         skip = [leave_out] if leave_out is not None else []
         if source.path == STANDARD_LIBRARY:
             skip += [root / name for name in _INSTALLED_FOLDERS]
-        _walk(
-            listing,
-            root,
-            source=source,
-            hidden={_identity(path) for path in skip if path.exists()},
-            above={_identity(root)},
-        )
+        hidden = {_identity(path) for path in skip if path.exists()}
+        _walk(listing, root, source=source, hidden=hidden, above={_identity(root)})
     # The order of a folder's entries differs between file systems; the corpus must not.
     listing.files.sort(key=lambda file: file.name)
     if not listing.files:
@@ -312,9 +306,10 @@ def _walk(
             _walk(listing, path, source=source, hidden=hidden, above=above | {identity})
 
 
-def _source_file(path: Path, name: str, kind: str) -> SourceFile:
+def file_state(path: Path) -> tuple[int, int]:
+    """Returns size (bytes) and time of change (ns) of a file."""
     status = path.stat()
-    return SourceFile(path, name, kind, (status.st_size, status.st_mtime_ns))
+    return status.st_size, status.st_mtime_ns
 
 
 def _identity(path: Path) -> tuple[int, int]:

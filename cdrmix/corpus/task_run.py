@@ -10,15 +10,19 @@ import hashlib
 import itertools
 import json
 import os
+import signal
+import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from types import FrameType
+from typing import Any, Self, TextIO
 
 from cdrmix import log
-from cdrmix.corpus.build_tasks import Deadline, Task, TooSlow
 from cdrmix.corpus.recipe import StepConfig, make_step
+from cdrmix.corpus.source import SetAside, SourceConfig, SourceFile
+from cdrmix.corpus.steps.read import read_file, read_shard, shard_name
 from cdrmix.data.document import Document, Step, parted
 from cdrmix.data.folders import new_folder, open_new
 from cdrmix.data.shards import write_file
@@ -29,7 +33,67 @@ RECORD_FILE = "record.json"
 # The report shows examples of each reason; all dropped text would be as large as the corpus.
 _SAMPLES_PER_REASON = 3
 _SAMPLE_CHARACTERS = 500
+# The slowest steps read some hundred kB of ordinary text a second, and documents have 32 MiB at
+# most unless a recipe allows more.
+DOCUMENT_SECONDS = 300.0
 _logger = log.get_logger(__name__)
+
+
+class TooSlow(Exception):
+    """A document took longer than allowed; raised at any place in the code."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Documents that one process reads, passes through the steps and encodes.
+
+    Attributes:
+        files: files to read, in order; none for a part of a stream.
+        shard: (number, of how many) part of a stream; None for files.
+        key: hash of all inputs (hex).
+    """
+
+    source: SourceConfig
+    files: tuple[SourceFile, ...]
+    shard: tuple[int, int] | None
+    key: str
+
+    def read(
+        self,
+        set_aside: SetAside,
+        *,
+        left_out: Collection[str] = (),
+        begin: Callable[[str], None] = lambda name: None,
+    ) -> Iterator[Document]:
+        """Reads the documents of the task, in order.
+
+        Args:
+            set_aside: called for each input that cannot be read, or takes too long.
+            left_out: names of files, or of the shard, that ended a process and are not read.
+            begin: called with each name before it is read.
+        """
+        parts: Iterator[tuple[str, Iterator[Document]]]
+        if self.shard is not None:
+            stream = read_shard(self.source, *self.shard, set_aside)
+            parts = iter([(shard_name(self.shard[0]), stream)])
+        else:
+            parts = ((file.name, read_file(file, self.source, set_aside)) for file in self.files)
+        for name, documents in parts:
+            if name in left_out:
+                set_aside(name, None, "ended the process that read it", "most likely by its size")
+                continue
+            begin(name)
+            # Catches the time of reading only: an exception in a step is not raised in here.
+            try:
+                yield from documents
+            except TooSlow as error:
+                set_aside(name, None, "takes too long to read", str(error))
+
+
+# A step and its place in the recipe; the same of a step over the corpus, and the file with its
+# decision on one task.
+Numbered = tuple[int, StepConfig]
+Decision = tuple[int, StepConfig, Path]
 
 
 @dataclass(frozen=True)
@@ -38,9 +102,7 @@ class TaskJob:
 
     Attributes:
         before: result of the pass before; None: the task is read from its source.
-        decision: (number in the recipe, step over the corpus, its decision on this task), carried
-            out first.
-        steps: (number in the recipe, step) each.
+        decision: of a step over the corpus, carried out first.
         notes_of: step over the corpus that takes notes last; None at the end.
         out: folder of the result, named by a hash of all its inputs.
         keep_dropped: write all dropped documents whole, not a few excerpts.
@@ -48,8 +110,8 @@ class TaskJob:
 
     task: Task
     before: Path | None
-    decision: tuple[int, StepConfig, Path] | None
-    steps: tuple[tuple[int, StepConfig], ...]
+    decision: Decision | None
+    steps: tuple[Numbered, ...]
     notes_of: StepConfig | None
     out: Path
     keep_dropped: bool
@@ -70,11 +132,7 @@ class TaskJob:
 
     def names_left_out(self) -> list[str]:
         """Returns the names in `left_out`."""
-        try:
-            names: list[str] = json.loads(self.left_out.read_bytes())
-        except FileNotFoundError:
-            return []
-        return names
+        return json.loads(self.left_out.read_bytes()) if self.left_out.exists() else []
 
 
 def notes_path(out: Path) -> Path:
@@ -83,35 +141,50 @@ def notes_path(out: Path) -> Path:
     return out / f"{out.name}.notes"
 
 
-@dataclass
-class StepCounts:
-    """Numbers of documents into and out of one step over one task, and the reasons of drops."""
+class Timed:
+    """Passes documents on, leaves out slow ones, and raises `TooSlow` at one that takes too long.
 
-    number: int
-    name: str
-    documents_in: int = 0
-    documents_out: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    Limits the time as a context manager only. Counts processor time of this process, so a busy
+    machine or a slow disk changes nothing. Python delivers signals to its main thread only: there
+    is no limit in another thread.
+    """
 
-
-class _Timed:
-    """Passes documents on with a time limit for each, and leaves out those that exceeded it."""
-
-    def __init__(self, slow: Collection[str]) -> None:
-        self.deadline = Deadline()
+    def __init__(self, slow: Collection[str], seconds: float = DOCUMENT_SECONDS) -> None:
         self.now: str | None = None  # id of the document in the steps
         self._slow = slow
+        self._seconds = seconds
+        self._is_usable = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> Self:
+        def raise_too_slow(number: int, frame: FrameType | None) -> None:
+            raise TooSlow(f"more than {self._seconds:g} s of processor time")
+
+        if self._is_usable:
+            self._before = signal.signal(signal.SIGVTALRM, raise_too_slow)
+            self._begin()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_usable:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, self._before)
+
+    def _begin(self) -> None:
+        """Starts the time of the next document."""
+        if self._is_usable:
+            # Repeated: Python ignores an exception that is raised in a destructor.
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds, self._seconds)
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
         for document in documents:
             if document.id not in self._slow:
                 self.now = document.id
-                self.deadline.begin()
+                self._begin()
                 yield document
                 # Too much time from here on is that of reading, which `Task.read` sets aside.
                 self.now = None
             # Also before the next one is read, which has a limit of its own.
-            self.deadline.begin()
+            self._begin()
 
 
 def run_task(job: TaskJob) -> None:
@@ -126,9 +199,9 @@ def run_task(job: TaskJob) -> None:
     """
     slow: dict[str, str] = {}  # id and message of each such document
     while not job.is_done():
-        timed = _Timed(slow)
+        timed = Timed(slow)
         try:
-            with timed.deadline:
+            with timed:
                 _run_once(job, timed, slow)
         except TooSlow as error:
             if timed.now is None or timed.now in slow:
@@ -140,11 +213,7 @@ def run_task(job: TaskJob) -> None:
 
 
 def leave_out_last(job: TaskJob) -> bool:
-    """Leaves out the input that a job was reading when its process was killed.
-
-    Returns:
-        True if there is such an input, so that the job can run again without it.
-    """
+    """Leaves out the input that a job was reading when its process was killed; False if none."""
     if job.before is not None or not job.mark.exists():
         return False
     # Only reading leaves a mark: a later pass has no part of a file that it could leave out.
@@ -157,7 +226,7 @@ def leave_out_last(job: TaskJob) -> bool:
     return True
 
 
-def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
+def _run_once(job: TaskJob, timed: Timed, slow: Mapping[str, str]) -> None:
     """Runs the steps of a job over all documents but the slow ones, and writes the result."""
     # One entry per file and reason: the first row in detail, then a count. A damaged file of
     # 10^8 rows must not give a report of that size.
@@ -184,43 +253,38 @@ def _run_once(job: TaskJob, timed: _Timed, slow: Mapping[str, str]) -> None:
         new_folder(job.out) as folder,
         (folder / DROPPED_FILE).open("w", encoding="utf-8") as drops,
     ):
-        steps: list[tuple[StepCounts, Step]] = []
+        all_counts: list[dict[str, Any]] = []
+
+        def counted(number: int, name: str, step: Step) -> Iterator[Document]:
+            counts = {"number": number, "name": name, "in": 0, "out": 0, "dropped": Counter()}
+            all_counts.append(counts)
+            return _apply(step, documents, job, counts, drops)
+
         if job.decision is not None:
-            number, config, path = job.decision
-            steps.append((StepCounts(number, config.name), make_step(config).after(path)))
-        steps += [(StepCounts(n, config.name), make_step(config)) for n, config in job.steps]
-        all_counts = [counts for counts, _ in steps]
+            number, config, decision = job.decision
+            documents = counted(number, config.name, make_step(config).after(decision))
+        for number, config in job.steps:
+            documents = counted(number, config.name, make_step(config))
         if job.notes_of is not None:
-            # Taking notes drops nothing and is not a step of the recipe, so it is not counted.
             take_notes = make_step(job.notes_of).before(folder / notes_path(job.out).name)
-            steps.append((StepCounts(-1, "notes"), take_notes))
-        for counts, step in steps:
-            documents = _apply(step, documents, job, counts, drops)
+            documents = counted(-1, "notes", take_notes)
         # All generators so far: this loop alone moves documents, one at a time, through all steps.
         record = _write_documents(folder / DOCUMENTS_FILE, documents)
         close_synced(drops)
-        for counts in all_counts:
-            accounted = counts.documents_out + counts.dropped.total()
-            assert counts.documents_in == accounted, (
-                f"step {counts.name} took {counts.documents_in} documents and gave or dropped "
+        # Taking notes drops nothing and is not a step of the recipe, so it is not counted.
+        record["steps"] = [counts for counts in all_counts if counts["number"] >= 0]
+        for counts in record["steps"]:
+            accounted = counts["out"] + counts["dropped"].total()
+            assert counts["in"] == accounted, (
+                f"step {counts['name']} took {counts['in']} documents and gave or dropped "
                 f"{accounted}"
             )
-        record["steps"] = [
-            {
-                "number": counts.number,
-                "name": counts.name,
-                "in": counts.documents_in,
-                "out": counts.documents_out,
-                "dropped": dict(sorted(counts.dropped.items())),
-            }
-            for counts in all_counts
-        ]
         record["set_aside"] = list(unread.values())
         write_file(folder / RECORD_FILE, json.dumps(record, sort_keys=True).encode())
 
 
 def _apply(
-    step: Step, documents: Iterable[Document], job: TaskJob, counts: StepCounts, drops: TextIO
+    step: Step, documents: Iterable[Document], job: TaskJob, counts: dict[str, Any], drops: TextIO
 ) -> Iterator[Document]:
     """Passes documents through a step, counts them, and writes what it drops to `drops`."""
     last: Document | None = None
@@ -228,17 +292,17 @@ def _apply(
     def counted() -> Iterator[Document]:
         nonlocal last
         for document in documents:
-            counts.documents_in += 1
+            counts["in"] += 1
             last = document
             yield document
 
     def drop(document: Document, reason: str) -> None:
-        counts.dropped[reason] += 1
-        if not job.keep_dropped and counts.dropped[reason] > _SAMPLES_PER_REASON:
+        counts["dropped"][reason] += 1
+        if not job.keep_dropped and counts["dropped"][reason] > _SAMPLES_PER_REASON:
             return
         entry = {
-            "step": counts.number,
-            "name": counts.name,
+            "step": counts["number"],
+            "name": counts["name"],
             "reason": reason,
             "id": document.id,
             "domain": document.domain,
@@ -253,13 +317,13 @@ def _apply(
             if job.task.source.chain_of_thought is not None and parted(document.text) is None:
                 drop(document, "parts of the chain of thought lost")
                 continue
-            counts.documents_out += 1
+            counts["out"] += 1
             yield document
     except Exception as error:
         # Without the id, a defect at one of 10^9 documents could not be found again. Only the
         # innermost step adds it: the exception passes through all steps after it.
         if last is not None and not getattr(error, "__notes__", None):
-            error.add_note(f"step {counts.name}, which took document {last.id} last")
+            error.add_note(f"step {counts['name']}, which took document {last.id} last")
         raise
 
 

@@ -40,11 +40,10 @@ def unigram_and_bigram(
             after many epochs: the discount is estimated from rare bigrams, and repeated rows hide
             them.
         eval_rows: batches [N, T+1] of evaluation rows.
-        vocab_size: number of token ids.
     Raises:
         DataError: if a token id is outside the vocabulary, or either side holds no pair.
     """
-    counts = count_bigrams(train_rows, vocab_size)
+    counts = BigramCounts(train_rows, vocab_size)
     sum_unigram = 0.0
     sum_bigram = 0.0
     evaluated = 0
@@ -65,16 +64,31 @@ def unigram_and_bigram(
 class BigramCounts:
     """Counts of each distinct pair (previous, following), with the two models that use them.
 
-    Args:
-        keys: previous * vocab_size + following, sorted, distinct, [U] int64.
+    Attributes:
+        keys: previous * vocab_size + following of the U pairs, sorted, [U] int64.
         counts: occurrences of each pair, [U] int64.
-        vocab_size: number of token ids V.
+    Args:
+        rows: batches [N, T+1], counted one after the other.
+    Raises:
+        DataError: if a token id is outside the vocabulary or there is no pair at all.
     """
 
-    def __init__(self, keys: np.ndarray, counts: np.ndarray, vocab_size: int) -> None:
-        self.num_tokens = int(counts.sum())
+    def __init__(self, rows: Iterable[np.ndarray], vocab_size: int) -> None:
+        keys = np.empty(0, np.int64)
+        counts = np.empty(0, np.int64)
+        pending: list[np.ndarray] = []
+        for previous, following in _pairs(rows, vocab_size):
+            pending.append(previous * vocab_size + following)
+            if sum(map(len, pending)) >= _PAIRS_PER_MERGE:
+                keys, counts = _merge(keys, counts, pending)
+                pending = []
+        if pending:
+            keys, counts = _merge(keys, counts, pending)
+        if len(keys) == 0:
+            raise DataError("baselines: the training rows hold no predicted token")
         self.keys = keys
         self.counts = counts
+        self.num_tokens = int(counts.sum())
         self._vocab_size = vocab_size
         self._discount = _discount(counts)
         previous = keys // vocab_size
@@ -96,7 +110,7 @@ class BigramCounts:
         return (self._token_counts[following] + 1) / (self.num_tokens + self._vocab_size)
 
     def bigram(self, previous: np.ndarray, following: np.ndarray) -> np.ndarray:
-        """Returns the interpolated Kneser-Ney probability of `following` after `previous`.
+        """Returns the interpolated Kneser-Ney probability of each pair, [M], [M] -> [M] float64.
 
         One absolute discount for pairs, one for the lower order, which interpolates the number of
         distinct predecessors of a token with the uniform distribution. After a token that was
@@ -106,11 +120,6 @@ class BigramCounts:
 
         Source: Chen and Goodman, An empirical study of smoothing techniques for language modeling,
         1999, section 2.7; parity with a plain loop in tests/unit/evaluation/test_ngram.py.
-
-        Args:
-            previous, following: token ids, [M].
-        Returns:
-            [M] float64.
         """
         keys = previous.astype(np.int64) * self._vocab_size + following
         # Of an unknown pair, the search gives the place of another: compared below.
@@ -123,30 +132,6 @@ class BigramCounts:
             context > 0, self._discount * self._num_followers[previous] / divisor, 1.0
         )
         return direct + held_back * self._continuation[following]
-
-
-def count_bigrams(rows: Iterable[np.ndarray], vocab_size: int) -> BigramCounts:
-    """Counts the pairs of batches [N, T+1], one batch after the other.
-
-    Raises:
-        DataError: if a token id is outside the vocabulary or there is no pair at all.
-    """
-    keys = np.empty(0, np.int64)
-    counts = np.empty(0, np.int64)
-    pending: list[np.ndarray] = []
-    num_pending = 0
-    for previous, following in _pairs(rows, vocab_size):
-        pending.append(previous * vocab_size + following)
-        num_pending += len(following)
-        if num_pending >= _PAIRS_PER_MERGE:
-            keys, counts = _merge(keys, counts, pending)
-            pending = []
-            num_pending = 0
-    if pending:
-        keys, counts = _merge(keys, counts, pending)
-    if len(keys) == 0:
-        raise DataError("baselines: the training rows hold no predicted token")
-    return BigramCounts(keys, counts, vocab_size)
 
 
 def _merge(

@@ -52,7 +52,6 @@ class Evaluation:
 
     Attributes:
         loss: nats per predicted token.
-        perplexity: exp(loss).
         bits_per_byte: loss in bits over the mean bytes per token; comparable across tokenizers.
         tokens: predicted tokens.
         layers: routing per MoE layer; empty for a dense model.
@@ -112,7 +111,6 @@ def evaluate(
 
     Args:
         model: the backbone; its mode is restored at the end. Evaluation is dropless.
-        dataset: the held-out split.
         max_tokens: most tokens read, all ranks together.
         batch_size: samples per forward pass.
         segment_documents: keep the documents of a sample apart, as in training.
@@ -153,10 +151,9 @@ def evaluate(
 def _batch_sums(
     model: LanguageModel, rows: np.ndarray, boundary_id: int | None, *, has_head: bool
 ) -> Tensor | None:
-    """Runs a batch and returns [nats, predicted tokens, tokens read, router statistics...].
+    """Runs rows [n, T+1]; returns [nats, predicted tokens, tokens read, router statistics...].
 
     Args:
-        rows: token ids, [n, T+1].
         boundary_id: token that ends a document, to keep documents apart; None: one context.
         has_head: this rank has the last pipeline stage; other stages return None.
     """
@@ -181,19 +178,12 @@ def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Ev
     tokens = int(totals[1])
     loss = float(totals[0]) / tokens
     layers = []
-    moe = config.moe
-    if moe is not None:
+    if (moe := config.moe) is not None:
         per_token = (totals[_NUM_TOKEN_SUMS:] / totals[2]).view(config.num_layers, -1).cpu()
         monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
-        layers = [
-            LayerRouting(
-                layer=i,
-                utilisation=monitors.utilisation[i].tolist(),
-                overflow_fraction=float(monitors.overflow_fraction[i]),
-                routing_entropy_bits=float(monitors.entropy_bits[i]),
-            )
-            for i in range(len(per_token))
-        ]
+        columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        layers = [LayerRouting(number, *values) for number, values in enumerate(rows)]
     return Evaluation(
         loss=loss,
         # exp(709.8) is the largest float64; the loss of a diverged model is beyond it.

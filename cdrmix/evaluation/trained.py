@@ -36,12 +36,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Model, configuration and tokenizer of one checkpoint.
+    """Model, resolved configuration and tokenizer of one checkpoint.
 
     Attributes:
-        config: resolved configuration of the training.
         model: the whole backbone, float32, evaluation mode.
-        tokenizer: tokenizer of the training data.
         tokenizer_digest: sha256 of the tokenizer's file, hex.
         checkpoint: folder of the checkpoint, verified.
         step: optimizer steps of the training.
@@ -108,22 +106,14 @@ def _config_of(reader: CheckpointFile) -> Config:
 
 
 def _tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tuple[Tokenizer, str]:
-    """Loads the tokenizer of a checkpoint.
-
-    Returns:
-        The tokenizer and its digest.
-    Raises:
-        StateError: if there is none, or it is not the one that the checkpoint was trained with.
-        DataError: if it cannot be read.
-    """
+    """Loads the tokenizer of a checkpoint, checked against the digest there; gives its digest."""
     # A tokenizer of the same size but other merges would give wrong text without any error.
     expected = state.get("tokenizer")
     folders = [checkpoint, checkpoint.parent]
     if checkpoint.parent.name == "checkpoints":
         folders.append(checkpoint.parent.parent)
     # Run directories of older versions hold none: their data set does.
-    data = _local_data(config)
-    if data is not None:
+    if (data := _local_data(config)) is not None:
         folders.append(data)
     for folder in folders:
         path = folder / TOKENIZER_FILE
@@ -178,7 +168,6 @@ def evaluate_run(
     """Measures the held-out loss of a trained model.
 
     Args:
-        source: a run directory or a checkpoint.
         data: folder or URL of a data set; None: the folder of the training.
         max_tokens: most tokens read; None: as many as at the end of the training.
     Raises:

@@ -29,24 +29,20 @@ def add_launch(verbs: Verbs) -> None:
         "save and stop.",
     )
     add_config_flags(parser)
-    parser.add_argument(
-        "--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine"
-    )
-    parser.add_argument(
-        "--nproc", type=at_least(1), metavar="N", help="ranks on each host; default one per device"
-    )
+    flag = parser.add_argument
+    flag("--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine")
+    ranks = "ranks on each host; default one per device"
+    flag("--nproc", type=at_least(1), metavar="N", help=ranks)
     _add_run_flags(parser, restarts="restarts; default 3")
-    parser.add_argument(
-        "--resume", default="never", metavar="auto|never|PATH", help="of the first start"
-    )
-    parser.add_argument("--max-steps", type=at_least(1), help="short for training.max_steps=N")
+    flag("--resume", default="never", metavar="auto|never|PATH", help="of the first start")
+    flag("--max-steps", type=at_least(1), help="short for training.max_steps=N")
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.cluster.launch import launch, make_job
 
-        # Last, so that the flag wins over --set.
         overrides = list(arguments.overrides)
         if arguments.max_steps is not None:
+            # Last, so that the flag wins over --set.
             overrides.append(f"training.max_steps={arguments.max_steps}")
         job = make_job(
             config=Path(arguments.config),
@@ -75,9 +71,27 @@ def add_slurm(verbs: Verbs) -> None:
         "the queue and continues. Configuration and layout are checked before.",
     )
     add_config_flags(parser)
-    _add_batch_flags(parser)
+    flag = parser.add_argument
+    flag("--nodes", type=at_least(1), metavar="N", required=True, help="nodes")
+    devices = "devices, and ranks, of each"
+    flag("--gpus-per-node", type=at_least(1), metavar="G", default=8, help=devices)
+    flag("--cpu", action="store_true", help="ranks on CPUs: ask for no devices")
+    starters = "srun: a task per rank; deepspeed: its launcher on each node; default srun"
+    flag("--starter", choices=("srun", "deepspeed"), default="srun", help=starters)
+    flag("--time", default="24:00:00", help="time limit; default 24:00:00")
+    # For sites that forbid a job to requeue itself.
+    array = "an array of K jobs, one after the other, in place of requeueing at the time limit"
+    flag("--chain", type=at_least(1), default=1, metavar="K", help=array)
+    flag(
+        "--option",
+        dest="options",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further option of sbatch, such as partition=gpu; may be repeated",
+    )
     _add_run_flags(parser, restarts="requeues of a lost run; default 3")
-    parser.add_argument("--submit", action="store_true", help="queue it, and print its number")
+    flag("--submit", action="store_true", help="queue it, and print its number")
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.cluster.slurm import make_batch, submit, write_script
@@ -110,42 +124,6 @@ def _add_run_flags(parser: argparse.ArgumentParser, *, restarts: str) -> None:
     parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
 
 
-def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for the resources and options of a batch job."""
-    parser.add_argument("--nodes", type=at_least(1), metavar="N", required=True, help="nodes")
-    parser.add_argument(
-        "--gpus-per-node",
-        type=at_least(1),
-        metavar="G",
-        default=8,
-        help="devices, and ranks, of each",
-    )
-    parser.add_argument("--cpu", action="store_true", help="ranks on CPUs: ask for no devices")
-    parser.add_argument(
-        "--starter",
-        choices=("srun", "deepspeed"),
-        default="srun",
-        help="srun: a task per rank; deepspeed: its launcher on each node; default srun",
-    )
-    parser.add_argument("--time", default="24:00:00", help="time limit; default 24:00:00")
-    # For sites that forbid a job to requeue itself.
-    parser.add_argument(
-        "--chain",
-        type=at_least(1),
-        default=1,
-        metavar="K",
-        help="an array of K jobs, one after the other, in place of requeueing at the time limit",
-    )
-    parser.add_argument(
-        "--option",
-        dest="options",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="further option of sbatch, such as partition=gpu; may be repeated",
-    )
-
-
 def add_doctor(verbs: Verbs) -> None:
     """Adds `cdrmix doctor`: checks that this machine, or each host of a hostfile, can run."""
     parser = verbs.add_parser(
@@ -154,26 +132,15 @@ def add_doctor(verbs: Verbs) -> None:
         description="Versions, devices, clocks, network, shared folder, free space, leftovers of "
         "earlier runs, and an all-reduce of 100 MB. Ends with 2 where something fails.",
     )
-    parser.add_argument(
-        "--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("experiments"),
-        metavar="DIR",
-        help="where runs are written, which all hosts must see; default experiments",
-    )
-    parser.add_argument(
-        "--nproc", type=at_least(1), metavar="N", help="ranks of the all-reduce on each host"
-    )
-    parser.add_argument("--no-all-reduce", action="store_true", help="start no ranks")
-    parser.add_argument(
-        "--remove-leftovers",
-        action="store_true",
-        help="first end and delete what earlier runs of yours left",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    flag = parser.add_argument
+    flag("--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine")
+    folder = "where runs are written, which all hosts must see; default experiments"
+    flag("--folder", type=Path, default=Path("experiments"), metavar="DIR", help=folder)
+    flag("--nproc", type=at_least(1), metavar="N", help="ranks of the all-reduce on each host")
+    flag("--no-all-reduce", action="store_true", help="start no ranks")
+    leftovers = "first end and delete what earlier runs of yours left"
+    flag("--remove-leftovers", action="store_true", help=leftovers)
+    flag("--json", action="store_true", help="print one JSON list")
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.cluster.doctor import as_table, examine, is_ready, remove_leftovers_on_hosts

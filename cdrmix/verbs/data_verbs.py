@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,93 +26,58 @@ def add_data(verbs: Verbs) -> None:
     """Adds `cdrmix data build|inspect|verify|export|sample`."""
     parser = verbs.add_parser("data", help="build, inspect, verify and export token shards")
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
-    _add_build(kinds)
-    _add_inspect(kinds)
-
-    verify_parser = kinds.add_parser(
-        "verify", help="compare every file of a folder with its manifest"
-    )
-    verify_parser.add_argument("folder", type=Path, metavar="DIR", help="folder of token shards")
-
-    def verify(arguments: argparse.Namespace) -> None:
-        from cdrmix.data.shards import read_manifest, verify_shards
-
-        manifest = read_manifest(arguments.folder)
-        verify_shards(arguments.folder, manifest)
-        tokens = sum(split.tokens for split in manifest.splits.values())
-        print(f"{arguments.folder}: {len(manifest.shards)} shards, {tokens:,} tokens: as written")
-
-    verify_parser.set_defaults(run=verify)
-
-    export_parser = kinds.add_parser(
-        "export", help="write the texts behind token shards as tar files"
-    )
-    export_parser.add_argument("folder", type=Path, metavar="DIR", help="folder of token shards")
-    export_parser.add_argument(
-        "--out", type=Path, metavar="TARS", required=True, help="folder to make, of WebDataset tars"
-    )
-
-    def export(arguments: argparse.Namespace) -> None:
-        from cdrmix.corpus.encode import export_tars
-
-        num_documents = export_tars(arguments.folder, arguments.out)
-        print(f"{arguments.out}: {num_documents:,} documents")
-
-    export_parser.set_defaults(run=export)
-
-    sample_parser = kinds.add_parser(
-        "sample", help="build the sample corpus from the text that ships with Python"
-    )
-    sample_parser.add_argument(
-        "--vocab-size", type=int, default=4096, help="slots of its tokenizer; default 4096"
-    )
-    sample_parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder to make; default data/sample-<vocab size>"
-    )
-
-    def sample(arguments: argparse.Namespace) -> None:
-        from cdrmix.data.sample import build_sample
-
-        out = arguments.out or Path("data") / f"sample-{arguments.vocab_size}"
-        build_sample(out, arguments.vocab_size)
-        print(out)
-
-    sample_parser.set_defaults(run=sample)
-
-
-def _add_build(kinds: Verbs) -> None:
-    parser = kinds.add_parser(
+    build = kinds.add_parser(
         "build",
         help="build token shards from the sources of a recipe",
         description="Builds the recipe's token shards into a folder that data.path can name. "
         "Start it again after an interruption: what is done is not done again.",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML recipe")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder to make; default data/<name of FILE>"
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="processes, or most jobs at a time of another engine; default all cores",
-    )
-    parser.add_argument(
+    build.set_defaults(run=partial(_build, build))
+    flag = build.add_argument
+    flag("--config", type=Path, metavar="FILE", required=True, help="YAML recipe")
+    flag("--out", type=Path, metavar="DIR", help="folder to make; default data/<name of FILE>")
+    workers = "processes, or most jobs at a time of another engine; default all cores"
+    flag("--workers", type=int, metavar="N", help=workers)
+    flag(
         "--engine",
         choices=("local", "slurm", "ray"),
         default="local",
         help="what runs the jobs: processes of this machine (default), arrays of SLURM tasks by "
         "datatrove, or a Ray cluster; nodes share the folders of sources and result",
     )
-    parser.add_argument(
-        "--sbatch",
-        metavar="OPTION=VALUE",
-        action="append",
-        default=[],
-        help="option of sbatch, such as partition=cpu or time=02:00:00; may be repeated",
-    )
+    sbatch = "option of sbatch, such as partition=cpu or time=02:00:00; may be repeated"
+    flag("--sbatch", metavar="OPTION=VALUE", action="append", default=[], help=sbatch)
 
-    parser.set_defaults(run=partial(_build, parser))
+    flag = _of_folder(
+        kinds, "inspect", _inspect, "what a folder holds, and what was dropped and why"
+    )
+    flag("--json", action="store_true", help="print one JSON object")
+    length = "tokens per sample that a mixture is counted in; default 256"
+    flag("--sequence-length", type=at_least(1), default=256, metavar="T", help=length)
+
+    _of_folder(kinds, "verify", _verify, "compare every file of a folder with its manifest")
+    flag = _of_folder(kinds, "export", _export, "write the texts behind token shards as tar files")
+    tars = "folder to make, of WebDataset tars"
+    flag("--out", type=Path, metavar="TARS", required=True, help=tars)
+
+    sample = kinds.add_parser(
+        "sample", help="build the sample corpus from the text that ships with Python"
+    )
+    sample.set_defaults(run=_sample)
+    flag = sample.add_argument
+    flag("--vocab-size", type=int, default=4096, help="slots of its tokenizer; default 4096")
+    default = "folder to make; default data/sample-<vocab size>"
+    flag("--out", type=Path, metavar="DIR", help=default)
+
+
+def _of_folder(
+    kinds: Verbs, name: str, run: Callable[[argparse.Namespace], None], text: str
+) -> Callable[..., argparse.Action]:
+    """Adds a verb about a built folder, with `text` as its help; returns what adds its flags."""
+    parser = kinds.add_parser(name, help=text)
+    parser.set_defaults(run=run)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of token shards")
+    return parser.add_argument
 
 
 def _build(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -146,30 +112,40 @@ def _build(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     print(out)
 
 
-def _add_inspect(kinds: Verbs) -> None:
-    parser = kinds.add_parser("inspect", help="what a folder holds, and what was dropped and why")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of token shards")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--sequence-length",
-        type=at_least(1),
-        default=256,
-        metavar="T",
-        help="tokens per sample that a mixture is counted in; default 256",
-    )
+def _inspect(arguments: argparse.Namespace) -> None:
+    from cdrmix.corpus.inspection import inspect_folder
+    from cdrmix.corpus.inspection_page import DATA_PAGE, inspection_table
 
-    def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.corpus.inspection import inspect_folder
-        from cdrmix.corpus.inspection_page import DATA_PAGE, inspection_table
+    folder = arguments.folder
+    inspected = inspect_folder(folder, sequence_length=arguments.sequence_length)
+    page = str(folder / DATA_PAGE) if (folder / DATA_PAGE).is_file() else None
+    if arguments.json:
+        print(json.dumps(inspected | {"page": page}))
+        return
+    print(inspection_table(inspected))
+    if page:
+        print(f"\nAs a page: {page}")
 
-        folder = arguments.folder
-        inspected = inspect_folder(folder, sequence_length=arguments.sequence_length)
-        page = str(folder / DATA_PAGE) if (folder / DATA_PAGE).is_file() else None
-        if arguments.json:
-            print(json.dumps(inspected | {"page": page}))
-            return
-        print(inspection_table(inspected))
-        if page:
-            print(f"\nAs a page: {page}")
 
-    parser.set_defaults(run=run)
+def _verify(arguments: argparse.Namespace) -> None:
+    from cdrmix.data.shards import read_manifest, verify_shards
+
+    manifest = read_manifest(arguments.folder)
+    verify_shards(arguments.folder, manifest)
+    tokens = sum(split.tokens for split in manifest.splits.values())
+    print(f"{arguments.folder}: {len(manifest.shards)} shards, {tokens:,} tokens: as written")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from cdrmix.corpus.encode import export_tars
+
+    num_documents = export_tars(arguments.folder, arguments.out)
+    print(f"{arguments.out}: {num_documents:,} documents")
+
+
+def _sample(arguments: argparse.Namespace) -> None:
+    from cdrmix.data.sample import build_sample
+
+    out = arguments.out or Path("data") / f"sample-{arguments.vocab_size}"
+    build_sample(out, arguments.vocab_size)
+    print(out)

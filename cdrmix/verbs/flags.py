@@ -14,13 +14,9 @@ if TYPE_CHECKING:
 def add_config_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds the flags of a verb that reads a configuration: --config FILE, --set PATH=VALUE."""
     parser.add_argument("--config", metavar="FILE", required=required, help="YAML configuration")
+    value = "override one value, such as training.seed=7; may be repeated"
     parser.add_argument(
-        "--set",
-        metavar="PATH=VALUE",
-        dest="overrides",
-        action="append",
-        default=[],
-        help="override one value, such as training.seed=7; may be repeated",
+        "--set", metavar="PATH=VALUE", dest="overrides", action="append", default=[], help=value
     )
 
 

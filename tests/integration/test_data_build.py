@@ -28,7 +28,6 @@ from cdrmix.corpus import build as build_module
 from cdrmix.corpus import remote_jobs as pool_module
 from cdrmix.corpus import task_run
 from cdrmix.corpus.build import build_dataset
-from cdrmix.corpus.build_tasks import Deadline
 from cdrmix.corpus.recipe import STEPS
 from cdrmix.corpus.remote_jobs import Pool
 from cdrmix.corpus.steps.normalise import Normalise
@@ -246,7 +245,7 @@ class Killer:
 
 def run_with_killer(job: task_run.TaskJob) -> None:
     STEPS["killer"] = f"{__name__}:Killer"
-    task_run.Deadline = functools.partial(Deadline, 0.2)  # type: ignore[assignment, misc]
+    task_run.Timed = functools.partial(task_run.Timed, seconds=0.2)  # type: ignore[assignment, misc]
     task_run.run_task(job)
 
 

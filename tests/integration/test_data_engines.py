@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,16 +112,23 @@ def test_datatrove_ranks_give_the_same_bytes(
     pytest.importorskip("datatrove", reason="the [slurm] extra is not installed")
     from datatrove.executor import LocalPipelineExecutor
 
-    from cdrmix.corpus.slurm_jobs import DatatroveEngine
+    from cdrmix.corpus.slurm_jobs import SlurmEngine
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(shutil, "which", lambda name: name)
     num_ranks = []
 
-    def new_executor(step, num_tasks, logs):
-        num_ranks.append(num_tasks)
-        return LocalPipelineExecutor([step], tasks=num_tasks, workers=1, logging_dir=str(logs))
+    class Local(SlurmEngine):
+        """Runs the ranks on this machine, where nothing is ever in a queue."""
 
-    engine = DatatroveEngine(tmp_path / "jobs", new_executor, wait=lambda executor, show: None)
+        def _ask_queue(self):
+            return subprocess.CompletedProcess([], 0, stdout="", stderr="")
+
+        def _new_array(self, step, num_tasks, logs):
+            num_ranks.append(num_tasks)
+            return LocalPipelineExecutor([step], tasks=num_tasks, workers=1, logging_dir=str(logs))
+
+    engine = Local(tmp_path / "jobs", max_tasks=1, sbatch={})
     build_dataset(recipe, tmp_path / "out", workers=1, engine=engine, task_bytes=TASK_BYTES)
     assert digests(tmp_path / "out") == built
     tasks, *others = num_ranks

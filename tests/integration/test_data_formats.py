@@ -10,11 +10,10 @@ import pytest
 
 from cdrmix.corpus import task_run
 from cdrmix.corpus.build import build_dataset
-from cdrmix.corpus.build_tasks import Task
 from cdrmix.corpus.encode import export_tars
 from cdrmix.corpus.recipe import StepConfig
 from cdrmix.corpus.source import SourceConfig, find_files
-from cdrmix.corpus.task_run import TaskJob, read_record, run_task
+from cdrmix.corpus.task_run import Task, TaskJob, read_record, run_task
 from cdrmix.data.document import ROLES, encoded, fields_of, joined
 from cdrmix.data.shards import read_lengths, read_manifest, verify_shards
 from cdrmix.data.tokenizer import load_tokenizer

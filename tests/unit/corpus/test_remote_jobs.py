@@ -12,12 +12,11 @@ import pytest
 
 from cdrmix.corpus.build import build_dataset
 from cdrmix.corpus.remote_jobs import (
+    RoundsEngine,
     error_as_json,
     error_from_json,
-    errors_in,
     pack_job,
     run_call,
-    run_in_rounds,
     run_packed,
     write_calls,
 )
@@ -40,8 +39,19 @@ def refuse(toy: Toy) -> None:
     raise DataError(f"{toy.out}: is not mine")
 
 
-def no_show() -> None:
-    pass
+class Toys(RoundsEngine):
+    """Runs a round by a function of the test."""
+
+    logs = "the logs"
+
+    def __init__(self, run_round) -> None:
+        self._run_round = run_round
+
+    def end(self) -> None:
+        pass
+
+    def run_round(self, function, jobs, show) -> None:
+        self._run_round(jobs, show)
 
 
 def test_what_a_round_leaves_undone_is_run_again_and_nothing_else(tmp_path: Path) -> None:
@@ -55,20 +65,16 @@ def test_what_a_round_leaves_undone_is_run_again_and_nothing_else(tmp_path: Path
             make_file(job)
         show()
 
-    run_in_rounds(run_every_other, jobs, what="toys", logs="nowhere")
+    Toys(run_every_other).run_all(make_file, jobs, what="toys")
     assert rounds == [[1, 2, 3, 4, 5], [2, 4], [4]]
     assert all(job.is_done() for job in jobs)
 
 
 def test_three_rounds_without_a_result_end_a_build(tmp_path: Path) -> None:
     rounds = []
+    engine = Toys(lambda remaining, show: rounds.append(len(remaining)))
     with pytest.raises(DataError, match=r"toys: 1 jobs ended 3 times .* See the logs"):
-        run_in_rounds(
-            lambda remaining, show: rounds.append(len(remaining)),
-            [Toy(tmp_path / "never")],
-            what="toys",
-            logs="the logs",
-        )
+        engine.run_all(make_file, [Toy(tmp_path / "never")], what="toys")
     assert rounds == [1, 1, 1]
 
 
@@ -87,7 +93,8 @@ def test_an_error_of_the_users_is_kept_for_the_build(tmp_path: Path) -> None:
     write_calls(tmp_path / "jobs", refuse, [Toy(tmp_path / "a"), Toy(tmp_path / "b")])
     with pytest.raises(DataError, match="is not mine"):
         run_call(tmp_path / "jobs", 1)
-    (error,) = errors_in(tmp_path / "jobs")
+    (file,) = (tmp_path / "jobs").glob("*.error")
+    error = error_from_json(file.read_bytes())
     assert type(error) is DataError
     assert str(error) == f"{tmp_path / 'b'}: is not mine"
 
@@ -100,10 +107,9 @@ def test_errors_of_other_processes_come_back_the_same(error: Exception) -> None:
     assert (type(again), str(again)) == (type(error), str(error))
 
 
-def test_errors_are_read_as_text_and_not_executed(tmp_path: Path) -> None:
-    (tmp_path / "0.error").write_bytes(b"cos\nsystem\n(S'touch planted'\ntR.")
+def test_errors_are_read_as_text_and_not_executed() -> None:
     with pytest.raises(ValueError, match="Expecting value"):
-        list(errors_in(tmp_path))
+        error_from_json(b"cos\nsystem\n(S'touch planted'\ntR.")
     planted = json.dumps({"kind": "TYPE_CHECKING", "text": "no class"}).encode()
     assert type(error_from_json(planted)) is DataError
 
@@ -134,7 +140,7 @@ def test_a_job_that_ends_twice_without_a_result_is_told_and_goes_on(tmp_path: Pa
         blamed.append(job)
         return True
 
-    run_in_rounds(run_round, jobs, what="toys", logs="nowhere", blame=blame)
+    Toys(run_round).run_all(make_file, jobs, what="toys", blame=blame)
     assert blamed == [jobs[1]]
     assert all(job.is_done() for job in jobs)
 

@@ -6,7 +6,7 @@ import pytest
 
 from cdrmix.errors import DataError
 from cdrmix.evaluation import ngram
-from cdrmix.evaluation.ngram import count_bigrams, unigram_and_bigram
+from cdrmix.evaluation.ngram import BigramCounts, unigram_and_bigram
 
 TEXT = (
     "the cat sat on the mat and the dog sat on the cat while the rat ran round the log and "
@@ -58,7 +58,7 @@ def test_losses_equal_a_brute_force_count():
 
 
 def test_probabilities_after_every_context_sum_to_one():
-    counts = count_bigrams([rows_of([ord(c) for c in TEXT], 6)], VOCAB_SIZE)
+    counts = BigramCounts([rows_of([ord(c) for c in TEXT], 6)], VOCAB_SIZE)
     every_token = np.arange(VOCAB_SIZE)
     assert counts.unigram(every_token).sum() == pytest.approx(1, abs=1e-9)
     for context in range(VOCAB_SIZE):  # seen and unseen contexts alike
@@ -86,9 +86,9 @@ def test_losses_of_an_independent_source_are_its_entropy():
 
 def test_counts_do_not_depend_on_how_the_rows_are_batched(monkeypatch):
     rows = np.random.default_rng(1).integers(0, 50, size=(64, 33)).astype(np.uint16)
-    whole = count_bigrams([rows], 50)
+    whole = BigramCounts([rows], 50)
     monkeypatch.setattr(ngram, "_PAIRS_PER_MERGE", 100)
-    pieces = count_bigrams((rows[i : i + 1] for i in range(64)), 50)
+    pieces = BigramCounts((rows[i : i + 1] for i in range(64)), 50)
     np.testing.assert_array_equal(whole.keys, pieces.keys)
     np.testing.assert_array_equal(whole.counts, pieces.counts)
     assert whole.num_tokens == 64 * 32
@@ -96,13 +96,13 @@ def test_counts_do_not_depend_on_how_the_rows_are_batched(monkeypatch):
 
 def test_pair_keys_of_a_large_vocabulary_do_not_overflow_the_shards_type():
     rows = np.array([[50_271, 50_270, 50_271]], dtype=np.uint16)
-    counts = count_bigrams([rows], 50_272)
+    counts = BigramCounts([rows], 50_272)
     assert counts.keys.tolist() == [50_270 * 50_272 + 50_271, 50_271 * 50_272 + 50_270]
 
 
 def test_a_token_outside_the_vocabulary_is_refused_by_id():
     with pytest.raises(DataError, match="token id 16 is outside the vocabulary"):
-        count_bigrams([np.array([[1, 16, 2]])], vocab_size=16)
+        BigramCounts([np.array([[1, 16, 2]])], vocab_size=16)
 
 
 @pytest.mark.parametrize("train, held_out", [([], [[1, 2]]), ([[1, 2]], []), ([[1]], [[1, 2]])])
