@@ -51,8 +51,8 @@ def draw_by_key(document_id: str, purpose: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-# Takes a document that goes no further and the reason: a few words such as `too short`, the same for
-# the same cause.
+# Takes a document that goes no further and the reason: a few words such as `too short`, the same
+# for the same cause.
 Drop = Callable[[Document, str], None]
 
 
