@@ -404,7 +404,7 @@ def _same_urls(chunks: Chunks, max_per_host: int | None, counts: Counter[str]) -
         # chunk.
         num_pages = np.cumsum(new_page)
         pages_before = np.where(new_host, num_pages - 1, -last_rank)
-        ranks = num_pages - np.maximum.accumulate(pages_before)
+        ranks: NDArray[np.int64] = num_pages - np.maximum.accumulate(pages_before)
         full = ranks > most
         same = ~new_page & ~full
         last = chunk[-1:].copy()
