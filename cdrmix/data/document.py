@@ -1,14 +1,13 @@
 """The record of data preparation, the interface of its steps, and two forms of documents.
 
-A step takes documents and gives documents, one at a time and in order. It reports every document
-that it does not pass on to `drop` with a reason, so that nothing disappears without a trace. A step
-keeps no state from one document to the next unless its docstring says which, and its size.
+A step reports every document that it does not pass on to `drop` with a reason, so that nothing
+disappears without a trace. It keeps no state from one document to the next unless its docstring
+says which, and its size.
 
 Fill in the middle rearranges documents so that predicting the next token learns to infill: a
 document is cut at two characters, anywhere, and its middle put last: prefix, suffix, middle (PSM),
-or suffix, prefix, middle (SPM, in the second variant of the paper). The ids of documents decide
-which of them are cut, and where. Source: Bavarian et al., Efficient Training of Language Models to
-Fill in the Middle, 2022.
+or suffix, prefix, middle (SPM, in the second variant of the paper). Source: Bavarian et al.,
+Efficient Training of Language Models to Fill in the Middle, 2022.
 
 A chain of thought is a document in three parts, prompt, thought and answer, with a role per token.
 Between steps it is one text, its parts joined by the names of special tokens, which the fields read
@@ -18,6 +17,7 @@ must not contain. Only in documents of these sources the names then become speci
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,15 +25,7 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from cdrmix.config.model import Section
-from cdrmix.data.tokenizer import (
-    ANSWER,
-    FIM_MIDDLE,
-    FIM_PREFIX,
-    FIM_SUFFIX,
-    SPECIAL_TOKENS,
-    THOUGHT,
-    Tokenizer,
-)
+from cdrmix.data.tokenizer import ANSWER, FIM_TOKENS, SPECIAL_TOKENS, THOUGHT, Tokenizer
 
 
 @dataclass(slots=True)
@@ -41,10 +33,8 @@ class Document:
     """One text and its origin.
 
     Attributes:
-        text: the text, str.
         id: unique and stable within the corpus: `<source>/<file>#<row>`.
-        source: name of the source in the recipe.
-        domain: domain of the source, such as code or prose.
+        source, domain: name and domain of the source in the recipe.
         metadata: plain JSON values from a reader or step: url, language, title, ...
     """
 
@@ -61,6 +51,8 @@ def draw_by_key(document_id: str, purpose: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
+# Takes a document that goes no further and the reason: a few words such as `too short`, the same
+# for the same cause.
 Drop = Callable[[Document, str], None]
 
 
@@ -74,14 +66,25 @@ class Step(Protocol):
     name: str
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Passes documents on, in order, changed or not.
-
-        Args:
-            documents: documents of the step before.
-            drop: called for each document that goes no further, with a reason of a few words
-                (`too short`, `language fr`), the same words for the same cause.
-        """
+        """Passes documents on, one at a time and in order, changed or not."""
         ...
+
+
+class DocumentStep(ABC):
+    """A step that judges each document by itself."""
+
+    @abstractmethod
+    def judge(self, document: Document) -> str | None:
+        """Changes a document in place; returns the reason to drop it, or None."""
+
+    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
+        """Passes on the documents that there is no reason to drop."""
+        for document in documents:
+            reason = self.judge(document)
+            if reason is None:
+                yield document
+            else:
+                drop(document, reason)
 
 
 class FimConfig(Section):
@@ -115,7 +118,7 @@ def rearranged(document: Document, config: FimConfig, tokenizer: Tokenizer) -> l
     )
     # Encoded apart: a token that reaches over a cut would give the middle away.
     prefix, middle, suffix = map(tokenizer.encode, (text[:begin], text[begin:end], text[end:]))
-    pre, suf, mid = map(tokenizer.special_id, (FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE))
+    pre, suf, mid = map(tokenizer.special_id, FIM_TOKENS)
     if draw_by_key(document.id, "fim order") < config.spm_rate:
         return [pre, suf, *suffix, mid, *prefix, *middle]
     return [pre, *prefix, suf, *suffix, mid, *middle]
@@ -123,22 +126,18 @@ def rearranged(document: Document, config: FimConfig, tokenizer: Tokenizer) -> l
 
 def restored(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """Ids whose text is the original one, of ids with or without the order of `rearranged`."""
-    pre, suf, mid = map(tokenizer.special_id, (FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE))
+    pre, suf, mid = map(tokenizer.special_id, FIM_TOKENS)
     if not ids or ids[0] != pre:
         return list(ids)
     # Text never encodes to these ids, so that the first ones are the separators.
-    suffix_at = ids.index(suf)
-    middle_at = ids.index(mid)
-    prefix = ids[1:suffix_at]
-    suffix = ids[suffix_at + 1 : middle_at]
+    suffix_at, middle_at = map(ids.index, (suf, mid))
     # In SPM the part before the suffix is empty, and prefix and middle stand together at the end.
-    return [*prefix, *ids[middle_at + 1 :], *suffix]
+    return [*ids[1:suffix_at], *ids[middle_at + 1 :], *ids[suffix_at + 1 : middle_at]]
 
 
 # Parts that a token may belong to; shards store the index. `<|thought|>` belongs to the thought and
 # `<|answer|>` to the answer, as a model has to begin them; so does the EOS behind the answer.
 ROLES = ("text", "prompt", "thought", "answer")
-_PROMPT, _THOUGHT, _ANSWER = (ROLES.index(role) for role in ROLES[1:])
 
 
 def joined(prompt: str, thought: str, answer: str) -> str:
@@ -166,9 +165,11 @@ def encoded(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     parts = parted(text)
     assert parts is not None, "documents whose parts were taken apart are dropped before"
     prompt, thought, answer = map(tokenizer.encode, parts)
-    ids = [*prompt, tokenizer.special_id(THOUGHT), *thought, tokenizer.special_id(ANSWER), *answer]
-    lengths = {_PROMPT: len(prompt), _THOUGHT: 1 + len(thought), _ANSWER: 1 + len(answer)}
-    return ids, [role for role, length in lengths.items() for _ in range(length)]
+    thought.insert(0, tokenizer.special_id(THOUGHT))
+    answer.insert(0, tokenizer.special_id(ANSWER))
+    # Their places in ROLES.
+    roles = [1] * len(prompt) + [2] * len(thought) + [3] * len(answer)
+    return [*prompt, *thought, *answer], roles
 
 
 def fields_of(ids: Sequence[int], tokenizer: Tokenizer) -> dict[str, str] | None:
@@ -176,7 +177,6 @@ def fields_of(ids: Sequence[int], tokenizer: Tokenizer) -> dict[str, str] | None
     thought, answer = map(tokenizer.special_id, (THOUGHT, ANSWER))
     if thought not in ids or answer not in ids:
         return None
-    begin = ids.index(thought)
-    end = ids.index(answer)
+    begin, end = map(ids.index, (thought, answer))
     parts = (ids[:begin], ids[begin + 1 : end], ids[end + 1 :])
     return dict(zip(ROLES[1:], map(tokenizer.decode, parts), strict=True))

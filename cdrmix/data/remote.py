@@ -35,9 +35,7 @@ _BUILTIN_SCHEMES = ("http", "https", "file")
 _PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
-# URL and size by folder, set by `remember`.
-_remembered: dict[Path, tuple[str, int]] = {}
-
+_remembered: dict[Path, tuple[str, int]] = {}  # URL and size by folder, set by `remember`
 _logger = get_logger(__name__)
 
 
@@ -50,13 +48,7 @@ class RemoteFile(NamedTuple):
 
 
 class RemoteFiles:
-    """Files of one remote folder, in a folder of this machine.
-
-    Args:
-        url: URL of the remote folder.
-        cache: folder of this machine; `<name>`s in it are whole.
-        max_bytes: limit on the size of all cached files of this folder together.
-    """
+    """Files of the remote folder `url`, in a folder of this machine of limited size."""
 
     def __init__(self, url: str, cache: Path, max_bytes: int) -> None:
         self._url = url
@@ -82,26 +74,20 @@ class RemoteFiles:
                         if hashlib.file_digest(stream, "sha256").hexdigest() == file.sha256:
                             self._verified.add(file.name)
                 if file.name not in self._verified or not path.exists():
-                    self._verified.discard(file.name)
                     self._copy(file, path)
                 os.utime(path)
                 yield path
         except OSError as error:
-            raise DataError(
-                f"data.cache_folder: {error.filename or path}: {error.strerror}"
-            ) from error
+            place = error.filename or path
+            raise DataError(f"data.cache_folder: {place}: {error.strerror}") from error
 
     def expect(self, files: Sequence[RemoteFile]) -> None:
-        """Copies these files in the background, in the order in which they are needed.
-
-        Only as many of them as there is room for.
-        """
+        """Copies in the background, in this order, as many of the files as there is room for."""
         with self._guard:
             self._pending = list(files)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._read_ahead, name="shards-ahead", daemon=True
-                )
+                name = "shards-ahead"
+                self._thread = threading.Thread(target=self._read_ahead, name=name, daemon=True)
                 self._thread.start()
 
     def _read_ahead(self) -> None:
@@ -122,6 +108,7 @@ class RemoteFiles:
 
     def _copy(self, file: RemoteFile, path: Path) -> None:
         """Copies a file whose lock this process holds, after evicting others to make room."""
+        self._verified.discard(file.name)
         partial = path.with_name(f".{file.name}.partial")
         # One process at a time makes room and reserves it.
         with locked(self._cache / ".room", blocking=True):
@@ -155,10 +142,8 @@ class RemoteFiles:
 
 
 def remember(folder: Path, url: str, max_bytes: int) -> None:
-    """Registers a folder as the cache of a remote one, in this process.
-
-    Not by a file in the folder: one that somebody else made could then name a URL.
-    """
+    """Registers a folder as the cache of a remote one, in this process."""
+    # Not by a file in the folder: one that somebody else made could then name a URL.
     _remembered[folder.resolve()] = (url, max_bytes)
 
 
@@ -180,7 +165,7 @@ def copy(
 
     Args:
         sha256: expected digest (hex); None: it is not known.
-        max_bytes: expected or largest size; nothing beyond is fetched.
+        max_bytes: nothing beyond is fetched.
     Raises:
         DataError: if it does not exist, differs from what it should be, or cannot be stored.
         UnreachableDataError: if it stays out of reach.

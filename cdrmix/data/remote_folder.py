@@ -25,11 +25,8 @@ from cdrmix.errors import DataError
 def local_folder(data: DataConfig, sequence_length: int) -> Path:
     """Returns the folder of `data.path`; of a URL, one in the cache with manifest and tokenizer.
 
-    That one is named by the content of the data set. Any number of processes of a machine may
-    call this at once.
+    Any number of processes of a machine may call this at once.
 
-    Args:
-        sequence_length: tokens per sample.
     Raises:
         DataError: if the URL cannot be read, or the cache is too small for the order of samples.
     """
@@ -48,22 +45,21 @@ def local_folder(data: DataConfig, sequence_length: int) -> Path:
                 copy(f"{url}/{MANIFEST_FILE}", path, None, max_bytes=MAX_MANIFEST_BYTES)
                 manifest = read_manifest(new)
                 _check_room(manifest, data, sequence_length)
-                name = manifest.tokenizer.file
+                tokenizer = new / manifest.tokenizer.file
                 sha256 = manifest.tokenizer.sha256
-                copy(f"{url}/{name}", new / name, sha256, max_bytes=MAX_TOKENIZER_BYTES)
-                folder = cache / manifest_digest(manifest)[:16]
+                copy(f"{url}/{tokenizer.name}", tokenizer, sha256, max_bytes=MAX_TOKENIZER_BYTES)
+                folder = cache / manifest_digest(manifest)[:16]  # by the content of the data set
                 folder.mkdir(exist_ok=True)
                 remember(folder, url, data.cache_bytes)
                 # The manifest last: with it the folder counts as built.
-                for new_file in (new / name, path):
-                    new_file.replace(folder / new_file.name)
+                tokenizer.replace(folder / tokenizer.name)
+                path.replace(folder / path.name)
                 return folder
             finally:
                 shutil.rmtree(new, ignore_errors=True)
     except OSError as error:
-        raise DataError(
-            f"data.cache_folder = {cache}: {error.strerror} ({error.filename})"
-        ) from error
+        problem = f"{error.strerror} ({error.filename})"
+        raise DataError(f"data.cache_folder = {cache}: {problem}") from error
 
 
 def _check_room(manifest: Manifest, data: DataConfig, sequence_length: int) -> None:

@@ -37,27 +37,17 @@ from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 
 _VALIDATION_SHARE = 0.05  # of the source files
-
 # Tests are left out because Debian ships none; installed packages and local settings, because the
 # corpus must depend on nothing but the Python.
-_SKIPPED_FOLDERS = {
-    "__pycache__",
-    "dist-packages",
-    "idle_test",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
+_SKIPPED = {
+    *("__pycache__", "idle_test", "pydoc_data", "test", "tests", "dist-packages", "site-packages"),
+    *("sitecustomize.py", "usercustomize.py"),
 }
-_SKIPPED_FILES = {"sitecustomize.py", "usercustomize.py"}
 _SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
-
 _DOCSTRING_CHARACTERS = range(80, 20_000)
 _PARAGRAPH_CHARACTERS = 80
 _TOPICS = "pydoc_data/topics.py"
-
-_NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _logger = get_logger(__name__)
 
 
@@ -80,9 +70,6 @@ def ensure_sample(vocab_size: int, root: Path = Path("data")) -> Path:
     """Returns the folder of the sample corpus with `vocab_size` slots, built on first use.
 
     Safe to call from several processes: one builds, the others wait for it.
-
-    Raises:
-        DataError: if it cannot be built or written.
     """
     folder = Path(root) / f"sample-{vocab_size}"
     build_sample(folder, vocab_size)
@@ -135,13 +122,9 @@ def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
             "Python that ships them compiled or in a zip file?). Use another Python, or set "
             "data.path to a folder of token shards."
         )
-    num_bytes = sum(len(document.text.encode()) for document in documents)
-    _logger.info(
-        "sample corpus: %d documents, %.1f MB; training a tokenizer of %d tokens",
-        len(documents),
-        num_bytes / 1e6,
-        vocab_size,
-    )
+    megabytes = sum(len(document.text.encode()) for document in documents) / 1e6
+    message = "sample corpus: %d documents, %.1f MB; training a tokenizer of %d tokens"
+    _logger.info(message, len(documents), megabytes, vocab_size)
     # The validation split stays unseen, by the tokenizer too.
     trained = train_tokenizer((d.text for d in documents if d.split == "train"), vocab_size)
     remove_unfinished(out)  # under the lock: no other process is building
@@ -159,39 +142,33 @@ def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
                 for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True)
             )
             shards += write_shards(folder, pieces, split=split, domain=domain, dtype=dtype)
+        num_tokens = tokenizer.vocab_size
+        info = TokenizerInfo(file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=num_tokens)
         manifest = new_manifest(
             shards,
             vocab_size=vocab_size,
-            tokenizer=TokenizerInfo(
-                file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=tokenizer.vocab_size
-            ),
+            tokenizer=info,
             eos_id=tokenizer.eos_id,
             source={"text": "Python standard library", "python": platform.python_version()},
         )
         write_manifest(folder, manifest)
-    tokens = ", ".join(f"{info.tokens:,} {split}" for split, info in manifest.splits.items())
+    tokens = ", ".join(f"{part.tokens:,} {split}" for split, part in manifest.splits.items())
     _logger.info("sample corpus: %s; tokens: %s", out, tokens)
 
 
 def read_standard_library(stdlib: Path) -> Iterator[SampleDocument]:
     """Reads code and prose of the sources below `stdlib`, in sorted order of their paths."""
-    paths = []
+
+    def is_kept(name: str) -> bool:
+        return name not in _SKIPPED and not name.startswith(_SKIPPED_PREFIXES)
+
+    paths = {}
     for folder, folders, names in os.walk(stdlib):
-        # In place: os.walk then skips them.
-        folders[:] = [
-            name
-            for name in folders
-            if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)
-        ]
-        paths += [
-            Path(folder, name)
-            for name in names
-            if name.endswith(".py")
-            and name not in _SKIPPED_FILES
-            and not name.startswith(_SKIPPED_PREFIXES)
-        ]
-    for path in sorted(paths, key=lambda path: path.relative_to(stdlib).as_posix()):
-        name = path.relative_to(stdlib).as_posix()
+        folders[:] = filter(is_kept, folders)  # in place: os.walk then skips the others
+        for path in (Path(folder, name) for name in names if is_kept(name)):
+            if path.name.endswith(".py"):
+                paths[path.relative_to(stdlib).as_posix()] = path
+    for name, path in sorted(paths.items()):
         try:
             with tokenize.open(path) as file:
                 text = file.read()
@@ -220,16 +197,14 @@ def _docstrings(text: str, path: str) -> Iterator[str]:
             yield f"{dotted}\n\n{docstring}"
 
 
-def _definitions(
-    node: ast.AST, name: str
-) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, ast.Module | _Definition]]:
     """The node itself and its definitions, inside `if` and `try` too, with dotted names."""
-    if isinstance(node, (ast.Module, *_NAMED)):
+    if isinstance(node, ast.Module | _Definition):
         yield name, node
     for child in [*getattr(node, "body", []), *getattr(node, "orelse", [])]:
-        if isinstance(child, _NAMED):
+        if isinstance(child, _Definition):
             yield from _definitions(child, f"{name}.{child.name}")
-        elif isinstance(child, (ast.If, ast.Try)):
+        elif isinstance(child, ast.If | ast.Try):
             yield from _definitions(child, name)
 
 

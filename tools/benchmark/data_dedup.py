@@ -19,8 +19,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cdrmix.corpus.steps.clusters import DROPS
-from cdrmix.corpus.steps.dedup import Deduplicate, MinHash, Sign, drops_path, find_duplicates
+from cdrmix.corpus.steps.dedup import (
+    DROPS,
+    Deduplicate,
+    MinHash,
+    Sign,
+    drops_path,
+    find_duplicates,
+)
 from cdrmix.data.document import Document
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report
 

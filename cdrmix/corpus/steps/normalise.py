@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
-from cdrmix.data.document import Document, Drop
+from cdrmix.data.document import Document, DocumentStep
 from cdrmix.errors import ConfigError
 
 # VT, FF and the separators of ASCII and Unicode end a line (as in str.splitlines); NEL is also
@@ -50,7 +50,12 @@ def _reread_as_utf8(match: re.Match[str]) -> str:
         return match[0]
 
 
-class Normalise:
+def _joined_surrogates(match: re.Match[str]) -> str:
+    """The characters that surrogate pairs stand for, and U+FFFD for a lone surrogate."""
+    return match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+class Normalise(DocumentStep):
     """Makes text valid, and drops documents that are not text.
 
     Args:
@@ -79,42 +84,34 @@ class Normalise:
         self.max_control_fraction = max_control_fraction
         self.max_invalid_fraction = max_invalid_fraction
 
-    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Texts that are valid; reasons: empty, binary, undecodable."""
-        for document in documents:
-            text = document.text
-            num_invalid = 0
-            if not text.isascii():
-                # ASCII cannot be cut in half, misread or in another normal form.
-                # Surrogate pairs become the characters they stand for, lone surrogates U+FFFD.
-                text = _SURROGATES.sub(
-                    lambda match: (
-                        match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-                    ),
-                    text,
-                )
-                num_invalid = text.count("\ufffd")
-                if self.repair_encoding:
-                    text = _MOJIBAKE.sub(_reread_as_utf8, text)
-                    text = _C1.sub(lambda match: _CP1252[ord(match[0])], text)
-                text = _INVISIBLE.sub("", text)
-            text = _LINE_ENDS.sub("\n", text)
-            with_controls = len(text)
-            text = _CONTROLS.sub("", text)
-            num_controls = with_controls - len(text)
-            # Last: a character removed above may have separated a letter and its accent.
-            if self.form and not unicodedata.is_normalized(self.form, text):
-                text = unicodedata.normalize(self.form, text)
-            length = len(document.text)
-            if num_controls > self.max_control_fraction * length + _FORGIVEN:
-                drop(document, "binary")
-            elif num_invalid > self.max_invalid_fraction * length + _FORGIVEN:
-                drop(document, "undecodable")
-            elif not text or text.isspace():
-                drop(document, "empty")
-            else:
-                document.text = text
-                yield document
+    def judge(self, document: Document) -> str | None:
+        """Reasons: binary, undecodable, empty."""
+        text = document.text
+        num_invalid = 0
+        # ASCII cannot be cut in half, misread or in another normal form.
+        if not text.isascii():
+            text = _SURROGATES.sub(_joined_surrogates, text)
+            num_invalid = text.count("\ufffd")
+            if self.repair_encoding:
+                text = _MOJIBAKE.sub(_reread_as_utf8, text)
+                text = _C1.sub(lambda match: _CP1252[ord(match[0])], text)
+            text = _INVISIBLE.sub("", text)
+        text = _LINE_ENDS.sub("\n", text)
+        with_controls = len(text)
+        text = _CONTROLS.sub("", text)
+        num_controls = with_controls - len(text)
+        # Last: a character removed above may have separated a letter and its accent.
+        if self.form and not unicodedata.is_normalized(self.form, text):
+            text = unicodedata.normalize(self.form, text)
+        length = len(document.text)
+        if num_controls > self.max_control_fraction * length + _FORGIVEN:
+            return "binary"
+        if num_invalid > self.max_invalid_fraction * length + _FORGIVEN:
+            return "undecodable"
+        if not text or text.isspace():
+            return "empty"
+        document.text = text
+        return None
 
 
 # Notices anywhere in a short line: C4's, and similar ones.
@@ -162,7 +159,7 @@ def is_boilerplate(line: str) -> bool:
     return len(items) >= _MENU_ITEMS and len(line.split()) <= _WORDS_PER_MENU_ITEM * len(items)
 
 
-class Boilerplate:
+class Boilerplate(DocumentStep):
     """Removes boilerplate lines; indentation and order of the other lines stay.
 
     Args:
@@ -190,38 +187,31 @@ class Boilerplate:
         self.min_line_words = min_line_words
         self.min_kept_fraction = min_kept_fraction
 
-    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Documents without those lines; reason: only boilerplate."""
-        for document in documents:
-            if document.domain not in self.domains:
-                yield document
-                continue
-            lines = []
-            for line in document.text.split("\n"):
-                bare = line.strip()
-                ends = bare.endswith(_SENTENCE_ENDS) and not bare.endswith("...")
-                is_fit = (ends or not self.require_sentence_end) and (
-                    self.min_line_words <= 1 or len(bare.split()) >= self.min_line_words
-                )
-                # Empty lines stay: they separate paragraphs.
-                if not bare or (is_fit and not is_boilerplate(bare)):
-                    lines.append(line)
-            text = _EMPTY_LINES.sub("\n\n", "\n".join(lines)).strip("\n")
-            if not text or len(text) < self.min_kept_fraction * len(document.text):
-                drop(document, "only boilerplate")
-            else:
-                document.text = text
-                yield document
+    def judge(self, document: Document) -> str | None:
+        """Reason: only boilerplate."""
+        if document.domain not in self.domains:
+            return None
+        lines = []
+        for line in document.text.split("\n"):
+            bare = line.strip()
+            ends = bare.endswith(_SENTENCE_ENDS) and not bare.endswith("...")
+            is_fit = (ends or not self.require_sentence_end) and (
+                self.min_line_words <= 1 or len(bare.split()) >= self.min_line_words
+            )
+            # Empty lines stay: they separate paragraphs.
+            if not bare or (is_fit and not is_boilerplate(bare)):
+                lines.append(line)
+        text = _EMPTY_LINES.sub("\n\n", "\n".join(lines)).strip("\n")
+        if not text or len(text) < self.min_kept_fraction * len(document.text):
+            return "only boilerplate"
+        document.text = text
+        return None
 
 
-class Length:
+class Length(DocumentStep):
     """Keeps documents whose number of characters lies between two limits, both included.
 
     It selects the long documents of a source for long contexts, for example.
-
-    Args:
-        min_characters: shortest text that is kept.
-        max_characters: longest text that is kept; None: any.
     """
 
     name = "length"
@@ -235,12 +225,9 @@ class Length:
         self.min_characters = min_characters
         self.max_characters = max_characters
 
-    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Documents of these lengths; reasons: too short, too long."""
-        for document in documents:
-            if len(document.text) < self.min_characters:
-                drop(document, "too short")
-            elif self.max_characters is not None and len(document.text) > self.max_characters:
-                drop(document, "too long")
-            else:
-                yield document
+    def judge(self, document: Document) -> str | None:
+        """Reasons: too short, too long."""
+        if len(document.text) < self.min_characters:
+            return "too short"
+        is_long = self.max_characters is not None and len(document.text) > self.max_characters
+        return "too long" if is_long else None

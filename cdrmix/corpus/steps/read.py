@@ -2,8 +2,7 @@
 
 A row or file that cannot be read is set aside with its reason, and reading goes on with the next
 one; memory is bounded by the largest document allowed. A stream is cut into the shards that
-`datasets` sees in it (its files), which are read independently. A read that fails is resumed at
-the row at which it broke off.
+`datasets` sees in it (its files), which are read independently.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import gzip
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ from typing import Any
 import yaml
 
 from cdrmix.corpus.source import SetAside, SourceConfig, SourceFile
-from cdrmix.corpus.steps.read_bytes import Unreadable, missing_extra
-from cdrmix.corpus.steps.read_rows import Row, read_rows, texts
+from cdrmix.corpus.steps.read_bytes import Unreadable, from_extra
+from cdrmix.corpus.steps.read_rows import Rows, read_rows, text_and_metadata
 from cdrmix.corpus.steps.read_text import read_text
 from cdrmix.data.document import Document
 from cdrmix.data.shards import read_regular
@@ -45,10 +43,9 @@ def read_file(file: SourceFile, source: SourceConfig, set_aside: SetAside) -> It
         if file.kind in _WHOLE_FILES and source.chain_of_thought is not None:
             raise Unreadable("no fields for a chain of thought", f"a file of kind {file.kind}")
         if file.kind in _WHOLE_FILES:
-            text, metadata = read_text(file, source)
-            rows: Iterator[Row] = iter([(0, text, metadata)])
+            rows: Rows = iter([(0, read_text(file, source))])
         else:
-            rows = read_rows(file, source, partial(set_aside, file.name))
+            rows = read_rows(file, source)
         yield from _documents(rows, file.name, source, set_aside)
     except Unreadable as error:
         set_aside(file.name, None, error.reason, error.detail)
@@ -60,35 +57,28 @@ def read_file(file: SourceFile, source: SourceConfig, set_aside: SetAside) -> It
 
 
 def _documents(
-    rows: Iterator[Row], file: str, source: SourceConfig, set_aside: SetAside
+    rows: Rows, file: str, source: SourceConfig, set_aside: SetAside
 ) -> Iterator[Document]:
     """Makes documents of rows; sets aside those without a text of plain characters."""
-    for row, original, fields in rows:
-        text = original
-        if _has_surrogates(text):
-            if source.encoding_errors == "set_aside":
-                set_aside(file, row, "invalid unicode", "a lone surrogate")
-                continue
-            text = text.encode(errors="surrogatepass").decode(errors="replace")
-        if not text or text.isspace():
-            set_aside(file, row, "empty text", "")
+    for row, value in rows:
+        try:
+            text, fields = text_and_metadata(value, source)
+            if _has_surrogates(text):
+                if source.encoding_errors == "set_aside":
+                    raise Unreadable("invalid unicode", "a lone surrogate")
+                text = text.encode(errors="surrogatepass").decode(errors="replace")
+            if not text or text.isspace():
+                raise Unreadable("empty text")
+        except Unreadable as error:
+            set_aside(file, row, error.reason, error.detail)
             continue
         metadata: dict[str, Any] = {"path": file}
-        for name, value in fields.items():
-            is_short_text = (
-                isinstance(value, str)
-                and len(value) <= _MAX_METADATA_CHARACTERS
-                and not _has_surrogates(value)
-            )
-            if is_short_text or isinstance(value, bool | int | float):
-                metadata[name] = value
-        yield Document(
-            text=text,
-            id=f"{source.name}/{file}#{row}",
-            source=source.name,
-            domain=source.domain,
-            metadata=metadata,
-        )
+        for name, field in fields.items():
+            is_short = isinstance(field, str) and len(field) <= _MAX_METADATA_CHARACTERS
+            is_number = isinstance(field, bool | int | float)
+            if is_number or (is_short and not _has_surrogates(field)):
+                metadata[name] = field
+        yield Document(text, f"{source.name}/{file}#{row}", source.name, source.domain, metadata)
 
 
 def _has_surrogates(text: str) -> bool:
@@ -103,9 +93,9 @@ def _has_surrogates(text: str) -> bool:
 
 _LONGEST_PAUSE_SECONDS = 60.0
 _MAX_DESCRIPTION_BYTES = 2**22
-_NETWORK_PACKAGES = {
-    *("aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "huggingface_hub", "requests", "urllib3"),
-}
+_NETWORK_PACKAGES = frozenset(
+    ("aiohttp", "fsspec", "httpcore", "httpx", "httpx2", "huggingface_hub", "requests", "urllib3")
+)
 _logger = get_logger(__name__)
 
 
@@ -113,8 +103,7 @@ def count_shards(source: SourceConfig) -> int:
     """Number of parts of the stream that can be read independently.
 
     Raises:
-        DataError: if `datasets` is not installed, or the data set does not exist or cannot be
-            reached.
+        DataError: if the data set does not exist or cannot be reached.
     """
     try:
         return int(_open(source).num_shards)
@@ -151,9 +140,8 @@ def read_shard(
     values = retry_rows(rows_from, retries=source.retries, what=f"{source.name}/{name}")
     if source.max_documents_per_second:
         values = paced(values, source.max_documents_per_second)
-    rows = texts(enumerate(values), source, partial(set_aside, name))
     try:
-        yield from _documents(rows, name, source, set_aside)
+        yield from _documents(enumerate(values), name, source, set_aside)
     except Exception as error:
         if not _is_damage(error):
             raise
@@ -214,15 +202,8 @@ def paced(rows: Iterator[Any], per_second: float) -> Iterator[Any]:
 
 
 def _open(source: SourceConfig) -> Any:
-    """Opens the stream, limited to the columns in use if their names are known.
-
-    Raises:
-        DataError: if `datasets` is not installed, or the folder describes files elsewhere.
-    """
-    try:
-        import datasets
-    except ImportError:
-        raise missing_extra(f"source '{source.name}': type huggingface", "datasets") from None
+    """Opens the stream, limited to the columns in use if their names are known."""
+    datasets = from_extra("datasets", f"source '{source.name}': type huggingface")
     _check_description(Path(source.path))
     stream = datasets.load_dataset(
         source.path, source.subset, split=source.split, revision=source.revision, streaming=True
@@ -236,11 +217,7 @@ def _open(source: SourceConfig) -> Any:
 
 
 def _check_description(folder: Path) -> None:
-    """Refuses a folder whose own description names files elsewhere: `datasets` would fetch them.
-
-    Raises:
-        DataError: with the file and the name in it.
-    """
+    """Refuses a folder whose own description names files elsewhere: `datasets` would fetch them."""
     from huggingface_hub import DatasetCard
 
     for path in (folder / "README.md", folder / ".huggingface.yaml"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ _GZIP = 31  # zlib's way to ask for gzip's header and checksum
 
 
 class Unreadable(Exception):
-    """The rest of a file cannot be read.
+    """A row or the rest of a file cannot be read.
 
     Attributes:
         reason: a few words, the same for the same cause.
@@ -30,11 +31,15 @@ class Unreadable(Exception):
         self.detail = detail
 
 
-def missing_extra(what: str, package: str) -> DataError:
-    """Error for a reader whose package is not installed."""
-    return DataError(
-        f"{what} needs the package '{package}'. Install it: pip install 'cdrmix[data]'"
-    )
+def from_extra(module: str, what: str) -> Any:
+    """Imports a module of the [data] extra, without which `what` cannot be read."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise DataError(
+            f"{what} needs the package '{package}'. Install it: pip install 'cdrmix[data]'"
+        ) from None
 
 
 def open_bytes(path: Path) -> BinaryIO:
@@ -47,10 +52,7 @@ def open_bytes(path: Path) -> BinaryIO:
     if path.suffix == ".gz":
         raw = _Decompressed(path, lambda: zlib.decompressobj(_GZIP), zlib.error)
     else:
-        try:
-            import zstandard
-        except ImportError:
-            raise missing_extra(str(path), "zstandard") from None
+        zstandard = from_extra("zstandard", str(path))
         new_frame = zstandard.ZstdDecompressor().decompressobj
         raw = _Decompressed(path, new_frame, zstandard.ZstdError)
     return io.BufferedReader(raw, _CHUNK_BYTES)
@@ -108,11 +110,7 @@ class _Decompressed(io.RawIOBase):
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """Reads the whole content of a file, decompressed.
-
-    Raises:
-        Unreadable: if it is longer than `limit` bytes.
-    """
+    """Reads the whole content of a file, decompressed, of at most `limit` bytes."""
     with open_bytes(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:

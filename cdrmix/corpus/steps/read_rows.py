@@ -1,7 +1,5 @@
 """Rows of files that hold many texts: JSON, JSON lines, CSV, tar, Parquet and Arrow.
 
-Tar files are read as WebDataset lays them out: consecutive members with one name and several
-endings are one sample, such as `a/0001.txt` with the text and `a/0001.json` with its fields.
 Memory is bounded by the largest document allowed, whatever a file claims about its size.
 """
 
@@ -12,23 +10,20 @@ import io
 import itertools
 import json
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from cdrmix.corpus.source import SourceConfig, SourceFile
-from cdrmix.corpus.steps.read_bytes import Unreadable, bounded_lines, missing_extra, open_bytes
+from cdrmix.corpus.steps.read_bytes import Unreadable, bounded_lines, from_extra, open_bytes
 from cdrmix.corpus.steps.read_text import decoded
 from cdrmix.data.document import joined, reserved_in
 
-# number, text, metadata
-Row = tuple[int, str, dict[str, Any]]
-# (row, reason in a few words, detail)
-Refuse = Callable[[int, str, str], None]
-_Reader = Callable[[Path, SourceConfig, Refuse], Iterator[tuple[int, Any]]]
+# Number of each row and its value: an object, the text and metadata of a whole file, or an
+# `Unreadable` if it cannot be used.
+Rows = Iterator[tuple[int, Any]]
 _JSON_CHUNK_CHARACTERS = 2**20
 _ARROW_BATCH_ROWS = 64
 # Limit on rows that are decoded together, in multiples of `max_document_bytes`.
@@ -45,65 +40,65 @@ _HEADER_TYPES = {
 }
 
 
-def read_rows(file: SourceFile, source: SourceConfig, refuse: Refuse) -> Iterator[Row]:
-    """Reads the rows of a file that hold a text.
+def read_rows(file: SourceFile, source: SourceConfig) -> Rows:
+    """Reads the rows of a file.
 
-    Args:
-        refuse: called for each row that cannot be used.
     Raises:
         Unreadable: if the rest of the file cannot be read.
         OSError: if it cannot be opened.
     """
-    readers: dict[str, _Reader] = {
+    readers: dict[str, Callable[[Path, SourceConfig], Rows]] = {
         "json": _json_file,
         "jsonl": _json_lines,
         "csv": partial(_csv_rows, delimiter=","),
         "tsv": partial(_csv_rows, delimiter="\t"),
-        "parquet": _parquet_rows,
+        "parquet": partial(_table_rows, batches_of=_parquet_batches, kind="parquet"),
         "tar": _tar_samples,
-        "arrow": _arrow_rows,
+        "arrow": partial(_table_rows, batches_of=_arrow_batches, kind="arrow"),
     }
-    return texts(readers[file.kind](file.path, source, refuse), source, refuse)
+    return readers[file.kind](file.path, source)
 
 
-def texts(
-    objects: Iterable[tuple[int, Any]], source: SourceConfig, refuse: Refuse
-) -> Iterator[Row]:
-    """Turns numbered objects with texts in the fields that the source names into rows.
+def text_and_metadata(value: Any, source: SourceConfig) -> tuple[str, dict[str, Any]]:
+    """Text and metadata of a row: its fields that the source names.
 
     The parts of a chain of thought become one text.
+
+    Raises:
+        Unreadable: if the row has no text.
     """
-    for row, value in objects:
-        if not isinstance(value, dict):
-            refuse(row, "not an object", f"a JSON {type(value).__name__}")
-            continue
-        try:
-            parts = []
-            for name in source.text_fields:
-                part = _field(value, name)
-                if part is None:
-                    known = ", ".join(map(str, list(value)[:20]))
-                    raise Unreadable(f"no text in field '{name}'", f"its fields: {known}")
-                if not isinstance(part, str):
-                    detail = f"it holds a {type(part).__name__}"
-                    raise Unreadable(f"field '{name}' holds no text", detail)
-                parts.append(part)
-            text = parts[0]
-            if source.chain_of_thought is not None:
-                prompt, thought, answer = parts
-                if not prompt.strip() or not answer.strip():
-                    raise Unreadable("empty prompt or answer")
-                for part in parts:
-                    # The names join the parts, and would take the text apart elsewhere.
-                    if reserved := reserved_in(part):
-                        raise Unreadable("name of a special token in the text", reserved)
-                text = joined(prompt, thought, answer)
-        except Unreadable as error:
-            refuse(row, error.reason, error.detail)
-            continue
-        # Under the last part of their names: a step looks for `url`, wherever it is nested.
-        fields = ((name, _field(value, name)) for name in source.metadata_fields)
-        yield row, text, {name.rpartition(".")[2]: v for name, v in fields if v is not None}
+    if isinstance(value, Unreadable):
+        raise value
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(value, dict):
+        raise Unreadable("not an object", f"a JSON {type(value).__name__}")
+    parts = []
+    for name in source.text_fields:
+        part = _field(value, name)
+        if part is None:
+            known = ", ".join(map(str, list(value)[:20]))
+            raise Unreadable(f"no text in field '{name}'", f"its fields: {known}")
+        if not isinstance(part, str):
+            raise Unreadable(f"field '{name}' holds no text", f"it holds a {type(part).__name__}")
+        parts.append(part)
+    text = parts[0]
+    if source.chain_of_thought is not None:
+        prompt, thought, answer = parts
+        if not prompt.strip() or not answer.strip():
+            raise Unreadable("empty prompt or answer")
+        for part in parts:
+            # The names join the parts, and would take the text apart elsewhere.
+            if reserved := reserved_in(part):
+                raise Unreadable("name of a special token in the text", reserved)
+        text = joined(prompt, thought, answer)
+    # Under the last part of their names: a step looks for `url`, wherever it is nested.
+    fields = ((name, _field(value, name)) for name in source.metadata_fields)
+    return text, {name.rpartition(".")[2]: found for name, found in fields if found is not None}
+
+
+def _too_long(what: str, limit: int) -> Unreadable:
+    return Unreadable(f"{what} longer than max_document_bytes", f"more than {limit} bytes")
 
 
 def _field(value: dict[str, Any], name: str) -> Any:
@@ -116,28 +111,26 @@ def _field(value: dict[str, Any], name: str) -> Any:
     return inner
 
 
-def _json_lines(path: Path, source: SourceConfig, refuse: Refuse) -> Iterator[tuple[int, Any]]:
+def _json_lines(path: Path, source: SourceConfig) -> Rows:
     limit = source.max_document_bytes
     with open_bytes(path) as file:
         for row, line in enumerate(bounded_lines(file, limit)):
             if line is None:
-                refuse(row, "line longer than max_document_bytes", f"more than {limit} bytes")
-                continue
-            if line.isspace():
+                yield row, _too_long("line", limit)
+            if line is None or line.isspace():
                 continue
             try:
                 value = json.loads(decoded(line, source.encoding, source.encoding_errors))
             except Unreadable as error:
-                refuse(row, error.reason, error.detail)
+                value = error
             except ValueError as error:
-                refuse(row, "invalid JSON", str(error))
+                value = Unreadable("invalid JSON", str(error))
             except RecursionError:
-                refuse(row, "invalid JSON", "nested too deeply")
-            else:
-                yield row, value
+                value = Unreadable("invalid JSON", "nested too deeply")
+            yield row, value
 
 
-def _json_file(path: Path, source: SourceConfig, refuse: Refuse) -> Iterator[tuple[int, Any]]:
+def _json_file(path: Path, source: SourceConfig) -> Rows:
     """Reads the elements of a .json file's list, or its values one after the other."""
     with open_bytes(path) as file:
         errors = "strict" if source.encoding_errors == "set_aside" else "replace"
@@ -149,12 +142,7 @@ def _json_file(path: Path, source: SourceConfig, refuse: Refuse) -> Iterator[tup
 
 
 def _json_values(read: Callable[[int], str], limit: int) -> Iterator[Any]:
-    """Parses values of JSON text piece by piece; at most one value is in memory.
-
-    Raises:
-        Unreadable: at invalid JSON, at a value longer than `limit` characters, and at an end
-            inside a value or list.
-    """
+    """Parses values of JSON text piece by piece; at most one value is in memory."""
     decoder = json.JSONDecoder()
     text = read(_JSON_CHUNK_CHARACTERS).removeprefix("\ufeff")
     place = 0
@@ -199,9 +187,7 @@ def _json_values(read: Callable[[int], str], limit: int) -> Iterator[Any]:
             at_end = not more
 
 
-def _csv_rows(
-    path: Path, source: SourceConfig, refuse: Refuse, *, delimiter: str
-) -> Iterator[tuple[int, Any]]:
+def _csv_rows(path: Path, source: SourceConfig, *, delimiter: str) -> Rows:
     """Reads the rows of a table with a header as objects."""
     limit = source.max_document_bytes
     csv.field_size_limit(limit)
@@ -210,8 +196,7 @@ def _csv_rows(
         for number, line in enumerate(bounded_lines(file, limit)):
             # Past either, the reader cannot tell any more where rows begin.
             if line is None:
-                detail = f"more than {limit} bytes"
-                raise Unreadable("line longer than max_document_bytes", detail)
+                raise _too_long("line", limit)
             if b"\0" in line:
                 raise Unreadable("NUL characters", f"line {number + 1}")
             yield decoded(line, source.encoding, source.encoding_errors)
@@ -228,8 +213,8 @@ def _csv_rows(
                 if len(values) == len(header):
                     yield row, dict(zip(header, values, strict=True))
                 elif values:
-                    counts = f"{len(values)} values, {len(header)} columns"
-                    refuse(row, "row does not fit the header", counts)
+                    detail = f"{len(values)} values, {len(header)} columns"
+                    yield row, Unreadable("row does not fit the header", detail)
         except csv.Error as error:
             raise Unreadable("invalid CSV", f"line {reader.line_num}: {error}") from None
 
@@ -246,40 +231,42 @@ class _TarMember(tarfile.TarInfo):
         return member
 
 
-def _tar_samples(path: Path, source: SourceConfig, refuse: Refuse) -> Iterator[tuple[int, Any]]:
-    """Reads samples: fields of the `.json` member, and the `.txt` in the source's text field.
+def _tar_samples(path: Path, source: SourceConfig) -> Rows:
+    """Reads samples as WebDataset lays them out: consecutive members with one name and several
+    endings, `a/0001.txt` with the text and `a/0001.json` with fields.
 
     A sample cut off by a damage is left out: members of it may be missing.
-
-    Raises:
-        Unreadable: if the rest of the file cannot be read.
     """
     members_of = itertools.groupby(_tar_members(path, source.max_document_bytes), itemgetter(0))
     for row, (key, members) in enumerate(members_of):
         contents = {ending: content for _, ending, content in members}
-        texts_of: dict[str, str] = {}
         try:
-            endings = [e for e in (_TEXT_ENDING, _FIELDS_ENDING) if e in contents]
-            if not endings:
-                raise Unreadable("no .txt or .json in the sample", f"it has {', '.join(contents)}")
-            for ending in endings:
-                content = contents[ending]
-                if content is None:
-                    detail = f".{ending}: {source.max_document_bytes}"
-                    raise Unreadable("member larger than max_document_bytes", detail)
-                texts_of[ending] = decoded(content, source.encoding, source.encoding_errors)
-            fields = json.loads(texts_of.get(_FIELDS_ENDING, "{}"))
-            if not isinstance(fields, dict):
-                detail = f".{_FIELDS_ENDING}: a JSON {type(fields).__name__}"
-                raise Unreadable("not an object", detail)
+            value: Any = _tar_sample(contents, source)
         except Unreadable as error:
-            refuse(row, error.reason, f"{key}: {error.detail}")
+            value = Unreadable(error.reason, f"{key}: {error.detail}")
         except (ValueError, RecursionError) as error:
-            refuse(row, "invalid JSON", f"{key}: {error}")
-        else:
-            if _TEXT_ENDING in texts_of:
-                fields[source.text_field] = texts_of[_TEXT_ENDING]
-            yield row, fields
+            value = Unreadable("invalid JSON", f"{key}: {error}")
+        yield row, value
+
+
+def _tar_sample(contents: dict[str, bytes | None], source: SourceConfig) -> dict[str, Any]:
+    """Fields of a sample, from the contents of its members by their endings."""
+    endings = [ending for ending in (_TEXT_ENDING, _FIELDS_ENDING) if ending in contents]
+    if not endings:
+        raise Unreadable("no .txt or .json in the sample", f"it has {', '.join(contents)}")
+    texts: dict[str, str] = {}
+    for ending in endings:
+        content = contents[ending]
+        if content is None:
+            detail = f".{ending}: {source.max_document_bytes}"
+            raise Unreadable("member larger than max_document_bytes", detail)
+        texts[ending] = decoded(content, source.encoding, source.encoding_errors)
+    fields = json.loads(texts.get(_FIELDS_ENDING, "{}"))
+    if not isinstance(fields, dict):
+        raise Unreadable("not an object", f".{_FIELDS_ENDING}: a JSON {type(fields).__name__}")
+    if _TEXT_ENDING in texts:
+        fields[source.text_field] = texts[_TEXT_ENDING]
+    return fields
 
 
 def _tar_members(path: Path, limit: int) -> Iterator[tuple[str, str, bytes | None]]:
@@ -298,36 +285,50 @@ def _tar_members(path: Path, limit: int) -> Iterator[tuple[str, str, bytes | Non
                 key, _, ending = name.partition(".")
                 if not member.isfile() or not key or not ending:
                     continue
-                content: bytes | None = None
-                stream = archive.extractfile(member)
-                if (
-                    ending in (_TEXT_ENDING, _FIELDS_ENDING)
-                    and member.size <= limit
-                    and stream is not None
-                ):
-                    content = stream.read()
-                yield f"{folder}/{key}", ending, content
+                is_used = ending in (_TEXT_ENDING, _FIELDS_ENDING) and member.size <= limit
+                stream = archive.extractfile(member) if is_used else None
+                yield f"{folder}/{key}", ending, None if stream is None else stream.read()
     except tarfile.TarError as error:
         raise Unreadable("damaged tar", str(error)) from None
     except RecursionError:
         raise Unreadable("damaged tar", "headers of headers") from None
 
 
-def _parquet_rows(path: Path, source: SourceConfig, refuse: Refuse) -> Iterator[tuple[int, Any]]:
+def _table_rows(
+    path: Path,
+    source: SourceConfig,
+    *,
+    batches_of: Callable[[Path, SourceConfig], Iterator[Any]],
+    kind: str,
+) -> Rows:
+    """Rows as Python objects, a few at a time: a batch of a file on disk may be large."""
+    pyarrow = from_extra("pyarrow", str(path))
+    limit = source.max_document_bytes
+    row = 0
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_extra(str(path), "pyarrow") from None
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(pyarrow.parquet.ParquetFile(path))
-            columns = _columns(file.schema_arrow.names, source)
-            batch_rows = _parquet_batch_rows(file.metadata, columns, source)
-            batches = file.iter_batches(batch_rows, columns=columns)
-            yield from _rows_of_batches(batches, source, refuse)
-        except pyarrow.ArrowException as error:
-            raise Unreadable("damaged parquet", str(error)) from None
+        for batch in batches_of(path, source):
+            # Where a few rows may be large, or the same bytes stand behind all of them
+            # (dictionaries, views), one at a time: each may be as large as the whole batch.
+            together = _BATCH_DOCUMENTS * limit // max(1, batch.nbytes)
+            rows = min(_ARROW_BATCH_ROWS, max(1, together))
+            for start in range(0, batch.num_rows, rows):
+                for value in batch.slice(start, rows).to_pylist():
+                    parts = (_field(value, name) for name in source.text_fields)
+                    texts = (part for part in parts if isinstance(part, str))
+                    if any(len(text.encode(errors="surrogatepass")) > limit for text in texts):
+                        yield row, _too_long("row", limit)
+                    else:
+                        yield row, value
+                    row += 1
+    except pyarrow.ArrowException as error:
+        raise Unreadable(f"damaged {kind}", str(error)) from None
+
+
+def _parquet_batches(path: Path, source: SourceConfig) -> Iterator[Any]:
+    with from_extra("pyarrow.parquet", str(path)).ParquetFile(path) as file:
+        columns = _columns(file.schema_arrow.names, source)
+        rows = _parquet_batch_rows(file.metadata, columns, source)
+        yield from file.iter_batches(rows, columns=columns)
 
 
 def _parquet_batch_rows(metadata: Any, columns: list[str], source: SourceConfig) -> int:
@@ -335,55 +336,40 @@ def _parquet_batch_rows(metadata: Any, columns: list[str], source: SourceConfig)
 
     A value that stands once in a column's dictionary may be that of every row: a file of 750 bytes
     holds 64 rows of 10 MB. So each row is taken to be as large as the largest column chunk.
-
-    Raises:
-        Unreadable: if a chunk expands beyond all measure, as a page is decompressed at once.
     """
     limit = _BATCH_DOCUMENTS * source.max_document_bytes
     largest = 1
-    for group in range(metadata.num_row_groups):
-        chunks = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
-        for chunk in chunks:
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(metadata.num_columns)):
             path = chunk.path_in_schema
             if path not in columns and path.partition(".")[0] not in columns:
                 continue
             size = chunk.total_uncompressed_size
+            # A page is decompressed at once.
             if size > limit and size > _MAX_EXPANSION * chunk.total_compressed_size:
                 raise Unreadable("expands too much", f"{size} bytes in column {path}")
             largest = max(largest, size)
     return min(_ARROW_BATCH_ROWS, max(1, limit // largest))
 
 
-def _arrow_rows(path: Path, source: SourceConfig, refuse: Refuse) -> Iterator[tuple[int, Any]]:
-    """Reads the rows of an Arrow file in either format; `datasets` writes the streaming one."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError:
-        raise missing_extra(str(path), "pyarrow") from None
-    with ExitStack() as stack:
+def _arrow_batches(path: Path, source: SourceConfig) -> Iterator[Any]:
+    """Reads an Arrow file in either format; `datasets` writes the streaming one."""
+    pyarrow = from_extra("pyarrow", str(path))
+    with pyarrow.memory_map(str(path)) as file:
         try:
-            file = stack.enter_context(pyarrow.memory_map(str(path)))
-            try:
-                batches: Any = stack.enter_context(pyarrow.ipc.open_stream(file))
-                names = batches.schema.names
-            except pyarrow.ArrowInvalid:
-                whole = stack.enter_context(pyarrow.ipc.open_file(file))
-                batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
-                names = whole.schema.names
-            columns = _columns(names, source)
-            selected = (batch.select(columns) for batch in batches)
-            yield from _rows_of_batches(selected, source, refuse)
-        except pyarrow.ArrowException as error:
-            raise Unreadable("damaged arrow", str(error)) from None
+            reader = pyarrow.ipc.open_stream(file)
+            batches = iter(reader)
+        except pyarrow.ArrowInvalid:
+            reader = pyarrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        with reader:
+            columns = _columns(reader.schema.names, source)
+            for batch in batches:
+                yield batch.select(columns)
 
 
 def _columns(names: list[str], source: SourceConfig) -> list[str]:
-    """Columns of a table that hold the fields that the source names.
-
-    Raises:
-        Unreadable: if one with text is missing.
-    """
+    """Columns of a table that hold the fields that the source names."""
 
     def column(field: str) -> str:
         return field if field in names else field.partition(".")[0]
@@ -393,27 +379,3 @@ def _columns(names: list[str], source: SourceConfig) -> list[str]:
         raise Unreadable(f"no column '{missing[0]}'", f"its columns: {columns}")
     fields = map(column, (*source.text_fields, *source.metadata_fields))
     return [name for name in dict.fromkeys(fields) if name in names]
-
-
-def _rows_of_batches(
-    batches: Iterable[Any], source: SourceConfig, refuse: Refuse
-) -> Iterator[tuple[int, Any]]:
-    """Rows as Python objects, a few at a time: a batch of a file on disk may be large."""
-    limit = source.max_document_bytes
-    row = 0
-    for batch in batches:
-        # Where a few rows may be large, or the same bytes stand behind all of them (dictionaries,
-        # views), one at a time: each may be as large as the whole batch.
-        together = _BATCH_DOCUMENTS * limit // max(1, batch.nbytes)
-        rows = min(_ARROW_BATCH_ROWS, max(1, together))
-        for start in range(0, batch.num_rows, rows):
-            for value in batch.slice(start, rows).to_pylist():
-                parts = [_field(value, name) for name in source.text_fields]
-                if any(
-                    isinstance(part, str) and len(part.encode(errors="surrogatepass")) > limit
-                    for part in parts
-                ):
-                    refuse(row, "row longer than max_document_bytes", f"more than {limit} bytes")
-                else:
-                    yield row, value
-                row += 1

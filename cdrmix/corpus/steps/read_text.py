@@ -1,8 +1,8 @@
 """Files that are one text each: plain text, source code, HTML and Word documents.
 
-HTML is read by resiliparse. The text is what a page shows: no scripts, styles, forms or
-navigation, blocks on lines of their own, preformatted text as it stands. It is not guessed which
-part of a page is its article; a later step takes out boilerplate lines.
+The text of a page is what it shows, by resiliparse: no scripts, styles, forms or navigation, blocks
+on lines of their own, preformatted text as it stands. It is not guessed which part of a page is its
+article; a later step takes out boilerplate lines.
 
 The parser runs in a child process with limits, because the tree that the HTML standard prescribes
 may be quadratic in the page: 50 kB of unclosed <font> make 1 GB of it, and nothing in Python stops
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import importlib.util
 import os
 import re
 import resource
@@ -29,7 +28,7 @@ from typing import IO, Any
 from xml.etree import ElementTree
 
 from cdrmix.corpus.source import SourceConfig, SourceFile
-from cdrmix.corpus.steps.read_bytes import Unreadable, missing_extra, read_bounded
+from cdrmix.corpus.steps.read_bytes import Unreadable, from_extra, read_bounded
 
 # Ordinary pages take 0.025 CPU seconds and 10 MB of memory per MB.
 _CPU_SECONDS = 0.5
@@ -53,22 +52,8 @@ _CHARSET_WITHIN_BYTES = 1024  # the HTML standard has readers look no further
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 
 
-def extract_text(html: str) -> tuple[str, str]:
-    """Extracts the text that a page shows, and its title ('' if it has none).
-
-    Raises:
-        Unreadable: if the page takes more time or memory than any page of its size should.
-        DataError: if resiliparse is not installed.
-    """
-    return _parser.extract(html)
-
-
 class _Parser:
-    """Child process that parses pages, started by the first page and after a page that ended it.
-
-    Attributes:
-        process: the child, or None before it is started.
-    """
+    """Child process that parses pages, started by the first page and after a page that ended it."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -78,8 +63,7 @@ class _Parser:
     def extract(self, html: str) -> tuple[str, str]:
         """Asks the child for the text and title of a page."""
         if self.process is None:
-            if importlib.util.find_spec("resiliparse") is None:
-                raise missing_extra("HTML", "resiliparse")
+            from_extra("resiliparse", "HTML")
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "cdrmix.corpus.steps.read_text"],
                 stdin=subprocess.PIPE,
@@ -102,15 +86,26 @@ class _Parser:
             status = process.wait()
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
+            cpu_seconds, memory_bytes = _limits(html)
             raise Unreadable(
                 "HTML beyond the limits of the parser",
-                f"{len(html)} characters may take {_limits(html)[0]:.1f} CPU seconds, "
-                f"{_limits(html)[1] >> 20} MiB and give {_LONGEST_TEXT * len(html)} characters "
+                f"{len(html)} characters may take {cpu_seconds:.1f} CPU seconds, "
+                f"{memory_bytes >> 20} MiB and give {_LONGEST_TEXT * len(html)} characters "
                 f"of text; the parser ended with status {status}",
             ) from None
 
 
 _parser = _Parser()
+
+
+def extract_text(html: str) -> tuple[str, str]:
+    """Extracts the text that a page shows, and its title ('' if it has none).
+
+    Raises:
+        Unreadable: if the page takes more time or memory than any page of its size should.
+        DataError: if resiliparse is not installed.
+    """
+    return _parser.extract(html)
 
 
 def _message(text: str) -> bytes:
@@ -128,10 +123,8 @@ def _read_message(stream: IO[bytes]) -> str:
 
 def _limits(html: str) -> tuple[float, int]:
     """CPU time (seconds) and address space (bytes) that a page may take."""
-    return (
-        _CPU_SECONDS + _CPU_SECONDS_PER_BYTE * len(html),
-        _MEMORY_BYTES + _MEMORY_PER_BYTE * len(html),
-    )
+    cpu_seconds = _CPU_SECONDS + _CPU_SECONDS_PER_BYTE * len(html)
+    return cpu_seconds, _MEMORY_BYTES + _MEMORY_PER_BYTE * len(html)
 
 
 def _answer_pages() -> None:
@@ -194,20 +187,13 @@ def read_text(file: SourceFile, source: SourceConfig) -> tuple[str, dict[str, An
 
 
 def decoded(content: bytes, encoding: str, errors: str) -> str:
-    """Decodes bytes, without a byte order mark.
-
-    Args:
-        errors: `set_aside` or `replace`, as in a source.
-    Raises:
-        Unreadable: if they are not valid in `encoding` and are to be set aside.
-    """
+    """Decodes bytes, without a byte order mark; `errors` is `set_aside` or `replace`."""
     handler = "strict" if errors == "set_aside" else errors
     try:
         return content.decode(encoding, errors=handler).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise Unreadable(
-            f"invalid {encoding}", f"{error.reason} at byte {error.start}; see encoding_errors"
-        ) from None
+        detail = f"{error.reason} at byte {error.start}; see encoding_errors"
+        raise Unreadable(f"invalid {encoding}", detail) from None
 
 
 def _docx_text(path: Path, limit: int) -> str:
@@ -244,9 +230,8 @@ def _docx_lines(file: IO[bytes]) -> Iterator[str]:
                 depth -= 1
             case "end", "p":
                 tags = ((part.tag.removeprefix(_WORD), part.text) for part in element.iter())
-                text = "".join(
-                    run or "" if tag == "t" else breaks.get(tag, "") for tag, run in tags
-                )
+                runs = (run or "" if tag == "t" else breaks.get(tag, "") for tag, run in tags)
+                text = "".join(runs)
                 if depth:
                     cell.append(text)
                 else:

@@ -1,4 +1,4 @@
-"""First phase of deduplication: a file of fixed-width signatures per task.
+"""First phase of deduplication: a file of fixed-width records per task.
 
 A record is enough for the later phases and holds no text: 248 bytes with the default MinHash. A
 document is identified by its place, the numbers of its task's file and of its row.
@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdrmix.corpus.steps.minhash import MAX_CHARACTERS, Method
+from cdrmix.corpus.steps.minhash import MAX_CHARACTERS, Method, in_batches
+from cdrmix.corpus.steps.url import canonical_url, host_of, url_key
 from cdrmix.data.document import Document, Drop
 from cdrmix.errors import DataError
 
@@ -25,24 +27,28 @@ _FORMAT = 1
 _HEADER_BYTES = 256
 _MAX_BATCH = 512  # documents
 _ROW_BITS = 40  # places: 2^24 files of 2^40 documents
+# A document with an address: hash of its id, number in its task, hashes of host and page.
+URL_NOTES = np.dtype([("id", "<u8"), ("row", "<u8"), ("host", "<u8"), ("page", "<u8")])
 
 
-class Sign:
-    """Passes all documents on and writes their signatures into a file.
+class _Signer(ABC):
+    """Passes all documents on and writes records about them into a file.
 
     The file appears after the last document, whole or not at all. Documents wait until their batch
-    is signed: at most 512, and 131,072 characters or one longer document.
+    is written: at most 512, and 131,072 characters or one longer document.
 
     Args:
         path: the task's file.
-        method: method of the signatures.
     """
 
-    name = "sign"
+    header = b""
 
-    def __init__(self, path: Path, method: Method) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.method = method
+
+    @abstractmethod
+    def records(self, batch: list[Document], row: int) -> NDArray[Any]:
+        """Records of consecutive documents, the first of which has this number in its task."""
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
         """Gives the documents unchanged and in order.
@@ -51,18 +57,16 @@ class Sign:
             DataError: if the file cannot be written.
         """
         partial = self.path.with_name(f"{self.path.name}.partial")  # a killed run's is overwritten
+        row = 0
         try:
             with self._named_errors():
                 file = partial.open("wb")
             with file:
                 with self._named_errors():
-                    file.write(_header(self.method))
-                for batch in _batches(documents):
-                    records = np.zeros(len(batch), dtype=record_type(self.method))
-                    records["id"] = [hash_id(document.id) for document in batch]
-                    digests = b"".join(_text_digest(document.text) for document in batch)
-                    records["text"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
-                    records["keys"], records["sketch"] = self.method.sign([d.text for d in batch])
+                    file.write(self.header)
+                for batch in in_batches(documents, lambda x: len(x.text), max_items=_MAX_BATCH):
+                    records = self.records(batch, row)
+                    row += len(batch)
                     with self._named_errors():
                         file.write(records.tobytes())
                     yield from batch
@@ -85,13 +89,49 @@ class Sign:
             ) from error
 
 
+class Sign(_Signer):
+    """Passes all documents on and writes their signatures into a file, by some method."""
+
+    name = "sign"
+
+    def __init__(self, path: Path, method: Method) -> None:
+        super().__init__(path)
+        self.method = method
+        self.header = _header(method)
+
+    def records(self, batch: list[Document], row: int) -> NDArray[Any]:
+        """A record per document, of the type `record_type`."""
+        records = np.zeros(len(batch), dtype=record_type(self.method))
+        records["id"] = [hash_id(document.id) for document in batch]
+        digests = b"".join(_text_digest(document.text) for document in batch)
+        records["text"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+        records["keys"], records["sketch"] = self.method.sign([d.text for d in batch])
+        return records
+
+
+class SignUrls(_Signer):
+    """Passes all documents on and writes the hashes of their addresses into a file."""
+
+    name = "sign urls"
+
+    def records(self, batch: list[Document], row: int) -> NDArray[Any]:
+        """A record per document with an address, of the type `URL_NOTES`."""
+        records = []
+        for number, document in enumerate(batch, start=row):
+            url = document.metadata.get("url")
+            canonical = canonical_url(url) if isinstance(url, str) else None
+            if canonical is not None:
+                page = int(url_key(canonical), 16)
+                records.append((hash_id(document.id), number, hash_id(host_of(canonical)), page))
+        return np.array(records, dtype=URL_NOTES)
+
+
 class SignatureFiles:
     """Signature files in the order of the corpus, read as one list of records.
 
     Args:
         paths: one file per task: sources in the recipe's order, and within a source the tasks in
             reading order. The first document of a cluster in this order survives.
-        method: expected method of the files.
     Attributes:
         num_records: records of each file.
     Raises:
@@ -135,13 +175,8 @@ class SignatureFiles:
         return np.array(self._map(file)["id"][rows]) if len(rows) else np.empty(0, np.uint64)
 
     def _map(self, number: int) -> NDArray[Any]:
-        return np.memmap(
-            self.paths[number],
-            dtype=self._type,
-            mode="r",
-            offset=_HEADER_BYTES,
-            shape=(self.num_records[number],),
-        )
+        shape = (self.num_records[number],)
+        return np.memmap(self.paths[number], self._type, "r", offset=_HEADER_BYTES, shape=shape)
 
 
 def place(file: int, row: int) -> np.uint64:
@@ -155,23 +190,18 @@ def split_places(places: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray
     return files, (places & np.uint64((1 << _ROW_BITS) - 1)).astype(np.int64)
 
 
-def hash_id(document_id: str) -> int:
-    """64-bit hash of a document's id, unique within its task for practical purposes."""
-    digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def hash_id(name: str) -> int:
+    """64-bit hash of a document's id or of a host, unique for practical purposes."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def record_type(method: Method) -> np.dtype[Any]:
     """Fields of a record: hash of the id, hash of the text, keys and sketch."""
     # Little-endian, so that machines of a cluster may share the files.
-    return np.dtype(
-        [
-            ("id", "<u8"),
-            ("text", "<u8", (2,)),
-            ("keys", "<u8", (method.num_keys,)),
-            ("sketch", "u1", (method.sketch_bytes,)),
-        ]
-    )
+    keys = ("keys", "<u8", (method.num_keys,))
+    sketch = ("sketch", "u1", (method.sketch_bytes,))
+    return np.dtype([("id", "<u8"), ("text", "<u8", (2,)), keys, sketch])
 
 
 def _text_digest(text: str) -> bytes:
@@ -182,24 +212,6 @@ def _text_digest(text: str) -> bytes:
         piece = text[start : start + MAX_CHARACTERS].lower()
         digest.update("".join(piece.split()).encode("utf-8", "surrogatepass"))
     return digest.digest()
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        if batch and characters + len(document.text) > MAX_CHARACTERS:
-            yield batch
-            batch = []
-            characters = 0
-        batch.append(document)
-        characters += len(document.text)
-        if len(batch) == _MAX_BATCH:
-            yield batch
-            batch = []
-            characters = 0
-    if batch:
-        yield batch
 
 
 def _header(method: Method) -> bytes:

@@ -1,8 +1,5 @@
 """Web addresses: one spelling, keys for documents of one page or host, and lists of unwanted ones.
 
-Keys are computed from one document: no step remembers the documents before, so that any number of
-processes agree, and a sort or the exact deduplication finds equal keys afterwards.
-
 A blocklist is a text file with one entry per line. A # and a space begin a comment, as does a # at
 the start of a line. No list is shipped: the user decides whose texts are unwanted.
 """
@@ -11,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from cdrmix.data.document import Document, Drop
+from cdrmix.data.document import Document, DocumentStep
 from cdrmix.errors import ConfigError, DataError
 
 # Parameters of the campaign or the visit, which do not change the page. Sources: the campaign
@@ -57,9 +53,8 @@ def canonical_url(url: str) -> str | None:
     if not _HOST.fullmatch(host):
         return None
     netloc = host if port in (None, _DEFAULT_PORTS[parts.scheme]) else f"{host}:{port}"
-    query = "&".join(
-        pair for pair in parts.query.split("&") if not _TRACKING.fullmatch(pair.partition("=")[0])
-    )
+    pairs = parts.query.split("&")
+    query = "&".join(pair for pair in pairs if not _TRACKING.fullmatch(pair.partition("=")[0]))
     path = _SESSION_IN_PATH.sub("", parts.path) or "/"
     return urlunsplit((parts.scheme, netloc, path, query, ""))
 
@@ -81,7 +76,7 @@ def url_key(url: str) -> str:
     return hashlib.blake2b(page.encode(), digest_size=_KEY_BYTES).hexdigest()
 
 
-class Url:
+class Url(DocumentStep):
     """Writes metadata `url` in canonical spelling, `url_key` and `host` of documents with a url.
 
     Args:
@@ -93,19 +88,16 @@ class Url:
     def __init__(self, *, drop_invalid: bool = False) -> None:
         self.drop_invalid = drop_invalid
 
-    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """All documents; reason, with `drop_invalid`: invalid url."""
-        for document in documents:
-            url = document.metadata.get("url")
-            canonical = canonical_url(url) if isinstance(url, str) else None
-            if canonical is not None:
-                document.metadata["url"] = canonical
-                document.metadata["url_key"] = url_key(canonical)
-                document.metadata["host"] = host_of(canonical)
-            elif url is not None and self.drop_invalid:
-                drop(document, "invalid url")
-                continue
-            yield document
+    def judge(self, document: Document) -> str | None:
+        """Reason, with `drop_invalid`: invalid url."""
+        url = document.metadata.get("url")
+        canonical = canonical_url(url) if isinstance(url, str) else None
+        if canonical is None:
+            return "invalid url" if url is not None and self.drop_invalid else None
+        document.metadata["url"] = canonical
+        document.metadata["url_key"] = url_key(canonical)
+        document.metadata["host"] = host_of(canonical)
+        return None
 
 
 _COMMENT = re.compile(r"^#.*|\s#\s.*")
@@ -113,11 +105,7 @@ _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 
 
 def read_list(path: str | Path | None) -> list[str]:
-    """Reads the entries of a list file; no file has none.
-
-    Raises:
-        DataError: if it cannot be read, is not UTF-8, or holds no entry.
-    """
+    """Reads the entries of a list file, in UTF-8 and with at least one; no file has none."""
     if path is None:
         return []
     try:
@@ -130,10 +118,8 @@ def read_list(path: str | Path | None) -> list[str]:
     return entries
 
 
-class Blocklist:
+class Blocklist(DocumentStep):
     """Drops documents from listed addresses and hosts, or with listed words.
-
-    The lists are read once, when the step is made.
 
     Args:
         hosts: file of host names; example.org blocks its subdomains too.
@@ -157,34 +143,22 @@ class Blocklist:
             raise ConfigError("blocklist: no list given. Set one of hosts, urls, words")
         if min_distinct_words < 1:
             raise ConfigError(f"blocklist: min_distinct_words = {min_distinct_words} is below 1")
-        self._hosts = frozenset(
-            host.lower().removeprefix("www.").strip(".") for host in read_list(hosts)
-        )
-        url_keys = set()
+        self._hosts = {host.lower().removeprefix("www.").strip(".") for host in read_list(hosts)}
+        self._url_keys = set()
         for entry in read_list(urls):
             canonical = canonical_url(entry if "://" in entry else f"http://{entry}")
             if canonical is None:
                 raise DataError(
                     f"{urls}: {entry!r} is not a web address such as https://example.org/page"
                 )
-            url_keys.add(url_key(canonical))
-        self._url_keys = frozenset(url_keys)
+            self._url_keys.add(url_key(canonical))
         split = [tuple(_WORD.findall(entry.lower())) for entry in read_list(words)]
-        self._words = frozenset(words[0] for words in split if len(words) == 1)
-        self._phrases = frozenset(words for words in split if len(words) > 1)
+        self._words = {words[0] for words in split if len(words) == 1}
+        self._phrases = {words for words in split if len(words) > 1}
         self.min_distinct_words = min_distinct_words
 
-    def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Documents on no list; reasons: blocked host, blocked url, blocked words."""
-        for document in documents:
-            reason = self.reason_to_drop(document)
-            if reason is None:
-                yield document
-            else:
-                drop(document, reason)
-
-    def reason_to_drop(self, document: Document) -> str | None:
-        """Reason of the first list that a document is on, or None."""
+    def judge(self, document: Document) -> str | None:
+        """Reasons: blocked host, blocked url, blocked words."""
         url = document.metadata.get("url")
         if (self._hosts or self._url_keys) and isinstance(url, str):
             canonical = canonical_url(url)
@@ -196,7 +170,7 @@ class Blocklist:
         if not (self._words or self._phrases):
             return None
         words = _WORD.findall(document.text.lower())
-        distinct = frozenset(words)
+        distinct = set(words)
         num_listed = len(distinct & self._words)
         for phrase in self._phrases:
             # A phrase is compared in sequence only where its first word occurs.

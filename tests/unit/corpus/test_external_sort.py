@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cdrmix.corpus.steps.components import ExternalSort, components, grouped, unique
+from cdrmix.corpus.steps.components import Chunks, Disk, components, grouped, unique
 
 TINY = 2**14  # bytes; room for some hundred records, so that runs and levels of merging are many
 
 
-def sort_of(
-    records: np.ndarray, folder: Path, *, memory_bytes: int = TINY, piece: int = 700
-) -> ExternalSort:
-    sort = ExternalSort(records.shape[1], folder=folder, memory_bytes=memory_bytes)
-    for start in range(0, len(records), piece):
-        sort.add(records[start : start + piece])
-    return sort
+def sorted_chunks(records: np.ndarray, folder: Path, *, piece: int = 700) -> Chunks:
+    pieces = (records[start : start + piece] for start in range(0, len(records), piece))
+    return Disk(folder, TINY).sort(pieces)
 
 
 @pytest.mark.parametrize("num_columns", [1, 2, 3])
@@ -31,14 +26,14 @@ def test_chunks_are_the_records_in_order(
     records = np.random.default_rng(0).integers(
         largest, size=(num_records, num_columns), dtype=np.uint64, endpoint=True
     )
-    found = [np.empty((0, num_columns), np.uint64), *sort_of(records, tmp_path).chunks()]
+    found = [np.empty((0, num_columns), np.uint64), *sorted_chunks(records, tmp_path)]
     assert np.concatenate(found).tolist() == sorted(records.tolist())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_chunk_is_larger_than_the_memory_given(tmp_path: Path) -> None:
     records = np.random.default_rng(1).integers(3, size=(60_000, 2), dtype=np.uint64)
-    sizes = [len(chunk) for chunk in sort_of(records, tmp_path).chunks()]
+    sizes = [len(chunk) for chunk in sorted_chunks(records, tmp_path)]
     assert sum(sizes) == 60_000
     assert max(sizes) <= 1024
 
@@ -80,12 +75,7 @@ def test_components_are_stars_around_their_smallest_node(tmp_path: Path, shape: 
     }[shape]
     pairs = pairs[pairs[:, 0] != pairs[:, 1]]
     edges = np.sort(pairs, axis=1)[:, ::-1].astype(np.uint64)
-    stars = components(
-        iter([edges[:100], edges[50:]]),
-        folder=tmp_path,
-        new_sort=partial(ExternalSort, 2, folder=tmp_path, memory_bytes=TINY),
-        memory_bytes=TINY,
-    )
+    stars = components(iter([edges[:100], edges[50:]]), Disk(tmp_path, TINY))
     found = np.concatenate([np.empty((0, 2), np.uint64), *stars.chunks()]).tolist()
     assert dict(map(tuple, found)) == components_in_memory(edges, 300)
     assert len(found) == stars.num_records

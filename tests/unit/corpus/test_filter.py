@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.corpus.steps.filter import PROFILES, RULES, Filter, Profile
-from cdrmix.corpus.steps.statistics import Statistics
+from cdrmix.corpus.steps.filter import PROFILES, RULES, Filter, Profile, Statistics
 from cdrmix.errors import ConfigError, DataError
 from tests.unit.corpus.document_steps import document, reason_for, run
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from cdrmix.corpus.steps.scrub import KINDS, Scrub, find_private, placeholder, scrub
+from cdrmix.corpus.steps.scrub import KINDS, Scrub, find_private, scrub
 from cdrmix.errors import ConfigError
 from tests.unit.corpus.document_steps import document, run
 from tests.unit.corpus.planted_pii import CONTEXTUAL, LOOKALIKES, PERSONAL, TOKENS, planted
@@ -127,4 +127,3 @@ def test_kinds_are_a_choice() -> None:
     assert passed[0].text == "a@example.org from <IPV4>"
     with pytest.raises(ConfigError, match="names: unknown. Known: aws_key"):
         Scrub(kinds=["names"])
-    assert placeholder("aws_key") == "<AWS_KEY>"
