@@ -2,8 +2,6 @@
 
 `parameters` lists every tensor of the backbone (logical, unsharded shapes); all counts are sums
 over that list, so a change of the model is made in one place.
-
-Letters: V vocabulary, D hidden, F inner width, E experts, L layers, T sequence length (tokens).
 """
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import StageBConfig
@@ -22,8 +19,7 @@ Part = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One tensor of the backbone.
 
     Attributes:
@@ -44,8 +40,7 @@ class Parameter:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """Sizes of a backbone.
 
     Attributes:
@@ -72,13 +67,9 @@ def count(model: ModelConfig, sequence_length: int) -> Counts:
         top_k = model.moe.top_k
         idle_experts = parts["experts"] * (num_experts - top_k) // num_experts
     total = sum(parts.values())
-    return Counts(
-        total_params=total,
-        active_params=total - idle_experts,
-        # the backward pass has twice the FLOPs of the forward pass
-        train_flops_per_token=3 * sum(forward_flops_by_layer(model, sequence_length))
-        + 3 * head_flops(model),
-    )
+    forward = sum(forward_flops_by_layer(model, sequence_length)) + head_flops(model)
+    # the backward pass has twice the FLOPs of the forward pass
+    return Counts(total, total - idle_experts, train_flops_per_token=3 * forward)
 
 
 def params_by_part(model: ModelConfig) -> Counter[Part]:
@@ -89,104 +80,82 @@ def params_by_part(model: ModelConfig) -> Counter[Part]:
     return parts
 
 
-def params_by_layer(model: ModelConfig) -> list[Counter[Part]]:
-    """Parameters of each part, block by block from the input (count)."""
-    layers: list[Counter[Part]] = [Counter() for _ in range(model.num_layers)]
-    for parameter in parameters(model):
-        if parameter.layer is not None:
-            layers[parameter.layer][parameter.part] += parameter.num_elements
-    return layers
-
-
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Logical shape of every parameter of the backbone by name."""
-    return {parameter.name: parameter.shape for parameter in parameters(model)}
-
-
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Every parameter of the backbone in the order of the built module; the head is tied."""
     width = model.hidden_size
     yield Parameter("embedding.weight", (model.vocab_size, width), "embedding")
     yield Parameter("embedding_norm.weight", (width,), "norms")
-    kinds = model.layer_kinds()
-    kv_width = model.num_kv_heads * model.head_dim
-    # The first RWKV layer creates v_first, so it has no low-rank path that mixes v_first in.
-    first_rwkv = kinds.index("rwkv") if "rwkv" in kinds else None
     inner = model.ffn_hidden_size
-    feed_forward: list[_Row] = [
-        ("up.weight", (inner, width), "feed_forward"),
-        ("down.weight", (width, inner), "feed_forward"),
+    feed_forward = [
+        Parameter("ffn.up.weight", (inner, width), "feed_forward"),
+        Parameter("ffn.down.weight", (width, inner), "feed_forward"),
     ]
     if model.moe is not None:
         experts = model.moe.num_experts
         inner = model.moe.expert_hidden_size
         feed_forward = [
-            ("router.weight", (experts, width), "router"),
-            ("experts.up", (experts, inner, width), "experts"),
-            ("experts.down", (experts, width, inner), "experts"),
+            Parameter("ffn.router.weight", (experts, width), "router"),
+            Parameter("ffn.experts.up", (experts, inner, width), "experts"),
+            Parameter("ffn.experts.down", (experts, width, inner), "experts"),
         ]
-    for layer, kind in enumerate(kinds):
+    kv_width = model.num_kv_heads * model.head_dim
+    attention = {"query": width, "key": kv_width, "value": kv_width, "output": width}
+    # The first RWKV layer creates v_first, so it has no low-rank path that mixes v_first in.
+    creates_v_first = True
+    for layer, kind in enumerate(model.layer_kinds()):
+        block = [Parameter("mixer_norm.weight", (width,), "norms")]
         if kind == "transformer":
-            sizes = {"query": width, "key": kv_width, "value": kv_width, "output": width}
-            mixer: list[_Row] = [(f"{k}.weight", (n, width), "attention") for k, n in sizes.items()]
+            for name, rows in attention.items():
+                block.append(Parameter(f"mixer.{name}.weight", (rows, width), "attention"))
         else:
-            mixer = _time_mix(model, creates_v_first=layer == first_rwkv)
-        shift: list[_Row] = [("ffn_shift.mu", (width,), "feed_forward")] if kind == "rwkv" else []
-        rows: list[_Row] = [
-            ("mixer_norm.weight", (width,), "norms"),
-            *((f"mixer.{name}", shape, part) for name, shape, part in mixer),
-            ("ffn_norm.weight", (width,), "norms"),
-            *shift,
-            *((f"ffn.{name}", shape, part) for name, shape, part in feed_forward),
-        ]
-        for name, shape, part in rows:
-            yield Parameter(f"blocks.{layer}.{name}", shape, part, layer)
+            block += _time_mix(model, creates_v_first=creates_v_first)
+            creates_v_first = False
+        block.append(Parameter("ffn_norm.weight", (width,), "norms"))
+        if kind == "rwkv":
+            block.append(Parameter("ffn_shift.mu", (width,), "feed_forward"))
+        for each in block + feed_forward:
+            yield each._replace(name=f"blocks.{layer}.{each.name}", layer=layer)
     yield Parameter("final_norm.weight", (width,), "norms")
 
 
-_Row = tuple[str, tuple[int, ...], Part]
-
-
-def _time_mix(model: ModelConfig, *, creates_v_first: bool) -> list[_Row]:
+def _time_mix(model: ModelConfig, *, creates_v_first: bool) -> Iterator[Parameter]:
     width = model.hidden_size
     ranks = model.low_rank_sizes()
-    mixes = ("mu_r", "mu_w", "mu_k", "mu_v", "mu_a", "mu_g")
-    rows: list[_Row] = [(name, (width,), "time_mix") for name in mixes]
+    for name in ("mu_r", "mu_w", "mu_k", "mu_v", "mu_a", "mu_g"):
+        yield Parameter(f"mixer.{name}", (width,), "time_mix")
     low_rank = {"decay": ranks.decay, "iclr": ranks.iclr, "value": ranks.value, "gate": ranks.gate}
     if creates_v_first:
         del low_rank["value"]
     for name, rank in low_rank.items():
         if name != "gate":
-            rows.append((f"{name}_bias", (width,), "low_rank"))
-        rows.append((f"{name}_down", (width, rank), "low_rank"))
-        rows.append((f"{name}_up", (rank, width), "low_rank"))
-    rows += [(name, (width,), "time_mix") for name in ("k_k", "k_a", "r_k")]
+            yield Parameter(f"mixer.{name}_bias", (width,), "low_rank")
+        yield Parameter(f"mixer.{name}_down", (width, rank), "low_rank")
+        yield Parameter(f"mixer.{name}_up", (rank, width), "low_rank")
+    for name in ("k_k", "k_a", "r_k"):
+        yield Parameter(f"mixer.{name}", (width,), "time_mix")
     for name in ("receptance", "key", "value", "output"):
-        rows.append((f"{name}.weight", (width, width), "time_mix"))
-    rows += [(f"group_norm.{name}", (width,), "norms") for name in ("weight", "bias")]
-    return rows
+        yield Parameter(f"mixer.{name}.weight", (width, width), "time_mix")
+    for name in ("weight", "bias"):
+        yield Parameter(f"mixer.group_norm.{name}", (width,), "norms")
 
 
 def forward_flops_by_layer(model: ModelConfig, sequence_length: int) -> list[int]:
     """Forward FLOPs per token of each block; the backward pass takes twice as many.
 
     They are 2 per multiply-accumulate of the matrices, 8 D N for the recurrence of an RWKV block
-    with heads of N (independent of the kernel), 2 T D for the causal half of attention.
+    with heads of N (independent of the kernel), 2 T D for the causal half of attention, where D is
+    the hidden size and T the sequence length.
     """
-    matrices: list[Counter[Part]] = [Counter() for _ in range(model.num_layers)]
+    width = model.hidden_size
+    mixing = {"transformer": 2 * sequence_length * width, "rwkv": 8 * width * model.head_dim}
+    flops = [mixing[kind] for kind in model.layer_kinds()]
     for parameter in parameters(model):
         if parameter.layer is not None and len(parameter.shape) > 1:
-            matrices[parameter.layer][parameter.part] += parameter.num_elements
-    per_layer = []
-    for kind, parts in zip(model.layer_kinds(), matrices, strict=True):
-        if model.moe is not None:
-            parts["experts"] = parts["experts"] * model.moe.top_k // model.moe.num_experts
-        width = model.hidden_size
-        mixing = (
-            2 * sequence_length * width if kind == "transformer" else 8 * width * model.head_dim
-        )
-        per_layer.append(2 * sum(parts.values()) + mixing)
-    return per_layer
+            used = parameter.num_elements
+            if parameter.part == "experts" and model.moe is not None:
+                used = used * model.moe.top_k // model.moe.num_experts
+            flops[parameter.layer] += 2 * used
+    return flops
 
 
 def head_flops(model: ModelConfig) -> int:
@@ -194,8 +163,7 @@ def head_flops(model: ModelConfig) -> int:
     return 2 * model.hidden_size * model.vocab_size
 
 
-@dataclass(frozen=True)
-class StageBCounts:
+class StageBCounts(NamedTuple):
     """Parameters that reasoning enablement adds to a backbone.
 
     Attributes:
@@ -217,7 +185,7 @@ class StageBCounts:
     @property
     def total_params(self) -> int:
         """Parameters of Stage B, the backbone left out."""
-        return self.adapters + self.gates + self.heads + self.summariser + self.retrieval
+        return sum(self) - self.plastic_state
 
 
 # As cdrmix/reasoning builds them; tests/unit/planning/test_model_size.py compares the two.
@@ -231,41 +199,33 @@ _SCALARS_PER_ADAPTER = 3
 def stage_b_params(
     model: ModelConfig, stage_b: StageBConfig, layers: range | None = None
 ) -> StageBCounts:
-    """Counts the parameters of Stage B as built.
+    """Counts the parameters of Stage B as built, with the adapters of some blocks (None: of all).
 
     Adapters are on receptance, key and value of RWKV blocks, on query, key, value and output of
     Transformer blocks, and on dense feed-forwards; experts have none.
-
-    Args:
-        model: of the backbone.
-        stage_b: dimensions of the parts.
-        layers: blocks whose adapters count; None: all.
     """
     width = model.hidden_size
     rank = stage_b.adapters.rank
-    inner = model.ffn_hidden_size
     kv_width = model.num_kv_heads * model.head_dim
     # (input, output) features
     matrices = {
         "rwkv": [(width, width)] * 3,
         "transformer": [(width, width), (width, kv_width), (width, kv_width), (width, width)],
     }
+    inner = model.ffn_hidden_size
     dense = [(width, inner), (inner, width)] if model.moe is None else []
-    layers = layers or range(model.num_layers)
-    adapted = [
-        matrix
-        for kind in model.layer_kinds()[layers.start : layers.stop]
-        for matrix in matrices[kind] + dense
-    ]
+    kinds = model.layer_kinds()
+    if layers is not None:
+        kinds = kinds[layers.start : layers.stop]
+    adapted = [matrix for kind in kinds for matrix in matrices[kind] + dense]
     summary = stage_b.memory.summary_dim
     slot = summary // _SUMMARY_SLOTS
+    policy = width * _POLICY_ACTIONS + (_POLICY_FEATURES + 1) * _POLICY_ACTIONS
+    value = width + (_POLICY_FEATURES + 1) * _VALUE_WIDTH + _VALUE_WIDTH + 1
     return StageBCounts(
         adapters=sum(rank * (entering + leaving) for entering, leaving in adapted),
         gates=sum(entering + _SCALARS_PER_ADAPTER for entering, _ in adapted),
-        heads=width * (_POLICY_ACTIONS + 1)
-        + (_POLICY_FEATURES + 1) * (_POLICY_ACTIONS + _VALUE_WIDTH)
-        + _VALUE_WIDTH
-        + 1,
+        heads=policy + value,
         summariser=4 * width * slot + (2 * slot + 1) * slot + _SUMMARY_SLOTS * slot,
         retrieval=2 * width * summary,
         plastic_state=len(adapted) * rank**2,

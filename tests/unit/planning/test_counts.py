@@ -3,8 +3,6 @@
 That they equal the built model is test_model_size.py's business.
 """
 
-import math
-
 import pytest
 
 from cdrmix.config.load import load_config, shipped
@@ -14,8 +12,7 @@ from cdrmix.planning.counts import (
     count,
     forward_flops_by_layer,
     head_flops,
-    parameter_shapes,
-    params_by_layer,
+    parameters,
     params_by_part,
     stage_b_params,
 )
@@ -136,10 +133,11 @@ def test_a_dense_model_is_active_as_a_whole() -> None:
 
 
 def test_v_first_is_made_by_the_first_rwkv_block_wherever_it_stands() -> None:
-    assert "blocks.0.mixer.value_bias" not in parameter_shapes(TINY)
-    assert "blocks.1.mixer.value_bias" in parameter_shapes(TINY)
-    shapes = parameter_shapes(changed(transformer_fraction=1.0))
-    assert not [name for name in shapes if "value_bias" in name]
+    names = [parameter.name for parameter in parameters(TINY)]
+    assert "blocks.0.mixer.value_bias" not in names
+    assert "blocks.1.mixer.value_bias" in names
+    attentive = parameters(changed(transformer_fraction=1.0))
+    assert not [parameter for parameter in attentive if "value_bias" in parameter.name]
 
 
 def test_parts_and_layers_add_up_to_the_total() -> None:
@@ -147,8 +145,8 @@ def test_parts_and_layers_add_up_to_the_total() -> None:
         total = count(model, 256).total_params
         assert params_by_part(model).total() == total
         outside = model.hidden_size * (model.vocab_size + 2)
-        assert sum(layer.total() for layer in params_by_layer(model)) + outside == total
-        assert sum(math.prod(shape) for shape in parameter_shapes(model).values()) == total
+        blocks = (p.num_elements for p in parameters(model) if p.layer is not None)
+        assert sum(blocks) + outside == total
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,13 @@ from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import Memory, make_cluster
-from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops, params_by_part
+from cdrmix.planning.counts import (
+    count,
+    forward_flops_by_layer,
+    head_flops,
+    parameters,
+    params_by_part,
+)
 from cdrmix.planning.layout import Degrees, Layout, stage_layers
 from cdrmix.planning.memory import MemoryModel
 
@@ -230,11 +236,10 @@ def test_a_gradient_on_the_border_of_two_partitions_is_kept_by_both() -> None:
 
 def test_parameters_are_listed_in_the_order_in_which_deepspeed_flattens_them() -> None:
     from cdrmix.models.backbone import Backbone, logical_name
-    from cdrmix.planning.counts import parameter_shapes
 
     model = config("tiny").model
     built = [logical_name(name) for name, _ in Backbone(model).named_parameters()]
-    assert built == list(parameter_shapes(model))
+    assert built == [parameter.name for parameter in parameters(model)]
 
 
 @pytest.mark.parametrize("pipeline", [2, 8, 16, 32])
