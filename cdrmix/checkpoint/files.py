@@ -194,10 +194,7 @@ def _write(path: Path, parts: Iterable[memoryview]) -> FileRecord:
     sha256 = hashlib.sha256()
     num_bytes = 0
     try:
-        with (
-            ThreadPoolExecutor(1) as hasher,
-            open(os.open(str(path), flags, 0o666), "wb") as file,
-        ):
+        with ThreadPoolExecutor(1) as hasher, open(os.open(str(path), flags, 0o666), "wb") as file:
             for part in parts:
                 for first in range(0, part.nbytes, _CHUNK_BYTES):
                     chunk = part[first : first + _CHUNK_BYTES]

@@ -74,10 +74,7 @@ def validate(values: Any, root: type[AnySection]) -> tuple[AnySection | None, li
 
 
 def _pydantic_problems(
-    details: list[ErrorDetails],
-    known: dict[str, Any],
-    root: type[Section],
-    unknown: list[Problem],
+    details: list[ErrorDetails], known: dict[str, Any], root: type[Section], unknown: list[Problem]
 ) -> list[Problem]:
     failed = {_path(detail) for detail in details}
     problems = []

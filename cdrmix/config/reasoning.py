@@ -49,8 +49,7 @@ class PolicyConfig(Section):
     """RL memory agent, trained with GRPO."""
 
     max_branches: int = Field(
-        ge=1,
-        description="Actions of a decision that --branches tries in parallel (count).",
+        ge=1, description="Actions of a decision that --branches tries in parallel (count)."
     )
     step_budget: int = Field(ge=1, description="Memory operations per prompt (count).")
     # The advantage of the right action is near zero, so that at 0 the error of the value head
@@ -60,16 +59,13 @@ class PolicyConfig(Section):
     )
     # Not a limit of episodes, which have a step per segment: all are played to their answer.
     horizon: int = Field(
-        ge=1,
-        description="Last transitions of an episode, up to its answer, to train on (count).",
+        ge=1, description="Last transitions of an episode, up to its answer, to train on (count)."
     )
     gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
     gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
     kl_target: float = Field(gt=0, description="KL divergence that ends a round of epochs (nats).")
     kl_margin: float = Field(
-        1.5,
-        gt=0,
-        description="KL divergence that ends a round of epochs, over kl_target (ratio).",
+        1.5, gt=0, description="KL divergence that ends a round of epochs, over kl_target (ratio)."
     )
     epochs: int = Field(
         4, ge=1, description="Most optimizer steps on one batch of rollouts (count)."
@@ -162,9 +158,7 @@ class StageBTraining(Section):
     )
     joint_steps: int = Field(500, ge=0, description="Length of the joint phase (steps).")
     lessons_per_step: int = Field(
-        32,
-        ge=1,
-        description="Lessons of a step, all ranks, best a multiple of them (count).",
+        32, ge=1, description="Lessons of a step, all ranks, best a multiple of them (count)."
     )
     texts_per_lesson: int = Field(4, ge=1, description="Texts of a lesson (count).")
     # A return counts by its distance from the mean of its group: one alone has none.

@@ -100,9 +100,7 @@ class DataConfig(Section):
         "ranks, or file sizes only.",
     )
     prefetch_batches: int = Field(
-        2,
-        ge=0,
-        description="Batches that a thread reads ahead; 0: none.",
+        2, ge=0, description="Batches that a thread reads ahead; 0: none."
     )
     mixture: MixtureConfig | None = Field(
         None,
@@ -138,9 +136,7 @@ class LossSpikeConfig(Section):
         "warn", description="rollback: drops its batch, and those since the checkpoint."
     )
     window_steps: int = Field(
-        128,
-        ge=8,
-        description="Steps that a loss is compared with, at least half of them present.",
+        128, ge=8, description="Steps that a loss is compared with, at least half of them present."
     )
     # The factor makes it the standard deviation where losses are normal; the median is not moved by
     # a few losses far out. Losses that hardly vary would make spikes of nothing: hence the least
@@ -166,10 +162,7 @@ class RoutingConfig(Section):
         5 / 6, ge=0, le=1, description="Least entropy over log2(num_experts) (ratio)."
     )
     max_overflow_fraction: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="Largest share of assignments beyond the capacity (ratio).",
+        0.05, ge=0, le=1, description="Largest share of assignments beyond the capacity (ratio)."
     )
 
 
@@ -236,9 +229,7 @@ class TrainingConfig(Section):
     )
     global_batch_size: int = Field(ge=1, description="Samples per optimizer step, all ranks.")
     micro_batch_size: int | None = Field(
-        None,
-        ge=1,
-        description="Samples per data rank and forward pass; chosen when left out.",
+        None, ge=1, description="Samples per data rank and forward pass; chosen when left out."
     )
     sequence_length: int = Field(ge=8, description="Tokens per sample.")
     precision: Literal["bf16", "fp16", "fp32"] = Field(
@@ -251,8 +242,7 @@ class TrainingConfig(Section):
         "bit by bit; on GPUs torch warns of each kernel without a deterministic form.",
     )
     activation_checkpointing: bool = Field(
-        False,
-        description="Recompute each block in the backward pass to save memory.",
+        False, description="Recompute each block in the backward pass to save memory."
     )
     sequence_checkpoint_tokens: int | None = Field(
         None,
