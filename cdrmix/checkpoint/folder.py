@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +36,6 @@ logger = get_logger(__name__)
 # Names of checkpoints. `.replaced` is one that `publish` is replacing: whole until the new one has
 # its name, and all that a kill between its two renames leaves.
 STEP_FOLDER = re.compile(r"(\d+)(\.replaced)?")
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """Contribution of one rank to a checkpoint.
-
-    Attributes:
-        rank: number of the rank.
-        fragments: parts of tensors on this rank.
-        data: their values in the order of the rank's file, or the bytes of these, end to end.
-        state: small state of the rank, as JSON.
-    """
-
-    rank: int
-    fragments: list[Fragment]
-    data: list[torch.Tensor]
-    state: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A share that is on the disk: its files, and the index entries of its fragments."""
-
-    files: dict[str, FileRecord]
-    index: list[dict[str, Any]]
 
 
 def in_file_order(fragments: list[Fragment]) -> list[Fragment]:
@@ -93,40 +67,52 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
                 os.rename(replaced, final)
 
 
-def write_share(temporary: Path, share: RankShare) -> None:
-    """Writes one rank's files, and an account of them for rank 0."""
-    name = f"rank-{share.rank:05d}"
+def write_share(
+    temporary: Path,
+    rank: int,
+    fragments: list[Fragment],
+    data: list[torch.Tensor],
+    state: Mapping[str, Any],
+) -> None:
+    """Writes one rank's files, and an account of them for rank 0.
+
+    Args:
+        temporary: folder of the checkpoint.
+        rank: number of the rank.
+        fragments: parts of tensors on this rank.
+        data: their values `in_file_order`, or the bytes of these, end to end.
+        state: small state of the rank, as JSON.
+    """
+    name = f"rank-{rank:05d}"
     tensor_file = f"{name}.safetensors"
     json_file = f"{name}.json"
-    ordered = in_file_order(share.fragments)
+    ordered = in_file_order(fragments)
     header = safetensors_header([(f"{each.kind}/{each.name}", each.values) for each in ordered])
     files = {
-        tensor_file: write_tensors(temporary / tensor_file, header, share.data),
-        json_file: write_json(temporary / json_file, dict(share.state)),
+        tensor_file: write_tensors(temporary / tensor_file, header, data),
+        json_file: write_json(temporary / json_file, dict(state)),
     }
-    index = [index_entry(tensor_file, f"{each.kind}/{each.name}", each) for each in share.fragments]
+    index = [index_entry(tensor_file, f"{each.kind}/{each.name}", each) for each in fragments]
     # Last: rank 0 takes an account as the proof that the files it lists are on the disk. It stands
     # in the folder, because the writing threads take part in no collective.
     write_text(temporary / f"{name}.part", json.dumps({"files": files, "index": index}))
 
 
-def read_parts(temporary: Path, world_size: int) -> list[Part]:
-    """Accounts of all ranks of their files."""
+def read_parts(temporary: Path, world_size: int) -> list[dict[str, Any]]:
+    """Accounts of all ranks: their `files` on the disk, and the `index` of their fragments."""
     files = (temporary / f"rank-{rank:05d}.part" for rank in range(world_size))
-    return [Part(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-def complete(temporary: Path, parts: list[Part], state: str, *, save: int) -> None:
+def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int) -> None:
     """Completes a checkpoint of the files of all ranks: writes index, state and manifest.
 
-    Args:
-        temporary: its folder.
-        parts: result of `read_parts`; the accounts are deleted here, so a repeated call needs it.
-        state: text of state.json.
-        save: number of the save.
+    The accounts that `read_parts` has read are deleted here, so that a repeated call needs them.
     """
-    index = merge_entries(entry for part in parts for entry in part.index)
-    files = {name: record for part in parts for name, record in part.files.items()}
+    index = merge_entries(entry for part in parts for entry in part["index"])
+    files: dict[str, FileRecord] = {}
+    for part in parts:
+        files |= part["files"]
     # By rank 0 alone: it has the digests of all files from their accounts, and reads none again.
     files["index.json"] = write_json(temporary / "index.json", {"tensors": index})
     files["state.json"] = write_text(temporary / "state.json", state)

@@ -4,10 +4,9 @@ The copy is made during the next step's forward and backward passes, which do no
 before the optimizer does, training waits for the rest of the copy (`wait_for_copy`).
 
 A save has two phases. In the first each rank writes its share, in the second rank 0 completes the
-folder and gives it its name. A phase ends when every rank is done with it. The ranks determine that
-in a collective of their main threads: with `votes` and `advance` in one that training needs anyway,
-or in `wait`. The writing thread takes part in no collective, so that it cannot come between those
-of the training.
+folder and gives it its name. A phase ends when every rank is done with it, which the main threads
+find out in a collective: with `votes` and `advance` in one that training needs anyway, or in
+`wait`. The writing thread takes part in none, so that it cannot come between those of the training.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from uuid import uuid4
+
+import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import folder
 from cdrmix.checkpoint.files import is_passing, save_number
-from cdrmix.checkpoint.folder import RankShare
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.errors import InfrastructureError, StateError, TrainingError
@@ -46,14 +46,9 @@ _FAILED_WRITES = (OSError, StateError, InfrastructureError)
 class Ranks(Protocol):
     """Processes that save together: all ranks of a run (`cdrmix.runtime`), or threads for them."""
 
-    def rank(self) -> int:
-        """Number of this rank, from 0."""
-
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Values of all ranks, in rank order; collective."""
+    def rank(self) -> int: ...
+    def world_size(self) -> int: ...
+    def all_gather_object(self, value: T) -> list[T]: ...
 
 
 THIS_RUN: Ranks = runtime
@@ -76,8 +71,8 @@ def agree_on_failures(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     except Exception as error:  # the others wait in the collective below
         failure = error
         problem = described(error)
-    lasts = failure is not None and not isinstance(failure, InfrastructureError)
-    lasts = lasts and not is_passing(failure)
+    passes = isinstance(failure, InfrastructureError) or is_passing(failure)
+    lasts = failure is not None and not passes
     outcomes = ranks.all_gather_object((result, problem, lasts))
     problems = by_rank([text for _, text, _ in outcomes])
     if failure is not None and not isinstance(failure, OSError | TrainingError):
@@ -98,21 +93,16 @@ def described(error: BaseException) -> str:
 def by_rank(problems: list[str]) -> str:
     """Problems of all ranks, by rank, in one line; empty where no rank has one."""
     named = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
-    more = len(named) - _NAMED_RANKS
-    return "; ".join([*named[:_NAMED_RANKS], *([f"and {more} more ranks"] if more > 0 else [])])
+    if len(named) > _NAMED_RANKS:
+        named[_NAMED_RANKS:] = [f"and {len(named) - _NAMED_RANKS} more ranks"]
+    return "; ".join(named)
 
 
-@dataclass(frozen=True)
-class SaveProblem:
-    """A failed write.
+class SaveProblem(NamedTuple):
+    """A failed write."""
 
-    Attributes:
-        text: file and reason.
-        is_passing: whether the file system may recover by itself.
-    """
-
-    text: str
-    is_passing: bool
+    text: str  # file and reason
+    is_passing: bool  # the file system may recover by itself
 
 
 @dataclass(frozen=True)
@@ -126,47 +116,27 @@ class Saved:
 
 @dataclass
 class _Save:
-    """A save under way on this rank.
+    """A save under way on this rank."""
 
-    Attributes:
-        step: optimizer steps done.
-        began: start on the monotonic clock.
-        stalled: `Saver.stall_seconds` at that time.
-        state: text of state.json.
-        before: action of rank 0 before the checkpoint gets its name.
-        after: action of rank 0 after it.
-        copy: this rank's share; done once the state may change.
-        temporary: name of the folder in each root while it is written.
-        job: work of this rank in this phase; results in a problem, or None, for each root.
-        problems: those of all ranks, for each root.
-        fault: a failure of this rank that is not a failed write.
-        is_named: true in the second phase.
-        number: of the save, counted through all starts and rollbacks; 0 until rank 0 names it.
-    """
-
-    step: int
-    began: float
-    stalled: float
-    state: str
-    before: Callable[[], None]
-    after: Callable[[], None]
-    temporary: str
-    copy: Future[RankShare]
-    job: Future[list[SaveProblem | None]]
-    problems: list[SaveProblem | None]
-    fault: BaseException | None = None
-    is_named: bool = False
-    number: int = 0
+    step: int  # optimizer steps done
+    began: float  # start on the monotonic clock
+    stalled: float  # `Saver.stall_seconds` at that time
+    state: str  # text of state.json
+    before: Callable[[], None]  # rank 0 runs it before the checkpoint gets its name
+    after: Callable[[], None]  # and this one after it
+    temporary: str  # name of the folder in each root while it is written
+    copy: Future[list[torch.Tensor]]  # of this rank's values; done once the state may change
+    job: Future[list[SaveProblem | None]]  # work of this rank in this phase; a result for each root
+    problems: list[SaveProblem | None]  # those of all ranks, for each root
+    fault: BaseException | None = None  # a failure of this rank that is not a failed write
+    is_named: bool = False  # true in the second phase
+    number: int = 0  # counted through all starts and rollbacks; 0 until rank 0 names it
 
 
 class Saver:
     """Writes the checkpoints of a run on this rank, one at a time.
 
     Every rank creates one, with the same arguments, and calls the same methods in the same order.
-
-    Attributes:
-        saved_step: step of the newest checkpoint in the first root, or None.
-        last: that save, on rank 0 and if this saver made it.
     """
 
     def __init__(
@@ -186,13 +156,12 @@ class Saver:
             keep: number of whole checkpoints to keep in each (>= 1).
             background: copy to memory and write from a thread; otherwise `start` itself writes.
             pinned: step of a further checkpoint to keep.
-            ranks: processes that write together.
         """
+        # Newest checkpoint in the first root, and that save, on rank 0 and if this saver made it.
         self.saved_step: int | None = None
         self.last: Saved | None = None
         self._stalled = 0.0
-        self._stalled_since = time.monotonic()
-        self._is_stalling = False
+        self._stalled_since: float | None = None
         self._last_number = 0
         self._roots = tuple(roots)
         self._keep = keep
@@ -208,8 +177,8 @@ class Saver:
     @property
     def stall_seconds(self) -> float:
         """Time spent in `start`, `wait_for_copy` and `wait` so far."""
-        now = time.monotonic()
-        return self._stalled + (now - self._stalled_since if self._is_stalling else 0.0)
+        since = self._stalled_since
+        return self._stalled + (0.0 if since is None else time.monotonic() - since)
 
     @property
     def step(self) -> int | None:
@@ -229,40 +198,44 @@ class Saver:
         """Starts to save the present state, after the save under way has ended; collective.
 
         Args:
-            step: optimizer steps done.
             fragments: parts of tensors on this rank; over all ranks each element exactly once. In
                 the background their values must not change before `wait_for_copy` returns.
             state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
             rank_state: JSON of this rank alone, not to be changed afterwards.
             before: run by rank 0, on the thread, before the checkpoint gets its name.
-            after: run by rank 0, on the thread, once it has it in the first root; a failed write
-                there is a warning.
+            after: likewise, once it has it in the first root; a failed write there is a warning.
         Raises:
             StateError, Exception: of the save under way, as `advance` does.
         """
         self.wait()
         with self._stall():
             stalled = self.stall_seconds
+            rank = self._ranks.rank()
             contents = {**state, "step": step, "world_size": self._ranks.world_size()}
             began = time.monotonic()
             # As text, because it is written by another thread, when the run has changed the values.
             text = json.dumps(contents, indent=1) + "\n"
+            listed: list[Fragment] = []
             try:
-                listed = list(fragments)
+                listed += fragments
                 data = [fragment.values for fragment in folder.in_file_order(listed)]
-                share = RankShare(self._ranks.rank(), listed, data, rank_state)
                 # Without a thread the state cannot change before it is written: no copy is needed.
-                copied = None if self._memory is None else self._memory.copier(data)
+                copied = (lambda: data) if self._memory is None else self._memory.copier(data)
             except Exception as error:  # reported to the other ranks with the outcome of the save
-                copy = Future[RankShare]()
+                copy = Future[list[torch.Tensor]]()
                 copy.set_exception(error)
             else:
-                copy = self._run(lambda: share if copied is None else replace(share, data=copied()))
+                copy = self._run(copied)
             temporary = f"{step}.tmp-{self._token}"
+
+            def write(root: Path, values: list[torch.Tensor]) -> None:
+                folder.prepare(root / temporary, clears_leftovers=rank == 0)
+                folder.write_share(root / temporary, rank, listed, values, rank_state)
+
             job = self._run(
                 lambda: [
-                    _problem(partial(_retried, step, partial(self._write, root / temporary, mine)))
-                    for mine in [copy.result()]
+                    _problem(partial(_retried, step, partial(write, root, values)))
+                    for values in [copy.result()]  # outside: a failed copy is not tried again
                     for root in self._roots
                 ]
             )
@@ -283,11 +256,8 @@ class Saver:
                 self._save.copy.exception()  # waits, and raises nothing: `advance` does
 
     def votes(self) -> list[float]:
-        """Numbers to be summed over all ranks for `advance`.
-
-        Returns:
-            1 if this rank is at work in this phase, else 0; then 1 for each root where it failed.
-        """
+        """Numbers to be summed over all ranks for `advance`: 1 if this rank is at work in this
+        phase, else 0; then 1 for each root where it failed."""
         if self._save is None or not self._save.job.done():
             return [float(self._save is not None), *(0.0 for _ in self._roots)]
         # One number per root, so that a failed replica does not fail the save in the run directory.
@@ -300,9 +270,8 @@ class Saver:
             votes: sum of all ranks' `votes`.
         Raises:
             StateError: on every rank, if any of them could not write to the first root in any
-                attempt. The older checkpoints and `latest` are then as before, and nothing of
-                this one remains there.
-            InfrastructureError: likewise, if the file system may recover.
+                attempt (InfrastructureError if the file system may recover). The older checkpoints
+                and `latest` are then as before, and nothing of this one remains there.
             Exception: the failure itself, on a rank where it is a defect of this program.
         """
         save = self._save
@@ -333,11 +302,8 @@ class Saver:
             save.job = self._run(lambda: self._name(save) if is_first else none)
 
     def wait(self) -> None:
-        """Waits for the end of the save under way, if there is one; collective.
-
-        Raises:
-            StateError, Exception: as `advance` does.
-        """
+        """Waits for the end of the save under way, if there is one; collective. Raises as `advance`
+        does."""
         with self._stall():
             # At most twice: once for each phase of the save.
             while self._save is not None:
@@ -349,21 +315,19 @@ class Saver:
     def close(self, *, waits: bool = True) -> None:
         """Ends the thread of this rank alone; a save under way may remain without its name.
 
-        Args:
-            waits: for the job at work; otherwise the thread ends after it, while this returns.
+        Waits for the job at work, or has the thread end after it while this returns.
         """
         if self._thread is not None:
             self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
-        self._is_stalling = True
         self._stalled_since = time.monotonic()
         try:
             yield
         finally:
             self._stalled = self.stall_seconds
-            self._is_stalling = False
+            self._stalled_since = None
 
     def _run(self, action: Callable[[], T]) -> Future[T]:
         """Runs `action` on the writer thread, or inline when saving synchronously."""
@@ -376,11 +340,6 @@ class Saver:
         except Exception as error:
             job.set_exception(error)
         return job
-
-    def _write(self, temporary: Path, share: RankShare) -> None:
-        """First phase in one root: writes this rank's share."""
-        folder.prepare(temporary, clears_leftovers=self._ranks.rank() == 0)
-        folder.write_share(temporary, share)
 
     def _name(self, save: _Save) -> list[SaveProblem | None]:
         """Second phase: names the folders that are whole, and deletes the others."""
@@ -410,7 +369,7 @@ class Saver:
         _retried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
         _retried(step, lambda: folder.publish(temporary, step))
         if root == self._roots[0]:
-            num_bytes = sum(file["bytes"] for part in parts for file in part.files.values())
+            num_bytes = sum(file["bytes"] for part in parts for file in part["files"].values())
             self.last = Saved(root / str(step), num_bytes, time.monotonic() - save.began)
             if problem := _problem(save.after):  # the checkpoint has its name, and is whole
                 logger.warning("checkpoint of step %d: %s", step, problem.text)
@@ -424,27 +383,27 @@ class Saver:
         """Reports the end of a save; raises if it failed in the first root."""
         if save.fault is not None:
             raise save.fault
-        problem = save.problems[0]
-        if problem:
-            failure = (
-                f"the checkpoint of step {save.step} was not saved: {problem.text}. The older ones "
-                "are as they were."
-            )
-            if problem.is_passing:
-                advice = "Start again with --resume auto when the file system answers"
-                raise InfrastructureError(f"{failure} {advice}")
-            raise StateError(
-                f"{failure} Try freeing space, a smaller checkpoint.keep, or a --run-dir elsewhere "
-                "that every rank can write"
+        first, *others = save.problems
+        if first is not None:
+            kind: type[TrainingError] = InfrastructureError
+            advice = "Start again with --resume auto when the file system answers"
+            if not first.is_passing:
+                kind = StateError
+                advice = (
+                    "Try freeing space, a smaller checkpoint.keep, or a --run-dir elsewhere that "
+                    "every rank can write"
+                )
+            raise kind(
+                f"the checkpoint of step {save.step} was not saved: {first.text}. The older ones "
+                f"are as they were. {advice}"
             )
         self.saved_step = save.step
         if self._ranks.rank() != 0:
             return
-        for root, problem in zip(self._roots[1:], save.problems[1:], strict=True):
+        for root, problem in zip(self._roots[1:], others, strict=True):
             if problem:
-                logger.warning(
-                    "warning: %s: has no checkpoint of step %d: %s", root, save.step, problem.text
-                )
+                where = (root, save.step, problem.text)
+                logger.warning("warning: %s: has no checkpoint of step %d: %s", *where)
         assert self.last is not None, "the second phase has set it"
         logger.info(
             "saved %s: %.1f MB in %.2f s, for %.3f s of which training waited",
