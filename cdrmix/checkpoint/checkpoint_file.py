@@ -84,31 +84,14 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         """Whole logical tensor, in its logical shape, on the CPU."""
         return self.read(name, kind).reshape(self.shape(name, kind))
 
-    def read(
-        self,
-        name: str,
-        kind: str = "param",
-        *,
-        block: Box | None = None,
-        start: int = 0,
-        numel: int | None = None,
-    ) -> torch.Tensor:
-        """Reads elements [start, start + numel) of a block of a logical tensor from its fragments.
+    def read(self, name: str, kind: str = "param", span: Span | None = None) -> torch.Tensor:
+        """Reads a span of a logical tensor from its fragments; None is all of it.
 
-        Args:
-            name: logical name.
-            kind: one of `kinds(name)`.
-            block: part of the logical tensor; None is all of it.
-            start: first element, in the block's row-major order.
-            numel: number of elements; None is up to the block's end.
-        Returns:
-            A new tensor on the CPU, [numel], in the saved dtype.
-        Raises:
-            StateError: if there is no such tensor, or its file cannot be read.
+        Returns a new tensor on the CPU, [span.numel], in the saved dtype. Raises StateError if
+        there is no such tensor, or its file cannot be read.
         """
         entry = self._entry(name, kind)
-        block = block or Box.whole(entry["shape"])
-        target = Span(block, start, block.numel - start if numel is None else numel)
+        target = span or Span.whole(Box.whole(entry["shape"]))
         out = torch.empty(target.numel, dtype=_DTYPES[entry["dtype"]])
         filled = 0
         for fragment in entry["fragments"]:
