@@ -269,11 +269,7 @@ def _zero3_share(parameter: Any) -> tuple[int, int]:
 
 
 def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
-    """Placement of a parameter or buffer.
-
-    Expert parameters are a block of experts, in order of expert rank. Others are undivided, or the
-    shard that tensor parallelism gives this rank.
-    """
+    """Placement of a parameter or buffer: a block of experts, a shard of a tensor rank, or all."""
     # ZeRO-3 leaves an empty tensor of a parameter, and its shape in `ds_shape`.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     copied = is_copy(tensor)
@@ -348,15 +344,13 @@ def _fill(flat: torch.Tensor, piece: _Piece, checkpoint: CheckpointFile, kind: s
 
 
 def _materialise_optimizer_state(engine: Any) -> None:
-    """Makes the optimizer create its state, in its own types, by a step that changes nothing.
-
-    Learning rate and gradients are zero; the masters are read afterwards in any case.
-    """
+    """Makes the optimizer create its state, in its own types, by a step that changes nothing."""
     inner = engine.optimizer.optimizer
     masters = [master for master, _ in _masters(engine)]
     if all(inner.state.get(p) for p in masters):
         return
-    # A rate of zero also tells gradient clipping of Stage B that no part learns in this step.
+    # The masters are read afterwards in any case. A rate of zero also tells gradient clipping of
+    # Stage B that no part learns in this step.
     rates = [group["lr"] for group in inner.param_groups]
     gradients = [p.grad for p in masters]
     for group in inner.param_groups:
@@ -380,8 +374,7 @@ def _read_optimizer_state(
 ) -> None:
     """Fills the optimizer's state of one partition, which `inner` has created.
 
-    Raises:
-        StateError: if another kind of optimizer, or other parameter groups, saved the checkpoint.
+    Raises StateError if another kind of optimizer, or other parameter groups, saved the checkpoint.
     """
     state = inner.state[partition.master]
     # Of every name in the group: ranks that hold nothing of a parameter must fail as the others do.

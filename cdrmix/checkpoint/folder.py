@@ -39,10 +39,8 @@ STEP_FOLDER = re.compile(r"(\d+)(\.replaced)?")
 
 
 def in_file_order(fragments: list[Fragment]) -> list[Fragment]:
-    """Sorts by width of the elements, widest first, as `write_tensors` needs it, then by kind.
-
-    Fragments of one kind are neighbours in memory, and are copied together.
-    """
+    """Sorts by width of the elements, widest first, as `write_tensors` needs it, then by kind."""
+    # Fragments of one kind are neighbours in memory, and are copied together.
     return sorted(fragments, key=lambda f: (-f.values.element_size(), f.kind))
 
 
@@ -146,10 +144,8 @@ def publish(temporary: Path, step: int) -> None:
 
 
 def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> None:
-    """Removes checkpoints newer than `step`, and those older than the newest `keep` whole ones.
-
-    The checkpoint of step `pinned` stays if it is not newer.
-    """
+    """Removes checkpoints newer than `step`, and those older than the newest `keep` whole ones, but
+    not that of step `pinned` if it is not newer."""
     folders = step_folders(root)
     newer = [folder for folder in folders if step_of(folder) > step]
     for folder in newer:
@@ -175,22 +171,22 @@ def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
     """Sorts checkpoints, the last one saved first: after a rollback, a lower step may be newer.
 
     One without a readable manifest counts as the newest that its step allows, so that it is checked
-    and its damage reported. Equal ones keep their order.
-
-    Raises:
-        InfrastructureError: if the file system does not answer at present.
+    and its damage reported. Equal ones keep their order. Raises InfrastructureError if the file
+    system does not answer at present.
     """
     numbers = {folder: save_number(folder) for folder in folders}
     if len(numbers) < 2:  # a single one may have any name
         return list(numbers)
     known = [(step_of(folder), number) for folder, number in numbers.items() if number is not None]
 
-    keys: dict[Path, tuple[int, int]] = {}
-    for folder, number in numbers.items():
+    def newest_first(folder: Path) -> tuple[int, int]:
         step = step_of(folder)
-        newest = max((saved for at, saved in known if at <= step), default=0)
-        keys[folder] = (-(newest if number is None else number), -step)
-    return sorted(numbers, key=keys.__getitem__)
+        number = numbers[folder]
+        if number is None:
+            number = max((saved for at, saved in known if at <= step), default=0)
+        return -number, -step
+
+    return sorted(numbers, key=newest_first)
 
 
 def step_folders(root: Path) -> list[Path]:
