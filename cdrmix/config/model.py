@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -74,10 +74,8 @@ class MoEConfig(Section):
         return self
 
 
-class LowRankSizes(BaseModel):
+class LowRankSizes(NamedTuple):
     """Ranks of the four low-rank paths of an RWKV-7 time mix (features)."""
-
-    model_config = ConfigDict(frozen=True)
 
     decay: int
     iclr: int

@@ -284,10 +284,6 @@ class MonitoringConfig(Section):
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
 
 
-# Characters that would end a line of a job script or environment file, or a variable's value.
-_BREAKS = re.compile(r"[\x00\n\r]")
-
-
 class LaunchConfig(Section):
     """Settings of `cdrmix launch` and `cdrmix slurm`."""
 
@@ -303,12 +299,10 @@ class LaunchConfig(Section):
             # re.A: shells accept ASCII names only
             if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.A):
                 raise ValueError(f"{name!r} is no name of a variable: letters, digits and _")
-            if (
-                # `true` would become the text True, which is not what the file says.
-                isinstance(text, bool)
-                or not isinstance(text, str | int)
-                or _BREAKS.search(str(text))
-            ):
+            # `true` would become the text True, which is not what the file says.
+            is_text = isinstance(text, str | int) and not isinstance(text, bool)
+            # These end a line of a job script or environment file, or a variable's value.
+            if not is_text or re.search(r"[\x00\n\r]", str(text)):
                 raise ValueError(f"{name} = {text!r} is no text of one line. Try quotes around it")
         return {name: str(text) for name, text in value.items()}  # 1 is a text too
 
@@ -358,30 +352,23 @@ class Config(Section):
         return "core" if self.stage_b is None else "reasoning"
 
     @model_validator(mode="after")
-    def _stage_exists(self) -> Config:
-        if self.training.stage == "b" and self.stage_b is None:
+    def _stages_fit(self) -> Config:
+        stage_b = self.stage_b
+        if stage_b is None:
+            if self.training.stage != "b":
+                return self
             raise ValueError(
                 "training.stage = b needs a reasoning variant: this config has no stage_b section"
             )
-        if (
-            self.training.stage == "all"
-            and self.stage_b is not None
-            and self.stage_b.run is not None
-        ):
+        if self.training.stage == "all" and stage_b.run is not None:
             raise ValueError(
                 "training.stage = all trains a Stage A of its own, and stage_b.run = "
-                f"{self.stage_b.run} names that of another run: say training.stage = b, or leave "
+                f"{stage_b.run} names that of another run: say training.stage = b, or leave "
                 "stage_b.run out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _window_holds_a_sentence(self) -> Config:
-        if self.stage_b is None or self.training.stage == "a":
-            return self
         # Its own limit checks window_tokens; this is about the length that null stands for.
-        window = self.stage_b.training.window_tokens or self.training.sequence_length
-        if window < SMALLEST_WINDOW:
+        window = stage_b.training.window_tokens or self.training.sequence_length
+        if self.training.stage != "a" and window < SMALLEST_WINDOW:
             raise ValueError(
                 f"stage_b.training.window_tokens = null takes training.sequence_length = {window}, "
                 f"but Stage B reads {SMALLEST_WINDOW} tokens at a time or more. Try "
