@@ -34,6 +34,7 @@ from cdrmix.parallel.tensor import is_copy, shard_of
 
 LogicalName = Callable[[str], str]
 
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Fields of DeepSpeed's DynamicLossScaler that change during training.
 _LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -110,8 +111,7 @@ def before_each_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
 def whole_fragments(
     tensors: Mapping[str, torch.Tensor], logical_name: LogicalName = str
 ) -> Iterator[Fragment]:
-    """Yields parameters outside any engine, undivided, by their names in the module, for one rank
-    to save."""
+    """Yields parameters outside any engine, by name, undivided, for one rank to save."""
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         values = tensor.detach().reshape(-1).float()
@@ -124,12 +124,7 @@ def counters(engine: Any) -> dict[str, Any]:
     is_dynamic = scaler is not None and scaler.dynamic
     # A static scale belongs to the configuration, which may have another on resuming.
     fields = {field: getattr(scaler, field) for field in _LOSS_SCALER_FIELDS if is_dynamic}
-    return {
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "skipped_steps": engine.skipped_steps,
-        "loss_scaler": fields or None,
-    }
+    return {**{count: getattr(engine, count) for count in _COUNTS}, "loss_scaler": fields or None}
 
 
 def load_engine(
@@ -152,8 +147,10 @@ def load_engine(
     Raises:
         StateError: on every rank, if any of them found another model or could not read.
     """
-    tensors = (*engine.module.named_parameters(), *_persistent_buffers(engine.module))
-    shapes = {logical_name(name): _placement(engine, tensor).shape for name, tensor in tensors}
+    shapes = {
+        logical_name(name): _placement(engine, tensor).shape
+        for name, tensor, _ in _saved_tensors(engine.module)
+    }
     if engine.pipeline_parallelism:  # a stage holds a part of the names; the check is of the model
         parts: list[Any] = [None] * engine.grid.pipe_parallel_size
         group = engine.grid.get_pipe_parallel_group()
@@ -176,9 +173,8 @@ def load_engine(
         if persistent:
             persistent[0].all_gather(persistent)
     counts = checkpoint.state["engine"]
-    engine.global_steps = counts["global_steps"]
-    engine.global_samples = counts["global_samples"]
-    engine.skipped_steps = counts["skipped_steps"]
+    for count in _COUNTS:
+        setattr(engine, count, counts[count])
     # Accumulation may differ from the saving run's; the boundary between steps must hold.
     engine.micro_steps = counts["global_steps"] * engine.gradient_accumulation_steps()
     scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -199,10 +195,7 @@ def load_module(
     The module is on any device, of any float type, and read one tensor at a time. `logical_name`
     and `others` are as in `load_engine`. Raises StateError if names or shapes differ.
     """
-    tensors = {
-        logical_name(name): tensor
-        for name, tensor in (*module.named_parameters(), *_persistent_buffers(module))
-    }
+    tensors = {logical_name(name): tensor for name, tensor, _ in _saved_tensors(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_names(checkpoint, shapes, others=others)
     with torch.no_grad():
@@ -210,11 +203,12 @@ def load_module(
             tensor.copy_(checkpoint.full(name, checkpoint.content_kind(name)))
 
 
-def _persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Names and tensors of the buffers that belong to a module's saved state."""
+def _saved_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Name, tensor and kind of each parameter, and of each buffer of a module's saved state."""
+    yield from ((name, parameter, "param") for name, parameter in module.named_parameters())
     # named_buffers lists the others, too, which a module computes anew.
     saved = module.state_dict(keep_vars=True)
-    return [(name, tensor) for name, tensor in module.named_buffers() if name in saved]
+    yield from ((name, b, "buffer") for name, b in module.named_buffers() if name in saved)
 
 
 def _partitions(engine: Any, logical_name: LogicalName) -> Iterator[_Partition]:
@@ -299,9 +293,7 @@ def _untrained(engine: Any, logical_name: LogicalName) -> Iterator[tuple[bool, F
     """
     # By the optimizer's groups, not by requires_grad, which each phase of Stage B sets anew.
     trained = {id(p) for _, parameters in _masters(engine) for p in parameters}
-    parameters = [(*named, "param") for named in engine.module.named_parameters()]
-    buffers = [(*named, "buffer") for named in _persistent_buffers(engine.module)]
-    for name, tensor, kind in parameters + buffers:
+    for name, tensor, kind in _saved_tensors(engine.module):
         if id(tensor) in trained:
             continue
         placement = _placement(engine, tensor)

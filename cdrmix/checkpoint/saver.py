@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import torch
@@ -41,20 +41,12 @@ _NAMED_RANKS = 4
 RETRY_SECONDS = (1.0, 4.0)
 # Failures that a disk can cause, and another attempt can mend.
 _FAILED_WRITES = (OSError, StateError, InfrastructureError)
+# A failed write, by file and reason, which may pass by itself (InfrastructureError) or lasts; or
+# none.
+_Failure = InfrastructureError | StateError | None
 
 
-class Ranks(Protocol):
-    """Processes that save together: all ranks of a run (`cdrmix.runtime`), or threads for them."""
-
-    def rank(self) -> int: ...
-    def world_size(self) -> int: ...
-    def all_gather_object(self, value: T) -> list[T]: ...
-
-
-THIS_RUN: Ranks = runtime
-
-
-def agree_on_failures(ranks: Ranks, action: Callable[[], T]) -> list[T]:
+def agree_on_failures(action: Callable[[], T]) -> list[T]:
     """Results of `action` on all ranks; if it fails on one, all ranks raise instead of waiting.
 
     Raises:
@@ -73,7 +65,7 @@ def agree_on_failures(ranks: Ranks, action: Callable[[], T]) -> list[T]:
         problem = described(error)
     passes = isinstance(failure, InfrastructureError) or is_passing(failure)
     lasts = failure is not None and not passes
-    outcomes = ranks.all_gather_object((result, problem, lasts))
+    outcomes = runtime.all_gather_object((result, problem, lasts))
     problems = by_rank([text for _, text, _ in outcomes])
     if failure is not None and not isinstance(failure, OSError | TrainingError):
         raise failure
@@ -98,13 +90,6 @@ def by_rank(problems: list[str]) -> str:
     return "; ".join(named)
 
 
-class SaveProblem(NamedTuple):
-    """A failed write."""
-
-    text: str  # file and reason
-    is_passing: bool  # the file system may recover by itself
-
-
 @dataclass(frozen=True)
 class Saved:
     """A finished save: its folder, the bytes of all ranks, and its duration."""
@@ -126,8 +111,8 @@ class _Save:
     after: Callable[[], None]  # and this one after it
     temporary: str  # name of the folder in each root while it is written
     copy: Future[list[torch.Tensor]]  # of this rank's values; done once the state may change
-    job: Future[list[SaveProblem | None]]  # work of this rank in this phase; a result for each root
-    problems: list[SaveProblem | None]  # those of all ranks, for each root
+    job: Future[list[_Failure]]  # work of this rank in this phase; a result for each root
+    problems: list[_Failure]  # those of all ranks, for each root
     fault: BaseException | None = None  # a failure of this rank that is not a failed write
     is_named: bool = False  # true in the second phase
     number: int = 0  # counted through all starts and rollbacks; 0 until rank 0 names it
@@ -146,7 +131,6 @@ class Saver:
         keep: int,
         background: bool,
         pinned: int | None = None,
-        ranks: Ranks = THIS_RUN,
     ) -> None:
         """Collective.
 
@@ -166,9 +150,8 @@ class Saver:
         self._roots = tuple(roots)
         self._keep = keep
         self._pinned = pinned
-        self._ranks = ranks
         # Another process of this run may still be writing: its temporary folders have other names.
-        self._token = ranks.all_gather_object(uuid4().hex[:8])[0]
+        self._token = runtime.all_gather_object(uuid4().hex[:8])[0]
         # A single thread keeps the copy, the write and the naming of a save in order.
         self._memory = HostMemory() if background else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
@@ -210,8 +193,8 @@ class Saver:
         self.wait()
         with self._stall():
             stalled = self.stall_seconds
-            rank = self._ranks.rank()
-            contents = {**state, "step": step, "world_size": self._ranks.world_size()}
+            rank = runtime.rank()
+            contents = {**state, "step": step, "world_size": runtime.world_size()}
             began = time.monotonic()
             # As text, because it is written by another thread, when the run has changed the values.
             text = json.dumps(contents, indent=1) + "\n"
@@ -279,15 +262,14 @@ class Saver:
         if save is None or at_work:
             return
         if any(failed):  # the usual save needs no collective of objects
-            of_ranks = self._ranks.all_gather_object(self._problems_here(save))
+            of_ranks = runtime.all_gather_object(self._problems_here(save))
             for number, of_root in enumerate(zip(*of_ranks, strict=True)):
                 # A root that failed in the first phase gets no name in the second.
-                problems = [problem for problem in of_root if problem is not None]
-                if problems and save.problems[number] is None:
-                    save.problems[number] = SaveProblem(
-                        by_rank([problem.text if problem else "" for problem in of_root]),
-                        all(problem.is_passing for problem in problems),
-                    )
+                if any(of_root) and save.problems[number] is None:
+                    lasts = any(isinstance(problem, StateError) for problem in of_root)
+                    kind = StateError if lasts else InfrastructureError
+                    text = by_rank([str(problem or "") for problem in of_root])
+                    save.problems[number] = kind(text)
             error = save.job.exception()
             if error is not None and not isinstance(error, _FAILED_WRITES):
                 save.fault = error
@@ -296,8 +278,8 @@ class Saver:
             self._conclude(save)
         else:
             save.is_named = True
-            is_first = self._ranks.rank() == 0
-            none: list[SaveProblem | None] = [None] * len(self._roots)
+            is_first = runtime.rank() == 0
+            none: list[_Failure] = [None] * len(self._roots)
             # The folder is shared: a second rank's rename would find nothing to rename.
             save.job = self._run(lambda: self._name(save) if is_first else none)
 
@@ -309,7 +291,7 @@ class Saver:
             while self._save is not None:
                 self._save.job.exception()  # waits, and raises nothing
                 # No step follows whose collective could carry the votes.
-                votes = self._ranks.all_gather_object(self.votes())
+                votes = runtime.all_gather_object(self.votes())
                 self.advance([sum(of_one_kind) for of_one_kind in zip(*votes, strict=True)])
 
     def close(self, *, waits: bool = True) -> None:
@@ -341,7 +323,7 @@ class Saver:
             job.set_exception(error)
         return job
 
-    def _name(self, save: _Save) -> list[SaveProblem | None]:
+    def _name(self, save: _Save) -> list[_Failure]:
         """Second phase: names the folders that are whole, and deletes the others."""
         problems = []
         for root, earlier in zip(self._roots, save.problems, strict=True):
@@ -365,14 +347,14 @@ class Saver:
                     numbers += [save_number(path) or 0 for path in folder.step_folders(each)]
             save.number = 1 + max(numbers)
         # Two attempts, not one: `complete` deletes the accounts that `read_parts` reads.
-        parts = _retried(step, lambda: folder.read_parts(temporary, self._ranks.world_size()))
+        parts = _retried(step, lambda: folder.read_parts(temporary, runtime.world_size()))
         _retried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
         _retried(step, lambda: folder.publish(temporary, step))
         if root == self._roots[0]:
             num_bytes = sum(file["bytes"] for part in parts for file in part["files"].values())
             self.last = Saved(root / str(step), num_bytes, time.monotonic() - save.began)
             if problem := _problem(save.after):  # the checkpoint has its name, and is whole
-                logger.warning("checkpoint of step %d: %s", step, problem.text)
+                logger.warning("checkpoint of step %d: %s", step, problem)
         self._last_number = save.number
         try:
             folder.drop_others(root, step, self._keep, self._pinned)
@@ -385,24 +367,22 @@ class Saver:
             raise save.fault
         first, *others = save.problems
         if first is not None:
-            kind: type[TrainingError] = InfrastructureError
             advice = "Start again with --resume auto when the file system answers"
-            if not first.is_passing:
-                kind = StateError
+            if isinstance(first, StateError):
                 advice = (
                     "Try freeing space, a smaller checkpoint.keep, or a --run-dir elsewhere that "
                     "every rank can write"
                 )
-            raise kind(
-                f"the checkpoint of step {save.step} was not saved: {first.text}. The older ones "
-                f"are as they were. {advice}"
+            raise type(first)(
+                f"the checkpoint of step {save.step} was not saved: {first}. The older ones are as "
+                f"they were. {advice}"
             )
         self.saved_step = save.step
-        if self._ranks.rank() != 0:
+        if runtime.rank() != 0:
             return
         for root, problem in zip(self._roots[1:], others, strict=True):
             if problem:
-                where = (root, save.step, problem.text)
+                where = (root, save.step, problem)
                 logger.warning("warning: %s: has no checkpoint of step %d: %s", *where)
         assert self.last is not None, "the second phase has set it"
         logger.info(
@@ -411,7 +391,7 @@ class Saver:
             self.stall_seconds - save.stalled,
         )
 
-    def _problems_here(self, save: _Save) -> list[SaveProblem | None]:
+    def _problems_here(self, save: _Save) -> list[_Failure]:
         """Problems of this rank in this phase, whose job is done, for each root."""
         error = save.job.exception()
         if error is None:
@@ -419,7 +399,7 @@ class Saver:
         return [_as_problem(error) for _ in self._roots]
 
 
-def _problem(action: Callable[[], None]) -> SaveProblem | None:
+def _problem(action: Callable[[], None]) -> _Failure:
     """Runs `action`, and returns the failed write that ended it, or None."""
     try:
         action()
@@ -428,10 +408,11 @@ def _problem(action: Callable[[], None]) -> SaveProblem | None:
     return None
 
 
-def _as_problem(error: BaseException) -> SaveProblem:
+def _as_problem(error: BaseException) -> _Failure:
     # Rights to write do not come by waiting, as those to read may while a ticket is renewed.
     passes = is_passing(error) and not isinstance(error, PermissionError)
-    return SaveProblem(described(error), passes or isinstance(error, InfrastructureError))
+    is_state = not passes and not isinstance(error, InfrastructureError)
+    return (StateError if is_state else InfrastructureError)(described(error))
 
 
 def _retried(step: int, action: Callable[[], T]) -> T:

@@ -145,12 +145,12 @@ def barrier() -> None:
         torch.distributed.barrier()
 
 
-def broadcast_object(value: T, *, source: int = 0) -> T:
-    """Returns the `source` rank's value on every rank. The value must be picklable."""
+def broadcast_object(value: T) -> T:
+    """Returns rank 0's value on every rank. The value must be picklable."""
     if world_size() == 1:
         return value
     box = [value]
-    torch.distributed.broadcast_object_list(box, src=source, device=device())
+    torch.distributed.broadcast_object_list(box, src=0, device=device())
     return box[0]
 
 

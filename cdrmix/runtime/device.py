@@ -47,13 +47,12 @@ def host_memory_gib() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-def set_threads() -> int:
-    """Gives each CPU rank of this host its share of the cores; returns the number of threads."""
+def set_threads() -> None:
+    """Gives each CPU rank of this host its share of the cores."""
     # OMP_NUM_THREADS of the user's shell stands for a single rank; several have to share the cores
     if "OMP_NUM_THREADS" not in os.environ or local_world_size() > 1:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world_size()))
-    return torch.get_num_threads()
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:

@@ -57,15 +57,7 @@ def test_any_block_and_range_is_read_from_fragments_of_any_layout(
     # One file per key, so that a block's two spans do not collide in one.
     outcomes = on_ranks(
         len(pieces),
-        lambda ranks: save_checkpoint(
-            tmp_path,
-            1,
-            [pieces[ranks.rank()]],
-            state={},
-            rank_state={},
-            keep=1,
-            ranks=ranks,
-        ),
+        lambda rank: save_checkpoint(tmp_path, 1, [pieces[rank]], state={}, rank_state={}, keep=1),
     )
     assert {type(outcome) for outcome in outcomes} == {Saved}
     with CheckpointFile(tmp_path / "1") as reader:
