@@ -51,8 +51,7 @@ class _FileHandler(logging.FileHandler):
 def configure(*, rank: int = 0) -> None:
     """Sends the project's log lines to stderr; called once per process, before anything is logged.
 
-    Args:
-        rank: global rank of this process; 0 logs from INFO, the others from WARNING.
+    The global `rank` 0 logs from INFO, the others from WARNING.
     """
     root = logging.getLogger(_ROOT)
     for handler in list(root.handlers):

@@ -41,21 +41,15 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def address_towards(address: str = _OUTSIDE) -> str:
-    """Local IP address used to reach `address`. Sends no packet.
-
-    Raises:
-        OSError: if there is no route.
-    """
+    """Local IP address used to reach `address`; sends no packet. OSError if there is no route."""
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, _DISCARD_PORT))
         return str(probe.getsockname()[0])
 
 
 def address_of_this_host() -> str:
-    """Address at which other hosts reach this one.
-
-    Debian resolves a host's own name to loopback; then the address of the default route is taken.
-    """
+    """Address at which other hosts reach this one."""
+    # Debian resolves a host's own name to loopback: then that of the default route is taken.
     address = socket.gethostbyname(platform.node())
     return address_towards() if is_loopback(address) else address
 

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from cdrmix import runtime
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.checkpoint.host_memory import HostMemory
-from cdrmix.checkpoint.saver import THIS_RUN, Ranks, Saved, Saver
+from cdrmix.checkpoint.saver import Saved, Saver
 
 
 def whole(name: str, tensor: torch.Tensor, kind: str = "param") -> Fragment:
@@ -30,54 +32,47 @@ def save_checkpoint(
     state: Mapping[str, Any],
     rank_state: Mapping[str, Any],
     keep: int,
-    ranks: Ranks = THIS_RUN,
 ) -> Saved:
     """Write a checkpoint into `root`, and wait until it is durable; every rank calls this."""
-    saver = Saver([root], keep=keep, background=False, ranks=ranks)
+    saver = Saver([root], keep=keep, background=False)
     saver.start(step, fragments, state=state, rank_state=rank_state)
     saver.wait()
-    saved = ranks.all_gather_object(saver.last)[0]
+    saved = runtime.all_gather_object(saver.last)[0]
     assert saved is not None, "set on rank 0"
     return saved
 
 
-class ThreadRanks:
-    """One of several ranks that are threads of this process; all_gather really waits."""
-
-    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
-        self._rank, self._shared, self._barrier = rank, shared, barrier
-
-    def rank(self) -> int:
-        return self._rank
-
-    def world_size(self) -> int:
-        return len(self._shared)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._shared[self._rank] = value
-        self._barrier.wait(timeout=5)
-        gathered = list(self._shared)
-        self._barrier.wait(timeout=5)
-        return gathered
-
-
-def on_ranks(count: int, action: Callable[[ThreadRanks], Any]) -> list[Any]:
-    """Run `action` on `count` thread ranks; its result, or what it raised, by rank."""
+def on_ranks(count: int, action: Callable[[int], Any]) -> list[Any]:
+    """Call `action` with the rank on `count` threads, which take themselves for the ranks of a run
+    and really wait in all_gather; its result, or what it raised, by rank."""
+    this = threading.local()
     shared: list[Any] = [None] * count
     barrier = threading.Barrier(count)
     results: list[Any] = [None] * count
 
+    def all_gather_object(value: Any) -> list[Any]:
+        shared[this.rank] = value
+        barrier.wait(timeout=5)
+        gathered = list(shared)
+        barrier.wait(timeout=5)
+        return gathered
+
     def run(rank: int) -> None:
+        this.rank = rank
         try:
-            results[rank] = action(ThreadRanks(rank, shared, barrier))
+            results[rank] = action(rank)
         except Exception as error:
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "rank", lambda: this.rank)
+        patch.setattr(runtime, "world_size", lambda: count)
+        patch.setattr(runtime, "all_gather_object", all_gather_object)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     return results
 
 

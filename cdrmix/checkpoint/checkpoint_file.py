@@ -29,16 +29,13 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_TYP
 class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
     """A checkpoint folder that `cdrmix.checkpoint.store.find_newest` has verified.
 
-    Attributes:
-        path: the folder.
-        state: content of state.json: `step`, `world_size` and the entries of the saving run.
-    Raises:
-        StateError: if the folder cannot be read, or is no checkpoint of this package.
-        InfrastructureError: if the file system does not answer at present.
+    Raises StateError if it cannot be read, or is no checkpoint of this package, and
+    InfrastructureError if the file system does not answer at present.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # `step`, `world_size` and the entries of the saving run.
         self.state: dict[str, Any] = self._json("state.json")
         self._tensors: dict[str, dict[str, Any]] = self._json("index.json").get("tensors", {})
         try:
@@ -84,31 +81,14 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         """Whole logical tensor, in its logical shape, on the CPU."""
         return self.read(name, kind).reshape(self.shape(name, kind))
 
-    def read(
-        self,
-        name: str,
-        kind: str = "param",
-        *,
-        block: Box | None = None,
-        start: int = 0,
-        numel: int | None = None,
-    ) -> torch.Tensor:
-        """Reads elements [start, start + numel) of a block of a logical tensor from its fragments.
+    def read(self, name: str, kind: str = "param", span: Span | None = None) -> torch.Tensor:
+        """Reads a span of a logical tensor from its fragments; None is all of it.
 
-        Args:
-            name: logical name.
-            kind: one of `kinds(name)`.
-            block: part of the logical tensor; None is all of it.
-            start: first element, in the block's row-major order.
-            numel: number of elements; None is up to the block's end.
-        Returns:
-            A new tensor on the CPU, [numel], in the saved dtype.
-        Raises:
-            StateError: if there is no such tensor, or its file cannot be read.
+        Returns a new tensor on the CPU, [span.numel], in the saved dtype. Raises StateError if
+        there is no such tensor, or its file cannot be read.
         """
         entry = self._entry(name, kind)
-        block = block or Box.whole(entry["shape"])
-        target = Span(block, start, block.numel - start if numel is None else numel)
+        target = span or Span.whole(Box.whole(entry["shape"]))
         out = torch.empty(target.numel, dtype=_DTYPES[entry["dtype"]])
         filled = 0
         for fragment in entry["fragments"]:
@@ -169,12 +149,8 @@ def _check_entry(label: str, entry: dict[str, Any]) -> None:
         if not _TENSOR_FILE.fullmatch(fragment["file"]):
             raise ValueError(f"{label}: file {fragment['file']!r}")
         # Before any is used: a negative start or size would address other elements.
-        numbers = (
-            *entry["shape"],
-            *fragment["block_offset"],
-            *fragment["block_shape"],
-            *(fragment["start"], fragment["numel"]),
-        )
+        numbers = [*entry["shape"], *fragment["block_offset"], *fragment["block_shape"]]
+        numbers += [fragment["start"], fragment["numel"]]
         if not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise ValueError(f"{label}: its numbers are not sizes")
 
@@ -182,13 +158,8 @@ def _check_entry(label: str, entry: dict[str, Any]) -> None:
 def check_names(
     checkpoint: CheckpointFile, shapes: dict[str, tuple[int, ...]], *, others: Container[str] = ()
 ) -> None:
-    """Raises StateError unless checkpoint and model have the same names with the same shapes.
-
-    Args:
-        checkpoint: an open checkpoint.
-        shapes: logical name -> logical shape of every parameter and persistent buffer.
-        others: names in the checkpoint that need not be in the model.
-    """
+    """Raises StateError unless checkpoint and model have the same names with the same logical
+    shapes, but for `others` in the checkpoint, which need not be in the model."""
     saved = {
         name: checkpoint.shape(name, checkpoint.content_kind(name)) for name in checkpoint.names()
     }

@@ -1,8 +1,7 @@
 """Turns a DeepSpeed engine's state into layout-independent fragments, and back, bit by bit.
 
-`fragments` and `load_engine` serve engines; `load_module` fills a plain module from the same
-fragments. Covered are ZeRO 1, 2 and 3 in fp32, bf16 and fp16, on the device or offloaded to the
-host (DeepSpeed 0.19.8).
+Covered are ZeRO 1, 2 and 3 in fp32, bf16 and fp16, on the device or offloaded to the host
+(DeepSpeed 0.19.8).
 
 ZeRO 1 and 2 (DeepSpeedZeroOptimizer, and the BF16_Optimizer that DeepSpeed takes for ZeRO-1 with
 float32 gradient accumulation): each parameter group is one flat float32 partition per rank;
@@ -22,8 +21,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,29 +34,21 @@ from cdrmix.parallel.tensor import is_copy, shard_of
 
 LogicalName = Callable[[str], str]
 
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Fields of DeepSpeed's DynamicLossScaler that change during training.
 _LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-@dataclass(frozen=True)
-class _Placement:
-    """Position of a local parameter in its logical tensor.
+class _Placement(NamedTuple):
+    """Position of a local parameter or buffer in its logical tensor."""
 
-    Attributes:
-        shape: logical shape.
-        block: part of the logical tensor that this rank's parameter is.
-        is_first_replica: true on the first of the data ranks that hold this block.
-        is_copy: whether a rank outside the data group saves the same values.
-    """
-
-    shape: tuple[int, ...]
-    block: Box
-    is_first_replica: bool
-    is_copy: bool
+    shape: tuple[int, ...]  # logical shape
+    block: Box  # part of the logical tensor that this rank holds
+    is_first_replica: bool  # on the first of the data ranks that hold this block
+    is_copy: bool  # a rank outside the data group saves the same values
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Range of one parameter that lies in a partition of this rank, from `offset` on."""
 
     name: str
@@ -66,8 +57,7 @@ class _Piece:
     offset: int
 
 
-@dataclass(frozen=True)
-class _Partition:
+class _Partition(NamedTuple):
     """This rank's flat share of the parameters `names`; it may hold no piece of some of them."""
 
     master: torch.nn.Parameter
@@ -90,7 +80,9 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
         pieces = [piece for piece in partition.pieces if not piece.placement.is_copy]
         for kind, value in {"param": partition.master, **states.get(partition.master, {})}.items():
             if torch.is_tensor(value) and value.shape == partition.master.shape:
-                yield from _fragments_of(pieces, kind, value)
+                for piece in pieces:
+                    view = value.detach().narrow(0, piece.offset, piece.span.numel).float()
+                    yield Fragment(piece.name, kind, piece.placement.shape, piece.span, view)
                 continue
             # In float64, which holds any count of steps; a float32 does up to 2**24.
             number = torch.tensor([float(value)], dtype=torch.float64)
@@ -98,14 +90,10 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
                 # One rank alone holds a parameter's first logical element: that one saves it.
                 if piece.span.start == 0 and not any(piece.span.block.offset):
                     yield Fragment(piece.name, kind, (), Span.whole(Box.whole(())), number)
-    # The optimizer has no master of these: the weights in use are all there is.
-    for piece, share in _frozen_shares(engine, logical_name):
-        yield from _fragments_of([piece], "param", share)
-    for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
-        if placement.is_first_replica and not placement.is_copy:
-            values = tensor.detach().reshape(-1)
-            values = values.float() if kind == "param" else values.clone()
-            yield Fragment(name, kind, placement.shape, Span.whole(placement.block), values)
+    for is_saved, held in _untrained(engine, logical_name):
+        if is_saved:
+            flat = held.values.reshape(-1)
+            yield replace(held, values=flat.float() if held.kind == "param" else flat.clone())
 
 
 @contextlib.contextmanager
@@ -123,12 +111,7 @@ def before_each_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
 def whole_fragments(
     tensors: Mapping[str, torch.Tensor], logical_name: LogicalName = str
 ) -> Iterator[Fragment]:
-    """Yields parameters outside any engine, undivided, for one rank to save.
-
-    Args:
-        tensors: by their names in the module.
-        logical_name: as in `fragments`.
-    """
+    """Yields parameters outside any engine, by name, undivided, for one rank to save."""
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         values = tensor.detach().reshape(-1).float()
@@ -141,12 +124,7 @@ def counters(engine: Any) -> dict[str, Any]:
     is_dynamic = scaler is not None and scaler.dynamic
     # A static scale belongs to the configuration, which may have another on resuming.
     fields = {field: getattr(scaler, field) for field in _LOSS_SCALER_FIELDS if is_dynamic}
-    return {
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "skipped_steps": engine.skipped_steps,
-        "loss_scaler": fields or None,
-    }
+    return {**{count: getattr(engine, count) for count in _COUNTS}, "loss_scaler": fields or None}
 
 
 def load_engine(
@@ -163,14 +141,16 @@ def load_engine(
 
     Args:
         engine: from deepspeed.initialize, fresh or between two optimizer steps.
-        checkpoint: an open checkpoint; its `state["engine"]` is a result of `counters`.
+        checkpoint: its `state["engine"]` is a result of `counters`.
         logical_name: the module's name of a parameter or buffer -> logical name.
         others: logical names in the checkpoint that are read elsewhere.
     Raises:
         StateError: on every rank, if any of them found another model or could not read.
     """
-    tensors = (*engine.module.named_parameters(), *_persistent_buffers(engine.module))
-    shapes = {logical_name(name): _placement(engine, tensor).shape for name, tensor in tensors}
+    shapes = {
+        logical_name(name): _placement(engine, tensor).shape
+        for name, tensor, _ in _saved_tensors(engine.module)
+    }
     if engine.pipeline_parallelism:  # a stage holds a part of the names; the check is of the model
         parts: list[Any] = [None] * engine.grid.pipe_parallel_size
         group = engine.grid.get_pipe_parallel_group()
@@ -193,9 +173,8 @@ def load_engine(
         if persistent:
             persistent[0].all_gather(persistent)
     counts = checkpoint.state["engine"]
-    engine.global_steps = counts["global_steps"]
-    engine.global_samples = counts["global_samples"]
-    engine.skipped_steps = counts["skipped_steps"]
+    for count in _COUNTS:
+        setattr(engine, count, counts[count])
     # Accumulation may differ from the saving run's; the boundary between steps must hold.
     engine.micro_steps = counts["global_steps"] * engine.gradient_accumulation_steps()
     scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -213,18 +192,10 @@ def load_module(
 ) -> None:
     """Fills a plain module, with all experts in this process, from the float32 master weights.
 
-    Args:
-        module: on any device, of any float type; read one tensor at a time.
-        checkpoint: an open checkpoint.
-        logical_name: module's name of a parameter or buffer -> logical name.
-        others: logical names in the checkpoint that are read elsewhere.
-    Raises:
-        StateError: if names or shapes differ.
+    The module is on any device, of any float type, and read one tensor at a time. `logical_name`
+    and `others` are as in `load_engine`. Raises StateError if names or shapes differ.
     """
-    tensors = {
-        logical_name(name): tensor
-        for name, tensor in (*module.named_parameters(), *_persistent_buffers(module))
-    }
+    tensors = {logical_name(name): tensor for name, tensor, _ in _saved_tensors(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_names(checkpoint, shapes, others=others)
     with torch.no_grad():
@@ -232,15 +203,16 @@ def load_module(
             tensor.copy_(checkpoint.full(name, checkpoint.content_kind(name)))
 
 
-def _persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Names and tensors of the buffers that belong to a module's saved state."""
+def _saved_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Name, tensor and kind of each parameter, and of each buffer of a module's saved state."""
+    yield from ((name, parameter, "param") for name, parameter in module.named_parameters())
     # named_buffers lists the others, too, which a module computes anew.
     saved = module.state_dict(keep_vars=True)
-    return [(name, tensor) for name, tensor in module.named_buffers() if name in saved]
+    yield from ((name, b, "buffer") for name, b in module.named_buffers() if name in saved)
 
 
 def _partitions(engine: Any, logical_name: LogicalName) -> Iterator[_Partition]:
-    """Yields the partitions of this rank, in the optimizer's order."""
+    """Partitions of this rank, in the optimizer's order."""
     names = {id(p): logical_name(name) for name, p in engine.module.named_parameters()}
     for master, parameters in _masters(engine):
         pieces = []
@@ -291,11 +263,7 @@ def _zero3_share(parameter: Any) -> tuple[int, int]:
 
 
 def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
-    """Placement of a parameter or buffer.
-
-    Expert parameters are a block of experts, in order of expert rank. Others are undivided, or the
-    shard that tensor parallelism gives this rank.
-    """
+    """Placement of a parameter or buffer: a block of experts, a shard of a tensor rank, or all."""
     # ZeRO-3 leaves an empty tensor of a parameter, and its shape in `ds_shape`.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     copied = is_copy(tensor)
@@ -317,53 +285,35 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
     return _Placement((total, *shape[1:]), block, is_first, copied)
 
 
-def _frozen(engine: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names and values of the parameters that the optimizer does not train."""
+def _untrained(engine: Any, logical_name: LogicalName) -> Iterator[tuple[bool, Fragment]]:
+    """Frozen parameters and persistent buffers in use, each with whether this rank saves it.
+
+    The optimizer has no masters of them. Values have the types, and undivided ones the shapes, that
+    they have in the engine.
+    """
     # By the optimizer's groups, not by requires_grad, which each phase of Stage B sets anew.
     trained = {id(p) for _, parameters in _masters(engine) for p in parameters}
-    return [(name, p) for name, p in engine.module.named_parameters() if id(p) not in trained]
-
-
-def _frozen_shares(engine: Any, logical_name: LogicalName) -> Iterator[tuple[_Piece, torch.Tensor]]:
-    """Yields this rank's shares of frozen parameters, which only ZeRO-3 partitions."""
-    for name, param in _frozen(engine) if engine.zero_optimization_stage() == 3 else ():
-        placement = _placement(engine, param)
-        start, numel = _zero3_share(param)
-        if numel:
-            piece = _Piece(logical_name(name), placement, Span(placement.block, start, numel), 0)
-            yield piece, param.ds_tensor  # type: ignore[attr-defined]
-
-
-def _unpartitioned(
-    engine: Any, logical_name: LogicalName
-) -> Iterator[tuple[str, torch.Tensor, str, _Placement]]:
-    """Yields the tensors that each replica holds undivided: name, tensor, kind and placement.
-
-    These are persistent buffers and, except under ZeRO-3, frozen parameters.
-    """
-    for name, param in () if engine.zero_optimization_stage() == 3 else _frozen(engine):
-        yield logical_name(name), param, "param", _placement(engine, param)
-    for name, buffer in _persistent_buffers(engine.module):
-        yield logical_name(name), buffer, "buffer", _placement(engine, buffer)
-
-
-def _fragments_of(pieces: list[_Piece], kind: str, partition: torch.Tensor) -> Iterator[Fragment]:
-    """Yields the pieces of a flat partition, in its order."""
-    # Shares of frozen parameters have the type of the weights; files hold float32.
-    values = partition.detach().float()
-    for piece in pieces:
-        view = values.narrow(0, piece.offset, piece.span.numel)
-        yield Fragment(piece.name, kind, piece.placement.shape, piece.span, view)
+    for name, tensor, kind in _saved_tensors(engine.module):
+        if id(tensor) in trained:
+            continue
+        placement = _placement(engine, tensor)
+        span = Span.whole(placement.block)
+        values = tensor.detach()
+        is_saved = placement.is_first_replica and not placement.is_copy
+        # Of what is not trained, ZeRO-3 partitions the parameters.
+        if kind == "param" and engine.zero_optimization_stage() == 3:
+            span = Span(placement.block, *_zero3_share(tensor))
+            values = tensor.ds_tensor.detach().narrow(0, 0, span.numel)
+            is_saved = span.numel > 0
+        yield is_saved, Fragment(logical_name(name), kind, placement.shape, span, values)
 
 
 def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) -> None:
     """Reads this rank's part of a checkpoint; the phase of loading without collectives."""
     with torch.no_grad():
-        for name, tensor, kind, placement in _unpartitioned(engine, logical_name):
-            values = checkpoint.read(name, kind, block=placement.block)
-            tensor.copy_(values.reshape(tensor.shape))
-        for piece, share in _frozen_shares(engine, logical_name):
-            _fill(share, piece, checkpoint, "param")
+        for _, held in _untrained(engine, logical_name):
+            values = checkpoint.read(held.name, held.kind, held.span)
+            held.values.copy_(values.reshape(held.values.shape))
     partitions = list(_partitions(engine, logical_name))
     is_untrained = all(checkpoint.kinds(n) == ["param"] for part in partitions for n in part.names)
     if is_untrained:  # saved before the first step: the optimizer starts anew, too
@@ -381,22 +331,18 @@ def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) ->
 
 def _fill(flat: torch.Tensor, piece: _Piece, checkpoint: CheckpointFile, kind: str) -> None:
     """Reads one piece of a flat partition; padding between pieces stays as it is."""
-    span = piece.span
-    flat.detach().narrow(0, piece.offset, span.numel).copy_(
-        checkpoint.read(piece.name, kind, block=span.block, start=span.start, numel=span.numel)
-    )
+    values = checkpoint.read(piece.name, kind, piece.span)
+    flat.detach().narrow(0, piece.offset, piece.span.numel).copy_(values)
 
 
 def _materialise_optimizer_state(engine: Any) -> None:
-    """Makes the optimizer create its state, in its own types, by a step that changes nothing.
-
-    Learning rate and gradients are zero; the masters are read afterwards in any case.
-    """
+    """Makes the optimizer create its state, in its own types, by a step that changes nothing."""
     inner = engine.optimizer.optimizer
     masters = [master for master, _ in _masters(engine)]
     if all(inner.state.get(p) for p in masters):
         return
-    # A rate of zero also tells gradient clipping of Stage B that no part learns in this step.
+    # The masters are read afterwards in any case. A rate of zero also tells gradient clipping of
+    # Stage B that no part learns in this step.
     rates = [group["lr"] for group in inner.param_groups]
     gradients = [p.grad for p in masters]
     for group in inner.param_groups:
@@ -420,8 +366,7 @@ def _read_optimizer_state(
 ) -> None:
     """Fills the optimizer's state of one partition, which `inner` has created.
 
-    Raises:
-        StateError: if another kind of optimizer, or other parameter groups, saved the checkpoint.
+    Raises StateError if another kind of optimizer, or other parameter groups, saved the checkpoint.
     """
     state = inner.state[partition.master]
     # Of every name in the group: ranks that hold nothing of a parameter must fail as the others do.

@@ -26,7 +26,7 @@ from cdrmix.log import get_logger
 
 T = TypeVar("T")
 logger = get_logger(__name__)
-# Large enough that a system call and a thread hand-over cost little in comparison.
+# A system call and a thread hand-over cost little in comparison.
 _CHUNK_BYTES = 16 * 2**20
 # safetensors' names of element types.
 SAFETENSORS_TYPES = {
@@ -63,9 +63,7 @@ def is_passing(error: BaseException | None) -> bool:
 def retried(read: Callable[[], T], path: Path) -> T:
     """Calls `read`, again after pauses while the file system fails, and returns its result.
 
-    Raises:
-        InfrastructureError: naming `path`, if it still fails after the last pause.
-        Exception: any other failure of `read`, at once.
+    Raises InfrastructureError naming `path` after the last pause, any other failure at once.
     """
     for seconds in (*READ_RETRY_SECONDS, None):
         try:
@@ -87,14 +85,10 @@ def retried(read: Callable[[], T], path: Path) -> T:
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file, read with retries as `retried` makes them.
+    """Content of a JSON file, read as by `retried`.
 
-    Raises:
-        InfrastructureError: if the file system does not recover.
-        OSError: if there is no such file, or it is a link, a pipe or a device.
-        ValueError: if it is not JSON, or nested deeper than any that this package writes.
+    Raises OSError if there is no such plain file, ValueError if it is no JSON or nested too deeply.
     """
-
     try:
         return json.loads(retried(lambda: plain_file(path).read_text(encoding="utf-8"), path))
     except RecursionError as error:  # the file may come from anywhere
@@ -102,11 +96,8 @@ def read_json(path: Path) -> Any:
 
 
 def plain_file(path: Path) -> Path:
-    """Returns the path of a regular file.
-
-    Raises:
-        OSError: for links, pipes and devices: their content is not the folder's, or never ends.
-    """
+    """Returns the path of a regular file. Raises OSError for links, pipes and devices, whose
+    content is not the folder's, or never ends."""
     if not stat.S_ISREG(path.lstat().st_mode):
         # EINVAL is not among the passing errors: waiting does not make a file of a link.
         raise OSError(errno.EINVAL, "not a regular file (links are not followed)", str(path))
@@ -134,12 +125,10 @@ def write_tensors(path: Path, header: bytes, data: Iterable[torch.Tensor]) -> Fi
     """Writes a safetensors file durably, with one tensor in host memory at a time.
 
     Args:
-        path: file to create.
+        path: file to create. Errors name it.
         header: `safetensors_header` of the tensors, the widest element types first: the format
             allows no gaps, and torch needs aligned offsets.
         data: tensors on any device that together hold the bytes of these tensors.
-    Raises:
-        OSError: naming `path`.
     """
     tensors = (flat_bytes(tensor).cpu().numpy().data for tensor in data)
     return _write(path, chain([memoryview(header)], tensors))
@@ -194,10 +183,7 @@ def _write(path: Path, parts: Iterable[memoryview]) -> FileRecord:
     sha256 = hashlib.sha256()
     num_bytes = 0
     try:
-        with (
-            ThreadPoolExecutor(1) as hasher,
-            open(os.open(str(path), flags, 0o666), "wb") as file,
-        ):
+        with ThreadPoolExecutor(1) as hasher, open(os.open(str(path), flags, 0o666), "wb") as file:
             for part in parts:
                 for first in range(0, part.nbytes, _CHUNK_BYTES):
                     chunk = part[first : first + _CHUNK_BYTES]
@@ -233,10 +219,8 @@ _NOT_A_MANIFEST = (ValueError, TypeError, KeyError, AttributeError)
 def save_number(folder: Path) -> int | None:
     """Number of the save that wrote a checkpoint, counted through all starts and rollbacks.
 
-    Returns:
-        0 for a checkpoint of a version that did not count; None without a readable manifest.
-    Raises:
-        InfrastructureError: if the file system does not answer at present.
+    It is 0 for a version that did not count, and None without a readable manifest. Raises
+    InfrastructureError if the file system does not answer at present.
     """
     try:
         return _read_manifest(folder)[0]
@@ -249,8 +233,7 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = 
 
     Args:
         folder: the checkpoint.
-        part: share of the files to check, 0 to parts - 1; large files are spread evenly.
-        parts: number of shares.
+        part: share of the files to check, of `parts` with about as many bytes each.
         with_digests: read every byte and compare sha256; else compare sizes only.
     Raises:
         InfrastructureError: if the file system does not answer: no evidence against the files.
@@ -266,8 +249,7 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = 
     for name in largest_first[part::parts]:
         path = folder / name
         try:
-            check = partial(_file_damage, path, files[name], with_digests=with_digests)
-            reason = retried(check, path)
+            reason = retried(partial(_file_damage, path, files[name], with_digests), path)
         except OSError as error:
             reason = str(error.strerror)
         if reason:
@@ -276,7 +258,7 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = 
 
 
 def _read_manifest(folder: Path) -> tuple[int, dict[str, FileRecord]]:
-    """Number of the save, and the records of all files."""
+    """Number of the save, and records of all files; fails with _NOT_A_MANIFEST, or OSError."""
     manifest = read_json(folder / MANIFEST_FILE)
     if manifest["format"] != FORMAT:
         raise ValueError(f"format {manifest['format']!r}, this version reads {FORMAT}")
@@ -293,7 +275,7 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, FileRecord]]:
     return int(manifest.get("save", 0)), files
 
 
-def _file_damage(path: Path, record: FileRecord, *, with_digests: bool) -> str:
+def _file_damage(path: Path, record: FileRecord, with_digests: bool) -> str:
     """Reason why a file differs from its record; empty if it does not."""
     # The size first: it finds truncation without reading the file.
     size = plain_file(path).lstat().st_size

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,36 +38,9 @@ logger = get_logger(__name__)
 STEP_FOLDER = re.compile(r"(\d+)(\.replaced)?")
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """Contribution of one rank to a checkpoint.
-
-    Attributes:
-        rank: number of the rank.
-        fragments: parts of tensors on this rank.
-        data: their values in the order of the rank's file, or the bytes of these, end to end.
-        state: small state of the rank, as JSON.
-    """
-
-    rank: int
-    fragments: list[Fragment]
-    data: list[torch.Tensor]
-    state: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A share that is on the disk: its files, and the index entries of its fragments."""
-
-    files: dict[str, FileRecord]
-    index: list[dict[str, Any]]
-
-
 def in_file_order(fragments: list[Fragment]) -> list[Fragment]:
-    """Sorts by width of the elements, widest first, as `write_tensors` needs it, then by kind.
-
-    Fragments of one kind are neighbours in memory, and are copied together.
-    """
+    """Sorts by width of the elements, widest first, as `write_tensors` needs it, then by kind."""
+    # Fragments of one kind are neighbours in memory, and are copied together.
     return sorted(fragments, key=lambda f: (-f.values.element_size(), f.kind))
 
 
@@ -93,40 +65,52 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
                 os.rename(replaced, final)
 
 
-def write_share(temporary: Path, share: RankShare) -> None:
-    """Writes one rank's files, and an account of them for rank 0."""
-    name = f"rank-{share.rank:05d}"
+def write_share(
+    temporary: Path,
+    rank: int,
+    fragments: list[Fragment],
+    data: list[torch.Tensor],
+    state: Mapping[str, Any],
+) -> None:
+    """Writes one rank's files, and an account of them for rank 0.
+
+    Args:
+        temporary: folder of the checkpoint.
+        rank: number of the rank.
+        fragments: parts of tensors on this rank.
+        data: their values `in_file_order`, or the bytes of these, end to end.
+        state: small state of the rank, as JSON.
+    """
+    name = f"rank-{rank:05d}"
     tensor_file = f"{name}.safetensors"
     json_file = f"{name}.json"
-    ordered = in_file_order(share.fragments)
+    ordered = in_file_order(fragments)
     header = safetensors_header([(f"{each.kind}/{each.name}", each.values) for each in ordered])
     files = {
-        tensor_file: write_tensors(temporary / tensor_file, header, share.data),
-        json_file: write_json(temporary / json_file, dict(share.state)),
+        tensor_file: write_tensors(temporary / tensor_file, header, data),
+        json_file: write_json(temporary / json_file, dict(state)),
     }
-    index = [index_entry(tensor_file, f"{each.kind}/{each.name}", each) for each in share.fragments]
+    index = [index_entry(tensor_file, f"{each.kind}/{each.name}", each) for each in fragments]
     # Last: rank 0 takes an account as the proof that the files it lists are on the disk. It stands
     # in the folder, because the writing threads take part in no collective.
     write_text(temporary / f"{name}.part", json.dumps({"files": files, "index": index}))
 
 
-def read_parts(temporary: Path, world_size: int) -> list[Part]:
-    """Accounts of all ranks of their files."""
+def read_parts(temporary: Path, world_size: int) -> list[dict[str, Any]]:
+    """Accounts of all ranks: their `files` on the disk, and the `index` of their fragments."""
     files = (temporary / f"rank-{rank:05d}.part" for rank in range(world_size))
-    return [Part(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-def complete(temporary: Path, parts: list[Part], state: str, *, save: int) -> None:
+def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int) -> None:
     """Completes a checkpoint of the files of all ranks: writes index, state and manifest.
 
-    Args:
-        temporary: its folder.
-        parts: result of `read_parts`; the accounts are deleted here, so a repeated call needs it.
-        state: text of state.json.
-        save: number of the save.
+    The accounts that `read_parts` has read are deleted here, so that a repeated call needs them.
     """
-    index = merge_entries(entry for part in parts for entry in part.index)
-    files = {name: record for part in parts for name, record in part.files.items()}
+    index = merge_entries(entry for part in parts for entry in part["index"])
+    files: dict[str, FileRecord] = {}
+    for part in parts:
+        files |= part["files"]
     # By rank 0 alone: it has the digests of all files from their accounts, and reads none again.
     files["index.json"] = write_json(temporary / "index.json", {"tensors": index})
     files["state.json"] = write_text(temporary / "state.json", state)
@@ -160,10 +144,8 @@ def publish(temporary: Path, step: int) -> None:
 
 
 def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> None:
-    """Removes checkpoints newer than `step`, and those older than the newest `keep` whole ones.
-
-    The checkpoint of step `pinned` stays if it is not newer.
-    """
+    """Removes checkpoints newer than `step`, and those older than the newest `keep` whole ones, but
+    not that of step `pinned` if it is not newer."""
     folders = step_folders(root)
     newer = [folder for folder in folders if step_of(folder) > step]
     for folder in newer:
@@ -189,22 +171,22 @@ def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
     """Sorts checkpoints, the last one saved first: after a rollback, a lower step may be newer.
 
     One without a readable manifest counts as the newest that its step allows, so that it is checked
-    and its damage reported. Equal ones keep their order.
-
-    Raises:
-        InfrastructureError: if the file system does not answer at present.
+    and its damage reported. Equal ones keep their order. Raises InfrastructureError if the file
+    system does not answer at present.
     """
     numbers = {folder: save_number(folder) for folder in folders}
     if len(numbers) < 2:  # a single one may have any name
         return list(numbers)
     known = [(step_of(folder), number) for folder, number in numbers.items() if number is not None]
 
-    keys: dict[Path, tuple[int, int]] = {}
-    for folder, number in numbers.items():
+    def newest_first(folder: Path) -> tuple[int, int]:
         step = step_of(folder)
-        newest = max((saved for at, saved in known if at <= step), default=0)
-        keys[folder] = (-(newest if number is None else number), -step)
-    return sorted(numbers, key=keys.__getitem__)
+        number = numbers[folder]
+        if number is None:
+            number = max((saved for at, saved in known if at <= step), default=0)
+        return -number, -step
+
+    return sorted(numbers, key=newest_first)
 
 
 def step_folders(root: Path) -> list[Path]:

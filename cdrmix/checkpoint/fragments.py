@@ -36,13 +36,13 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Box:
-        """Block that is all of a tensor of `shape`."""
+        """All of a tensor of `shape`."""
         sizes = tuple(shape)
         return cls((0,) * len(sizes), sizes)
 
     @property
     def numel(self) -> int:
-        """Number of elements in the block."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def bounds_shared_with(self, other: Box) -> tuple[list[int], list[int]] | None:
@@ -69,30 +69,21 @@ class Span:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Values of one span of one logical tensor.
+    """Values of one span of one logical tensor."""
 
-    Attributes:
-        name: logical parameter name.
-        kind: `param` (float32 master weight), `buffer`, or an optimizer's name for its state, such
-            as `exp_avg`.
-        shape: logical shape, [N]; () for a single number of a parameter.
-        span: the elements.
-        values: [span.numel], on any device; may be a view of live memory.
-    """
-
-    name: str
+    name: str  # logical name
+    # `param` (float32 master weight), `buffer`, or an optimizer's name for its state: `exp_avg`
     kind: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # logical shape, [N]; () for a single number of a parameter
     span: Span
-    values: torch.Tensor
+    values: torch.Tensor  # [span.numel], on any device; may be a view of live memory
 
 
 def shared_runs(source: Span, target: Span) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Positions, in two spans of one tensor, of the elements that both hold.
 
-    Returns:
-        Starts in `source`, starts in `target` (counted from each span's own start) and lengths,
-        int64 [R] each. R is 1 when the blocks differ in their first dimension only.
+    Returns starts in `source`, starts in `target` (counted from each span's own start) and lengths,
+    int64 [R] each. R is 1 when the blocks differ in their first dimension only.
     """
     bounds = source.block.bounds_shared_with(target.block)
     if bounds is None:
@@ -135,11 +126,7 @@ def _run_starts(block: Box, low: list[int], steps: list[int]) -> np.ndarray:
 
 
 def check_cover(name: str, shape: tuple[int, ...], spans: Iterable[Span]) -> None:
-    """Asserts that spans hold every element of a tensor of `shape` exactly once.
-
-    Raises:
-        AssertionError: if elements are missing or doubled, by a fault of the layout.
-    """
+    """Asserts that spans hold every element of a tensor of `shape` exactly once."""
     by_block: dict[Box, list[Span]] = defaultdict(list)
     for span in spans:
         by_block[span.block].append(span)
@@ -189,8 +176,7 @@ def span_of(fragment: Mapping[str, Any]) -> Span:
 def merge_entries(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Merges the entries of all ranks: name -> kind -> shape, dtype and fragments.
 
-    Raises:
-        AssertionError: if ranks disagree, or an element is held by no rank or by several.
+    Asserts that ranks agree, and that each element is held by one rank.
     """
     index: dict[str, dict[str, Any]] = {}
     for entry in entries:

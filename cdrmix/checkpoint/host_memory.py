@@ -21,14 +21,9 @@ class HostMemory:
     def copier(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Returns a function that copies `tensors` as they are now, for any thread to call.
 
-        It must return before they change. A GPU copies on a stream of its own, in parallel
-        with the work that is queued from now on.
-
-        Args:
-            tensors: on the host or one GPU, of any type.
-        Returns:
-            The function; it returns their bytes end to end, in chunks of host memory, uint8, all
-            full except the last one, and valid until the next copy.
+        They are on the host or one GPU, and must not change before it returns: their bytes end to
+        end, in chunks of host memory, uint8, all full except the last one, and valid until the next
+        copy. A GPU copies on a stream of its own, beside the work that is queued from now on.
         """
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if gpu is None:
@@ -73,8 +68,7 @@ class HostMemory:
                 # Chunks stay for later saves: of 288 MB the first copy, which meets each page for
                 # the first time, takes 125 ms, a later one 27.
                 if number == len(self._chunks):
-                    chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pin)
-                    self._chunks.append(chunk)
+                    self._chunks += [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pin)]
                 chunk = self._chunks[number][offset : offset + part.numel()]
                 # To pinned memory this returns before it is done: `copier` waits for its stream.
                 chunk.copy_(part, non_blocking=True)

@@ -4,10 +4,9 @@ The copy is made during the next step's forward and backward passes, which do no
 before the optimizer does, training waits for the rest of the copy (`wait_for_copy`).
 
 A save has two phases. In the first each rank writes its share, in the second rank 0 completes the
-folder and gives it its name. A phase ends when every rank is done with it. The ranks determine that
-in a collective of their main threads: with `votes` and `advance` in one that training needs anyway,
-or in `wait`. The writing thread takes part in no collective, so that it cannot come between those
-of the training.
+folder and gives it its name. A phase ends when every rank is done with it, which the main threads
+find out in a collective: with `votes` and `advance` in one that training needs anyway, or in
+`wait`. The writing thread takes part in none, so that it cannot come between those of the training.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
+
+import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import folder
 from cdrmix.checkpoint.files import is_passing, save_number
-from cdrmix.checkpoint.folder import RankShare
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.errors import InfrastructureError, StateError, TrainingError
@@ -41,25 +41,12 @@ _NAMED_RANKS = 4
 RETRY_SECONDS = (1.0, 4.0)
 # Failures that a disk can cause, and another attempt can mend.
 _FAILED_WRITES = (OSError, StateError, InfrastructureError)
+# A failed write, by file and reason, which may pass by itself (InfrastructureError) or lasts; or
+# none.
+_Failure = InfrastructureError | StateError | None
 
 
-class Ranks(Protocol):
-    """Processes that save together: all ranks of a run (`cdrmix.runtime`), or threads for them."""
-
-    def rank(self) -> int:
-        """Number of this rank, from 0."""
-
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Values of all ranks, in rank order; collective."""
-
-
-THIS_RUN: Ranks = runtime
-
-
-def agree_on_failures(ranks: Ranks, action: Callable[[], T]) -> list[T]:
+def agree_on_failures(action: Callable[[], T]) -> list[T]:
     """Results of `action` on all ranks; if it fails on one, all ranks raise instead of waiting.
 
     Raises:
@@ -76,9 +63,9 @@ def agree_on_failures(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     except Exception as error:  # the others wait in the collective below
         failure = error
         problem = described(error)
-    lasts = failure is not None and not isinstance(failure, InfrastructureError)
-    lasts = lasts and not is_passing(failure)
-    outcomes = ranks.all_gather_object((result, problem, lasts))
+    passes = isinstance(failure, InfrastructureError) or is_passing(failure)
+    lasts = failure is not None and not passes
+    outcomes = runtime.all_gather_object((result, problem, lasts))
     problems = by_rank([text for _, text, _ in outcomes])
     if failure is not None and not isinstance(failure, OSError | TrainingError):
         raise failure
@@ -98,21 +85,9 @@ def described(error: BaseException) -> str:
 def by_rank(problems: list[str]) -> str:
     """Problems of all ranks, by rank, in one line; empty where no rank has one."""
     named = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
-    more = len(named) - _NAMED_RANKS
-    return "; ".join([*named[:_NAMED_RANKS], *([f"and {more} more ranks"] if more > 0 else [])])
-
-
-@dataclass(frozen=True)
-class SaveProblem:
-    """A failed write.
-
-    Attributes:
-        text: file and reason.
-        is_passing: whether the file system may recover by itself.
-    """
-
-    text: str
-    is_passing: bool
+    if len(named) > _NAMED_RANKS:
+        named[_NAMED_RANKS:] = [f"and {len(named) - _NAMED_RANKS} more ranks"]
+    return "; ".join(named)
 
 
 @dataclass(frozen=True)
@@ -126,47 +101,27 @@ class Saved:
 
 @dataclass
 class _Save:
-    """A save under way on this rank.
+    """A save under way on this rank."""
 
-    Attributes:
-        step: optimizer steps done.
-        began: start on the monotonic clock.
-        stalled: `Saver.stall_seconds` at that time.
-        state: text of state.json.
-        before: action of rank 0 before the checkpoint gets its name.
-        after: action of rank 0 after it.
-        copy: this rank's share; done once the state may change.
-        temporary: name of the folder in each root while it is written.
-        job: work of this rank in this phase; results in a problem, or None, for each root.
-        problems: those of all ranks, for each root.
-        fault: a failure of this rank that is not a failed write.
-        is_named: true in the second phase.
-        number: of the save, counted through all starts and rollbacks; 0 until rank 0 names it.
-    """
-
-    step: int
-    began: float
-    stalled: float
-    state: str
-    before: Callable[[], None]
-    after: Callable[[], None]
-    temporary: str
-    copy: Future[RankShare]
-    job: Future[list[SaveProblem | None]]
-    problems: list[SaveProblem | None]
-    fault: BaseException | None = None
-    is_named: bool = False
-    number: int = 0
+    step: int  # optimizer steps done
+    began: float  # start on the monotonic clock
+    stalled: float  # `Saver.stall_seconds` at that time
+    state: str  # text of state.json
+    before: Callable[[], None]  # rank 0 runs it before the checkpoint gets its name
+    after: Callable[[], None]  # and this one after it
+    temporary: str  # name of the folder in each root while it is written
+    copy: Future[list[torch.Tensor]]  # of this rank's values; done once the state may change
+    job: Future[list[_Failure]]  # work of this rank in this phase; a result for each root
+    problems: list[_Failure]  # those of all ranks, for each root
+    fault: BaseException | None = None  # a failure of this rank that is not a failed write
+    is_named: bool = False  # true in the second phase
+    number: int = 0  # counted through all starts and rollbacks; 0 until rank 0 names it
 
 
 class Saver:
     """Writes the checkpoints of a run on this rank, one at a time.
 
     Every rank creates one, with the same arguments, and calls the same methods in the same order.
-
-    Attributes:
-        saved_step: step of the newest checkpoint in the first root, or None.
-        last: that save, on rank 0 and if this saver made it.
     """
 
     def __init__(
@@ -176,7 +131,6 @@ class Saver:
         keep: int,
         background: bool,
         pinned: int | None = None,
-        ranks: Ranks = THIS_RUN,
     ) -> None:
         """Collective.
 
@@ -186,20 +140,18 @@ class Saver:
             keep: number of whole checkpoints to keep in each (>= 1).
             background: copy to memory and write from a thread; otherwise `start` itself writes.
             pinned: step of a further checkpoint to keep.
-            ranks: processes that write together.
         """
+        # Newest checkpoint in the first root, and that save, on rank 0 and if this saver made it.
         self.saved_step: int | None = None
         self.last: Saved | None = None
         self._stalled = 0.0
-        self._stalled_since = time.monotonic()
-        self._is_stalling = False
+        self._stalled_since: float | None = None
         self._last_number = 0
         self._roots = tuple(roots)
         self._keep = keep
         self._pinned = pinned
-        self._ranks = ranks
         # Another process of this run may still be writing: its temporary folders have other names.
-        self._token = ranks.all_gather_object(uuid4().hex[:8])[0]
+        self._token = runtime.all_gather_object(uuid4().hex[:8])[0]
         # A single thread keeps the copy, the write and the naming of a save in order.
         self._memory = HostMemory() if background else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
@@ -208,8 +160,8 @@ class Saver:
     @property
     def stall_seconds(self) -> float:
         """Time spent in `start`, `wait_for_copy` and `wait` so far."""
-        now = time.monotonic()
-        return self._stalled + (now - self._stalled_since if self._is_stalling else 0.0)
+        since = self._stalled_since
+        return self._stalled + (0.0 if since is None else time.monotonic() - since)
 
     @property
     def step(self) -> int | None:
@@ -229,40 +181,44 @@ class Saver:
         """Starts to save the present state, after the save under way has ended; collective.
 
         Args:
-            step: optimizer steps done.
             fragments: parts of tensors on this rank; over all ranks each element exactly once. In
                 the background their values must not change before `wait_for_copy` returns.
             state: JSON, the same on all ranks (rank 0's is written), readable at any layout.
             rank_state: JSON of this rank alone, not to be changed afterwards.
             before: run by rank 0, on the thread, before the checkpoint gets its name.
-            after: run by rank 0, on the thread, once it has it in the first root; a failed write
-                there is a warning.
+            after: likewise, once it has it in the first root; a failed write there is a warning.
         Raises:
             StateError, Exception: of the save under way, as `advance` does.
         """
         self.wait()
         with self._stall():
             stalled = self.stall_seconds
-            contents = {**state, "step": step, "world_size": self._ranks.world_size()}
+            rank = runtime.rank()
+            contents = {**state, "step": step, "world_size": runtime.world_size()}
             began = time.monotonic()
             # As text, because it is written by another thread, when the run has changed the values.
             text = json.dumps(contents, indent=1) + "\n"
+            listed: list[Fragment] = []
             try:
-                listed = list(fragments)
+                listed += fragments
                 data = [fragment.values for fragment in folder.in_file_order(listed)]
-                share = RankShare(self._ranks.rank(), listed, data, rank_state)
                 # Without a thread the state cannot change before it is written: no copy is needed.
-                copied = None if self._memory is None else self._memory.copier(data)
+                copied = (lambda: data) if self._memory is None else self._memory.copier(data)
             except Exception as error:  # reported to the other ranks with the outcome of the save
-                copy = Future[RankShare]()
+                copy = Future[list[torch.Tensor]]()
                 copy.set_exception(error)
             else:
-                copy = self._run(lambda: share if copied is None else replace(share, data=copied()))
+                copy = self._run(copied)
             temporary = f"{step}.tmp-{self._token}"
+
+            def write(root: Path, values: list[torch.Tensor]) -> None:
+                folder.prepare(root / temporary, clears_leftovers=rank == 0)
+                folder.write_share(root / temporary, rank, listed, values, rank_state)
+
             job = self._run(
                 lambda: [
-                    _problem(partial(_retried, step, partial(self._write, root / temporary, mine)))
-                    for mine in [copy.result()]
+                    _problem(partial(_retried, step, partial(write, root, values)))
+                    for values in [copy.result()]  # outside: a failed copy is not tried again
                     for root in self._roots
                 ]
             )
@@ -283,11 +239,8 @@ class Saver:
                 self._save.copy.exception()  # waits, and raises nothing: `advance` does
 
     def votes(self) -> list[float]:
-        """Numbers to be summed over all ranks for `advance`.
-
-        Returns:
-            1 if this rank is at work in this phase, else 0; then 1 for each root where it failed.
-        """
+        """Numbers to be summed over all ranks for `advance`: 1 if this rank is at work in this
+        phase, else 0; then 1 for each root where it failed."""
         if self._save is None or not self._save.job.done():
             return [float(self._save is not None), *(0.0 for _ in self._roots)]
         # One number per root, so that a failed replica does not fail the save in the run directory.
@@ -300,9 +253,8 @@ class Saver:
             votes: sum of all ranks' `votes`.
         Raises:
             StateError: on every rank, if any of them could not write to the first root in any
-                attempt. The older checkpoints and `latest` are then as before, and nothing of
-                this one remains there.
-            InfrastructureError: likewise, if the file system may recover.
+                attempt (InfrastructureError if the file system may recover). The older checkpoints
+                and `latest` are then as before, and nothing of this one remains there.
             Exception: the failure itself, on a rank where it is a defect of this program.
         """
         save = self._save
@@ -310,15 +262,14 @@ class Saver:
         if save is None or at_work:
             return
         if any(failed):  # the usual save needs no collective of objects
-            of_ranks = self._ranks.all_gather_object(self._problems_here(save))
+            of_ranks = runtime.all_gather_object(self._problems_here(save))
             for number, of_root in enumerate(zip(*of_ranks, strict=True)):
                 # A root that failed in the first phase gets no name in the second.
-                problems = [problem for problem in of_root if problem is not None]
-                if problems and save.problems[number] is None:
-                    save.problems[number] = SaveProblem(
-                        by_rank([problem.text if problem else "" for problem in of_root]),
-                        all(problem.is_passing for problem in problems),
-                    )
+                if any(of_root) and save.problems[number] is None:
+                    lasts = any(isinstance(problem, StateError) for problem in of_root)
+                    kind = StateError if lasts else InfrastructureError
+                    text = by_rank([str(problem or "") for problem in of_root])
+                    save.problems[number] = kind(text)
             error = save.job.exception()
             if error is not None and not isinstance(error, _FAILED_WRITES):
                 save.fault = error
@@ -327,43 +278,38 @@ class Saver:
             self._conclude(save)
         else:
             save.is_named = True
-            is_first = self._ranks.rank() == 0
-            none: list[SaveProblem | None] = [None] * len(self._roots)
+            is_first = runtime.rank() == 0
+            none: list[_Failure] = [None] * len(self._roots)
             # The folder is shared: a second rank's rename would find nothing to rename.
             save.job = self._run(lambda: self._name(save) if is_first else none)
 
     def wait(self) -> None:
-        """Waits for the end of the save under way, if there is one; collective.
-
-        Raises:
-            StateError, Exception: as `advance` does.
-        """
+        """Waits for the end of the save under way, if there is one; collective. Raises as `advance`
+        does."""
         with self._stall():
             # At most twice: once for each phase of the save.
             while self._save is not None:
                 self._save.job.exception()  # waits, and raises nothing
                 # No step follows whose collective could carry the votes.
-                votes = self._ranks.all_gather_object(self.votes())
+                votes = runtime.all_gather_object(self.votes())
                 self.advance([sum(of_one_kind) for of_one_kind in zip(*votes, strict=True)])
 
     def close(self, *, waits: bool = True) -> None:
         """Ends the thread of this rank alone; a save under way may remain without its name.
 
-        Args:
-            waits: for the job at work; otherwise the thread ends after it, while this returns.
+        Waits for the job at work, or has the thread end after it while this returns.
         """
         if self._thread is not None:
             self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
-        self._is_stalling = True
         self._stalled_since = time.monotonic()
         try:
             yield
         finally:
             self._stalled = self.stall_seconds
-            self._is_stalling = False
+            self._stalled_since = None
 
     def _run(self, action: Callable[[], T]) -> Future[T]:
         """Runs `action` on the writer thread, or inline when saving synchronously."""
@@ -377,12 +323,7 @@ class Saver:
             job.set_exception(error)
         return job
 
-    def _write(self, temporary: Path, share: RankShare) -> None:
-        """First phase in one root: writes this rank's share."""
-        folder.prepare(temporary, clears_leftovers=self._ranks.rank() == 0)
-        folder.write_share(temporary, share)
-
-    def _name(self, save: _Save) -> list[SaveProblem | None]:
+    def _name(self, save: _Save) -> list[_Failure]:
         """Second phase: names the folders that are whole, and deletes the others."""
         problems = []
         for root, earlier in zip(self._roots, save.problems, strict=True):
@@ -406,14 +347,14 @@ class Saver:
                     numbers += [save_number(path) or 0 for path in folder.step_folders(each)]
             save.number = 1 + max(numbers)
         # Two attempts, not one: `complete` deletes the accounts that `read_parts` reads.
-        parts = _retried(step, lambda: folder.read_parts(temporary, self._ranks.world_size()))
+        parts = _retried(step, lambda: folder.read_parts(temporary, runtime.world_size()))
         _retried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
         _retried(step, lambda: folder.publish(temporary, step))
         if root == self._roots[0]:
-            num_bytes = sum(file["bytes"] for part in parts for file in part.files.values())
+            num_bytes = sum(file["bytes"] for part in parts for file in part["files"].values())
             self.last = Saved(root / str(step), num_bytes, time.monotonic() - save.began)
             if problem := _problem(save.after):  # the checkpoint has its name, and is whole
-                logger.warning("checkpoint of step %d: %s", step, problem.text)
+                logger.warning("checkpoint of step %d: %s", step, problem)
         self._last_number = save.number
         try:
             folder.drop_others(root, step, self._keep, self._pinned)
@@ -424,27 +365,25 @@ class Saver:
         """Reports the end of a save; raises if it failed in the first root."""
         if save.fault is not None:
             raise save.fault
-        problem = save.problems[0]
-        if problem:
-            failure = (
-                f"the checkpoint of step {save.step} was not saved: {problem.text}. The older ones "
-                "are as they were."
-            )
-            if problem.is_passing:
-                advice = "Start again with --resume auto when the file system answers"
-                raise InfrastructureError(f"{failure} {advice}")
-            raise StateError(
-                f"{failure} Try freeing space, a smaller checkpoint.keep, or a --run-dir elsewhere "
-                "that every rank can write"
+        first, *others = save.problems
+        if first is not None:
+            advice = "Start again with --resume auto when the file system answers"
+            if isinstance(first, StateError):
+                advice = (
+                    "Try freeing space, a smaller checkpoint.keep, or a --run-dir elsewhere that "
+                    "every rank can write"
+                )
+            raise type(first)(
+                f"the checkpoint of step {save.step} was not saved: {first}. The older ones are as "
+                f"they were. {advice}"
             )
         self.saved_step = save.step
-        if self._ranks.rank() != 0:
+        if runtime.rank() != 0:
             return
-        for root, problem in zip(self._roots[1:], save.problems[1:], strict=True):
+        for root, problem in zip(self._roots[1:], others, strict=True):
             if problem:
-                logger.warning(
-                    "warning: %s: has no checkpoint of step %d: %s", root, save.step, problem.text
-                )
+                where = (root, save.step, problem)
+                logger.warning("warning: %s: has no checkpoint of step %d: %s", *where)
         assert self.last is not None, "the second phase has set it"
         logger.info(
             "saved %s: %.1f MB in %.2f s, for %.3f s of which training waited",
@@ -452,7 +391,7 @@ class Saver:
             self.stall_seconds - save.stalled,
         )
 
-    def _problems_here(self, save: _Save) -> list[SaveProblem | None]:
+    def _problems_here(self, save: _Save) -> list[_Failure]:
         """Problems of this rank in this phase, whose job is done, for each root."""
         error = save.job.exception()
         if error is None:
@@ -460,7 +399,7 @@ class Saver:
         return [_as_problem(error) for _ in self._roots]
 
 
-def _problem(action: Callable[[], None]) -> SaveProblem | None:
+def _problem(action: Callable[[], None]) -> _Failure:
     """Runs `action`, and returns the failed write that ended it, or None."""
     try:
         action()
@@ -469,10 +408,11 @@ def _problem(action: Callable[[], None]) -> SaveProblem | None:
     return None
 
 
-def _as_problem(error: BaseException) -> SaveProblem:
+def _as_problem(error: BaseException) -> _Failure:
     # Rights to write do not come by waiting, as those to read may while a ticket is renewed.
     passes = is_passing(error) and not isinstance(error, PermissionError)
-    return SaveProblem(described(error), passes or isinstance(error, InfrastructureError))
+    is_state = not passes and not isinstance(error, InfrastructureError)
+    return (StateError if is_state else InfrastructureError)(described(error))
 
 
 def _retried(step: int, action: Callable[[], T]) -> T:

@@ -22,9 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cdrmix import runtime
 from cdrmix.checkpoint.files import MANIFEST_FILE, damage, read_json, retried, sync_directory
 from cdrmix.checkpoint.folder import STEP_FOLDER, in_order_of_saves, step_folders, step_of
-from cdrmix.checkpoint.saver import THIS_RUN, Ranks, agree_on_failures
+from cdrmix.checkpoint.saver import agree_on_failures
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
 from cdrmix.log import get_logger
 
@@ -33,27 +34,16 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The newest checkpoint that verifies, and the newer ones that do not.
-
-    Attributes:
-        path: its folder.
-        step: optimizer steps done.
-        skipped: (name, reason) of each newer one.
-        skipped_paths: folders of the newer ones.
-    """
+    """The newest checkpoint that verifies, and the newer ones that do not."""
 
     path: Path
-    step: int
-    skipped: tuple[tuple[str, str], ...]
+    step: int  # optimizer steps done
+    skipped: tuple[tuple[str, str], ...]  # name and reason of each newer one
     skipped_paths: tuple[Path, ...] = ()
 
 
 def candidates(path: Path, copies: Sequence[Path] = ()) -> list[Path]:
-    """Folders for `find_newest`, whole or damaged, the last one saved first.
-
-    Raises:
-        InfrastructureError: if the file system does not answer at present.
-    """
+    """Folders for `find_newest`, whole or damaged, the last one saved first."""
     inside = path / "checkpoints"
     folders: list[Path] = []
     if retried(inside.is_dir, path):
@@ -80,20 +70,16 @@ def readable_states(path: Path) -> Iterator[dict[str, Any]]:
                 yield state
 
 
-def find_newest(
-    path: Path, *copies: Path, before: int | None = None, ranks: Ranks = THIS_RUN
-) -> FoundCheckpoint | None:
+def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCheckpoint | None:
     """Finds the checkpoint saved last under `path` whose files all match the manifest; collective.
 
     Only damage leads to an older one: reading is repeated while the file system fails, and the
-    failure is raised in the end. Every rank gets the same answer, and verifies its part of the
-    files.
+    failure is raised in the end. Each rank verifies its part of the files, and all get one answer.
 
     Args:
         path: a run directory, its `checkpoints` folder, or one checkpoint.
         copies: other folders of checkpoints of the same run, for those that `path` lacks.
         before: limits the search to steps before this one.
-        ranks: processes that verify together.
     Returns:
         None when there is no checkpoint at all.
     Raises:
@@ -101,29 +87,27 @@ def find_newest(
         InfrastructureError: on every rank, if the file system does not answer on one of them.
     """
     # Rank 0 lists the folders for all: NFS may show other ranks an older directory.
-    is_first = ranks.rank() == 0
-    folders = agree_on_failures(ranks, lambda: candidates(path, copies) if is_first else [])[0]
+    is_first = runtime.rank() == 0
+    folders = agree_on_failures(lambda: candidates(path, copies) if is_first else [])[0]
     if before is not None:
         folders = [folder for folder in folders if step_of(folder) < before]
     skipped: list[tuple[str, str]] = []
     skipped_paths: list[Path] = []
-    part = ranks.rank()
-    parts = ranks.world_size()
+    share = partial(damage, part=runtime.rank(), parts=runtime.world_size())
     unreadable: tuple[str, InfrastructureError] | None = None
     for folder in folders:
         # An unreadable checkpoint is not passed over for an older one, only for a copy of it.
         if unreadable is not None and folder.name != unreadable[0]:
             break
         try:
-            shares = agree_on_failures(ranks, lambda: damage(folder, part=part, parts=parts))  # noqa: B023
+            reasons = sum(agree_on_failures(partial(share, folder)), start=[])
         except InfrastructureError as error:
             # No evidence of damage: going back would cost the steps of a checkpoint that is whole.
             unreadable = unreadable or (folder.name, error)
             continue
-        reasons = [reason for share in shares for reason in share]
         # Each rank has verified its part alone: the checkpoint is whole if all parts are.
         if not reasons:
-            state = agree_on_failures(ranks, lambda: _state_of(folder))[0]  # noqa: B023
+            state = agree_on_failures(partial(_state_of, folder))[0]
             return FoundCheckpoint(folder, state["step"], tuple(skipped), tuple(skipped_paths))
         name = str(folder) if folder.parent in copies else folder.name
         # Every rank reads the manifest, and reports the same damage of it: once is enough.
@@ -150,8 +134,6 @@ def set_aside(start: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> 
         roots: the run's folders of checkpoints; nothing elsewhere is renamed.
         newer: also rename whole ones of later steps, which a run leaves behind that continues from
             an older one by request.
-    Raises:
-        OSError: if a folder cannot be listed.
     """
     for folder in [folder for root in roots for folder in step_folders(root)]:
         if folder not in start.skipped_paths and not (newer and step_of(folder) > start.step):

@@ -8,18 +8,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from cdrmix.config.model import Section
-from cdrmix.config.problems import (
-    Keys,
-    Problem,
-    alternatives,
-    field_at,
-    is_nullable,
-    shown,
-    validate,
-)
+from cdrmix.config.problems import Keys, Problem, alternatives, field_at, shown, validate
 from cdrmix.config.redaction import redacted
 from cdrmix.config.schema import Config
 from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
@@ -31,13 +24,9 @@ ABSENT = "(absent)"
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Loads a YAML file and applies overrides.
 
-    Args:
-        path: YAML file.
-        overrides: `a.b=value` each, value a YAML scalar; later ones win. Sections that are null or
-            absent in the file are created; `model.moe=null` removes one.
-
-    Raises:
-        ConfigError: with every problem of the file and the overrides, one to a line.
+    These are `a.b=value` each, value a YAML scalar; later ones win. Sections that are null or
+    absent in the file are created; `model.moe=null` removes one. Raises ConfigError with every
+    problem of the file and the overrides, one to a line.
     """
     path = Path(path)
     values = parse_yaml(read_config_text(path), place=str(path))
@@ -53,11 +42,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read_config_text(path: Path, *, folder: str = "model_configs") -> str:
     """Reads the text of a file.
 
-    Args:
-        path: of the file.
-        folder: shipped folder whose files the error lists if `path` does not exist.
-    Raises:
-        ConfigError: if it cannot be read.
+    Raises ConfigError if it cannot be read, listing the shipped files of `folder` if it does not
+    exist.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -109,9 +95,9 @@ def _overridden(values: Any, override: str, origins: dict[Keys, str]) -> Any:
         section = section[key]
     value = parse_scalar(text)
     field = field_at(keys)
-    if field is not None and str in alternatives(field.annotation) and not isinstance(value, str):
-        # `=8` is the text 8 for a field that takes text
-        value = None if value is None and is_nullable(field) else text
+    kinds = alternatives(field.annotation) if field is not None else ()
+    if str in kinds and not isinstance(value, str) and not (value is None and NoneType in kinds):
+        value = text  # `=8` is the text 8 for a field that takes text
     section[keys[-1]] = value
     # What a section that the override creates still lacks is reported at the override, too.
     origins[created or keys] = place
@@ -121,18 +107,15 @@ def _overridden(values: Any, override: str, origins: dict[Keys, str]) -> Any:
 def _report(problem: Problem, file: Path, origins: dict[Keys, str]) -> str:
     """Formats a problem in one line: its file or override, path, text."""
     path = problem.path
-    dotted = ".".join(problem.path)
-    # An override is to blame if it set the value or a section around it; otherwise the file is,
-    # beside the overrides that the message names.
-    above = [keys for keys in origins if path[: len(keys)] == keys]
-    below = [
-        origin
-        for keys, origin in origins.items()
-        if keys[: len(path)] == path and keys[-1] in problem.text
-    ]
-    beside = f" with {' '.join(below)}" if below else ""
-    # The longest path says most: `model.moe.top_k` before `model.moe`.
-    place = origins[max(above, key=len)] if above else f"{file}{beside}"
+    dotted = ".".join(path)
+    # An override is to blame if it set the value or a section around it; the longest path says
+    # most: `model.moe.top_k` before `model.moe`. Otherwise the file is, beside the overrides that
+    # the message names.
+    if above := [keys for keys in origins if path[: len(keys)] == keys]:
+        place = origins[max(above, key=len)]
+    else:
+        below = [keys for keys in origins if keys[: len(path)] == path and keys[-1] in problem.text]
+        place = f"{file} with {' '.join(origins[keys] for keys in below)}" if below else str(file)
     has_path = place == f"--set {dotted}" or not path
     return f"{place}: {problem.text}" if has_path else f"{place}: {dotted}: {problem.text}"
 

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 class Section(BaseModel):
     """Base of all sections: frozen, without unknown keys, without conversions but of a whole number
-    to a float (`true` is not 1, '8' is not 8)."""
+    to a float (`true` is not 1, '8' is not 8). A text below a field is its description."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        # In one line, for messages and the JSON schema.
+        for field in cls.model_fields.values():
+            field.description = field.description and " ".join(field.description.split())
+        return handler(source)
 
 
 LayerKind = Literal["rwkv", "transformer"]
@@ -29,23 +42,16 @@ class MoEConfig(Section):
     top_k: int = Field(2, ge=1, description="Experts that each token is sent to (count).")
     expert_hidden_size: int = Field(ge=1, description="Inner width of one expert (features).")
     # Below 1, tokens would be dropped even if all experts were chosen equally often.
-    capacity_factor: float = Field(
-        1.25,
-        ge=1.0,
-        description="Slots per expert over tokens * top_k / num_experts (ratio); also the "
-        "reference of the overflow when nothing is dropped.",
-    )
-    drop_tokens: bool = Field(
-        False,
-        description="True: assignments beyond the capacity are dropped in training. False: "
-        "dropless. Evaluation is always dropless.",
-    )
-    load_balance_weight: float = Field(
-        0.01, ge=0, description="Weight of the load-balance loss, mean over layers (ratio)."
-    )
-    z_loss_weight: float = Field(
-        1e-3, ge=0, description="Weight of the router z-loss, mean over layers (ratio)."
-    )
+    capacity_factor: float = Field(1.25, ge=1.0)
+    """Slots per expert over tokens * top_k / num_experts (ratio); also the reference of the
+    overflow when nothing is dropped."""
+    drop_tokens: bool = False
+    """True: assignments beyond the capacity are dropped in training. False: dropless. Evaluation is
+    always dropless."""
+    load_balance_weight: float = Field(0.01, ge=0)
+    """Weight of the load-balance loss, mean over layers (ratio)."""
+    z_loss_weight: float = Field(1e-3, ge=0)
+    """Weight of the router z-loss, mean over layers (ratio)."""
 
     @field_validator("expert_hidden_size")
     @classmethod
@@ -68,10 +74,8 @@ class MoEConfig(Section):
         return self
 
 
-class LowRankSizes(BaseModel):
+class LowRankSizes(NamedTuple):
     """Ranks of the four low-rank paths of an RWKV-7 time mix (features)."""
-
-    model_config = ConfigDict(frozen=True)
 
     decay: int
     iclr: int
@@ -97,35 +101,25 @@ class ModelConfig(Section):
     hidden_size: int = Field(ge=32, description="Width of the residual stream (features).")
     num_layers: int = Field(ge=1, description="Blocks, RWKV and Transformer together (count).")
     num_heads: int = Field(ge=1, description="Heads of attention and of RWKV (count).")
-    num_kv_heads: int = Field(
-        ge=1, description="Key/value heads of attention (count); num_heads when left out."
-    )
-    head_dim: Literal[32, 64, 128] = Field(
-        description="Width of one head (features); hidden_size / num_heads when left out."
-    )
+    num_kv_heads: int = Field(ge=1)
+    """Key/value heads of attention (count); num_heads when left out."""
+    head_dim: Literal[32, 64, 128]
+    """Width of one head (features); hidden_size / num_heads when left out."""
     # A tokenizer has a token for each of the 256 bytes, so that no text is without tokens.
-    vocab_size: int = Field(
-        ge=256, description="Rows of the embedding (tokens); a tokenizer may use fewer."
-    )
-    schedule: Literal["top-of-x", "interleave-x"] = Field(
-        "interleave-x",
-        description="Positions of the Transformer blocks: top-of-x, the last ones; interleave-x, "
-        "every (1 / transformer_fraction)-th.",
-    )
-    transformer_fraction: float = Field(
-        0.25, ge=0, le=1, description="Share of blocks that are Transformer blocks (ratio)."
-    )
-    ffn_hidden_size: int = Field(
-        ge=1,
-        description="Inner width of the dense feed-forward used when moe is null (features); "
-        "top_k * expert_hidden_size, or 4 * hidden_size without experts, when left out.",
-    )
-    moe: MoEConfig | None = Field(
-        None, description="Mixture-of-experts feed-forward; null is a dense model."
-    )
-    init_std_scale: float = Field(
-        1.0, gt=0, description="Factor on the initial standard deviation of 0.02 (ratio)."
-    )
+    vocab_size: int = Field(ge=256)
+    """Rows of the embedding (tokens); a tokenizer may use fewer."""
+    schedule: Literal["top-of-x", "interleave-x"] = "interleave-x"
+    """Positions of the Transformer blocks: top-of-x, the last ones; interleave-x, every (1 /
+    transformer_fraction)-th."""
+    transformer_fraction: float = Field(0.25, ge=0, le=1)
+    """Share of blocks that are Transformer blocks (ratio)."""
+    ffn_hidden_size: int = Field(ge=1)
+    """Inner width of the dense feed-forward used when moe is null (features); top_k *
+    expert_hidden_size, or 4 * hidden_size without experts, when left out."""
+    moe: MoEConfig | None = None
+    """Mixture-of-experts feed-forward; null is a dense model."""
+    init_std_scale: float = Field(1.0, gt=0)
+    """Factor on the initial standard deviation of 0.02 (ratio)."""
     # At 1 all pairs of features would turn by the same angle.
     rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary angles (ratio).")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -22,43 +23,31 @@ from cdrmix.config.schema import Config
 Keys = tuple[str, ...]
 AnySection = TypeVar("AnySection", bound=Section)
 
-_KINDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # Their arguments are types of entries, not alternatives.
 _CONTAINERS = (tuple, list, Sequence, dict, Mapping)
-_BOUNDS = (
-    ("ge", "from"),
-    ("gt", "above"),
-    ("le", "up to"),
-    ("lt", "below"),
-    ("multiple_of", "a multiple of"),
-)
+_BOUNDS = {
+    "ge": "from",
+    "gt": "above",
+    "le": "up to",
+    "lt": "below",
+    "multiple_of": "a multiple of",
+}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a configuration.
+    """One problem of a configuration."""
 
-    Attributes:
-        path: keys that lead to it; none for the whole file.
-        text: message without its place.
-        meant: for an unknown key, the known key that it resembles.
-    """
-
-    path: Keys
-    text: str
-    meant: str | None = None
+    path: Keys  # keys that lead to it; none for the whole file
+    text: str  # message without its place
+    meant: str | None = None  # for an unknown key, the known key that it resembles
 
 
 def validate(values: Any, root: type[AnySection]) -> tuple[AnySection | None, list[Problem]]:
     """Builds a `root` section from plain values; None with all problems if they are invalid.
 
-    Whole floats become ints where the field takes ints (300e9 is a whole number), and lists become
-    tuples; nothing else is converted.
+    Lists become tuples, and whole floats ints where a field takes ints; nothing else is converted.
     """
     if not isinstance(values, dict):
         problem = "the file is empty" if values is None else f"given {shown(values)}"
@@ -69,32 +58,31 @@ def validate(values: Any, root: type[AnySection]) -> tuple[AnySection | None, li
     try:
         config = root.model_validate(known)
     except ValidationError as error:
-        return None, problems + _pydantic_problems(error.errors(), known, root, problems)
+        return None, [*problems, *_pydantic_problems(error.errors(), known, root, problems)]
     return (None, problems) if problems else (config, [])
 
 
 def _pydantic_problems(
-    details: list[ErrorDetails],
-    known: dict[str, Any],
-    root: type[Section],
-    unknown: list[Problem],
-) -> list[Problem]:
-    failed = {_path(detail) for detail in details}
-    problems = []
-    for detail in details:
-        path = _path(detail)
+    details: list[ErrorDetails], known: dict[str, Any], root: type[Section], unknown: list[Problem]
+) -> Iterator[Problem]:
+    """Problems that pydantic has found, without those that follow from others."""
+    by_path = [(tuple(str(key) for key in detail["loc"]), detail) for detail in details]
+    failed = {path for path, _ in by_path}
+    # A value that could not be derived is no fault of its own.
+    sources_failed = failed & {("model", "hidden_size"), ("model", "num_heads")}
+    for path, detail in by_path:
         if any(len(other) > len(path) and other[: len(path)] == path for other in failed):
             continue  # pydantic also reports a list as too short when one of its entries is wrong
-        # The error of a derived field belongs to the fields that it was derived from.
-        is_derived = path[:1] == ("model",) and path[-1] in DERIVED_MODEL_FIELDS
-        is_derived = is_derived and known["model"].get(path[-1]) is None
-        # A value that could not be derived is no fault of its own.
-        sources_failed = failed & {("model", "hidden_size"), ("model", "num_heads")}
         # A misspelt key is reported once, and not also as the one that is missing.
         misspelt = any(p.path[:-1] == path[:-1] and p.meant == path[-1] for p in unknown)
-        if not (is_derived and sources_failed) and not (misspelt and detail["type"] == "missing"):
-            problems.append(Problem(path[:-1] if is_derived else path, _message(detail, root)))
-    return problems
+        if misspelt and detail["type"] == "missing":
+            continue
+        # The error of a derived field belongs to the fields that it was derived from.
+        is_derived = path[:1] == ("model",) and path[-1] in DERIVED_MODEL_FIELDS
+        if not is_derived or known["model"].get(path[-1]) is not None:
+            yield Problem(path, _message(path, detail, root))
+        elif not sources_failed:
+            yield Problem(path[:-1], _message(path, detail, root))
 
 
 def _known(
@@ -150,25 +138,20 @@ def _field_paths(section: type[Section], path: Keys = ()) -> Iterator[Keys]:
             yield from _field_paths(inner, (*path, key))
 
 
-def _path(detail: ErrorDetails) -> Keys:
-    return tuple(str(key) for key in detail["loc"])
-
-
-def _message(detail: ErrorDetails, root: type[Section]) -> str:
+def _message(path: Keys, detail: ErrorDetails, root: type[Section]) -> str:
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
-    field = field_at(_path(detail), root)
+    field = field_at(path, root)
     assert field is not None, f"pydantic names a field that the schema lacks: {detail['loc']}"
     meaning = f". {field.description}" if field.description else ""
     if detail["type"] == "missing":
         return f"missing; give {allowed(field)}{meaning}"
     value = f"given {shown(detail['input'])}"
     if detail["type"] == "too_short":
-        lengths = detail["ctx"]
-        least = f"allowed are {lengths['min_length']} or more"
-        return f"{value} of {lengths['actual_length']}, {least}{meaning}"
+        length, least = (detail["ctx"][key] for key in ("actual_length", "min_length"))
+        return f"{value} of {length}, allowed are {least} or more{meaning}"
     # The path of an entry ends in its index; what is allowed is then that of the entry.
-    item = _item_of(field.annotation) if str(detail["loc"][-1]).isdigit() else None
+    item = _item_of(field.annotation) if path[-1].isdigit() else None
     kinds = allowed(field) if item is None else _kind_of(item)
     words = [kind for kind in alternatives(field.annotation) if isinstance(kind, str)]
     near = difflib.get_close_matches(str(detail["input"]), words, n=1)
@@ -177,10 +160,7 @@ def _message(detail: ErrorDetails, root: type[Section]) -> str:
 
 
 def field_at(path: Keys, root: type[Section] = Config) -> FieldInfo | None:
-    """Finds the field of `root` at a path of keys; None if there is none.
-
-    The index of an entry stands for the list that it is in.
-    """
+    """Field of `root` at a path of keys, where an entry's index stands for its list; or None."""
     section: type[Section] | None = root
     field = None
     for key in path:
@@ -195,66 +175,50 @@ def field_at(path: Keys, root: type[Section] = Config) -> FieldInfo | None:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Splits an annotation into types and literals: `int | None` -> (int, NoneType).
-
-    A literal becomes its words: `Literal["a"] | None` -> ("a", NoneType).
-    """
+    """Types and literals in an annotation: `int | Literal["a"] | None` -> (int, "a", NoneType)."""
     if get_origin(annotation) in _CONTAINERS:
         return (annotation,)
     kinds = get_args(annotation) or (annotation,)
-    return tuple(
-        word
-        for kind in kinds
-        for word in (get_args(kind) if get_origin(kind) is Literal else [kind])
-    )
+    words = (get_args(kind) if get_origin(kind) is Literal else [kind] for kind in kinds)
+    return tuple(chain.from_iterable(words))
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Finds the section class in an annotation such as `MoEConfig | None`; None if it has none."""
-    for kind in alternatives(annotation):
-        if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
-    return None
+    """Section class in an annotation such as `MoEConfig | None`; None if it has none."""
+    kinds = (kind for kind in alternatives(annotation) if isinstance(kind, type))
+    return next((kind for kind in kinds if issubclass(kind, Section)), None)
 
 
 def _item_of(annotation: Any) -> Any:
     """Entry type X of a `tuple[X, ...]`; None for other annotations."""
-    for kind in (annotation, *get_args(annotation)):
-        if get_origin(kind) is tuple:
-            return get_args(kind)[0]
-    return None
-
-
-def is_nullable(field: FieldInfo) -> bool:
-    """True if the field allows null."""
-    return NoneType in alternatives(field.annotation)
+    kinds = (annotation, *get_args(annotation))
+    return next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
 
 
 def allowed(field: FieldInfo) -> str:
     """Describes the allowed values of a field: kind, bounds, null."""
-    kinds = [kind for kind in alternatives(field.annotation) if kind is not NoneType]
-    if get_origin(field.annotation) in _CONTAINERS:
-        text = _kind_of(field.annotation)
-    elif all(isinstance(kind, str | int) for kind in kinds):
+    all_kinds = alternatives(field.annotation)
+    kinds = [kind for kind in all_kinds if kind is not NoneType]
+    if all(isinstance(kind, str | int) for kind in kinds):
         text = f"one of {', '.join(str(kind) for kind in kinds)}"
     else:
         text = _kind_of(kinds[0])
     bounds = [
         f"{word} {getattr(bound, name)}"
-        for name, word in _BOUNDS
+        for name, word in _BOUNDS.items()
         for bound in field.metadata
         if hasattr(bound, name)
     ]
     text = " ".join((text, " and ".join(bounds))).strip()
-    return f"{text}, or null" if is_nullable(field) else text
+    return f"{text}, or null" if NoneType in all_kinds else text
 
 
 def _kind_of(kind: Any) -> str:
     if kind in _KINDS:
         return _KINDS[kind]
-    if not isinstance(kind, type) or not issubclass(kind, Section):
-        return "a section" if get_origin(kind) in (dict, Mapping) else "a list"
-    return f"a section with the keys {', '.join(kind.model_fields)}"
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return f"a section with the keys {', '.join(kind.model_fields)}"
+    return "a section" if get_origin(kind) in (dict, Mapping) else "a list"
 
 
 def shown(value: Any) -> str:

@@ -34,53 +34,37 @@ class AdapterConfig(Section):
     alpha: float = Field(gt=0, description="Scale of the update (ratio).")
     decay: float = Field(gt=0, lt=1, description="Fast-weight decay per token (ratio).")
     clamp: float = Field(2.0, gt=0, description="Largest magnitude of a fast weight.")
-    gradient_clipping: float = Field(
-        2.0, ge=0, description="Largest gradient norm of adapter parameters (L2)."
-    )
-    decorrelation_weight: float = Field(
-        1e-2,
-        ge=0,
-        description="Weight of the decorrelation of an adapter's features in the correlation "
-        "objective (ratio).",
-    )
+    gradient_clipping: float = Field(2.0, ge=0)
+    """Largest gradient norm of adapter parameters (L2)."""
+    decorrelation_weight: float = Field(1e-2, ge=0)
+    """Weight of the decorrelation of an adapter's features in the correlation objective (ratio)."""
 
 
 class PolicyConfig(Section):
     """RL memory agent, trained with GRPO."""
 
-    max_branches: int = Field(
-        ge=1,
-        description="Actions of a decision that --branches tries in parallel (count).",
-    )
+    max_branches: int = Field(ge=1)
+    """Actions of a decision that --branches tries in parallel (count)."""
     step_budget: int = Field(ge=1, description="Memory operations per prompt (count).")
     # The advantage of the right action is near zero, so that at 0 the error of the value head
     # decides; agents that succeed by themselves do so by branches from -0.05 on.
-    accept_threshold: float = Field(
-        0.0, description="Smallest advantage of an action that --branches accepts (return)."
-    )
+    accept_threshold: float = 0.0
+    """Smallest advantage of an action that --branches accepts (return)."""
     # Not a limit of episodes, which have a step per segment: all are played to their answer.
-    horizon: int = Field(
-        ge=1,
-        description="Last transitions of an episode, up to its answer, to train on (count).",
-    )
+    horizon: int = Field(ge=1)
+    """Last transitions of an episode, up to its answer, to train on (count)."""
     gamma: float = Field(gt=0, le=1, description="Discount per transition (ratio).")
     gae_lambda: float = Field(gt=0, le=1, description="Decay of the advantage estimate (ratio).")
     kl_target: float = Field(gt=0, description="KL divergence that ends a round of epochs (nats).")
-    kl_margin: float = Field(
-        1.5,
-        gt=0,
-        description="KL divergence that ends a round of epochs, over kl_target (ratio).",
-    )
-    epochs: int = Field(
-        4, ge=1, description="Most optimizer steps on one batch of rollouts (count)."
-    )
+    kl_margin: float = Field(1.5, gt=0)
+    """KL divergence that ends a round of epochs, over kl_target (ratio)."""
+    epochs: int = Field(4, ge=1)
+    """Most optimizer steps on one batch of rollouts (count)."""
     clip_ratio: float = Field(0.2, gt=0, description="Clip of the probability ratio.")
-    entropy_weight: float = Field(
-        0.003, ge=0, description="Weight of the policy's entropy in its loss (ratio)."
-    )
-    value_weight: float = Field(
-        0.5, ge=0, description="Weight of the value head's error in the policy's loss (ratio)."
-    )
+    entropy_weight: float = Field(0.003, ge=0)
+    """Weight of the policy's entropy in its loss (ratio)."""
+    value_weight: float = Field(0.5, ge=0)
+    """Weight of the value head's error in the policy's loss (ratio)."""
     latency_penalty: float = Field(ge=0, description="Reward taken per memory operation.")
     stability_bonus: float = Field(ge=0, description="Reward for a stable memory.")
 
@@ -88,36 +72,28 @@ class PolicyConfig(Section):
 class EvictionConfig(Section):
     """Utility of an entry of episodic memory; a full memory evicts the least useful entry."""
 
-    score_weight: float = Field(
-        0.5, ge=0, description="Weight of the value at which the agent wrote the entry (ratio)."
-    )
-    recency_weight: float = Field(
-        0.3, ge=0, description="Weight of the time since the entry was used last (ratio)."
-    )
-    reads_weight: float = Field(
-        0.2, ge=0, description="Weight of the number of reads of the entry (ratio)."
-    )
-    half_life_actions: int = Field(
-        1024, ge=1, description="Actions after which the recency term halves (count)."
-    )
+    score_weight: float = Field(0.5, ge=0)
+    """Weight of the value at which the agent wrote the entry (ratio)."""
+    recency_weight: float = Field(0.3, ge=0)
+    """Weight of the time since the entry was used last (ratio)."""
+    reads_weight: float = Field(0.2, ge=0)
+    """Weight of the number of reads of the entry (ratio)."""
+    half_life_actions: int = Field(1024, ge=1)
+    """Actions after which the recency term halves (count)."""
 
 
 class MemoryConfig(Section):
     """Working and episodic memory."""
 
     # A multiple, because all slots have the same width.
-    summary_dim: int = Field(
-        ge=1, multiple_of=8, description="Width shared by the 8 summary slots (features)."
-    )
+    summary_dim: int = Field(ge=1, multiple_of=8)
+    """Width shared by the 8 summary slots (features)."""
     kv_summary_stride: int = Field(8, ge=1, description="Tokens per summary update.")
     top_k: int = Field(ge=1, description="Entries read per retrieval (count).")
     max_tokens: int = Field(ge=1, description="Capacity of the episodic memory (tokens).")
-    contrastive_temperature: float = Field(
-        0.07,
-        gt=0,
-        description="Temperature of the retrieval loss (InfoNCE): lower weighs the nearest "
-        "segments more (ratio).",
-    )
+    contrastive_temperature: float = Field(0.07, gt=0)
+    """Temperature of the retrieval loss (InfoNCE): lower weighs the nearest segments more
+    (ratio)."""
     eviction: EvictionConfig = EvictionConfig()
 
 
@@ -138,59 +114,36 @@ class StageBTraining(Section):
     texts that a data rank generates and trains on as a whole.
     """
 
-    window_tokens: int | None = Field(
-        None,
-        ge=SMALLEST_WINDOW,
-        description="Tokens read at a time; null: training.sequence_length.",
-    )
-    length_ratios: tuple[int, ...] = Field(
-        (1, 2, 4, 8),
-        min_length=1,
-        strict=False,
-        description="Lengths of the texts, used in turn (windows).",
-    )
-    tasks: tuple[ReasoningTask, ...] = Field(
-        get_args(ReasoningTask),
-        min_length=1,
-        strict=False,
-        description="Tasks of the texts, used in turn.",
-    )
+    window_tokens: int | None = Field(None, ge=SMALLEST_WINDOW)
+    """Tokens read at a time; null: training.sequence_length."""
+    length_ratios: tuple[int, ...] = Field((1, 2, 4, 8), min_length=1, strict=False)
+    """Lengths of the texts, used in turn (windows)."""
+    tasks: tuple[ReasoningTask, ...] = Field(get_args(ReasoningTask), min_length=1, strict=False)
+    """Tasks of the texts, used in turn."""
     memory_steps: int = Field(1_000, ge=0, description="Length of the memory phase (steps).")
     adapter_steps: int = Field(1_000, ge=0, description="Length of the adapters' phase (steps).")
-    policy_steps: int = Field(
-        150, ge=0, description="Length of the policy's phase (batches of rollouts)."
-    )
+    policy_steps: int = Field(150, ge=0)
+    """Length of the policy's phase (batches of rollouts)."""
     joint_steps: int = Field(500, ge=0, description="Length of the joint phase (steps).")
-    lessons_per_step: int = Field(
-        32,
-        ge=1,
-        description="Lessons of a step, all ranks, best a multiple of them (count).",
-    )
+    lessons_per_step: int = Field(32, ge=1)
+    """Lessons of a step, all ranks, best a multiple of them (count)."""
     texts_per_lesson: int = Field(4, ge=1, description="Texts of a lesson (count).")
     # A return counts by its distance from the mean of its group: one alone has none.
     group_size: int = Field(16, ge=2, description="Rollouts of each text in the policy's phase.")
-    memory_learning_rate: float = Field(
-        3e-4, gt=0, description="Peak rate of retrieval encoder and summariser (per step)."
-    )
-    adapter_learning_rate: float = Field(
-        1e-3, gt=0, description="Peak rate of the adapters (per step)."
-    )
-    policy_learning_rate: float = Field(
-        3e-4, gt=0, description="Peak rate of policy and value heads (per step)."
-    )
-    backbone_lr_scale: float = Field(
-        0.0,
-        ge=0,
-        description="Rate of the backbone in the joint phase over training.learning_rate (ratio); "
-        "0: the backbone does not change, bit by bit. Usual is 0.1.",
-    )
-    min_learning_rate_ratio: float = Field(
-        0.1, ge=0, le=1, description="Rate at the end of a phase over its peak (ratio)."
-    )
+    memory_learning_rate: float = Field(3e-4, gt=0)
+    """Peak rate of retrieval encoder and summariser (per step)."""
+    adapter_learning_rate: float = Field(1e-3, gt=0)
+    """Peak rate of the adapters (per step)."""
+    policy_learning_rate: float = Field(3e-4, gt=0)
+    """Peak rate of policy and value heads (per step)."""
+    backbone_lr_scale: float = Field(0.0, ge=0)
+    """Rate of the backbone in the joint phase over training.learning_rate (ratio); 0: the backbone
+    does not change, bit by bit. Usual is 0.1."""
+    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
+    """Rate at the end of a phase over its peak (ratio)."""
     warmup_steps: int = Field(20, ge=0, description="Linear warm-up of each phase (steps).")
-    gradient_clipping: float = Field(
-        1.0, ge=0, description="Largest gradient norm of each part but the adapters (L2); 0: none."
-    )
+    gradient_clipping: float = Field(1.0, ge=0)
+    """Largest gradient norm of each part but the adapters (L2); 0: none."""
 
     @field_validator("length_ratios")
     @classmethod
@@ -230,14 +183,10 @@ class StageBTraining(Section):
 class StageBConfig(Section):
     """Reasoning enablement. A config with this section is a reasoning variant."""
 
-    run: str | None = Field(
-        None, description="Run directory of a finished Stage A to start from; null: this one."
-    )
-    pipeline: int | None = Field(
-        None,
-        ge=1,
-        description="Pipeline stages of a frozen backbone (ranks); null: the fewest that fit.",
-    )
+    run: str | None = None
+    """Run directory of a finished Stage A to start from; null: this one."""
+    pipeline: int | None = Field(None, ge=1)
+    """Pipeline stages of a frozen backbone (ranks); null: the fewest that fit."""
     adapters: AdapterConfig
     policy: PolicyConfig
     memory: MemoryConfig

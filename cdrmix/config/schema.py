@@ -17,18 +17,14 @@ from cdrmix.config.reasoning import SMALLEST_WINDOW, StageBConfig
 class MixturePhase(Section):
     """Phase of a mixture. Without a length it lasts to the end of training."""
 
-    weights: dict[str, float] | None = Field(
-        None,
-        description="Relative weight of each domain; domains without one are not read. null: the "
-        "number of samples in each domain.",
-    )
+    weights: dict[str, float] | None = None
+    """Relative weight of each domain; domains without one are not read. null: the number of samples
+    in each domain."""
     tokens: int | None = Field(None, ge=1, description="Length (tokens), rounded up to samples.")
     samples: int | None = Field(None, ge=1, description="Length (samples); instead of tokens.")
-    change: Literal["step", "linear", "cosine"] = Field(
-        "step",
-        description="step: the weights apply from the first sample. linear, cosine: they change "
-        "from those of the phase before, and are reached at the end of the phase.",
-    )
+    change: Literal["step", "linear", "cosine"] = "step"
+    """step: the weights apply from the first sample. linear, cosine: they change from those of the
+    phase before, and are reached at the end of the phase."""
 
     @model_validator(mode="after")
     def _one_length(self) -> MixturePhase:
@@ -40,18 +36,12 @@ class MixturePhase(Section):
 class MixtureConfig(Section):
     """Shares of the domains of the training data, phase by phase."""
 
-    temperature: float = Field(
-        1.0,
-        gt=0,
-        description="Shares are weights to the power of 1 / temperature: above 1, small domains "
-        "are seen more often (ratio).",
-    )
-    phases: tuple[MixturePhase, ...] = Field(
-        (MixturePhase(),),
-        min_length=1,
-        strict=False,  # a list is what JSON has: a checkpoint's copy of the configuration
-        description="Phases in order; the last one has no end.",
-    )
+    temperature: float = Field(1.0, gt=0)
+    """Shares are weights to the power of 1 / temperature: above 1, small domains are seen more
+    often (ratio)."""
+    # Not strict: a list is what JSON has, such as a checkpoint's copy of the configuration.
+    phases: tuple[MixturePhase, ...] = Field((MixturePhase(),), min_length=1, strict=False)
+    """Phases in order; the last one has no end."""
 
 
 class TokenWeights(Section):
@@ -60,126 +50,90 @@ class TokenWeights(Section):
     text: float = Field(1.0, ge=0, description="Documents that are no chain of thought.")
     prompt: float = Field(0.0, ge=0, description="Question of a chain of thought.")
     thought: float = Field(1.0, ge=0, description="Chain of thought without question and answer.")
-    answer: float = Field(
-        1.0, ge=0, description="Answer of a chain of thought, and end of the document."
-    )
+    answer: float = Field(1.0, ge=0)
+    """Answer of a chain of thought, and end of the document."""
 
 
 class DataConfig(Section):
     """Source of the token shards, and order of the samples."""
 
-    path: str = Field(
-        description="Folder of token shards, URL of one (file, http, https, or any that fsspec "
-        "supports), or 'sample', which is built on first use from the text of Python itself."
-    )
-    recipe: str | None = Field(
-        None,
-        description="Name of the data recipe for this model, a file of model_configs/data without "
-        "its suffix; data of another recipe cause a warning. null: any recipe.",
-    )
-    cache_folder: str = Field(
-        "data/cache", description="Folder for copies of remote shards, on a disk of each machine."
-    )
+    path: str
+    """Folder of token shards, URL of one (file, http, https, or any that fsspec supports), or
+    'sample', which is built on first use from the text of Python itself."""
+    recipe: str | None = None
+    """Name of the data recipe for this model, a file of model_configs/data without its suffix; data
+    of another recipe cause a warning. null: any recipe."""
+    cache_folder: str = "data/cache"
+    """Folder for copies of remote shards, on a disk of each machine."""
     # 128 GiB; beyond it the copies used longest ago go first.
-    cache_bytes: int = Field(
-        2**37, ge=1, description="Largest size of these copies, per data set (bytes)."
-    )
-    order: Literal["shuffled", "windowed", "sequential"] = Field(
-        "shuffled",
-        description="shuffled: a keyed permutation of each epoch's samples. windowed: a "
-        "permutation of windows, and of the samples in each, so that few shards are open at once.",
-    )
+    cache_bytes: int = Field(2**37, ge=1)
+    """Largest size of these copies, per data set (bytes)."""
+    order: Literal["shuffled", "windowed", "sequential"] = "shuffled"
+    """shuffled: a keyed permutation of each epoch's samples. windowed: a permutation of windows,
+    and of the samples in each, so that few shards are open at once."""
     # Bounds what the copies of remote shards need at once, where `shuffled` has to have room for
     # the whole split.
-    window_samples: int = Field(
-        65_536, ge=1, description="Samples shuffled together with order = windowed."
-    )
-    verify: Literal["digest", "size"] = Field(
-        "digest",
-        description="Check of the shards before training: sha256 of every shard, spread over the "
-        "ranks, or file sizes only.",
-    )
-    prefetch_batches: int = Field(
-        2,
-        ge=0,
-        description="Batches that a thread reads ahead; 0: none.",
-    )
-    mixture: MixtureConfig | None = Field(
-        None,
-        description="Shares of the domains; null: those of the recipe that built the folder, or, "
-        "if it has none, all samples of the split once per epoch.",
-    )
-    token_weights: TokenWeights | None = Field(
-        None, description="Weights of tokens in the training loss; null: all alike."
-    )
-    segment_documents: bool = Field(
-        False,
-        description="Separate the documents of a sample: neither attention nor recurrent state "
-        "crosses from one to the next, and the first token of a document is not predicted.",
-    )
+    window_samples: int = Field(65_536, ge=1)
+    """Samples shuffled together with order = windowed."""
+    verify: Literal["digest", "size"] = "digest"
+    """Check of the shards before training: sha256 of every shard, spread over the ranks, or file
+    sizes only."""
+    prefetch_batches: int = Field(2, ge=0)
+    """Batches that a thread reads ahead; 0: none."""
+    mixture: MixtureConfig | None = None
+    """Shares of the domains; null: those of the recipe that built the folder, or, if it has none,
+    all samples of the split once per epoch."""
+    token_weights: TokenWeights | None = None
+    """Weights of tokens in the training loss; null: all alike."""
+    segment_documents: bool = False
+    """Separate the documents of a sample: neither attention nor recurrent state crosses from one to
+    the next, and the first token of a document is not predicted."""
 
 
 class NonFiniteConfig(Section):
     """Non-finite loss or gradient. Its step is never applied, whatever the action: weights and
     moments do not change. In fp16, a gradient is first tried with a lower loss scale."""
 
-    action: Literal["skip", "rollback", "stop"] = Field(
-        "skip", description="skip: continue with the next batch. rollback, stop: at the first one."
-    )
-    max_consecutive: int = Field(
-        5, ge=1, description="Most steps skipped in a row before the run is stopped (count)."
-    )
+    action: Literal["skip", "rollback", "stop"] = "skip"
+    """skip: continue with the next batch. rollback, stop: at the first one."""
+    max_consecutive: int = Field(5, ge=1)
+    """Most steps skipped in a row before the run is stopped (count)."""
 
 
 class LossSpikeConfig(Section):
     """Loss far above its recent median. Its step is already applied when it is detected."""
 
-    action: Literal["warn", "rollback", "stop"] = Field(
-        "warn", description="rollback: drops its batch, and those since the checkpoint."
-    )
-    window_steps: int = Field(
-        128,
-        ge=8,
-        description="Steps that a loss is compared with, at least half of them present.",
-    )
+    action: Literal["warn", "rollback", "stop"] = "warn"
+    """rollback: drops its batch, and those since the checkpoint."""
+    window_steps: int = Field(128, ge=8)
+    """Steps that a loss is compared with, at least half of them present."""
     # The factor makes it the standard deviation where losses are normal; the median is not moved by
     # a few losses far out. Losses that hardly vary would make spikes of nothing: hence the least
     # deviation.
-    deviations: float = Field(
-        10.0,
-        gt=0,
-        description="Height above the median from which a loss is a spike (standard deviations, "
-        "as 1.4826 times the median absolute deviation; at least 1 % of the median each).",
-    )
+    deviations: float = Field(10.0, gt=0)
+    """Height above the median from which a loss is a spike (standard deviations, as 1.4826 times
+    the median absolute deviation; at least 1 % of the median each)."""
 
 
 class RoutingConfig(Section):
     """Collapse of expert routing at logged steps, by means over the layers."""
 
-    action: Literal["warn", "rollback", "stop"] = Field(
-        "warn", description="rollback: helps against bad data, not against a bad router."
-    )
-    times: int = Field(
-        3, ge=1, description="Logged steps in a row beyond a limit: single batches vary (count)."
-    )
-    min_entropy_share: float = Field(
-        5 / 6, ge=0, le=1, description="Least entropy over log2(num_experts) (ratio)."
-    )
-    max_overflow_fraction: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="Largest share of assignments beyond the capacity (ratio).",
-    )
+    action: Literal["warn", "rollback", "stop"] = "warn"
+    """rollback: helps against bad data, not against a bad router."""
+    times: int = Field(3, ge=1)
+    """Logged steps in a row beyond a limit: single batches vary (count)."""
+    min_entropy_share: float = Field(5 / 6, ge=0, le=1)
+    """Least entropy over log2(num_experts) (ratio)."""
+    max_overflow_fraction: float = Field(0.05, ge=0, le=1)
+    """Largest share of assignments beyond the capacity (ratio)."""
 
 
 class LoaderWaitConfig(Section):
     """Waiting for data, on the rank that waits longest, between two logged steps."""
 
     action: Literal["warn", "stop"] = Field("warn", description="stop: after a save.")
-    max_share: float = Field(
-        0.5, gt=0, le=1, description="Largest share of the time spent waiting for data (ratio)."
-    )
+    max_share: float = Field(0.5, gt=0, le=1)
+    """Largest share of the time spent waiting for data (ratio)."""
     min_seconds: float = Field(1.0, ge=0, description="Shorter waiting is never a stall (seconds).")
 
 
@@ -200,12 +154,10 @@ class HealthConfig(Section):
     routing: RoutingConfig = RoutingConfig()
     loader: LoaderWaitConfig = LoaderWaitConfig()
     memory: MemoryShareConfig = MemoryShareConfig()
-    warmup_steps: int = Field(
-        100, ge=0, description="First steps, without checks of loss and routing (count)."
-    )
-    max_rollbacks: int = Field(
-        3, ge=0, description="Rollbacks of a run; the next one stops it instead (count)."
-    )
+    warmup_steps: int = Field(100, ge=0)
+    """First steps, without checks of loss and routing (count)."""
+    max_rollbacks: int = Field(3, ge=0)
+    """Rollbacks of a run; the next one stops it instead (count)."""
 
 
 class ParallelConfig(Section):
@@ -214,67 +166,45 @@ class ParallelConfig(Section):
     data: int | None = Field(None, ge=1, description="Data-parallel size (ranks).")
     tensor: int = Field(1, ge=1, description="Tensor-parallel size (ranks).")
     pipeline: int = Field(1, ge=1, description="Pipeline stages (ranks).")
-    sequence: int = Field(
-        1, ge=1, description="Ranks that share a sample and split its tokens; divides data."
-    )
-    expert: int | None = Field(
-        None, ge=1, description="Ranks over which the experts of a layer are spread."
-    )
+    sequence: int = Field(1, ge=1)
+    """Ranks that share a sample and split its tokens; divides data."""
+    expert: int | None = Field(None, ge=1)
+    """Ranks over which the experts of a layer are spread."""
 
 
 class TrainingConfig(Section):
     """Length, batch, precision and optimizer of a run: AdamW with warm-up and cosine decay."""
 
-    stage: Literal["all", "a", "b"] = Field(
-        "all", description="a: pretraining; b: reasoning enablement; all: all stages of the model."
-    )
-    max_steps: int | None = Field(
-        None, ge=1, description="Length of the run and of the schedule (optimizer steps)."
-    )
-    total_tokens: int | None = Field(
-        None, ge=1, description="Length in tokens, rounded up to steps; used without max_steps."
-    )
+    stage: Literal["all", "a", "b"] = "all"
+    """a: pretraining; b: reasoning enablement; all: all stages of the model."""
+    max_steps: int | None = Field(None, ge=1)
+    """Length of the run and of the schedule (optimizer steps)."""
+    total_tokens: int | None = Field(None, ge=1)
+    """Length in tokens, rounded up to steps; used without max_steps."""
     global_batch_size: int = Field(ge=1, description="Samples per optimizer step, all ranks.")
-    micro_batch_size: int | None = Field(
-        None,
-        ge=1,
-        description="Samples per data rank and forward pass; chosen when left out.",
-    )
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Samples per data rank and forward pass; chosen when left out."""
     sequence_length: int = Field(ge=8, description="Tokens per sample.")
-    precision: Literal["bf16", "fp16", "fp32"] = Field(
-        "bf16", description="Type of weights and activations in forward and backward."
-    )
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Type of weights and activations in forward and backward."""
     seed: int = Field(1234, ge=0, description="Seed of initialisation and data order.")
-    deterministic: bool = Field(
-        True,
-        description="Use deterministic kernels if they exist: on CPUs equal runs are then equal "
-        "bit by bit; on GPUs torch warns of each kernel without a deterministic form.",
-    )
-    activation_checkpointing: bool = Field(
-        False,
-        description="Recompute each block in the backward pass to save memory.",
-    )
-    sequence_checkpoint_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="With activation checkpointing: length of the spans in which a block is "
-        "recomputed, with the activations of one span at a time (tokens); null: all tokens.",
-    )
-    memory_share: float = Field(
-        0.9,
-        gt=0,
-        le=1,
-        description="Share of a device's memory, and of a host's, that a plan may fill (ratio).",
-    )
+    deterministic: bool = True
+    """Use deterministic kernels if they exist: on CPUs equal runs are then equal bit by bit; on
+    GPUs torch warns of each kernel without a deterministic form."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass to save memory."""
+    sequence_checkpoint_tokens: int | None = Field(None, ge=1)
+    """With activation checkpointing: length of the spans in which a block is recomputed, with the
+    activations of one span at a time (tokens); null: all tokens."""
+    memory_share: float = Field(0.9, gt=0, le=1)
+    """Share of a device's memory, and of a host's, that a plan may fill (ratio)."""
     learning_rate: float = Field(gt=0, description="Peak learning rate (per step).")
     min_learning_rate: float = Field(ge=0, description="Learning rate at the end (per step).")
     warmup_steps: int = Field(ge=0, description="Linear warm-up (optimizer steps).")
-    gradient_clipping: float = Field(
-        1.0, ge=0, description="Largest global gradient norm (L2); 0 turns clipping off."
-    )
-    weight_decay: float = Field(
-        0.1, ge=0, description="Decoupled decay on matrices; vectors are never decayed (ratio)."
-    )
+    gradient_clipping: float = Field(1.0, ge=0)
+    """Largest global gradient norm (L2); 0 turns clipping off."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay on matrices; vectors are never decayed (ratio)."""
     # At 1 the correction of the first steps' bias would divide by zero.
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the mean (ratio).")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the square (ratio).")
@@ -318,23 +248,15 @@ class CheckpointConfig(Section):
     every_steps: int | None = Field(1_000, ge=1, description="Optimizer steps between saves.")
     every_minutes: float | None = Field(None, gt=0, description="Minutes between saves.")
     # A run without a checkpoint could not be started again.
-    keep: int = Field(
-        3,
-        ge=1,
-        description="Newest checkpoints that stay (count), in Stage B besides Stage A's last one.",
-    )
-    background: bool | None = Field(
-        None,
-        description="true: training continues while the state is copied to host memory (12 bytes "
-        "per parameter of a rank's share) and written; only the next optimizer step waits for the "
-        "copy. false: training waits for the disk. null: true if hosts have room for the copy.",
-    )
-    replica: str | None = Field(
-        None,
-        description="Second folder, visible to all ranks, for copies of each run's checkpoints, "
-        "such as a local disk besides shared storage. --resume auto takes the newest good one of "
-        "both.",
-    )
+    keep: int = Field(3, ge=1)
+    """Newest checkpoints that stay (count), in Stage B besides Stage A's last one."""
+    background: bool | None = None
+    """true: training continues while the state is copied to host memory (12 bytes per parameter of
+    a rank's share) and written; only the next optimizer step waits for the copy. false: training
+    waits for the disk. null: true if hosts have room for the copy."""
+    replica: str | None = None
+    """Second folder, visible to all ranks, for copies of each run's checkpoints, such as a local
+    disk besides shared storage. --resume auto takes the newest good one of both."""
 
 
 class EvaluationConfig(Section):
@@ -342,27 +264,18 @@ class EvaluationConfig(Section):
     last one, which takes less than 5 % of the run's time; at the end it reads `final_tokens`."""
 
     every_steps: int | None = Field(500, ge=1, description="Optimizer steps between evaluations.")
-    final_tokens: int = Field(
-        1_000_000, ge=1, description="Largest number of held-out tokens at the end."
-    )
-    sample_prompt: str = Field(
-        "def", description="Text that the generated sample continues; without a blank at its end."
-    )
+    final_tokens: int = Field(1_000_000, ge=1)
+    """Largest number of held-out tokens at the end."""
+    sample_prompt: str = "def"
+    """Text that the generated sample continues; without a blank at its end."""
     sample_tokens: int = Field(64, ge=0, description="Tokens generated at each evaluation.")
-    sample_temperature: float = Field(
-        0.8, ge=0, description="Temperature of the sample (ratio); 0: the likeliest token."
-    )
-    reasoning_examples: int = Field(
-        32,
-        ge=0,
-        description="Texts of each task and length at the end of Stage B, each with and without "
-        "memory (count).",
-    )
-    baselines: bool = Field(
-        False,
-        description="Compare at the end with a smoothed unigram and bigram model of the training "
-        "tokens. For small vocabularies.",
-    )
+    sample_temperature: float = Field(0.8, ge=0)
+    """Temperature of the sample (ratio); 0: the likeliest token."""
+    reasoning_examples: int = Field(32, ge=0)
+    """Texts of each task and length at the end of Stage B, each with and without memory (count)."""
+    baselines: bool = False
+    """Compare at the end with a smoothed unigram and bigram model of the training tokens. For small
+    vocabularies."""
 
 
 class MonitoringConfig(Section):
@@ -371,16 +284,11 @@ class MonitoringConfig(Section):
     log_every_steps: int = Field(10, ge=1, description="Optimizer steps between logged lines.")
 
 
-# Characters that would end a line of a job script or environment file, or a variable's value.
-_BREAKS = re.compile(r"[\x00\n\r]")
-
-
 class LaunchConfig(Section):
     """Settings of `cdrmix launch` and `cdrmix slurm`."""
 
-    environment: dict[str, str] = Field(
-        {}, description="Environment variables of every rank, such as NCCL_DEBUG: INFO."
-    )
+    environment: dict[str, str] = {}
+    """Environment variables of every rank, such as NCCL_DEBUG: INFO."""
 
     @field_validator("environment", mode="before")
     @classmethod
@@ -391,12 +299,10 @@ class LaunchConfig(Section):
             # re.A: shells accept ASCII names only
             if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.A):
                 raise ValueError(f"{name!r} is no name of a variable: letters, digits and _")
-            if (
-                # `true` would become the text True, which is not what the file says.
-                isinstance(text, bool)
-                or not isinstance(text, str | int)
-                or _BREAKS.search(str(text))
-            ):
+            # `true` would become the text True, which is not what the file says.
+            is_text = isinstance(text, str | int) and not isinstance(text, bool)
+            # These end a line of a job script or environment file, or a variable's value.
+            if not is_text or re.search(r"[\x00\n\r]", str(text)):
                 raise ValueError(f"{name} = {text!r} is no text of one line. Try quotes around it")
         return {name: str(text) for name, text in value.items()}  # 1 is a text too
 
@@ -404,28 +310,21 @@ class LaunchConfig(Section):
 class SupervisionConfig(Section):
     """Time limits after which a stalled run ends on all hosts, to be restarted."""
 
-    deadline_seconds: float = Field(
-        60.0,
-        ge=1,
-        description="Time after which a silent rank is lost and one without progress is stuck, "
-        "unless the step before took more than a quarter of it, or the ranks wait for one that "
-        "may take longer (seconds).",
-    )
+    deadline_seconds: float = Field(60.0, ge=1)
+    """Time after which a silent rank is lost and one without progress is stuck, unless the step
+    before took more than a quarter of it, or the ranks wait for one that may take longer
+    (seconds)."""
     # In these phases ranks wait for a file server or for rank 0, and show no progress.
-    phase_seconds: float = Field(
-        1_800.0,
-        ge=1,
-        description="Longest time to start (up to the end of the first step), for a step of Stage "
-        "B before the first save, to log, to save, to evaluate or to finish (seconds).",
-    )
+    phase_seconds: float = Field(1_800.0, ge=1)
+    """Longest time to start (up to the end of the first step), for a step of Stage B before the
+    first save, to log, to save, to evaluate or to finish (seconds)."""
 
 
 class Config(Section):
     """Configuration of a run."""
 
-    name: str = Field(
-        description="Name of the variant, shown in logs and reports: one line, at most 200 letters."
-    )
+    name: str
+    """Name of the variant, shown in logs and reports: one line, at most 200 letters."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig
@@ -436,9 +335,8 @@ class Config(Section):
     supervision: SupervisionConfig = SupervisionConfig()
     health: HealthConfig = HealthConfig()
     launch: LaunchConfig = LaunchConfig()
-    stage_b: StageBConfig | None = Field(
-        None, description="Reasoning enablement; present in reasoning variants only."
-    )
+    stage_b: StageBConfig | None = None
+    """Reasoning enablement; present in reasoning variants only."""
 
     @field_validator("name")
     @classmethod
@@ -454,30 +352,23 @@ class Config(Section):
         return "core" if self.stage_b is None else "reasoning"
 
     @model_validator(mode="after")
-    def _stage_exists(self) -> Config:
-        if self.training.stage == "b" and self.stage_b is None:
+    def _stages_fit(self) -> Config:
+        stage_b = self.stage_b
+        if stage_b is None:
+            if self.training.stage != "b":
+                return self
             raise ValueError(
                 "training.stage = b needs a reasoning variant: this config has no stage_b section"
             )
-        if (
-            self.training.stage == "all"
-            and self.stage_b is not None
-            and self.stage_b.run is not None
-        ):
+        if self.training.stage == "all" and stage_b.run is not None:
             raise ValueError(
                 "training.stage = all trains a Stage A of its own, and stage_b.run = "
-                f"{self.stage_b.run} names that of another run: say training.stage = b, or leave "
+                f"{stage_b.run} names that of another run: say training.stage = b, or leave "
                 "stage_b.run out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _window_holds_a_sentence(self) -> Config:
-        if self.stage_b is None or self.training.stage == "a":
-            return self
         # Its own limit checks window_tokens; this is about the length that null stands for.
-        window = self.stage_b.training.window_tokens or self.training.sequence_length
-        if window < SMALLEST_WINDOW:
+        window = stage_b.training.window_tokens or self.training.sequence_length
+        if self.training.stage != "a" and window < SMALLEST_WINDOW:
             raise ValueError(
                 f"stage_b.training.window_tokens = null takes training.sequence_length = {window}, "
                 f"but Stage B reads {SMALLEST_WINDOW} tokens at a time or more. Try "

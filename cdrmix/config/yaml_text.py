@@ -14,15 +14,20 @@ import yaml
 
 from cdrmix.errors import ConfigError
 
-_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
-# Without yes, no, on and off: `no` is also the code of a language.
-_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-# Decimal alone: YAML 1.1 reads 010 as octal, and 1:30 by sixties.
-_INT = re.compile(r"^[-+]?[0-9][0-9_]*$")
 # PyYAML wants a point and a signed exponent, so that 3e-4 and 1e9 would be text.
-_FLOAT = re.compile(
+_FLOAT = (
     r"^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+# Type, pattern, and the first characters of a scalar for which PyYAML tries the pattern.
+_SCALARS = (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    # Without yes, no, on and off: `no` is also the code of a language.
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    # Decimal alone: YAML 1.1 reads 010 as octal, and 1:30 by sixties. Before floats: both patterns
+    # fit 8, and the first one counts.
+    ("int", r"^[-+]?[0-9][0-9_]*$", list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
 )
 
 
@@ -34,27 +39,22 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         # PyYAML resolves explicit tags to types that the schema has no use for, such as dates.
-        tag = getattr(self.peek_event(), "tag", None)
-        if tag:
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(
-                problem=f"tags such as '{tag}' are not used", problem_mark=mark
-            )
+        event = self.peek_event()
+        if tag := getattr(event, "tag", None):
+            problem = f"tags such as '{tag}' are not used"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         # PyYAML silently takes the last of several equal keys.
         seen: set[str] = set()
         for key, _ in node.value:
+            mark = key.start_mark
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(
-                    problem="a key must be a word", problem_mark=key.start_mark
-                )
+                raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=mark)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key '{key.value}' stands here a second time",
-                    problem_mark=key.start_mark,
-                )
+                problem = f"the key '{key.value}' stands here a second time"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -68,12 +68,8 @@ def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
-# The last argument lists the first characters of a scalar for which PyYAML tries the pattern.
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
-# Whole numbers before floats: both patterns fit 8, and the first one counts.
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+for _kind, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), _first)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
@@ -82,18 +78,13 @@ class _Dumper(yaml.SafeDumper):
     """Safe dumper that also quotes text which only YAML 1.2 reads as a number."""
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+.0123456789"))
 
 
 def parse_yaml(text: str, *, place: str) -> Any:
-    """Parses one YAML document.
+    """Parses one YAML document from `place`, a file or other origin.
 
-    Args:
-        text: the document.
-        place: its file or origin, for messages.
-
-    Raises:
-        ConfigError: with line, column and the line itself, if it is not YAML or repeats a key.
+    Raises ConfigError with line, column and the line itself, if it is not YAML or repeats a key.
     """
     try:
         return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
@@ -110,9 +101,8 @@ def parse_yaml(text: str, *, place: str) -> Any:
             f"  {line}\n  {' ' * mark.column}^"
         ) from None
     except yaml.reader.ReaderError as error:
-        raise ConfigError(
-            f"{place}: character {error.position} is not allowed in YAML: {error.reason}"
-        ) from None
+        problem = f"character {error.position} is not allowed in YAML: {error.reason}"
+        raise ConfigError(f"{place}: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{place}: nested too deeply; a few levels are enough here") from None
 

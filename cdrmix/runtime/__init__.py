@@ -21,8 +21,8 @@ from cdrmix.runtime.collectives import (
     together,
     world_size,
 )
-from cdrmix.runtime.description import describe_environment
 from cdrmix.runtime.device import (
+    describe_environment,
     device,
     device_memory_gib,
     host_memory_gib,

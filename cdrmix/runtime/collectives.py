@@ -30,12 +30,7 @@ class _GroupSettings:
 
 
 def import_deepspeed() -> Any:
-    """Imports DeepSpeed quietly, on the accelerator of this run, without its shared-memory op.
-
-    The shared-memory all-reduce of its CPU backend leaves 69 MB per rank in /dev/shm after every
-    run, a clean one too, and is compiled for two minutes first (0.19.8: ops/csrc/cpu/comm/shm.cpp
-    unlinks only in a destructor). comm/torch.py asks this table before it builds the op.
-    """
+    """Imports DeepSpeed quietly, on the accelerator of this run, without its shared-memory op."""
     if use_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
@@ -46,6 +41,9 @@ def import_deepspeed() -> Any:
     from deepspeed.runtime import compiler
     from deepspeed.utils import logger as deepspeed_logger
 
+    # The shared-memory all-reduce of its CPU backend leaves 69 MB per rank in /dev/shm after every
+    # run, a clean one too, and is compiled for two minutes first (0.19.8: ops/csrc/cpu/comm/shm.cpp
+    # unlinks only in a destructor). comm/torch.py asks this table before it builds the op.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Every start looks for DeepSpeed's Muon optimizer, which is not used here. A decorator in it
     # imports all of torch.compile's backend, 1.9 s of CPU time in every rank (0.19.8:
@@ -80,8 +78,7 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
         os.environ["MASTER_PORT"] = str(free_port())
     # By default gloo takes the interface of the host's name, which is loopback on Debian, and NCCL
     # the first one by name. A user's own choice stands.
-    interface = interface_towards(os.environ["MASTER_ADDR"])
-    if interface is not None:
+    if interface := interface_towards(os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one
     try:
@@ -105,9 +102,7 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
 def new_group(ranks: list[int], *, is_made_alone: bool = False) -> torch.distributed.ProcessGroup:
     """Makes a process group with the run's timeout, which torch does not pass on by itself.
 
-    Args:
-        ranks: members; every rank of the world calls this, in the same order.
-        is_made_alone: only the members call this.
+    Every rank of the world calls this, in the same order; only the members if it `is_made_alone`.
     """
     return torch.distributed.new_group(
         ranks, timeout=_GroupSettings.timeout, use_local_synchronization=is_made_alone
@@ -115,12 +110,9 @@ def new_group(ranks: list[int], *, is_made_alone: bool = False) -> torch.distrib
 
 
 def destroy_distributed() -> None:
-    """Ends the process group, if there is one; if that hangs, prints the stacks and exits.
-
-    The rank's watchdog is gone by then, so that nobody else would end it, and its launcher would
-    wait for it.
-    """
-    if torch.distributed.is_initialized():
+    """Ends the process group, if there is one; if that hangs, prints the stacks and exits."""
+    if have_met():
+        # The rank's watchdog is gone by now: nobody else would end it, and its launcher would wait.
         faulthandler.dump_traceback_later(_SECONDS_TO_TEAR_DOWN, exit=True)
         torch.distributed.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
@@ -133,20 +125,17 @@ def have_met() -> bool:
 
 def rank() -> int:
     """Global rank; 0 without a process group."""
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return torch.distributed.get_rank() if have_met() else 0
 
 
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return torch.distributed.get_world_size() if have_met() else 1
 
 
 def speaks_for_errors() -> bool:
-    """True on the rank that reports errors to the user.
-
-    One per run once the process group exists and errors are agreed on; one per host before that,
-    when hosts can differ.
-    """
+    """True on the rank that reports errors to the user: one per run once they are agreed on in the
+    process group; one per host before that, when hosts can differ."""
     return rank() == 0 if have_met() else local_rank() == 0
 
 
@@ -156,12 +145,12 @@ def barrier() -> None:
         torch.distributed.barrier()
 
 
-def broadcast_object(value: T, *, source: int = 0) -> T:
-    """Returns the `source` rank's value on every rank. The value must be picklable."""
+def broadcast_object(value: T) -> T:
+    """Returns rank 0's value on every rank. The value must be picklable."""
     if world_size() == 1:
         return value
     box = [value]
-    torch.distributed.broadcast_object_list(box, src=source, device=device())
+    torch.distributed.broadcast_object_list(box, src=0, device=device())
     return box[0]
 
 
@@ -182,14 +171,11 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def together(action: Callable[[], T]) -> T:
-    """Runs `action` on every rank; if it fails on any of them, all raise the same error.
+    """Runs `action` on every rank; if a TrainingError ends it on any, all raise that of the first.
 
     For phases in which one rank alone can meet a damaged file or a full disk: without agreement
-    the others would wait in the next collective until its timeout. Only errors that a user can
-    cause are agreed on; a defect of this program ends its own rank with its traceback.
-
-    Raises:
-        TrainingError: the first failing rank's error, on every rank.
+    the others would wait in the next collective until its timeout. A defect of this program ends
+    its own rank with its traceback.
     """
     result = None
     failure = None
@@ -198,19 +184,14 @@ def together(action: Callable[[], T]) -> T:
     except TrainingError as error:
         failure = error
     for failing_rank, cause in enumerate(all_gather_object(failure)):
-        if cause is None:
-            continue
-        if failing_rank > 0:
-            cause.args = (f"[rank {failing_rank}] {cause}",)
-        raise cause
+        if cause is not None:
+            if failing_rank > 0:
+                cause.args = (f"[rank {failing_rank}] {cause}",)
+            raise cause
     return result  # type: ignore[return-value]
 
 
 def first_rank_does(action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0 only and returns its result on every rank; its error reaches all.
-
-    Raises:
-        TrainingError: rank 0's error, on every rank.
-    """
+    """Runs `action` on rank 0 only; its result, or its TrainingError, reaches every rank."""
     result = together(lambda: action() if rank() == 0 else None)
     return broadcast_object(result)  # type: ignore[return-value]

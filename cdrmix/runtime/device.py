@@ -1,6 +1,6 @@
-"""Device of one rank, with its memory, threads and seeds.
+"""Device of one rank, with its memory, threads and seeds, and its description for records.
 
-Random states of this process as plain JSON: no pickle, so that reading one runs no code.
+Random states of this process are plain JSON: no pickle, so that reading one runs no code.
 """
 
 from __future__ import annotations
@@ -8,13 +8,21 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import platform
 import random
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from cdrmix import __version__
 from cdrmix.runtime.environment import local_rank, local_world_size
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "pydantic")
 
 
 def use_cpu() -> bool:
@@ -39,22 +47,17 @@ def host_memory_gib() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-def set_threads() -> int:
-    """Gives each CPU rank of this host its share of the cores; returns the number of threads."""
+def set_threads() -> None:
+    """Gives each CPU rank of this host its share of the cores."""
     # OMP_NUM_THREADS of the user's shell stands for a single rank; several have to share the cores
     if "OMP_NUM_THREADS" not in os.environ or local_world_size() > 1:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world_size()))
-    return torch.get_num_threads()
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seeds python, numpy and torch, and asks torch for kernels that repeat bit for bit.
-
-    Args:
-        seed: of the run; the same on all ranks.
-        deterministic: False leaves torch free to choose faster kernels on GPUs.
-    """
+    """Seeds python, numpy and torch, alike on all ranks; asks for kernels that repeat bit for bit,
+    unless `deterministic` leaves torch free to choose faster ones on GPUs."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # numpy takes 32 bits
     torch.manual_seed(seed)
@@ -71,40 +74,76 @@ def keep_freed_memory() -> None:
     """Makes glibc keep the memory that training frees, because each step asks for as much again.
 
     By default it returns large blocks to the kernel at once and then waits for every page to be
-    zeroed anew. Measured on the tiny model, two cores, one rank, one run each: 40 steps took
-    24.7 s of user and 16.9 s of system time before, 26.0 s and 1.5 s after. Does nothing with
-    another libc.
+    zeroed anew: 40 steps of the tiny model on two cores, one run each, took 16.9 s of system time,
+    and take 1.5 s like this. Does nothing with another libc.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
-    m_trim_threshold = -1
-    m_top_pad = -2
-    m_mmap_threshold = -3
-    m_arena_max = -8
-    if not libc.mallopt(m_mmap_threshold, 2**30):
-        libc.mallopt(m_mmap_threshold, 2**25)  # the most that older versions take
-    libc.mallopt(m_trim_threshold, 2**31 - 1)
-    libc.mallopt(m_top_pad, 2**26)
-    libc.mallopt(m_arena_max, 1)  # one pool: blocks freed by one thread serve the others
+    trim_threshold = -1  # numbers of malloc.h
+    top_pad = -2
+    mmap_threshold = -3
+    arena_max = -8
+    if not libc.mallopt(mmap_threshold, 2**30):
+        libc.mallopt(mmap_threshold, 2**25)  # the most that older versions take
+    libc.mallopt(trim_threshold, 2**31 - 1)
+    libc.mallopt(top_pad, 2**26)
+    libc.mallopt(arena_max, 1)  # one pool: blocks freed by one thread serve the others
 
 
 def release_memory() -> None:
-    """Frees unreachable reference cycles and cached accelerator memory of this rank.
-
-    An engine and its hooks refer to each other: its weights and moments would stay beside those of
-    the next one until Python's collector happens to run.
-    """
+    """Frees unreachable reference cycles and cached accelerator memory of this rank."""
+    # An engine and its hooks refer to each other: its weights and moments would stay beside those
+    # of the next one until Python's collector happens to run.
     gc.collect()
     if not use_cpu():
         torch.cuda.empty_cache()
 
 
-def random_state() -> dict[str, Any]:
-    """States of the generators of python, numpy and torch, and of this rank's CUDA device, as JSON.
+def describe_environment() -> dict[str, Any]:
+    """Versions and devices of this run, for environment.json. Never variables or host secrets."""
+    facts: dict[str, Any] = {
+        "cdrmix": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version(name) for name in _PACKAGES},
+        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "backend": "gloo" if use_cpu() else "nccl",
+    }
+    if use_cpu():
+        facts["device"] = {"kind": "cpu", "cores": len(os.sched_getaffinity(0))}
+        facts["threads_per_rank"] = torch.get_num_threads()
+    else:
+        properties = torch.cuda.get_device_properties(device())
+        facts["device"] = {
+            "kind": "cuda",
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
+    return facts
 
-    `cuda` is there only when CUDA is in use.
-    """
+
+def _commit() -> str | None:
+    """Git commit of this package's checkout, with `-dirty` if files were changed; None without."""
+    root = Path(__file__).resolve().parents[2]
+    # an installed package may lie inside the repository of something else
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        commit, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True)
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip() + "-dirty" * bool(changes.stdout.strip())
+
+
+def random_state() -> dict[str, Any]:
+    """States of the generators of python, numpy, torch and, if it is in use, CUDA, as JSON."""
     version, words, gauss = random.getstate()
     # The global generator of numpy's old interface is the one that libraries draw from.
     generator: dict[str, Any] = np.random.get_state(legacy=False)

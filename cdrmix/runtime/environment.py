@@ -19,12 +19,7 @@ _TARGETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),  # deepspeed
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
@@ -33,13 +28,9 @@ _LAUNCHERS = (
 def map_environment() -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the launcher's variables.
 
-    torchrun and deepspeed set these themselves; mpirun and srun use names of their own. Without an
-    address, the ranks of mpirun agree on one over MPI; the ranks of srun take the first host of
-    their step and a port derived from the step's number. A process without a launcher becomes rank
-    0 of 1, on any free port.
-
-    Raises:
-        ConfigError: if several ranks were started and no address can be derived.
+    Without an address, the ranks of mpirun agree on one over MPI; the ranks of srun take the first
+    host of their step and a port derived from the step's number. A process without a launcher
+    becomes rank 0 of 1, on any free port. Raises ConfigError where no address can be derived.
     """
     env = os.environ
     for names in _LAUNCHERS:
@@ -122,43 +113,33 @@ def launch_folder() -> Path | None:
 
 def cache_dir() -> Path:
     """Folder for files that can be rebuilt, such as compiled kernels; not created here."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "cdrmix"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cdrmix"
 
 
 def use_cpus_only() -> None:
-    """Makes the processes started from here compute on CPUs, with one thread each.
-
-    Threads that wait for each other on busy cores are slower than one.
-    """
+    """Makes the processes started from here compute on CPUs, with one thread each."""
     os.environ["DS_ACCELERATOR"] = "cpu"
+    # Threads that wait for each other on busy cores are slower than one.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def take_place(rank: int, world_size: int, port: int) -> None:
     """Makes this process a rank of a world on this machine, by the variables a launcher sets."""
-    place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in place.items()})
+    for name, value in zip(_TARGETS, (rank, world_size, rank, world_size), strict=True):
+        os.environ[name] = str(value)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
 
 
 def end_with_launcher(on_orphaned: int = signal.SIGTERM) -> None:
     """Asks the kernel to send `on_orphaned` to this rank when the process that started it dies.
 
-    A killed launcher cannot pass a signal on; its ranks would train on unseen. Linux only (prctl
-    PR_SET_PDEATHSIG); elsewhere a dead launcher goes unnoticed.
+    A killed launcher cannot pass a signal on; its ranks would train on unseen. Linux only.
     """
     if sys.platform != "linux":
         return
     parent = os.getppid()
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, on_orphaned)
+    ctypes.CDLL(None, use_errno=True).prctl(1, on_orphaned)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it died before the kernel was asked
         os.kill(os.getpid(), on_orphaned)

@@ -57,15 +57,7 @@ def test_any_block_and_range_is_read_from_fragments_of_any_layout(
     # One file per key, so that a block's two spans do not collide in one.
     outcomes = on_ranks(
         len(pieces),
-        lambda ranks: save_checkpoint(
-            tmp_path,
-            1,
-            [pieces[ranks.rank()]],
-            state={},
-            rank_state={},
-            keep=1,
-            ranks=ranks,
-        ),
+        lambda rank: save_checkpoint(tmp_path, 1, [pieces[rank]], state={}, rank_state={}, keep=1),
     )
     assert {type(outcome) for outcome in outcomes} == {Saved}
     with CheckpointFile(tmp_path / "1") as reader:
@@ -78,8 +70,8 @@ def test_any_block_and_range_is_read_from_fragments_of_any_layout(
             block = Box(tuple(low), tuple(logical[box].shape))
             start = generator.randrange(block.numel)
             numel = generator.randrange(block.numel - start) + 1
-            assert torch.equal(reader.read("w", block=block), expected)
-            part = reader.read("w", block=block, start=start, numel=numel)
+            assert torch.equal(reader.read("w", span=Span.whole(block)), expected)
+            part = reader.read("w", span=Span(block, start, numel))
             assert torch.equal(part, expected[start : start + numel])
 
 
@@ -87,6 +79,6 @@ def test_reading_outside_the_tensor_is_an_error(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, [whole("w", torch.ones(64))], state={}, rank_state={}, keep=1)
     with CheckpointFile(tmp_path / "1") as reader:
         with pytest.raises(StateError, match=r"6 of the 10 elements asked for lie outside"):
-            reader.read("w", block=Box((60,), (10,)))
+            reader.read("w", span=Span.whole(Box((60,), (10,))))
         with pytest.raises(StateError, match="holds no exp_avg of 'w'"):
             reader.read("w", "exp_avg")

@@ -22,7 +22,7 @@ from cdrmix.checkpoint.host_memory import HostMemory
 from cdrmix.checkpoint.saver import Saved, Saver
 from cdrmix.checkpoint.store import FoundCheckpoint, find_newest
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
-from tests.checkpoints import ThreadRanks, on_ranks, save_checkpoint, whole
+from tests.checkpoints import on_ranks, save_checkpoint, whole
 
 
 def save_steps(root: Path, *steps: int, keep: int = 10) -> None:
@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path: Path, what: s
     save_steps(tmp_path, 10, 20)
     harm, reason = DAMAGE[what]
     harm(tmp_path / "20")
-    for found in on_ranks(3, lambda ranks: find_newest(tmp_path, ranks=ranks)):
+    for found in on_ranks(3, lambda _: find_newest(tmp_path)):
         assert (found.path, found.step) == (tmp_path / "10", 10)
         ((name, why),) = found.skipped
         assert name == "20"
@@ -234,7 +234,7 @@ def test_the_newest_good_one_of_a_folder_and_its_copy_is_found(tmp_path: Path) -
     save_steps(copy, 10, 20, 30)
 
     def found() -> Path:
-        (first, second) = on_ranks(2, lambda ranks: find_newest(run.parent, copy, ranks=ranks))
+        (first, second) = on_ranks(2, lambda _: find_newest(run.parent, copy))
         assert first == second
         return first.path
 
@@ -258,7 +258,7 @@ def test_old_checkpoints_that_cannot_be_dropped_leave_the_save_a_save(
 
     monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
     monkeypatch.setattr(folder, "drop_others", unlistable)
-    outcomes = on_ranks(2, lambda ranks: save_halves(tmp_path, ranks))
+    outcomes = on_ranks(2, lambda rank: save_halves(tmp_path, rank))
     assert [type(outcome) for outcome in outcomes] == [Saved, Saved]
     assert "old checkpoints cannot be dropped" in caplog.text
     assert found_in(tmp_path).step == 1
@@ -271,7 +271,7 @@ def test_a_fault_of_ours_in_the_folders_end_reaches_all_ranks(
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr(folder, "drop_others", broken)
-    outcomes = on_ranks(2, lambda ranks: save_halves(tmp_path, ranks))
+    outcomes = on_ranks(2, lambda rank: save_halves(tmp_path, rank))
     assert [type(outcome) for outcome in outcomes] == [ZeroDivisionError, StateError]
 
 
@@ -356,10 +356,10 @@ def test_a_rank_that_fails_does_not_wait_for_what_it_writes(
     written.set()
 
 
-def save_halves(root: Path, ranks: ThreadRanks) -> Saved:
-    half = Span(Box.whole((8,)), 4 * ranks.rank(), 4)
+def save_halves(root: Path, rank: int) -> Saved:
+    half = Span(Box.whole((8,)), 4 * rank, 4)
     held = [Fragment("w", "param", (8,), half, torch.ones(4))]
-    return save_checkpoint(root, 1, held, state={}, rank_state={}, keep=2, ranks=ranks)
+    return save_checkpoint(root, 1, held, state={}, rank_state={}, keep=2)
 
 
 def failing_after_one(rank: int, error: Exception) -> Iterator[Fragment]:
@@ -376,14 +376,13 @@ def test_one_failing_rank_makes_all_raise_the_same_and_leaves_the_old_state(
     error = OSError(errno.EIO, "Input/output error", "/data/x")
     outcomes = on_ranks(
         2,
-        lambda ranks: save_checkpoint(
+        lambda rank: save_checkpoint(
             tmp_path,
             2,
-            failing_after_one(ranks.rank(), error),
+            failing_after_one(rank, error),
             state={},
             rank_state={},
             keep=1,
-            ranks=ranks,
         ),
     )
     assert [type(outcome) for outcome in outcomes] == [InfrastructureError, InfrastructureError]
@@ -398,14 +397,13 @@ def test_a_fault_of_ours_keeps_its_type_where_it_happened_and_stops_the_others(
 ) -> None:
     outcomes = on_ranks(
         2,
-        lambda ranks: save_checkpoint(
+        lambda rank: save_checkpoint(
             tmp_path,
             2,
-            failing_after_one(ranks.rank(), ZeroDivisionError("ours")),
+            failing_after_one(rank, ZeroDivisionError("ours")),
             state={},
             rank_state={},
             keep=1,
-            ranks=ranks,
         ),
     )
     assert [type(outcome) for outcome in outcomes] == [StateError, ZeroDivisionError]
