@@ -18,10 +18,15 @@ from torch.nn import functional as F
 from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.errors import DataError
 from cdrmix.objectives.grpo import PolicyMetrics, grpo_loss, lambda_returns
-from cdrmix.reasoning.policy import Action, Decision, Environment, MemoryPolicy, State
+from cdrmix.reasoning.policy import (
+    Action,
+    Decision,
+    Environment,
+    EpisodeOutcome,
+    MemoryPolicy,
+    State,
+)
 from cdrmix.reasoning.state_rows import branch, merge, select
-
-REFERENCE_KL_WEIGHT = 1e-3
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,18 @@ class Rollouts(Generic[State]):
         places = first + torch.arange(count, device=first.device)
         rows = torch.arange(len(first), device=first.device).unsqueeze(1)
         values = torch.cat([places, first + count], dim=1)  # one more: the state after the last
-        return replace(
-            self,
-            hidden=self.hidden[rows, places],
-            features=self.features[rows, places],
-            legal=self.legal[rows, places],
-            actions=self.actions[rows, places],
-            logprobs=self.logprobs[rows, places],
-            values=self.values[rows, values],
-            rewards=self.rewards[rows, places],
-            taken=self.taken[rows, places],
+        names = ("hidden", "features", "legal", "actions", "logprobs", "rewards", "taken")
+        steps = {name: getattr(self, name)[rows, places] for name in names}
+        return replace(self, values=self.values[rows, values], **steps)
+
+    def value_targets(self, config: PolicyConfig) -> Tensor:
+        """Returns the targets of the value head, [N, T]."""
+        return lambda_returns(
+            self.rewards,
+            self.values,
+            self.taken,
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
         )
 
 
@@ -89,7 +96,7 @@ def roll_out(
     Args:
         environment: rules.
         policy: chooses the actions.
-        state: start of the episodes, not yet over.
+        state: of episodes that are not yet over.
         generator: samples the actions; None takes the likeliest.
     Raises:
         DataError: if a reward or a decision is not finite.
@@ -116,8 +123,7 @@ def roll_out(
         torch.stack(column, dim=1) for column in zip(*steps, strict=True)
     )
     # all episodes at once, as decoding an answer is costly; the reward belongs to the last step
-    outcome = environment.settle(state)
-    check_rewards(outcome.reward)
+    outcome = _settled(environment, state)
     last = F.one_hot(taken.sum(1) - 1, taken.shape[1])
     return Rollouts(
         hidden=hidden,
@@ -145,23 +151,20 @@ def check_decision(decision: Decision, legal: Tensor) -> None:
         )
 
 
-def check_rewards(reward: Tensor) -> None:
-    """Raises DataError if a reward is not finite."""
-    bad = torch.nonzero(~reward.isfinite()).flatten().tolist()
+def _settled(environment: Environment[State], state: State) -> EpisodeOutcome[State]:
+    """Settles episodes that are over; raises DataError if a reward is not finite."""
+    outcome = environment.settle(state)
+    bad = torch.nonzero(~outcome.reward.isfinite()).flatten().tolist()
     if bad:
         raise DataError(
-            f"the reward of episode {bad[0]} is {float(reward[bad[0]])}; a checker gives finite "
-            "numbers. Nothing was learned from this batch"
+            f"the reward of episode {bad[0]} is {float(outcome.reward[bad[0]])}; a checker gives "
+            "finite numbers. Nothing was learned from this batch"
         )
+    return outcome
 
 
 def policy_loss(
-    policy: MemoryPolicy,
-    rollouts: Rollouts[Any],
-    advantages: Tensor,
-    config: PolicyConfig,
-    *,
-    reference: MemoryPolicy | None,
+    policy: MemoryPolicy, rollouts: Rollouts[Any], advantages: Tensor, config: PolicyConfig
 ) -> tuple[Tensor, PolicyMetrics]:
     """Computes the GRPO loss of rollouts with value loss and entropy, summed over steps.
 
@@ -170,95 +173,22 @@ def policy_loss(
         rollouts: of an earlier state of it.
         advantages: of whole rollouts, [N]; all steps of a rollout share one.
         config: clip ratio, discount and weights.
-        reference: adds a KL penalty towards this policy; None leaves it out.
     """
     observations = (rollouts.hidden, rollouts.features, rollouts.legal)
     decision = policy(*(part.flatten(0, 1) for part in observations))
     shape = rollouts.actions.shape
-    index = rollouts.actions.flatten().unsqueeze(1)
-    reference_logprobs = None
-    if reference is not None:
-        with torch.no_grad():
-            every = reference(*(part.flatten(0, 1) for part in observations)).logprobs
-        reference_logprobs = every.gather(1, index).view(shape)
-    targets = lambda_returns(
-        rollouts.rewards,
-        rollouts.values,
-        rollouts.taken,
-        gamma=config.gamma,
-        gae_lambda=config.gae_lambda,
-    )
+    logprobs = decision.logprobs.gather(1, rollouts.actions.flatten().unsqueeze(1))
     return grpo_loss(
-        decision.logprobs.gather(1, index).view(shape),
+        logprobs.view(shape),
         rollouts.logprobs,
         advantages,
         decision.entropy.view(shape),
         decision.value.view(shape),
-        targets,
+        rollouts.value_targets(config),
         rollouts.taken,
-        reference_logprobs=reference_logprobs,
         clip_ratio=config.clip_ratio,
-        kl_weight=REFERENCE_KL_WEIGHT,
         value_weight=config.value_weight,
         entropy_weight=config.entropy_weight,
-    )
-
-
-class Branching(NamedTuple, Generic[State]):
-    """Result of trying branches from each state.
-
-    Attributes:
-        state: after the accepted branch; unchanged where none was accepted.
-        actions: of the accepted branch, [N]; -1 where there is none.
-        advantages: of every branch, [N, K], the likeliest action's first.
-        done: True where the accepted branch ends the episode, [N].
-    """
-
-    state: State
-    actions: Tensor
-    advantages: Tensor
-    done: Tensor
-
-
-@torch.no_grad()
-def try_branches(
-    environment: Environment[State], policy: MemoryPolicy, state: State
-) -> Branching[State]:
-    """Tries the likeliest actions of each state side by side, and accepts one if it is good enough.
-
-    All branches of all states are independent rows of one batch. A branch's advantage is
-    gamma V(s') - V(s), and 0 where it ends the episode: the reward of an end is known to the
-    checker alone, not to an agent that acts. Of the branches with at least `accept_threshold` the
-    likeliest is accepted; where there is none, the state stays as it was. The value head errs more
-    often than a trained policy: see the success of branches in docs/reasoning.md.
-
-    Raises:
-        DataError: if a decision is not finite.
-    """
-    config = environment.config
-    observations = environment.observe(state)
-    decision = policy(*observations)
-    check_decision(decision, observations.legal)
-    count = min(config.max_branches, len(Action))
-    # stable, so that equal probabilities (a fresh policy) give the same order everywhere
-    likely = decision.logprobs.sort(dim=1, descending=True, stable=True)
-    actions = likely.indices[:, :count]  # [N, K]
-    tried = environment.step(branch(state, count), actions.flatten())
-    before = decision.value.repeat_interleave(count)
-    ahead = config.gamma * policy(*environment.observe(tried.state)).value
-    advantages = torch.where(tried.done, 0.0, ahead - before).view(-1, count)
-    # illegal actions were stepped too, to keep one shape, but can never be accepted
-    advantages = advantages.masked_fill(likely.values[:, :count].isinf(), -torch.inf)
-    good = advantages >= config.accept_threshold
-    first = (good.cumsum(1) == 0).sum(1).clamp(max=count - 1)  # any place where none is good
-    accepted = good.any(1)
-    rows = torch.arange(len(first), device=first.device) * count + first
-    likeliest = actions.gather(1, first.unsqueeze(1)).squeeze(1)
-    return Branching(
-        state=merge(accepted, select(tried.state, rows), state),
-        actions=torch.where(accepted, likeliest, -1),
-        advantages=advantages,
-        done=accepted & tried.done[rows],
     )
 
 
@@ -267,38 +197,59 @@ class BranchedStep(NamedTuple, Generic[State]):
 
     Attributes:
         state: next state.
-        actions: of each episode, [N].
-        accepted: False where no branch was accepted and SPLICE_WINDOW taken instead, [N].
         done: True where the episode is over, [N].
+        actions: of each episode, [N].
+        accepted: False where no branch was good enough and SPLICE_WINDOW taken instead, [N].
+        advantages: of every branch, [N, K], the likeliest action's first.
     """
 
     state: State
+    done: Tensor
     actions: Tensor
     accepted: Tensor
-    done: Tensor
+    advantages: Tensor
 
 
 @torch.no_grad()
 def step_by_branches(
     environment: Environment[State], policy: MemoryPolicy, state: State
 ) -> BranchedStep[State]:
-    """Steps as `try_branches`; where none is accepted, by SPLICE_WINDOW: always legal, and free.
+    """Tries the likeliest actions of each state side by side, and takes one that is good enough.
+
+    All branches of all states are independent rows of one batch. A branch's advantage is
+    gamma V(s') - V(s), and 0 where it ends the episode: the reward of an end is known to the
+    checker alone, not to an agent that acts. Of the branches with at least `accept_threshold` the
+    likeliest is taken. The value head errs more often than a trained policy: see the success of
+    branches in docs/reasoning.md.
 
     Raises:
         DataError: if a decision is not finite.
     """
-    tried = try_branches(environment, policy, state)
-    accepted = tried.actions >= 0
-    if bool(accepted.all()):
-        return BranchedStep(tried.state, tried.actions, accepted, tried.done)
-    passes = torch.full_like(tried.actions, Action.SPLICE_WINDOW)
-    passed = environment.step(state, passes)
-    return BranchedStep(
-        state=merge(accepted, tried.state, passed.state),
-        actions=torch.where(accepted, tried.actions, passes),
-        accepted=accepted,
-        done=torch.where(accepted, tried.done, passed.done),
-    )
+    config = environment.config
+    observation = environment.observe(state)
+    decision = policy(*observation)
+    check_decision(decision, observation.legal)
+    count = min(config.max_branches, len(Action))
+    # stable, so that equal probabilities (a fresh policy) give the same order everywhere
+    likely = decision.logprobs.sort(dim=1, descending=True, stable=True)
+    candidates = likely.indices[:, :count]  # [N, K]
+    tried = environment.step(branch(state, count), candidates.flatten())
+    before = decision.value.repeat_interleave(count)
+    ahead = config.gamma * policy(*environment.observe(tried.state)).value
+    advantages = torch.where(tried.done, 0.0, ahead - before).view(-1, count)
+    # illegal actions were stepped too, to keep one shape, but can never be accepted
+    advantages = advantages.masked_fill(likely.values[:, :count].isinf(), -torch.inf)
+    good = advantages >= config.accept_threshold
+    accepted = good.any(1)
+    first = (good.cumsum(1) == 0).sum(1).clamp(max=count - 1)  # any place where none is good
+    actions = candidates.gather(1, first.unsqueeze(1)).squeeze(1)
+    after = select(tried, torch.arange(len(first), device=first.device) * count + first)
+    if not bool(accepted.all()):
+        # always legal, and free
+        passes = torch.full_like(actions, Action.SPLICE_WINDOW)
+        actions = torch.where(accepted, actions, passes)
+        after = merge(accepted, after, environment.step(state, passes))
+    return BranchedStep(after.state, after.done, actions, accepted, advantages)
 
 
 class Branched(NamedTuple, Generic[State]):
@@ -313,12 +264,8 @@ class Branched(NamedTuple, Generic[State]):
 def roll_out_branches(
     environment: Environment[State], policy: MemoryPolicy, state: State
 ) -> Branched[State]:
-    """Plays episodes to their end by branches.
+    """Plays episodes that are not yet over to their end, by branches.
 
-    Args:
-        environment: rules, with `max_branches` and `accept_threshold`.
-        policy: gives the likeliest actions and the values.
-        state: start of the episodes, not yet over.
     Raises:
         DataError: if a reward or a decision is not finite.
     """
@@ -331,6 +278,4 @@ def roll_out_branches(
         num_decisions += int(running.sum())
         state = merge(running, after.state, state)
         running = running & ~after.done
-    outcome = environment.settle(state)
-    check_rewards(outcome.reward)
-    return Branched(outcome.state, num_accepted, num_decisions)
+    return Branched(_settled(environment, state).state, num_accepted, num_decisions)

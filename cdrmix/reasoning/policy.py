@@ -34,12 +34,6 @@ class Episodes(Protocol):
     @property
     def time(self) -> Tensor:
         """Steps taken, [N]."""
-        ...
-
-    @property
-    def score(self) -> Tensor:
-        """One number of each episode, [N] float32."""
-        ...
 
 
 State = TypeVar("State", bound=Episodes)
@@ -66,15 +60,12 @@ class Environment(Protocol[State]):
 
     def observe(self, state: State) -> Observation:
         """Returns the agent's view of a state."""
-        ...
 
     def step(self, state: State, actions: Tensor) -> Transition[State]:
         """Takes one legal action per episode, [N] int64."""
-        ...
 
     def settle(self, state: State) -> EpisodeOutcome[State]:
         """Rewards episodes that are over, all at once, as an answer may be costly to find."""
-        ...
 
 
 class Action(IntEnum):
@@ -134,21 +125,17 @@ class MemoryPolicy(nn.Module):
         normal_(self.feature_value_in.weight, 3 * scale, seed=seed, name="policy.feature_value_in")
 
     def forward(self, hidden: Tensor, features: Tensor, legal: Tensor) -> Decision:
-        """Computes probabilities of the actions, and the value.
-
-        Args:
-            hidden: normalised hidden state, [N, D].
-            features: of memory and budget, [N, F], of the order of 1.
-            legal: True for actions that may be taken, [N, A]; at least one of each row.
-        """
+        """Decides on an `Observation`, with at least one legal action in each row."""
         # means over segments are float32, while the heads may be bf16
-        hidden = hidden.to(self.policy.weight.dtype)
-        logits = self.policy(hidden) + self.feature_policy(features.to(hidden.dtype))
+        dtype = self.policy.weight.dtype
+        hidden = hidden.to(dtype)
+        features = features.to(dtype)
+        logits = self.policy(hidden) + self.feature_policy(features)
         logits = logits.float().masked_fill(~legal, -torch.inf)
         logprobs = torch.log_softmax(logits, dim=-1)
         # an illegal action has no share in the entropy: 0 log 0 is 0, but 0 * -inf is not a number
         finite = logprobs.masked_fill(~legal, 0)
         entropy = -(finite.exp() * finite * legal).sum(-1)
-        inner = torch.tanh(self.feature_value_in(features.to(hidden.dtype)))
+        inner = torch.tanh(self.feature_value_in(features))
         value = self.value(hidden) + self.feature_value_out(inner)
         return Decision(logprobs, entropy, value.squeeze(-1).float())

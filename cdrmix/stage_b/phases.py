@@ -29,7 +29,6 @@ from cdrmix.models.backbone import Output
 from cdrmix.objectives.grpo import (
     explained_variance,
     group_advantages,
-    lambda_returns,
     zero_variance_groups,
 )
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
@@ -38,7 +37,7 @@ from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.hebbian import EpisodeState
 from cdrmix.reasoning.lessons import Lesson
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading, plastic_rows
-from cdrmix.reasoning.policy import Action, MemoryPolicy
+from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
 from cdrmix.reasoning.tasks import Example, score
 
@@ -290,13 +289,7 @@ def collect(
     metrics = {name: values.float().mean() for name, values in per_episode.items()}
     # Their advantages are all 0: the policy learns nothing from them.
     metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
-    targets = lambda_returns(
-        last.rewards,
-        last.values,
-        last.taken,
-        gamma=stage_b.policy.gamma,
-        gae_lambda=stage_b.policy.gae_lambda,
-    )
+    targets = last.value_targets(stage_b.policy)
     explained = explained_variance(last.values[:, :-1], targets, last.taken)
     # Targets that do not vary leave nothing to explain, and no number.
     metrics["explained_variance"] = explained.nan_to_num(0, 0, 0)
@@ -306,11 +299,7 @@ def collect(
 
 
 def rollout_loss(
-    reader: MemoryReader,
-    collected: Collected,
-    config: Config,
-    *,
-    reference: MemoryPolicy | None = None,
+    reader: MemoryReader, collected: Collected, config: Config
 ) -> tuple[Tensor, LessonMetrics]:
     """GRPO loss of collected episodes, per step taken; called for each epoch on them.
 
@@ -318,13 +307,10 @@ def rollout_loss(
         reader: its policy is trained.
         collected: episodes of an earlier state of the policy.
         config: clip, discount, weight.
-        reference: policy that limits the change; None for one with random initial values.
     """
     stage_b = stage_b_section(config)
     rollouts = collected.rollouts
-    loss, sums = policy_loss(
-        reader.policy, rollouts, collected.advantages, stage_b.policy, reference=reference
-    )
+    loss, sums = policy_loss(reader.policy, rollouts, collected.advantages, stage_b.policy)
     metrics = {
         "kl": sums.kl / sums.steps,
         "clip_fraction": sums.clipped / sums.steps,

@@ -104,7 +104,6 @@ def learn_from(
     *,
     group_size: int,
     gradient_clipping: float = 1.0,
-    reference: MemoryPolicy | None = None,
 ) -> Update:
     """Takes up to `config.epochs` optimizer steps on one batch of rollouts, on one process.
 
@@ -115,13 +114,12 @@ def learn_from(
         config: clip, discount, horizon and KL target.
         group_size: rollouts of one prompt.
         gradient_clipping: largest gradient norm.
-        reference: as in `policy_loss`.
     """
     advantages = group_advantages(rollouts.returns.view(-1, group_size)).flatten()
     rollouts = rollouts.last(config.horizon)
     epochs = 0
     for _ in range(config.epochs):
-        loss, metrics = policy_loss(policy, rollouts, advantages, config, reference=reference)
+        loss, metrics = policy_loss(policy, rollouts, advantages, config)
         if epochs and float(metrics.kl / metrics.steps) > config.kl_margin * config.kl_target:
             break
         optimizer.zero_grad()
