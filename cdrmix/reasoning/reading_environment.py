@@ -26,9 +26,10 @@ from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.reasoning.earlier import Earlier
-from cdrmix.reasoning.hebbian import PlasticState
-from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows, plastic_rows
+from cdrmix.reasoning.hebbian import EpisodeState
+from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action, EpisodeOutcome, Observation, Transition
+from cdrmix.reasoning.state_rows import select
 
 # Most segments spliced into a window; those without room in it are left out.
 MOST_FETCHED = 8
@@ -312,14 +313,14 @@ class ReadingEpisodes:
 
     def _window(
         self, state: ReadingState, places: Tensor
-    ) -> tuple[Windows, Tensor, PlasticState | None]:
+    ) -> tuple[Windows, Tensor, EpisodeState | None]:
         """Returns windows, slots and fast weights of chosen episodes."""
         rows = state.rows[places]
         windows = self.reader.windows(
             self.texts, rows.tolist(), [self._wanted(state, int(p)) for p in places]
         )
         slots = self.reader.summarise(self.reading, rows, state.summarised[places])
-        return windows, slots, plastic_rows(self.reading.plastic, rows)
+        return windows, slots, select(self.reading.plastic, rows)
 
     def _wanted(self, state: ReadingState, place: int) -> list[int]:
         return [segment for segment in state.fetched[place].tolist() if segment >= 0]

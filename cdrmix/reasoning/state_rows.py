@@ -35,9 +35,8 @@ def map_tensors(state: Any, function: Callable[..., Tensor], *others: Any) -> An
             for key, value in state.items()
         }
     if isinstance(state, (list, tuple)):
-        parts = [
-            map_tensors(row[0], function, *row[1:]) for row in zip(state, *others, strict=True)
-        ]
+        rows = zip(state, *others, strict=True)
+        parts = [map_tensors(part, function, *rest) for part, *rest in rows]
         # a named tuple takes its fields one by one, a plain tuple takes an iterable
         return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
     return state

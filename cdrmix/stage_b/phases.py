@@ -34,11 +34,11 @@ from cdrmix.objectives.grpo import (
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
-from cdrmix.reasoning.hebbian import EpisodeState
 from cdrmix.reasoning.lessons import Lesson
-from cdrmix.reasoning.memory_reader import MemoryReader, Reading, plastic_rows
+from cdrmix.reasoning.memory_reader import MemoryReader, Reading
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
+from cdrmix.reasoning.state_rows import select
 from cdrmix.reasoning.tasks import Example, score
 
 LessonMetrics = dict[str, Tensor]
@@ -101,7 +101,7 @@ def _task_losses(
     index = torch.arange(count, device=both.device).repeat(2)
     memory = reader.summarise(reading, index[:count], lesson.summarised).repeat(2, 1, 1)
     output, _ = reader.look(
-        both, slots=memory if slots else None, plastic=plastic_rows(reading.plastic, index)
+        both, slots=memory if slots else None, plastic=select(reading.plastic, index)
     )
     hidden = output.hidden
     _, queries = reader.question_state(seeking, hidden[:count, : seeking.tokens.shape[1]])
@@ -170,7 +170,7 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
         plastic: with fast weights.
         slots: with every window folded into the slots.
     """
-    state = reader.plastic.start(len(plain)).plastic
+    state = reader.plastic.start(len(plain))
     memory = reader.memory.start(len(plain))
     nats = []
     step = reader.window_tokens
@@ -179,9 +179,9 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
         labels = plain[:, start + 1 : start + 1 + inputs.shape[1]]
         with reader.remembering(memory if slots else None):
             if plastic:
-                episode = reader.plastic(inputs, state=EpisodeState(None, state))
+                episode = reader.plastic(inputs, state=state)
                 hidden = episode.output.hidden
-                state = episode.state.plastic
+                state = episode.state
             else:
                 hidden = reader.backbone(inputs).hidden
         nats.append(linear_cross_entropy(hidden, reader.backbone.embedding.weight, labels))

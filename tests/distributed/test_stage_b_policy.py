@@ -69,9 +69,8 @@ class StreamCourse:
         return Collected(rollouts, advantages, {"return": rollouts.returns.mean()})
 
     def rollout_loss(self, collected: Collected) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, sums = policy_loss(
-            self._policy, collected.rollouts, collected.advantages, self._config, reference=None
-        )
+        rollouts = collected.rollouts
+        loss, sums = policy_loss(self._policy, rollouts, collected.advantages, self._config)
         return loss / sums.steps, {"kl": sums.kl / sums.steps}
 
 

@@ -136,7 +136,7 @@ def test_fresh_fast_weights_and_slots_leave_the_backbones_numbers(lesson: Lesson
     fresh = small_reader(small_config())
     fresh.memory.up.weight.data.zero_()
     windows = fresh.windows(lesson.texts, range(4), [()] * 4)
-    slots, plastic = fresh.memory.start(4), fresh.plastic.start(4).plastic
+    slots, plastic = fresh.memory.start(4), fresh.plastic.start(4)
     found, _ = fresh.look(windows.tokens, slots=slots, plastic=plastic)
     assert torch.equal(found.hidden, fresh.backbone(windows.tokens).hidden)
 
