@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from cdrmix.errors import DataError
-from cdrmix.reasoning.earlier import Earlier, Kept, Writing, keep, make_earlier, opened
+from cdrmix.reasoning.earlier import Earlier, Kept, Writing, keep, opened
 from cdrmix.reasoning.episodes import check_decision, step_by_branches
 from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.lessons import Lessons
@@ -160,7 +160,7 @@ def answer_with(
     tokenizer = loaded.trained.tokenizer_digest
     # A question alone makes no index: there would be nothing to store.
     with opened(lasting.folder, loaded.reader, tokenizer=tokenizer, make=bool(segments)) as index:
-        earlier = make_earlier(index, faiss=lasting.faiss)
+        earlier = Earlier(index, faiss=lasting.faiss)
         played = _play(loaded, texts, earlier, branches=branches)
         answered = _answered(loaded, played)
         # Only now: a call that fails before leaves the index as it was.

@@ -85,8 +85,8 @@ def recall(keys: Tensor, queries: Tensor) -> float:
         index.propose(key, (0,), offset=0, source="", score=0.0)
     added = index.commit(step=0).added
     assert len(added) == len(keys), "no two segments are alike"
-    ids = index.search(queries, top_k=TOP_K).ids
-    return float((ids == torch.arange(len(queries)).unsqueeze(1)).any(1).float().mean())
+    places = index.search(queries, top_k=TOP_K).places
+    return float((places == torch.arange(len(queries)).unsqueeze(1)).any(1).float().mean())
 
 
 def learn(seed: int, *, steps: int, num_distractors: int = NUM_DISTRACTORS) -> dict[str, float]:

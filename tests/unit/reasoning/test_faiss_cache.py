@@ -32,9 +32,9 @@ def test_it_answers_as_the_exact_search_and_notices_changes() -> None:
     cache, queries = FaissCache(index), F.normalize(torch.randn(8, SIZE), dim=-1)
     for _ in range(2):
         exact, cached = index.search(queries, top_k=4), cache.search(queries, top_k=4)
-        assert torch.equal(exact.ids, cached.ids)
+        assert torch.equal(exact.places, cached.places)
         torch.testing.assert_close(exact.scores, cached.scores)
         index.propose(queries[0], (2,), offset=0, source="text", score=0.0)
         index.commit(step=1)
-    assert cache.search(queries[:1], top_k=1).ids.item() == 300
-    assert FaissCache(filled(0)).search(queries, top_k=4).ids.shape == (8, 0)
+    assert cache.search(queries[:1], top_k=1).places.item() == 300
+    assert FaissCache(filled(0)).search(queries, top_k=4).places.shape == (8, 0)
