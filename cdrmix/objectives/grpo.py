@@ -17,21 +17,13 @@ from torch import Tensor
 
 
 class PolicyMetrics(NamedTuple):
-    """Sums over the steps taken, scalars; divide by `steps` of the whole global batch.
+    """Sums over the steps taken, scalars; divide by `steps` of the whole global batch."""
 
-    Attributes:
-        steps: steps taken.
-        kl: KL divergence of the rollout policy from the present one, estimated (nats).
-        clipped: steps whose probability ratio lies outside the clip.
-        entropy: of the policy (nats).
-        value_loss: half the squared error of the value head.
-    """
-
-    steps: Tensor
-    kl: Tensor
-    clipped: Tensor
-    entropy: Tensor
-    value_loss: Tensor
+    steps: Tensor  # steps taken
+    kl: Tensor  # KL divergence of the rollout policy from the present one, estimated (nats)
+    clipped: Tensor  # steps whose probability ratio lies outside the clip
+    entropy: Tensor  # of the policy (nats)
+    value_loss: Tensor  # half the squared error of the value head
 
 
 def group_advantages(returns: Tensor) -> Tensor:

@@ -17,15 +17,10 @@ _CHUNK_POSITIONS = 1024
 
 
 class VocabularyPart(NamedTuple):
-    """Rows of the head on one rank, where ranks share out the vocabulary.
+    """Rows of the head on one rank, where ranks share out the vocabulary."""
 
-    Attributes:
-        first_id: token id of the weight's first row.
-        of_all_parts: gathers a tensor of each part, [...] -> [parts, ...].
-    """
-
-    first_id: int
-    of_all_parts: Callable[[Tensor], Tensor]
+    first_id: int  # token id of the weight's first row
+    of_all_parts: Callable[[Tensor], Tensor]  # gathers a tensor of each part, [...] -> [parts, ...]
 
 
 WHOLE_VOCABULARY = VocabularyPart(0, lambda x: x.unsqueeze(0))

@@ -111,17 +111,11 @@ class Writing(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Changes of an index by a text.
+    """Changes of an index by a text."""
 
-    Attributes:
-        num_added: new entries.
-        refreshed: new tokens of entries from before the text.
-        evicted: tokens of entries that gave way.
-    """
-
-    num_added: int
-    refreshed: list[tuple[int, ...]]
-    evicted: list[tuple[int, ...]]
+    num_added: int  # new entries
+    refreshed: list[tuple[int, ...]]  # new tokens of entries from before the text
+    evicted: list[tuple[int, ...]]  # tokens of entries that gave way
 
 
 def keep(

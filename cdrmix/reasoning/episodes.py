@@ -31,29 +31,18 @@ from cdrmix.reasoning.state_rows import branch, merge, select
 
 @dataclass(frozen=True)
 class Rollouts(Generic[State]):
-    """Record of a batch of episodes; steps after an episode's end hold arbitrary legal ones.
+    """Record of a batch of episodes; steps after an episode's end hold arbitrary legal ones."""
 
-    Attributes:
-        hidden, features, legal: observations, [N, T, D], [N, T, F], [N, T, A].
-        actions: [N, T] int64.
-        logprobs: of the actions, under the policy that took them, [N, T] (nats).
-        values: of the value head before each step, [N, T + 1]; 0 after the end.
-        rewards: [N, T].
-        taken: True for steps before the end, [N, T].
-        returns: sum of the rewards of whole episodes, [N].
-        final: states in which they ended.
-    """
-
-    hidden: Tensor
-    features: Tensor
-    legal: Tensor
-    actions: Tensor
-    logprobs: Tensor
-    values: Tensor
-    rewards: Tensor
-    taken: Tensor
-    returns: Tensor
-    final: State
+    hidden: Tensor  # observations, [N, T, D]
+    features: Tensor  # [N, T, F]
+    legal: Tensor  # [N, T, A]
+    actions: Tensor  # [N, T] int64
+    logprobs: Tensor  # of the actions, under the policy that took them, [N, T] (nats)
+    values: Tensor  # of the value head before each step, [N, T + 1]; 0 after the end
+    rewards: Tensor  # [N, T]
+    taken: Tensor  # True for steps before the end, [N, T]
+    returns: Tensor  # sum of the rewards of whole episodes, [N]
+    final: State  # in which they ended
 
     def last(self, count: int) -> Rollouts[State]:
         """Cuts each episode to its last `count` steps; `returns` stay those of the whole."""
@@ -193,21 +182,13 @@ def policy_loss(
 
 
 class BranchedStep(NamedTuple, Generic[State]):
-    """Step by branches.
+    """Step by branches."""
 
-    Attributes:
-        state: next state.
-        done: True where the episode is over, [N].
-        actions: of each episode, [N].
-        accepted: False where no branch was good enough and SPLICE_WINDOW taken instead, [N].
-        advantages: of every branch, [N, K], the likeliest action's first.
-    """
-
-    state: State
-    done: Tensor
-    actions: Tensor
-    accepted: Tensor
-    advantages: Tensor
+    state: State  # next state
+    done: Tensor  # True where the episode is over, [N]
+    actions: Tensor  # of each episode, [N]
+    accepted: Tensor  # False where no branch was good enough and SPLICE_WINDOW taken instead, [N]
+    advantages: Tensor  # of every branch, [N, K], the likeliest action's first
 
 
 @torch.no_grad()

@@ -29,37 +29,22 @@ LEAST_SCORE = 0.2
 
 @dataclass(frozen=True)
 class Entry:
-    """Segment of a text.
+    """Segment of a text."""
 
-    Attributes:
-        tokens: its token ids.
-        offset: tokens of the text before it.
-        source: name of the text.
-        score: worth of keeping it, 0 to 1.
-        id: rises with every new entry; -1 before the commit.
-        last_used: step at which it was written, refreshed or read last.
-        num_reads: times that it was read.
-    """
-
-    tokens: tuple[int, ...]
-    offset: int
-    source: str
-    score: float
-    id: int = -1
-    last_used: int = 0
-    num_reads: int = 0
+    tokens: tuple[int, ...]  # its token ids
+    offset: int  # tokens of the text before it
+    source: str  # name of the text
+    score: float  # worth of keeping it, 0 to 1
+    id: int = -1  # rises with every new entry; -1 before the commit
+    last_used: int = 0  # step at which it was written, refreshed or read last
+    num_reads: int = 0  # times that it was read
 
 
 class SearchResult(NamedTuple):
-    """Places of entries for each query, best first, until the next commit.
+    """Places of entries for each query, best first, until the next commit."""
 
-    Attributes:
-        places: [B, k] int64; -1 where fewer entries reach the least score.
-        scores: cosines, [B, k]; 0 there.
-    """
-
-    places: Tensor
-    scores: Tensor
+    places: Tensor  # [B, k] int64; -1 where fewer entries reach the least score
+    scores: Tensor  # cosines, [B, k]; 0 there
 
 
 class Committed(NamedTuple):

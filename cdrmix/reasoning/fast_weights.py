@@ -43,29 +43,18 @@ Clamp = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class FastWeights:
-    """State of one adapter.
+    """State of one adapter."""
 
-    Attributes:
-        weights: H, [B, r, r], float32.
-        trace: eligibility trace after the last token, [B, r], float32.
-    """
-
-    weights: Tensor
-    trace: Tensor
+    weights: Tensor  # H, [B, r, r], float32
+    trace: Tensor  # eligibility trace after the last token, [B, r], float32
 
 
 class Writes(NamedTuple):
-    """Features that the tokens of a call store.
+    """Features that the tokens of a call store."""
 
-    Attributes:
-        post: q, [B, T, r].
-        trace: e, [B, T, r].
-        strength: m, already `limited`, [B, T].
-    """
-
-    post: Tensor
-    trace: Tensor
-    strength: Tensor
+    post: Tensor  # q, [B, T, r]
+    trace: Tensor  # e, [B, T, r]
+    strength: Tensor  # m, already `limited`, [B, T]
 
 
 def blank(batch_size: int, rank: int, *, device: torch.device | None = None) -> FastWeights:

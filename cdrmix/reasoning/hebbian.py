@@ -53,17 +53,11 @@ _TINY = 1e-12  # added to lengths that are divided by, which may be zero
 
 
 class Adapted(NamedTuple):
-    """Output of an adapter.
+    """Output of an adapter."""
 
-    Attributes:
-        y: output of the layer with its change.
-        after: fast weights after the last token.
-        correlation: local objective; None unless asked for.
-    """
-
-    y: Tensor
-    after: FastWeights
-    correlation: Tensor | None = None
+    y: Tensor  # output of the layer with its change
+    after: FastWeights  # fast weights after the last token
+    correlation: Tensor | None = None  # local objective; None unless asked for
 
 
 class PlasticAdapter(nn.Module):
@@ -187,31 +181,21 @@ _ADAPTED: dict[type[nn.Module], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class EpisodeState:
-    """State of a batch of episodes.
+    """State of a batch of episodes."""
 
-    Attributes:
-        layers: fast weights by the name of the adapted layer; they outlive the window.
-        num_tokens: tokens of the episode so far, padding included; equal for all rows.
-        blocks: state and cache of the backbone; None at the start of a window.
-    """
-
+    # fast weights by the name of the adapted layer; they outlive the window
     layers: Mapping[str, FastWeights]
-    num_tokens: int
+    num_tokens: int  # tokens of the episode so far, padding included; equal for all rows
+    # state and cache of the backbone; None at the start of a window
     blocks: list[BlockState] | None = None
 
 
 class PlasticOutput(NamedTuple):
-    """Output of a forward pass with plasticity.
+    """Output of a forward pass with plasticity."""
 
-    Attributes:
-        output: of the backbone; its `state` is `state.blocks`.
-        state: after the last token.
-        correlation: local objective, summed over sequences and averaged over layers; None unless
-            asked for.
-    """
-
-    output: Output
-    state: EpisodeState
+    output: Output  # of the backbone; its `state` is `state.blocks`
+    state: EpisodeState  # after the last token
+    # local objective, summed over sequences and averaged over layers; None unless asked for
     correlation: Tensor | None
 
 

@@ -43,40 +43,27 @@ _INITIAL_GAIN = 1.0
 
 @dataclass(frozen=True)
 class Reading:
-    """Result of reading a batch of texts.
+    """Result of reading a batch of texts."""
 
-    Attributes:
-        texts: as they were read.
-        hidden: of every token, [N, L, S, D].
-        pooled: mean over the tokens of each segment, [N, L, D]; 0 where empty.
-        keys: of the segments, unit vectors, [N, L, K].
-        plastic: fast weights after the last token; None where they are switched off.
-        correlation: local objective of the adapters, summed over texts; None unless asked for.
-    """
-
-    texts: Texts
-    hidden: Tensor
-    pooled: Tensor
-    keys: Tensor
+    texts: Texts  # as they were read
+    hidden: Tensor  # of every token, [N, L, S, D]
+    pooled: Tensor  # mean over the tokens of each segment, [N, L, D]; 0 where empty
+    keys: Tensor  # of the segments, unit vectors, [N, L, K]
+    # fast weights after the last token; None where they are switched off
     plastic: EpisodeState | None
+    # local objective of the adapters, summed over texts; None unless asked for
     correlation: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of segments and a question.
+    """Windows of segments and a question."""
 
-    Attributes:
-        tokens: [n, T] int64, padded at the end.
-        lengths: without padding, [n].
-        question_lengths: tokens of the question and the marks around it, [n]; they end the window.
-        room: tokens of segments that would still fit, [n].
-    """
-
-    tokens: Tensor
-    lengths: Tensor
+    tokens: Tensor  # [n, T] int64, padded at the end
+    lengths: Tensor  # without padding, [n]
+    # tokens of the question and the marks around it, [n]; they end the window
     question_lengths: Tensor
-    room: Tensor
+    room: Tensor  # tokens of segments that would still fit, [n]
 
     @property
     def question_mask(self) -> Tensor:

@@ -15,17 +15,11 @@ from cdrmix.models.initialize import normal_
 
 
 class Observation(NamedTuple):
-    """View of the agent.
+    """View of the agent."""
 
-    Attributes:
-        hidden: of the window, [N, D].
-        features: of memory and budget, [N, F], between 0 and 1.
-        legal: True for actions that may be taken, [N, A].
-    """
-
-    hidden: Tensor
-    features: Tensor
-    legal: Tensor
+    hidden: Tensor  # of the window, [N, D]
+    features: Tensor  # of memory and budget, [N, F], between 0 and 1
+    legal: Tensor  # True for actions that may be taken, [N, A]
 
 
 class Episodes(Protocol):
@@ -87,17 +81,11 @@ VALUE_WIDTH = 64  # inner features of the value head
 
 
 class Decision(NamedTuple):
-    """Outputs of the heads for a batch of states.
+    """Outputs of the heads for a batch of states."""
 
-    Attributes:
-        logprobs: of every action, [N, A] (nats); minus infinity where one is illegal.
-        entropy: of the choice, [N] (nats).
-        value: expected return, [N].
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    value: Tensor
+    logprobs: Tensor  # of every action, [N, A] (nats); minus infinity where one is illegal
+    entropy: Tensor  # of the choice, [N] (nats)
+    value: Tensor  # expected return, [N]
 
 
 class MemoryPolicy(nn.Module):

@@ -18,21 +18,13 @@ _SENTENCE_ENDS = (".", "?", "!", "\n")
 
 
 class Marks(NamedTuple):
-    """Special tokens of a window.
+    """Special tokens of a window."""
 
-    Attributes:
-        memory: before every segment, and before the question.
-        answer: behind the question.
-        stop: end of an answer.
-        pad: padding.
-        ends: True for tokens that end a sentence, [V].
-    """
-
-    memory: int
-    answer: int
-    stop: int
-    pad: int
-    ends: Tensor
+    memory: int  # before every segment, and before the question
+    answer: int  # behind the question
+    stop: int  # end of an answer
+    pad: int  # padding
+    ends: Tensor  # True for tokens that end a sentence, [V]
 
 
 @dataclass(frozen=True)
@@ -41,16 +33,11 @@ class Texts:
 
     Rows are aligned at their ends: a shorter text has empty segments before it, so that the
     question follows the last segment of every row.
-
-    Attributes:
-        tokens: [N, L, S] int64, padded at the end of each segment.
-        lengths: tokens of each segment, 0 where empty, [N, L].
-        questions: tokens of each question.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-    questions: tuple[tuple[int, ...], ...]
+    tokens: Tensor  # [N, L, S] int64, padded at the end of each segment
+    lengths: Tensor  # tokens of each segment, 0 where empty, [N, L]
+    questions: tuple[tuple[int, ...], ...]  # tokens of each question
 
     @property
     def mask(self) -> Tensor:

@@ -177,25 +177,16 @@ _FILLER = (
 
 @dataclass(frozen=True)
 class Example:
-    """Task with its text, and a row of a file of tasks.
+    """Task with its text, and a row of a file of tasks."""
 
-    Attributes:
-        task: a key of `KINDS`, or any name in a file of the user's.
-        length_ratio: length of the text in windows.
-        text: read before the question.
-        question: at the end of the text.
-        answers: right words.
-        match: all: every answer counts its share; any: one is enough.
-        evidence: sentences of the text from which the answer follows, in the order in which one
-            leads to the next; used by training, not by evaluation.
-    """
-
-    task: str
-    length_ratio: int
-    text: str
-    question: str
-    answers: tuple[str, ...]
-    match: Match
+    task: str  # a key of `KINDS`, or any name in a file of the user's
+    length_ratio: int  # length of the text in windows
+    text: str  # read before the question
+    question: str  # at the end of the text
+    answers: tuple[str, ...]  # right words
+    match: Match  # all: every answer counts its share; any: one is enough
+    # sentences of the text from which the answer follows, in the order in which one leads to the
+    # next; used by training, not by evaluation
     evidence: tuple[str, ...] = ()
 
 

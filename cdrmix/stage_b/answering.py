@@ -153,7 +153,7 @@ def answer_with(
     question_ids = lessons.tokenizer.encode(question)
     _check_input(lessons, bool(segments), question_ids, has_index=lasting is not None)
     # Without a text a segment without tokens is read, which stores nothing.
-    texts = lessons.as_texts([segments or [[]]], [question_ids])
+    texts = lessons.texts([segments or [[]]], [question])
     texts = texts.to(loaded.reader.backbone.device)
     if lasting is None:
         return _answered(loaded, _play(loaded, texts, None, branches=branches))

@@ -293,7 +293,8 @@ def _play(
     num_decisions = 0
     for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
         examples = cell[first : first + _EXAMPLES_PER_BATCH]
-        texts = lessons.texts([lessons.segments(each.text) for each in examples], examples)
+        segments = [lessons.segments(each.text) for each in examples]
+        texts = lessons.texts(segments, [each.question for each in examples])
         texts = texts.to(reader.backbone.device)
         # The same checker for both columns, so that they differ by the memory alone.
         grade = grade_by(examples, lessons.tokenizer)
