@@ -129,7 +129,6 @@ def sum_weights(labels: Tensor, label_weights: Tensor | None) -> Tensor:
 
     Scalar, float64, over the positions with a label.
     """
-    valid = labels != IGNORED_LABEL
     if label_weights is None:
-        return valid.sum().double()
-    return (label_weights.double() * valid).sum()
+        return count_valid(labels).double()
+    return (label_weights.double() * (labels != IGNORED_LABEL)).sum()

@@ -118,13 +118,7 @@ class MemoryReader(nn.Module):
     def read(
         self, texts: Texts, *, plastic: bool = True, with_correlation: bool = False
     ) -> Reading:
-        """Reads texts to their end.
-
-        Args:
-            texts: N texts.
-            plastic: False leaves the fast weights out.
-            with_correlation: compute their local objective too.
-        """
+        """Reads texts to their end, with fast weights and their local objective if asked for."""
         state = self.plastic.start(len(texts.tokens)) if plastic else None
         step = max(self.window_tokens, _LEAST_PASS_TOKENS) // self.segment_tokens
         every_mask = texts.mask
@@ -157,12 +151,9 @@ class MemoryReader(nn.Module):
         return Reading(texts, every, pooled, keys, state, correlation)
 
     def summarise(self, reading: Reading, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Folds chosen segments into fresh slots, in their order, [n, slots, width].
+        """Folds chosen segments [n, L] into fresh slots, in their order, [n, slots, width].
 
-        Args:
-            reading: of N texts.
-            rows: text of each result, [n].
-            chosen: True for segments to fold, [n, L].
+        `rows`, [n], says of which text each row is.
         """
         slots = self.memory.start(len(rows))
         mask = reading.texts.mask
@@ -180,8 +171,7 @@ class MemoryReader(nn.Module):
         Args:
             texts: N texts.
             rows: text of each window.
-            fetched: segments of each window, the most wanted first; the first one without room and
-                all behind it are left out.
+            fetched: segments of each window, as `choose` takes them.
         """
         windows = []
         rooms = []
@@ -206,7 +196,7 @@ class MemoryReader(nn.Module):
         return self.windows(texts, rows, [latest] * len(rows))
 
     def choose(self, texts: Texts, row: int, wanted: Sequence[int]) -> tuple[list[int], int]:
-        """Returns the wanted segments that fit into the window of a text, and the room left."""
+        """Returns the `fitting` segments for the window of a text, and the room left."""
         room = segment_room(self.window_tokens, len(texts.questions[row]))
         return fitting(texts.lengths[row].tolist(), wanted, room)
 
