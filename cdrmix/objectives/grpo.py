@@ -60,19 +60,17 @@ def grpo_loss(
 ) -> tuple[Tensor, PolicyMetrics]:
     """Clipped policy loss with value loss and entropy, summed over steps.
 
+    Divide loss and metrics by the steps taken in the whole global batch.
+
     Args:
         logprobs: of the actions taken, under the present policy, [N, T] (nats).
         old_logprobs: under the policy that took them, [N, T].
         advantages: one per rollout, shared by its steps, [N].
-        entropy: of the present policy at each step, [N, T] (nats).
-        values: of the value head, [N, T].
+        entropy, values: of the present policy and the value head at each step, [N, T].
         value_targets: of the value head, [N, T].
         is_taken: False for steps that do not count, [N, T].
         clip_ratio: largest distance of the probability ratio from 1 that is still rewarded.
-        value_weight: weight of half the squared error of the value head.
-        entropy_weight: weight of the entropy, which is maximised.
-    Returns:
-        Scalar loss and metrics. Divide both by the steps taken in the whole global batch.
+        value_weight, entropy_weight: of half the squared error, and of the entropy, maximised.
     """
     ratio = torch.exp(logprobs - old_logprobs)  # [N, T]
     gain = advantages.unsqueeze(1)
@@ -92,7 +90,7 @@ def grpo_loss(
 
 
 def _total(per_step: Tensor, is_taken: Tensor) -> Tensor:
-    # A product would spread the values of steps not taken, which need not be finite.
+    # a product would spread the values of steps not taken, which need not be finite.
     return torch.where(is_taken, per_step, torch.zeros_like(per_step)).sum()
 
 
@@ -106,11 +104,9 @@ def lambda_returns(
         rewards: of each step, [N, T].
         values: of the state before each step, and after the last, [N, T + 1]. The last one is the
             expected return of a rollout cut at its horizon; zero for an episode that has ended.
-        is_taken: True for the steps of a rollout, which come first, [N, T].
+        is_taken: True for the steps of a rollout, which come first, [N, T]; others get 0.
         gamma: discount per step.
         gae_lambda: 0 looks one step ahead, 1 to the end.
-    Returns:
-        [N, T]; zero in steps not taken.
     Source: Schulman et al., 1506.02438: advantage estimate plus value.
     """
     targets = torch.zeros_like(rewards)

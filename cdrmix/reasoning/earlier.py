@@ -41,8 +41,6 @@ logger = get_logger(__name__)
 # Parameters that keys depend on beside the backbone's, which `plastic` includes. Slots and agent
 # are not among them: an index stays valid while the policy alone is trained.
 _KEY_PARTS = ("plastic.", "retrieval.")
-
-
 FORMAT = 2
 _KEYS = "keys.safetensors"
 _VALUES = "values.safetensors"
@@ -155,8 +153,7 @@ def opened(
 
     Args:
         folder: of this index alone.
-        reader: its encoder makes the keys.
-        tokenizer: digest of the tokenizer of the entries.
+        reader, tokenizer: its encoder makes the keys; digest of the tokenizer of the entries.
         make: start an empty index where there is none.
     Raises:
         StateError: if there is none and none is to be made, it is damaged, of another encoder, key

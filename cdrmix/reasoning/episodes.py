@@ -61,11 +61,7 @@ class Rollouts(Generic[State]):
     def value_targets(self, config: PolicyConfig) -> Tensor:
         """Returns the targets of the value head, [N, T]."""
         return lambda_returns(
-            self.rewards,
-            self.values,
-            self.taken,
-            gamma=config.gamma,
-            gae_lambda=config.gae_lambda,
+            self.rewards, self.values, self.taken, gamma=config.gamma, gae_lambda=config.gae_lambda
         )
 
 
@@ -83,8 +79,7 @@ def roll_out(
     an episode cut short would never answer, and its target would be the value head's own guess.
 
     Args:
-        environment: rules.
-        policy: chooses the actions.
+        environment, policy: rules, and who chooses the actions.
         state: of episodes that are not yet over.
         generator: samples the actions; None takes the likeliest.
     Raises:
@@ -157,11 +152,8 @@ def policy_loss(
 ) -> tuple[Tensor, PolicyMetrics]:
     """Computes the GRPO loss of rollouts with value loss and entropy, summed over steps.
 
-    Args:
-        policy: gets the gradients.
-        rollouts: of an earlier state of it.
-        advantages: of whole rollouts, [N]; all steps of a rollout share one.
-        config: clip ratio, discount and weights.
+    The policy gets the gradients; rollouts are of an earlier state of it. All steps of a rollout
+    share one of the advantages, [N].
     """
     observations = (rollouts.hidden, rollouts.features, rollouts.legal)
     decision = policy(*(part.flatten(0, 1) for part in observations))

@@ -9,10 +9,9 @@ scores and files. `FaissCache` searches many entries faster, with the same score
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -127,10 +126,7 @@ class EpisodicIndex:
         self._pending.append((key, entry))
 
     def commit(self, *, step: int) -> Committed:
-        """Accepts the proposed segments in their order, then evicts entries beyond the capacity.
-
-        `step` is the present time, by which entries age.
-        """
+        """Accepts proposed segments in their order at a time, then evicts beyond the capacity."""
         changes = Committed([], [], [])
         for key, entry in self._pending:
             # one by one, as a segment may repeat another of the same commit
@@ -138,13 +134,10 @@ class EpisodicIndex:
             row = int(cosines.argmax()) if self.entries else -1
             if row >= 0 and float(cosines[row]) > DUPLICATE_COSINE:
                 old = self.entries[row]
+                score = max(old.score, entry.score)
                 self._rows[row] = key
-                self.entries[row] = dataclasses.replace(
-                    entry,
-                    id=old.id,
-                    score=max(old.score, entry.score),
-                    last_used=step,
-                    num_reads=old.num_reads,
+                self.entries[row] = replace(
+                    entry, id=old.id, score=score, last_used=step, num_reads=old.num_reads
                 )
                 changes.refreshed.append(old.id)
                 continue
@@ -152,7 +145,7 @@ class EpisodicIndex:
                 more = torch.zeros(max(len(self._rows), 64), self._rows.shape[1])
                 self._rows = torch.cat([self._rows, more])
             self._rows[len(self.entries)] = key
-            self.entries.append(dataclasses.replace(entry, id=self.next_id, last_used=step))
+            self.entries.append(replace(entry, id=self.next_id, last_used=step))
             changes.added.append(self.next_id)
             self.next_id += 1
         if self._pending:
@@ -179,9 +172,7 @@ class EpisodicIndex:
         """Counts a read of entries; a search alone is none, as its result may not be used."""
         for place in set(places):
             entry = self.entries[place]
-            self.entries[place] = dataclasses.replace(
-                entry, num_reads=entry.num_reads + 1, last_used=step
-            )
+            self.entries[place] = replace(entry, num_reads=entry.num_reads + 1, last_used=step)
 
     def utility(self, *, step: int) -> Tensor:
         """Computes the worth of keeping each entry, from its score, recency and reads; [n]."""

@@ -59,10 +59,8 @@ class Writes(NamedTuple):
 
 def blank(batch_size: int, rank: int, *, device: torch.device | None = None) -> FastWeights:
     """Returns the fast weights at the start of an episode: zero."""
-    return FastWeights(
-        torch.zeros(batch_size, rank, rank, device=device),
-        torch.zeros(batch_size, rank, device=device),
-    )
+    weights = torch.zeros(batch_size, rank, rank, device=device)
+    return FastWeights(weights, torch.zeros(batch_size, rank, device=device))
 
 
 def traces(pre: Tensor, trace: Tensor, decay: Tensor) -> Tensor:
@@ -135,12 +133,7 @@ def scan_chunks(
 
 
 def _scan_equal_chunks(
-    weights: Tensor,
-    lookups: Tensor,
-    writes: Writes,
-    rule: Rule,
-    decay: float,
-    clamp: Clamp | None,
+    weights: Tensor, lookups: Tensor, writes: Writes, rule: Rule, decay: float, clamp: Clamp | None
 ) -> tuple[Tensor, Tensor]:
     """Scans chunks of equal size, [B, n, c, ...]; `clamp` is None for one incomplete chunk."""
     size = lookups.shape[2]
@@ -240,10 +233,9 @@ def correlation_loss(
     are spread over ranks.
 
     Args:
-        writes: q and m.
+        writes, decay: as of `scan_chunks`.
         recalled: H_t e_t, [B, T, r].
         weights: H after the last token, [B, r, r].
-        decay: of H per token.
         decorrelation_weight: nu; 0.01 keeps the r features of a random projection apart, and is too
             small to affect the task.
     """

@@ -103,9 +103,7 @@ class PlasticAdapter(nn.Module):
             x, y0: input and output of the layer, [B, T, I] and [B, T, O].
             before: fast weights before the first token.
             start: tokens of the episode before x.
-            writes: False reads the fast weights and leaves them as they are.
-            with_correlation: compute the local objective too.
-            mask: True for text, False for padding, which stores nothing, [B, T].
+            writes, with_correlation, mask: as of `PlasticBackbone.forward`.
         """
         if not writes:
             return Adapted(self._read_only(x, y0, before.weights), before)
@@ -240,9 +238,8 @@ class PlasticBackbone(nn.Module):
 
     def start(self, batch_size: int) -> EpisodeState:
         """Returns the state of a batch of episodes before their first token."""
-        rank = self.adapter_config.rank
-        device = self.backbone.device
-        layers = {name: blank(batch_size, rank, device=device) for name in self._layers}
+        zero = blank(batch_size, self.adapter_config.rank, device=self.backbone.device)
+        layers = dict.fromkeys(self._layers, zero)
         return EpisodeState(layers, num_tokens=0)
 
     def forward(
@@ -256,10 +253,10 @@ class PlasticBackbone(nn.Module):
         with_correlation: bool = False,
         mask: Tensor | None = None,
     ) -> PlasticOutput:
-        """Reads tokens.
+        """Reads tokens, [B, T] int64.
 
         Args:
-            input_ids: [B, T], int64.
+            input_ids: tokens.
             state: from `start` or an earlier call; not changed.
             segment_ids: documents, as in `Backbone.forward`; fast weights pass their boundaries.
             return_blocks: return the backbone's state and cache too.
@@ -284,7 +281,7 @@ class PlasticBackbone(nn.Module):
         # only for this call, so that the same backbone can also be run without its adapters
         with contextlib.ExitStack() as hooks:
             for name, layer in self._layers.items():
-                hooks.callback(layer.register_forward_hook(partial(adapt, name)).remove)
+                hooks.enter_context(layer.register_forward_hook(partial(adapt, name)))
             output = self.backbone(
                 input_ids, segment_ids=segment_ids, state=state.blocks, return_state=return_blocks
             )

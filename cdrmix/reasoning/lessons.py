@@ -79,25 +79,16 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Lessons:
-    """Source of lessons.
+    """Source of lessons."""
 
-    Args:
-        training: tasks, lengths and sizes.
-        seed: of the run.
-        window_tokens: of the reader.
-        tokenizer: of the corpus.
-        rows: samples of the corpus by their numbers, [n] -> [n, T + 1]; None leaves text out.
-        num_rows: samples of the corpus.
-        drills: put drills into lessons of the joint phase.
-    """
-
-    training: StageBTraining
-    seed: int
-    window_tokens: int
-    tokenizer: Tokenizer
+    training: StageBTraining  # tasks, lengths and sizes
+    seed: int  # of the run
+    window_tokens: int  # of the reader
+    tokenizer: Tokenizer  # of the corpus
+    # samples of the corpus by their numbers, [n] -> [n, T + 1]; None leaves text out
     rows: Rows | None = None
-    num_rows: int = 0
-    drills: bool = True
+    num_rows: int = 0  # samples of the corpus
+    drills: bool = True  # in lessons of the joint phase
 
     @functools.cached_property
     def marks(self) -> Marks:
@@ -105,11 +96,7 @@ class Lessons:
         return make_marks(self.tokenizer)
 
     def lesson(self, phase: Phase, number: int) -> Lesson:
-        """Makes lesson `number` of a phase, from 0.
-
-        Raises:
-            DataError: if a shard of the corpus is missing or truncated.
-        """
+        """Makes lesson `number` of a phase; raises DataError if a shard cannot be read."""
         # Resuming, and other numbers of ranks, rely on lessons that depend on nothing else. All
         # choices are drawn from one generator: their order decides the numbers of every run.
         rng = random.Random(f"{self.seed}/{phase}/{number}")

@@ -74,13 +74,9 @@ class Windows:
 
 
 class MemoryReader(nn.Module):
-    """Backbone with adapters, working memory, retrieval encoder and memory agent.
+    """Backbone, trained or not, with adapters, working memory, retrieval encoder and memory agent.
 
-    Args:
-        backbone: trained or not.
-        stage_b: dimensions of the parts.
-        window_tokens: length of a window, with question and answer.
-        marks: of the tokenizer.
+    A window has `window_tokens` tokens, with question and answer.
     """
 
     def __init__(
@@ -168,10 +164,7 @@ class MemoryReader(nn.Module):
     ) -> Windows:
         """Builds windows of fetched segments, in the order of the text, and the question.
 
-        Args:
-            texts: N texts.
-            rows: text of each window.
-            fetched: segments of each window, as `choose` takes them.
+        `rows` holds the text of each window, `fetched` its segments as `choose` takes them.
         """
         windows = []
         rooms = []
@@ -188,12 +181,6 @@ class MemoryReader(nn.Module):
         device = texts.tokens.device
         numbers = (torch.tensor(each, device=device) for each in (lengths, questions, rooms))
         return Windows(tokens.to(device), *numbers)
-
-    def last_windows(self, texts: Texts) -> Windows:
-        """Builds the windows of a reader without memory: last segments of the text, question."""
-        latest = range(texts.tokens.shape[1] - 1, -1, -1)
-        rows = range(len(texts.questions))
-        return self.windows(texts, rows, [latest] * len(rows))
 
     def choose(self, texts: Texts, row: int, wanted: Sequence[int]) -> tuple[list[int], int]:
         """Returns the `fitting` segments for the window of a text, and the room left."""
@@ -271,8 +258,11 @@ class MemoryReader(nn.Module):
 
     @torch.no_grad()
     def answer_alone(self, texts: Texts) -> list[list[int]]:
-        """Answers with the backbone alone, from the end of each text."""
-        return self.answer(self.last_windows(texts), slots=None, plastic=None)
+        """Answers with the backbone alone, from windows of the last segments of each text."""
+        latest = range(texts.tokens.shape[1] - 1, -1, -1)
+        rows = range(len(texts.questions))
+        windows = self.windows(texts, rows, [latest] * len(rows))
+        return self.answer(windows, slots=None, plastic=None)
 
 
 def segment_room(window_tokens: int, question_tokens: int) -> int:

@@ -275,11 +275,10 @@ class ReadingEpisodes:
         known: dict[_Key, _Found],
         run: Callable[..., Iterable[_Found]],
     ) -> list[_Found]:
-        """Runs the windows of chosen episodes, equal ones once, unless their result is known.
+        """Runs the windows of chosen episodes [n], equal ones once, unless their result is known.
 
         Args:
-            state: holds the episodes.
-            places: of the episodes in it, [n].
+            state, places: all episodes, and the places of those chosen.
             known: results by window; new ones are added.
             run: (windows, slots=, plastic=) -> a result for each.
         """

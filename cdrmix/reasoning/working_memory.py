@@ -135,8 +135,5 @@ class WorkingMemory(nn.Module):
         def add(_: nn.Module, __: tuple[Tensor, ...], x: Tensor) -> Tensor:
             return x + self.read(memory, x)
 
-        handle = backbone.embedding_norm.register_forward_hook(add)
-        try:
+        with backbone.embedding_norm.register_forward_hook(add):
             yield
-        finally:
-            handle.remove()
