@@ -9,6 +9,7 @@ scores and files. `FaissCache` searches many entries faster, with the same score
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -63,9 +64,6 @@ class EpisodicIndex:
         encoder: digest of the encoder that makes keys and queries.
         tokenizer: digest of the tokenizer of the segments.
         eviction: weights of an entry's utility.
-
-    Attributes:
-        version: rises whenever keys change, for caches of them.
     """
 
     def __init__(
@@ -85,7 +83,6 @@ class EpisodicIndex:
         # grown by doubling: to append to a tensor of exact size would copy it at every write
         self._rows = torch.zeros(0, key_size)
         self.next_id = 0
-        self.version = 0
         self._pending: list[tuple[Tensor, Entry]] = []
 
     def __len__(self) -> int:
@@ -148,8 +145,6 @@ class EpisodicIndex:
             self.entries.append(replace(entry, id=self.next_id, last_used=step))
             changes.added.append(self.next_id)
             self.next_id += 1
-        if self._pending:
-            self.version += 1
         self._pending.clear()
         # only after all are in: capacity may be exceeded by a part of the commit
         changes.evicted.extend(self._make_room(step, {*changes.added, *changes.refreshed}))
@@ -166,7 +161,6 @@ class EpisodicIndex:
         self._rows = keys
         self.entries = list(entries)
         self.next_id = next_id
-        self.version += 1
 
     def touch(self, places: Iterable[int], *, step: int) -> None:
         """Counts a read of entries; a search alone is none, as its result may not be used."""
@@ -207,7 +201,6 @@ class EpisodicIndex:
         rest = [row for row in range(len(self.entries)) if row not in evicted]
         self._rows = self._rows[rest]
         self.entries = [self.entries[row] for row in rest]
-        self.version += 1
         return ids
 
 
@@ -240,8 +233,8 @@ _NUM_PROBES = 8
 class FaissCache:
     """Search of an index by FAISS: all keys up to 8,191 entries, the nearest clusters beyond.
 
-    Args:
-        index: may change; the cache is then built anew.
+    The index must not change from the first search on.
+
     Raises:
         ConfigError: if FAISS is not installed.
     """
@@ -256,26 +249,27 @@ class FaissCache:
             ) from None
         self._faiss: Any = faiss
         self._index = index
-        self._built: tuple[int, Any] | None = None
+
+    @functools.cached_property
+    def _built(self) -> Any:
+        keys = self._index.keys.contiguous().numpy()
+        clustered = len(keys) >= _CLUSTERED_FROM
+        layout = f"IVF{_NUM_CLUSTERS},Flat" if clustered else "Flat"
+        metric = self._faiss.METRIC_INNER_PRODUCT
+        cache = self._faiss.index_factory(keys.shape[1], layout, metric)
+        cache.train(keys)
+        if clustered:
+            cache.nprobe = _NUM_PROBES
+        cache.add(keys)
+        return cache
 
     def search(self, queries: Tensor, *, top_k: int) -> SearchResult:
         """Searches as `EpisodicIndex.search`; beyond 8,191 entries it may miss some."""
         keys = self._index.keys
         if not len(keys):
             return self._index.search(queries, top_k=top_k)
-        if self._built is None or self._built[0] != self._index.version:
-            clustered = len(keys) >= _CLUSTERED_FROM
-            layout = f"IVF{_NUM_CLUSTERS},Flat" if clustered else "Flat"
-            metric = self._faiss.METRIC_INNER_PRODUCT
-            cache = self._faiss.index_factory(keys.shape[1], layout, metric)
-            vectors = keys.contiguous().numpy()
-            cache.train(vectors)
-            if clustered:
-                cache.nprobe = _NUM_PROBES
-            cache.add(vectors)
-            self._built = (self._index.version, cache)
         asked = queries.detach().float().cpu().contiguous()
-        _, rows = self._built[1].search(asked.numpy(), min(top_k, len(keys)))
+        _, rows = self._built.search(asked.numpy(), min(top_k, len(keys)))
         # FAISS sums in another order: scores are computed anew, and ties put in the order of age,
         # so that a result does not depend on whether the cache is used
         scores = asked.new_zeros(len(asked), len(keys))

@@ -14,11 +14,10 @@ import torch
 
 from cdrmix.errors import DataError
 from cdrmix.reasoning.earlier import Earlier, Kept, Writing, keep, opened
-from cdrmix.reasoning.episodes import check_decision, step_by_branches
 from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import segment_room
-from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.policy import Action, check_decision, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.segments import Texts
 from cdrmix.stage_b.long_context import TrainedReader, load_reader

@@ -25,9 +25,9 @@ from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel, load_trained
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_text_atomic
-from cdrmix.reasoning.episodes import roll_out, roll_out_branches
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
+from cdrmix.reasoning.policy import roll_out, roll_out_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.tasks import Example, check_task, read_examples, write_examples
 from cdrmix.stage_b.phases import grade_by

@@ -33,10 +33,9 @@ from cdrmix.objectives.grpo import (
 )
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
-from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.lessons import Lesson
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading
-from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.policy import Action, Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
 from cdrmix.reasoning.state_rows import select
 from cdrmix.reasoning.tasks import Example, score

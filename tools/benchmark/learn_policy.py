@@ -19,8 +19,15 @@ from torch.nn import functional as F
 from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.objectives.grpo import PolicyMetrics, group_advantages
 from cdrmix.planning.autosize import variant
-from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out, roll_out_branches
-from cdrmix.reasoning.policy import Action, EpisodeOutcome, MemoryPolicy
+from cdrmix.reasoning.policy import (
+    Action,
+    EpisodeOutcome,
+    MemoryPolicy,
+    Rollouts,
+    policy_loss,
+    roll_out,
+    roll_out_branches,
+)
 from cdrmix.reasoning.state_rows import branch
 from tools.benchmark.segment_stream import NUM_FEATURES, SegmentStream, Streams, StreamState
 from tools.benchmark.timing import report

@@ -14,10 +14,9 @@ from cdrmix.cli import main
 from cdrmix.errors import ConfigError, DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel
 from cdrmix.reasoning.earlier import Earlier
-from cdrmix.reasoning.episodes import roll_out
 from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.memory_reader import NUM_FEATURES
-from cdrmix.reasoning.policy import NUM_ACTIONS, Action
+from cdrmix.reasoning.policy import NUM_ACTIONS, Action, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.stage_b import answering
 from cdrmix.stage_b.answering import Answered, Lasting, answer_with

@@ -289,7 +289,6 @@ def test_one_commit_refreshes_adds_and_evicts() -> None:
         write(index, key, score=0.5)
     index.commit(step=0)
     index.touch([3], step=1)
-    before = index.version
     renewed = F.normalize(keys[1] + 0.1 * keys[9], dim=0)
     write(index, renewed, 7, 7, 7, 7, 7, score=0.25)  # a duplicate of 1, two tokens longer
     write(index, keys[5], 8, 8, score=0.0)
@@ -298,7 +297,7 @@ def test_one_commit_refreshes_adds_and_evicts() -> None:
     # is worth less than all of them
     assert done == ([4], [1], [0, 2])
     assert [entry.id for entry in index.entries] == [1, 3, 4]
-    assert index.num_tokens == 5 + 3 + 2 and index.version > before
+    assert index.num_tokens == 5 + 3 + 2
     # keys have moved up with their entries
     torch.testing.assert_close(index.keys, torch.stack([renewed, keys[3], keys[5]]))
     assert index.search(keys[[1, 3, 5, 0]], top_k=1).places.flatten().tolist() == [0, 1, 2, -1]

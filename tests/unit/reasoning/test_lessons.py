@@ -13,8 +13,7 @@ from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
 from cdrmix.config.schema import Config
 from cdrmix.models.initialize import normal_
 from cdrmix.models.moe import Router
-from cdrmix.reasoning.episodes import step_by_branches
-from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.policy import Action, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.state_rows import select
 from cdrmix.stage_b.course import Course

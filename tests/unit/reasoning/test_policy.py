@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from cdrmix.errors import DataError
-from cdrmix.reasoning.episodes import (
+from cdrmix.reasoning.policy import (
+    Action,
+    EpisodeOutcome,
+    MemoryPolicy,
     Rollouts,
     policy_loss,
     roll_out,
     roll_out_branches,
     step_by_branches,
 )
-from cdrmix.reasoning.policy import Action, EpisodeOutcome, MemoryPolicy
 from cdrmix.reasoning.state_rows import branch, map_tensors, select
 from tools.benchmark.learn_policy import (
     HIDDEN,
