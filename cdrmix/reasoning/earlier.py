@@ -53,13 +53,8 @@ _REQUIRED = {"tokenizer", "key_size", "encoder", "count", "next_id"}
 class Earlier:
     """Entries of an index as segments that stand before those of a text.
 
-    Segments are numbered by the entries' places, so the index must not change meanwhile.
-
-    Args:
-        index: holds E entries.
-        faiss: search by FAISS instead of exactly.
-    Raises:
-        ConfigError: if FAISS is asked for and not installed.
+    Segments are numbered by the entries' places, so the index must not change meanwhile. It is
+    searched exactly, or by FAISS; raises ConfigError if that is not installed.
     """
 
     def __init__(self, index: EpisodicIndex, *, faiss: bool) -> None:
@@ -122,7 +117,6 @@ def keep(
     """Commits the segments that the agent wrote, and notes which entries it read.
 
     Args:
-        index: is changed.
         written: in the order of the text.
         read: places of entries that stood in the window.
         num_steps: actions of the episode, by which entries age.
@@ -242,7 +236,7 @@ def save_index(index: EpisodicIndex, folder: Path) -> Path:
             "format": FORMAT,
             "encoder": index.encoder,
             "tokenizer": index.tokenizer,
-            "key_size": index.keys.shape[1],
+            "key_size": index.key_size,
             "count": len(index),
             "next_id": index.next_id,
             "sha256": {name: _digest(unfinished / name) for name in _FILES},
@@ -272,15 +266,11 @@ def load_index(index: EpisodicIndex, folder: Path) -> bool:
     newest = saves[-1]
     manifest = _read_manifest(newest)
     # another encoder's keys have other directions, and another tokenizer's ids other words
-    expected = {
-        "tokenizer": index.tokenizer,
-        "key_size": index.keys.shape[1],
-        "encoder": index.encoder,
-    }
+    ours = {"tokenizer": index.tokenizer, "key_size": index.key_size, "encoder": index.encoder}
     differ = [
-        f"{name} is {manifest[name]!r}, but the model's is {ours!r}"
-        for name, ours in expected.items()
-        if manifest[name] != ours
+        f"{name} is {manifest[name]!r}, but the model's is {value!r}"
+        for name, value in ours.items()
+        if manifest[name] != value
     ]
     if differ:
         raise StateError(

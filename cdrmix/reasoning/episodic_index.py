@@ -75,6 +75,7 @@ class EpisodicIndex:
         tokenizer: str,
         eviction: EvictionConfig | None = None,
     ) -> None:
+        self.key_size = key_size
         self.max_tokens = max_tokens
         self.encoder = encoder
         self.tokenizer = tokenizer
@@ -110,10 +111,8 @@ class EpisodicIndex:
             ValueError: if the key is no finite unit vector [S], or the segment empty or too long.
         """
         key = key.detach().float().cpu()
-        if key.shape != self._rows.shape[1:]:
-            raise ValueError(
-                f"a key of shape {list(key.shape)}, keys here are {list(self._rows.shape[1:])}"
-            )
+        if key.shape != (self.key_size,):
+            raise ValueError(f"a key of shape {list(key.shape)}, keys here are [{self.key_size}]")
         if not math.isclose(float(key.norm()), 1.0, abs_tol=1e-3):
             raise ValueError(f"a key of length {float(key.norm()):g}; keys are unit vectors")
         # a longer one would evict everything and still not fit
@@ -139,7 +138,7 @@ class EpisodicIndex:
                 changes.refreshed.append(old.id)
                 continue
             if len(self.entries) == len(self._rows):
-                more = torch.zeros(max(len(self._rows), 64), self._rows.shape[1])
+                more = torch.zeros(max(len(self._rows), 64), self.key_size)
                 self._rows = torch.cat([self._rows, more])
             self._rows[len(self.entries)] = key
             self.entries.append(replace(entry, id=self.next_id, last_used=step))

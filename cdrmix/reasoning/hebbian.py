@@ -97,13 +97,10 @@ class PlasticAdapter(nn.Module):
         with_correlation: bool,
         mask: Tensor | None = None,
     ) -> Adapted:
-        """Changes the layer's output by the fast weights, and writes them.
+        """Changes the layer's output y0 [B, T, O] of x [B, T, I] by fast weights, and writes them.
 
-        Args:
-            x, y0: input and output of the layer, [B, T, I] and [B, T, O].
-            before: fast weights before the first token.
-            start: tokens of the episode before x.
-            writes, with_correlation, mask: as of `PlasticBackbone.forward`.
+        `before` and `start` are fast weights and tokens of the episode before x; other arguments
+        are as of `PlasticBackbone.forward`.
         """
         if not writes:
             return Adapted(self._read_only(x, y0, before.weights), before)
@@ -203,10 +200,6 @@ class PlasticBackbone(nn.Module):
     Adapted are receptance, key and value of RWKV blocks, query, key, value and output of
     Transformer blocks, and dense feed-forwards; experts are not.
 
-    Args:
-        backbone: trained or not, as its parameters say.
-        config: rank, scale, decay and clamp of the adapters.
-        rule: hebb, delta or oja.
     Raises:
         ValueError: if the backbone recomputes its activations: a block that is run again would
             write its tokens again.
@@ -256,7 +249,6 @@ class PlasticBackbone(nn.Module):
         """Reads tokens, [B, T] int64.
 
         Args:
-            input_ids: tokens.
             state: from `start` or an earlier call; not changed.
             segment_ids: documents, as in `Backbone.forward`; fast weights pass their boundaries.
             return_blocks: return the backbone's state and cache too.

@@ -65,13 +65,6 @@ class Windows:
     question_lengths: Tensor
     room: Tensor  # tokens of segments that would still fit, [n]
 
-    @property
-    def question_mask(self) -> Tensor:
-        """True for the tokens of the question and its marks, [n, T]."""
-        place = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        ends = self.lengths.unsqueeze(1)
-        return (place < ends) & (place >= ends - self.question_lengths.unsqueeze(1))
-
 
 class MemoryReader(nn.Module):
     """Backbone, trained or not, with adapters, working memory, retrieval encoder and memory agent.
@@ -107,9 +100,8 @@ class MemoryReader(nn.Module):
     def initialize(self, *, seed: int) -> None:
         """Sets the initial values of all parts but the backbone from the seed."""
         self.plastic.initialize(seed=seed, gain=_INITIAL_GAIN)
-        self.memory.initialize(seed=seed)
-        self.retrieval.initialize(seed=seed)
-        self.policy.initialize(seed=seed)
+        for part in (self.memory, self.retrieval, self.policy):
+            part.initialize(seed=seed)
 
     def read(
         self, texts: Texts, *, plastic: bool = True, with_correlation: bool = False
@@ -221,7 +213,10 @@ class MemoryReader(nn.Module):
 
     def question_state(self, windows: Windows, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Pools the question's hidden states, [n, T, D] -> [n, D], and makes queries [n, K]."""
-        pooled = _masked_mean(hidden, windows.question_mask)
+        place = torch.arange(hidden.shape[1], device=hidden.device)
+        ends = windows.lengths.unsqueeze(1)
+        is_question = (place < ends) & (place >= ends - windows.question_lengths.unsqueeze(1))
+        pooled = _masked_mean(hidden, is_question)
         return pooled, self.retrieval.query(pooled)
 
     @torch.no_grad()

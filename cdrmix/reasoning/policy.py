@@ -346,11 +346,7 @@ class Branched(NamedTuple, Generic[State]):
 def roll_out_branches(
     environment: Environment[State], policy: MemoryPolicy, state: State
 ) -> Branched[State]:
-    """Plays episodes that are not yet over to their end, by branches.
-
-    Raises:
-        DataError: if a reward or a decision is not finite.
-    """
+    """Plays episodes that are not yet over to their end, by branches; raises as `roll_out` does."""
     running = torch.ones(len(state.time), dtype=torch.bool, device=state.time.device)
     num_accepted = 0
     num_decisions = 0

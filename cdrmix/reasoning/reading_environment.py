@@ -70,17 +70,14 @@ class ReadingEpisodes:
     """Rules of episodes on a batch of texts that were read already.
 
     Args:
-        reader: runs windows and answers.
-        reading: of P texts.
+        reader, reading: what runs windows and answers, and what it read of P texts.
         grade: score of an answer.
         forbidden: actions that are never legal.
         earlier: entries of earlier texts; None for none.
 
     Attributes:
         texts: segments by the numbers that states use.
-        num_earlier: number of entries of earlier texts.
-        retrieval_seconds: total time of searches.
-        num_retrievals: total number of episodes searched for.
+        retrieval_seconds, num_retrievals: time of searches, and episodes searched for, in total.
     """
 
     def __init__(

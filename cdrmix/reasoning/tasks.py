@@ -296,9 +296,8 @@ def read_examples(
 ) -> list[Example]:
     """Reads a file of `write_examples`, or one of the user's of the same form.
 
-    Args:
-        path: of the file; blank lines are passed over.
-        check: raises ValueError for an example that the caller cannot use.
+    `check` raises ValueError for an example that the caller cannot use.
+
     Raises:
         DataError: naming the line, if the file or a row cannot be used.
     """

@@ -96,7 +96,11 @@ def test_windows_hold_what_was_fetched_and_the_question(
         segments = [lesson.texts.segment(row, place) for place in sorted(fetched[row])]
         held = [f"<|memory|>{tokenizer().decode(segment)}" for segment in segments]
         assert text == "".join(held) + f"<|memory|>{example.question}<|answer|>"
-    assert windows.question_mask.sum(1).tolist() == windows.question_lengths.tolist()
+    # the question's tokens are told by their states: of each, the number of its place
+    places = torch.arange(windows.tokens.shape[1]).view(1, -1, 1).expand(4, -1, 64).float()
+    pooled, _ = reader.question_state(windows, places)
+    middle = windows.lengths - (windows.question_lengths + 1) / 2
+    torch.testing.assert_close(pooled[:, 0], middle)
 
 
 def test_no_window_is_longer_than_the_backbones(reader: MemoryReader, lesson: Lesson) -> None:
