@@ -4,8 +4,8 @@ P prompts, G rollouts of a prompt, N = P G rollouts, T steps of a rollout.
 
 Returns are centred by their group and not divided by its standard deviation. Rewards consist of
 small costs and a large outcome; in a group whose rollouts all fail, or all succeed, only the costs
-differ, and the division makes them as large as an outcome. Measured: with the division the policy
-learns to do nothing (tests/unit/reasoning/test_policy.py has that run).
+differ, and the division makes them as large as an outcome: the policy then learns to do nothing
+(tests/integration/test_learning.py).
 """
 
 from __future__ import annotations
@@ -17,23 +17,13 @@ from torch import Tensor
 
 
 class PolicyMetrics(NamedTuple):
-    """Sums over the steps taken, scalars; divide by `steps` of the whole global batch.
+    """Sums over the steps taken, scalars; divide by `steps` of the whole global batch."""
 
-    Attributes:
-        steps: steps taken.
-        kl: KL divergence of the rollout policy from the present one, estimated (nats).
-        reference_kl: KL divergence of the present policy from the reference, estimated (nats).
-        clipped: steps whose probability ratio lies outside the clip.
-        entropy: of the policy (nats).
-        value_loss: half the squared error of the value head.
-    """
-
-    steps: Tensor
-    kl: Tensor
-    reference_kl: Tensor
-    clipped: Tensor
-    entropy: Tensor
-    value_loss: Tensor
+    steps: Tensor  # steps taken
+    kl: Tensor  # KL divergence of the rollout policy from the present one, estimated (nats)
+    clipped: Tensor  # steps whose probability ratio lies outside the clip
+    entropy: Tensor  # of the policy (nats)
+    value_loss: Tensor  # half the squared error of the value head
 
 
 def group_advantages(returns: Tensor) -> Tensor:
@@ -49,10 +39,7 @@ def zero_variance_groups(returns: Tensor) -> Tensor:
 def low_variance_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Estimate of KL(policy || reference) from actions of the policy: never negative, unbiased.
 
-    Args:
-        logprobs: log-probability of each action under the policy that took it (nats).
-        reference: under the other one, same shape.
-    Source: Schulman's k3 estimator, exp(d) - d - 1 with d = reference - logprobs.
+    Source: Schulman's k3 estimator, exp(d) - d - 1 with d = reference - logprobs (nats).
     """
     difference = reference - logprobs
     return torch.expm1(difference) - difference
@@ -67,29 +54,23 @@ def grpo_loss(
     value_targets: Tensor,
     is_taken: Tensor,
     *,
-    reference_logprobs: Tensor | None,
     clip_ratio: float,
-    kl_weight: float,
     value_weight: float,
     entropy_weight: float,
 ) -> tuple[Tensor, PolicyMetrics]:
-    """Clipped policy loss with KL to a reference, value loss and entropy, summed over steps.
+    """Clipped policy loss with value loss and entropy, summed over steps.
+
+    Divide loss and metrics by the steps taken in the whole global batch.
 
     Args:
         logprobs: of the actions taken, under the present policy, [N, T] (nats).
-        old_logprobs: the same under the policy that took them, [N, T].
+        old_logprobs: under the policy that took them, [N, T].
         advantages: one per rollout, shared by its steps, [N].
-        entropy: of the present policy at each step, [N, T] (nats).
-        values: of the value head, [N, T].
+        entropy, values: of the present policy and the value head at each step, [N, T].
         value_targets: of the value head, [N, T].
-        is_taken: whether a step was taken, [N, T]; other steps do not count.
-        reference_logprobs: of the actions under the reference policy, [N, T]; None without one.
+        is_taken: False for steps that do not count, [N, T].
         clip_ratio: largest distance of the probability ratio from 1 that is still rewarded.
-        kl_weight: weight of the KL divergence from the reference.
-        value_weight: weight of half the squared error of the value head.
-        entropy_weight: weight of the entropy, which is maximised.
-    Returns:
-        Scalar loss and metrics. Divide both by the steps taken in the whole global batch.
+        value_weight, entropy_weight: of half the squared error, and of the entropy, maximised.
     """
     ratio = torch.exp(logprobs - old_logprobs)  # [N, T]
     gain = advantages.unsqueeze(1)
@@ -97,15 +78,10 @@ def grpo_loss(
     loss = -torch.minimum(ratio * gain, clipped_ratio * gain) - entropy_weight * entropy
     value_loss = 0.5 * (values - value_targets).square()
     loss = loss + value_weight * value_loss
-    reference_kl = torch.zeros_like(logprobs)
-    if reference_logprobs is not None:
-        reference_kl = low_variance_kl(logprobs, reference_logprobs)
-        loss = loss + kl_weight * reference_kl
     with torch.no_grad():
         metrics = PolicyMetrics(
             steps=is_taken.sum(),
             kl=_total(low_variance_kl(old_logprobs, logprobs), is_taken),
-            reference_kl=_total(reference_kl, is_taken),
             clipped=_total((ratio != clipped_ratio).to(loss.dtype), is_taken),
             entropy=_total(entropy, is_taken),
             value_loss=_total(value_loss, is_taken),
@@ -114,7 +90,7 @@ def grpo_loss(
 
 
 def _total(per_step: Tensor, is_taken: Tensor) -> Tensor:
-    # A product would spread the values of steps not taken, which need not be finite.
+    # a product would spread the values of steps not taken, which need not be finite.
     return torch.where(is_taken, per_step, torch.zeros_like(per_step)).sum()
 
 
@@ -128,11 +104,9 @@ def lambda_returns(
         rewards: of each step, [N, T].
         values: of the state before each step, and after the last, [N, T + 1]. The last one is the
             expected return of a rollout cut at its horizon; zero for an episode that has ended.
-        is_taken: whether a step was taken, [N, T]; a rollout's steps come first, then none.
+        is_taken: True for the steps of a rollout, which come first, [N, T]; others get 0.
         gamma: discount per step.
         gae_lambda: 0 looks one step ahead, 1 to the end.
-    Returns:
-        [N, T]; zero in steps not taken.
     Source: Schulman et al., 1506.02438: advantage estimate plus value.
     """
     targets = torch.zeros_like(rewards)

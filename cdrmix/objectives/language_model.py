@@ -17,15 +17,10 @@ _CHUNK_POSITIONS = 1024
 
 
 class VocabularyPart(NamedTuple):
-    """Rows of the head on one rank, where ranks share out the vocabulary.
+    """Rows of the head on one rank, where ranks share out the vocabulary."""
 
-    Attributes:
-        first_id: token id of the weight's first row.
-        of_all_parts: gathers a tensor of each part, [...] -> [parts, ...].
-    """
-
-    first_id: int
-    of_all_parts: Callable[[Tensor], Tensor]
+    first_id: int  # token id of the weight's first row
+    of_all_parts: Callable[[Tensor], Tensor]  # gathers a tensor of each part, [...] -> [parts, ...]
 
 
 WHOLE_VOCABULARY = VocabularyPart(0, lambda x: x.unsqueeze(0))
@@ -111,9 +106,8 @@ def linear_cross_entropy(
         part: of the vocabulary that `weight` has.
         label_weights: factor on the nats of each label, [...], float32; None: 1.
     Returns:
-        Scalar, float32, the same for every part. Divide by the valid positions of the whole global
-        batch, or by the sum of their weights; see `sum_weights`. The caller sums the gradient of
-        `hidden` over the parts.
+        Scalar, float32, the same for every part. Divide by `sum_weights` of the whole global batch.
+        The caller sums the gradient of `hidden` over the parts.
     """
     if not torch.is_grad_enabled():  # a Function's needs_input_grad ignores this
         hidden = hidden.detach()
@@ -130,11 +124,7 @@ def count_valid(labels: Tensor) -> Tensor:
 
 
 def sum_weights(labels: Tensor, label_weights: Tensor | None) -> Tensor:
-    """Divisor of the nats of `labels`: the sum of their weights, or without any their number.
-
-    Scalar, float64, over the positions with a label.
-    """
-    valid = labels != IGNORED_LABEL
+    """Divisor of the nats of `labels`: the sum of their weights, or their number; float64."""
     if label_weights is None:
-        return valid.sum().double()
-    return (label_weights.double() * valid).sum()
+        return count_valid(labels).double()
+    return (label_weights.double() * (labels != IGNORED_LABEL)).sum()

@@ -31,14 +31,10 @@ class RouterMonitors(NamedTuple):
 
 
 def router_losses(per_token: Tensor, *, num_experts: int, top_k: int) -> RouterLosses:
-    """Load-balance loss E * sum_e f_e P_e and z-loss mean(logsumexp^2).
+    """Load-balance loss E * sum_e f_e P_e and z-loss mean(logsumexp^2), averaged over layers.
 
-    Args:
-        per_token: statistics per token, [L, 2E + 3]; f is constant, P and z carry the gradient.
-        num_experts: E.
-        top_k: k.
-    Returns:
-        Both losses, averaged over the layers.
+    Of statistics per token, [L, 2E + 3], P and z carry the gradient; f is constant.
+
     Source: Switch Transformer (2101.03961) with all k choices counted; ST-MoE (2202.08906).
     """
     fraction = per_token[:, :num_experts].detach() / top_k  # f, [L, E]

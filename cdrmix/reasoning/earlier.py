@@ -1,7 +1,12 @@
-"""Episodic memory across texts: entries of a saved index, as episodes of reading see them.
+"""Episodic memory across texts: an index in a folder, and its entries as episodes see them.
 
 A segment that the agent writes becomes an entry once its text is over: until then, and if anything
-fails, the folder stays as it was.
+fails, the folder stays as it was. Each save is a folder of its own, written aside and then renamed:
+
+    FOLDER/00000007/   keys.safetensors  values.safetensors  entries.jsonl  manifest.json
+
+A save appears whole or not at all, and the one before it is removed only after that: a process
+killed at any point leaves at least one whole save, of which the newest is read.
 """
 
 # N episodes, E entries, M segments written, K key dimensions, k entries for a query
@@ -9,25 +14,24 @@ fails, the folder stays as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+import dataclasses
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from cdrmix.data.folders import locked
+from cdrmix.data.folders import locked, new_folder, remove_unfinished, sync
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.log import get_logger
-from cdrmix.reasoning.episodic_index import (
-    DUPLICATE_COSINE,
-    EpisodicIndex,
-    FaissCache,
-    SearchResult,
-)
-from cdrmix.reasoning.episodic_store import has_index, load_index, save_index
+from cdrmix.reasoning.episodic_index import DUPLICATE_COSINE, Entry, EpisodicIndex, FaissCache
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.reasoning.segments import Texts
 from cdrmix.reasoning.working_memory import weights_digest
@@ -37,21 +41,25 @@ logger = get_logger(__name__)
 # Parameters that keys depend on beside the backbone's, which `plastic` includes. Slots and agent
 # are not among them: an index stays valid while the policy alone is trained.
 _KEY_PARTS = ("plastic.", "retrieval.")
+FORMAT = 2
+_KEYS = "keys.safetensors"
+_VALUES = "values.safetensors"
+_ENTRIES = "entries.jsonl"
+_MANIFEST = "manifest.json"
+_FILES = (_KEYS, _VALUES, _ENTRIES)
+_REQUIRED = {"tokenizer", "key_size", "encoder", "count", "next_id"}
 
 
-@dataclass(frozen=True)
 class Earlier:
     """Entries of an index as segments that stand before those of a text.
 
-    Segments are numbered by the entries' places, so the index must not change meanwhile.
-
-    Attributes:
-        index: holds E entries.
-        search: exact search, or that of a cache: (queries, top_k=) -> entries.
+    Segments are numbered by the entries' places, so the index must not change meanwhile. It is
+    searched exactly, or by FAISS; raises ConfigError if that is not installed.
     """
 
-    index: EpisodicIndex
-    search: Callable[..., SearchResult]
+    def __init__(self, index: EpisodicIndex, *, faiss: bool) -> None:
+        self.index = index
+        self._search = FaissCache(index).search if faiss else index.search
 
     def __len__(self) -> int:
         return len(self.index)
@@ -77,25 +85,13 @@ class Earlier:
         Returns:
             Places of entries, -1 where fewer are near enough, and cosines, [N, k] each.
         """
-        result = self.search(queries, top_k=count)
-        ids = torch.tensor([entry.id for entry in self.index.entries])
-        # ids rise from entry to entry, so the place of an id is found by bisection
-        places = torch.searchsorted(ids, result.ids.clamp(min=0))
-        keys = self.index.keys[places].to(queries.device)  # [N, k, K]
+        found = self._search(queries, top_k=count)
+        places, scores = (part.to(queries.device) for part in found)
+        keys = self.index.keys[found.places.clamp(min=0)].to(queries.device)  # [N, k, K]
         # the commit after this text would refresh such an entry: its old text no longer holds
         alike = (keys @ written.transpose(1, 2)).masked_fill(~is_written.unsqueeze(1), -1.0)
         stale = (alike > DUPLICATE_COSINE).any(2)
-        valid = (result.ids >= 0).to(queries.device) & ~stale
-        return torch.where(valid, places.to(queries.device), -1), result.scores.to(queries.device)
-
-
-def make_earlier(index: EpisodicIndex, *, faiss: bool) -> Earlier:
-    """Wraps an index with its exact search, or with FAISS.
-
-    Raises:
-        ConfigError: if FAISS is asked for and not installed.
-    """
-    return Earlier(index, FaissCache(index).search if faiss else index.search)
+        return places.masked_fill(stale, -1), scores
 
 
 class Writing(NamedTuple):
@@ -108,31 +104,19 @@ class Writing(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Changes of an index by a text.
+    """Changes of an index by a text."""
 
-    Attributes:
-        num_added: new entries.
-        refreshed: new tokens of entries from before the text.
-        evicted: tokens of entries that gave way.
-    """
-
-    num_added: int
-    refreshed: list[tuple[int, ...]]
-    evicted: list[tuple[int, ...]]
+    num_added: int  # new entries
+    refreshed: list[tuple[int, ...]]  # new tokens of entries from before the text
+    evicted: list[tuple[int, ...]]  # tokens of entries that gave way
 
 
 def keep(
-    index: EpisodicIndex,
-    written: list[Writing],
-    *,
-    read: list[int],
-    num_steps: int,
-    source: str,
+    index: EpisodicIndex, written: list[Writing], *, read: list[int], num_steps: int, source: str
 ) -> Kept:
     """Commits the segments that the agent wrote, and notes which entries it read.
 
     Args:
-        index: is changed.
         written: in the order of the text.
         read: places of entries that stood in the window.
         num_steps: actions of the episode, by which entries age.
@@ -141,19 +125,16 @@ def keep(
     # the index has no clock of its own: time is the actions of all texts together
     now = max((entry.last_used for entry in index.entries), default=0) + num_steps
     # before the commit, which may evict what was read and move the places of the others
-    index.touch(torch.tensor([index.entries[place].id for place in read]), step=now)
+    index.touch(read, step=now)
     before = {entry.id: entry.tokens for entry in index.entries}
     for each in written:
         index.propose(each.key, each.tokens, offset=each.offset, source=source, score=each.score)
     commit = index.commit(step=now)
+    after = {entry.id: entry.tokens for entry in index.entries}
     # a text may refresh the same entry twice, and also its own new entries, which are no news.
     # Only old entries can be evicted: new ones go last, and a text writes no more than fits.
-    refreshed = [id for id in dict.fromkeys(commit.refreshed) if id in before]
-    return Kept(
-        len(commit.added),
-        [index.entry(id).tokens for id in refreshed],
-        [before[id] for id in commit.evicted],
-    )
+    refreshed = [after[id] for id in dict.fromkeys(commit.refreshed) if id in before]
+    return Kept(len(commit.added), refreshed, [before[id] for id in commit.evicted])
 
 
 @contextlib.contextmanager
@@ -166,8 +147,7 @@ def opened(
 
     Args:
         folder: of this index alone.
-        reader: its encoder makes the keys.
-        tokenizer: digest of the tokenizer of the entries.
+        reader, tokenizer: its encoder makes the keys; digest of the tokenizer of the entries.
         make: start an empty index where there is none.
     Raises:
         StateError: if there is none and none is to be made, it is damaged, of another encoder, key
@@ -180,7 +160,7 @@ def opened(
             f"{folder}: stage_b.memory.max_tokens = {memory.max_tokens} of the model has no room "
             f"for a segment of {reader.segment_tokens} tokens. Try a model with a larger one"
         )
-    if not make and not has_index(folder):
+    if not make and not _saves(folder):
         raise StateError(
             f"{folder}: no episodic memory was saved here. Read a text into it first: give "
             "--prompt or --file"
@@ -188,19 +168,18 @@ def opened(
     encoder = weights_digest(
         (name, tensor) for name, tensor in reader.named_parameters() if name.startswith(_KEY_PARTS)
     )
+    index = EpisodicIndex(
+        key_size=memory.summary_dim,
+        max_tokens=memory.max_tokens,
+        encoder=encoder,
+        tokenizer=tokenizer,
+        eviction=memory.eviction,
+    )
     with contextlib.ExitStack() as stack:
         # not around the yield: a fault of the caller's own files is not one of this folder
         with _disk_faults(folder):
             stack.enter_context(_alone(folder))
-            is_saved = has_index(folder)
-            open_index = partial(load_index, folder) if is_saved else EpisodicIndex
-            index = open_index(
-                encoder=encoder,
-                tokenizer=tokenizer,
-                key_size=memory.summary_dim,
-                max_tokens=memory.max_tokens,
-                eviction=memory.eviction,
-            )
+            is_saved = load_index(index, folder)
         before = list(index.entries) if is_saved else None
         yield index
         if index.entries != before:
@@ -230,3 +209,122 @@ def _disk_faults(folder: Path) -> Iterator[None]:
         raise StateError(
             f"{folder}: cannot be used: {error.strerror}. Give a folder that can be written to"
         ) from None
+
+
+def save_index(index: EpisodicIndex, folder: Path) -> Path:
+    """Writes the entries, without segments that are only proposed, and returns this save's folder.
+
+    `folder` is of this index alone, and made if missing. One process saves at a time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    earlier = _saves(folder)
+    out = folder / f"{int(earlier[-1].name) + 1 if earlier else 1:08}"
+    remove_unfinished(out)  # the folder's lock is held, so that nobody else is writing it
+    tokens = [torch.tensor(entry.tokens, dtype=torch.int64) for entry in index.entries]
+    ends = torch.tensor([len(row) for row in tokens], dtype=torch.int64).cumsum(0)
+    flat = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64)
+    with new_folder(out) as unfinished:
+        # not `save_file`, which reports a full disk by an error that is no OSError
+        (unfinished / _KEYS).write_bytes(save({"keys": index.keys.contiguous()}))
+        (unfinished / _VALUES).write_bytes(save({"tokens": flat, "ends": ends}))
+        with (unfinished / _ENTRIES).open("w", encoding="utf-8") as file:
+            for entry in index.entries:
+                row = dataclasses.asdict(entry)
+                del row["tokens"]
+                file.write(json.dumps(row) + "\n")
+        manifest = {
+            "format": FORMAT,
+            "encoder": index.encoder,
+            "tokenizer": index.tokenizer,
+            "key_size": index.key_size,
+            "count": len(index),
+            "next_id": index.next_id,
+            "sha256": {name: _digest(unfinished / name) for name in _FILES},
+        }
+        text = json.dumps(manifest, indent=1) + "\n"
+        (unfinished / _MANIFEST).write_text(text, encoding="utf-8")
+        # contents first: the rename that follows must not reach the disk before them
+        for name in (*_FILES, _MANIFEST):
+            sync(unfinished / name)
+    # only now, so that a reader finds a whole save at any time
+    for old in earlier:
+        shutil.rmtree(old)
+    return out
+
+
+def load_index(index: EpisodicIndex, folder: Path) -> bool:
+    """Fills an empty index from the newest save; returns False if there is none.
+
+    A smaller `max_tokens` than that of the save evicts entries at the next commit.
+
+    Raises:
+        StateError: if it is damaged, or of another encoder, tokenizer or key size.
+    """
+    saves = _saves(folder)
+    if not saves:
+        return False
+    newest = saves[-1]
+    manifest = _read_manifest(newest)
+    # another encoder's keys have other directions, and another tokenizer's ids other words
+    ours = {"tokenizer": index.tokenizer, "key_size": index.key_size, "encoder": index.encoder}
+    differ = [
+        f"{name} is {manifest[name]!r}, but the model's is {value!r}"
+        for name, value in ours.items()
+        if manifest[name] != value
+    ]
+    if differ:
+        raise StateError(
+            f"{newest}: {'; '.join(differ)}: its entries mean nothing to this model. Use the model "
+            "that it was written with, or another folder"
+        )
+    try:
+        keys = load_file(newest / _KEYS)["keys"]
+        values = load_file(newest / _VALUES)
+        bounds = itertools.pairwise([0, *values["ends"].tolist()])
+        rows = (newest / _ENTRIES).read_text(encoding="utf-8").splitlines()
+        entries = [
+            Entry(tokens=tuple(values["tokens"][begin:end].tolist()), **json.loads(row))
+            for row, (begin, end) in zip(rows, bounds, strict=True)
+        ]
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise StateError(f"{newest}: not what this version writes ({error})") from None
+    if not len(keys) == len(entries) == manifest["count"]:
+        raise StateError(
+            f"{newest}: {len(keys)} keys for {len(entries)} entries, and its manifest says "
+            f"{manifest['count']}"
+        )
+    index.restore(keys, entries, next_id=manifest["next_id"])
+    return True
+
+
+def _saves(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name.isdigit() and path.is_dir())
+
+
+def _read_manifest(save: Path) -> dict[str, Any]:
+    """Reads the manifest of a save, and checks its files against their digests."""
+    try:
+        manifest = json.loads((save / _MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
+        if missing := _REQUIRED - manifest.keys():
+            raise ValueError(f"without {', '.join(sorted(missing))}")
+        digests = {name: manifest["sha256"][name] for name in _FILES}
+        changed = [name for name, sha256 in digests.items() if _digest(save / name) != sha256]
+    except OSError as error:
+        raise StateError(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{save / _MANIFEST}: not a manifest ({error})") from None
+    if changed:
+        raise StateError(
+            f"{save}: {', '.join(changed)} changed since it was written (sha256 differs). "
+            "Remove the folder to start with an empty memory"
+        )
+    return manifest
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

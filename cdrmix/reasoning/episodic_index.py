@@ -2,19 +2,17 @@
 
 Segments are proposed, and become entries at the next commit. Beyond the capacity the entries of
 least utility give way. Everything is deterministic: equal calls in equal order give equal entries,
-scores and files. `FaissCache` searches many entries faster; it is never saved, and the ids and
-scores of its results are computed from the index.
+scores and files. `FaissCache` searches many entries faster, with the same scores.
 """
 
 # B queries, S key dimensions, n entries, k entries for a query
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,37 +29,22 @@ LEAST_SCORE = 0.2
 
 @dataclass(frozen=True)
 class Entry:
-    """Segment of a text.
+    """Segment of a text."""
 
-    Attributes:
-        tokens: its token ids.
-        offset: tokens of the text before it.
-        source: name of the text.
-        score: worth of keeping it, 0 to 1.
-        id: rises with every new entry; -1 before the commit.
-        last_used: step at which it was written, refreshed or read last.
-        num_reads: times that it was read.
-    """
-
-    tokens: tuple[int, ...]
-    offset: int
-    source: str
-    score: float
-    id: int = -1
-    last_used: int = 0
-    num_reads: int = 0
+    tokens: tuple[int, ...]  # its token ids
+    offset: int  # tokens of the text before it
+    source: str  # name of the text
+    score: float  # worth of keeping it, 0 to 1
+    id: int = -1  # rises with every new entry; -1 before the commit
+    last_used: int = 0  # step at which it was written, refreshed or read last
+    num_reads: int = 0  # times that it was read
 
 
 class SearchResult(NamedTuple):
-    """Entries for each query, best first.
+    """Places of entries for each query, best first, until the next commit."""
 
-    Attributes:
-        ids: [B, k] int64; -1 where fewer entries reach the least score.
-        scores: cosines, [B, k]; 0 there.
-    """
-
-    ids: Tensor
-    scores: Tensor
+    places: Tensor  # [B, k] int64; -1 where fewer entries reach the least score
+    scores: Tensor  # cosines, [B, k]; 0 there
 
 
 class Committed(NamedTuple):
@@ -79,7 +62,7 @@ class EpisodicIndex:
         key_size: S.
         max_tokens: capacity (tokens of all entries together).
         encoder: digest of the encoder that makes keys and queries.
-        tokenizer: digest of the tokenizer that gives the segments' ids.
+        tokenizer: digest of the tokenizer of the segments.
         eviction: weights of an entry's utility.
     """
 
@@ -92,6 +75,7 @@ class EpisodicIndex:
         tokenizer: str,
         eviction: EvictionConfig | None = None,
     ) -> None:
+        self.key_size = key_size
         self.max_tokens = max_tokens
         self.encoder = encoder
         self.tokenizer = tokenizer
@@ -100,7 +84,6 @@ class EpisodicIndex:
         # grown by doubling: to append to a tensor of exact size would copy it at every write
         self._rows = torch.zeros(0, key_size)
         self.next_id = 0
-        self.version = 0  # rises whenever keys change, for caches of them
         self._pending: list[tuple[Tensor, Entry]] = []
 
     def __len__(self) -> int:
@@ -119,22 +102,17 @@ class EpisodicIndex:
     def propose(
         self, key: Tensor, tokens: Sequence[int], *, offset: int, source: str, score: float
     ) -> None:
-        """Puts a segment forward; searches do not see it before the next commit.
+        """Puts a segment forward under its key, [S]; searches do not see it before a commit.
 
         Args:
-            key: unit vector, [S].
-            tokens: of the segment; at least one, and no more than the capacity.
-            offset: tokens of the text before it.
-            source: name of the text.
-            score: worth of keeping it, 0 to 1.
+            key: unit vector.
+            tokens, offset, source, score: as of `Entry`.
         Raises:
-            ValueError: if the key is no finite unit vector [S], or the segment too long.
+            ValueError: if the key is no finite unit vector [S], or the segment empty or too long.
         """
         key = key.detach().float().cpu()
-        if key.shape != self._rows.shape[1:]:
-            raise ValueError(
-                f"a key of shape {list(key.shape)}, keys here are {list(self._rows.shape[1:])}"
-            )
+        if key.shape != (self.key_size,):
+            raise ValueError(f"a key of shape {list(key.shape)}, keys here are [{self.key_size}]")
         if not math.isclose(float(key.norm()), 1.0, abs_tol=1e-3):
             raise ValueError(f"a key of length {float(key.norm()):g}; keys are unit vectors")
         # a longer one would evict everything and still not fit
@@ -144,11 +122,7 @@ class EpisodicIndex:
         self._pending.append((key, entry))
 
     def commit(self, *, step: int) -> Committed:
-        """Accepts the proposed segments in their order, then evicts entries beyond the capacity.
-
-        Args:
-            step: present time, for the age of entries.
-        """
+        """Accepts proposed segments in their order at a time, then evicts beyond the capacity."""
         changes = Committed([], [], [])
         for key, entry in self._pending:
             # one by one, as a segment may repeat another of the same commit
@@ -156,40 +130,29 @@ class EpisodicIndex:
             row = int(cosines.argmax()) if self.entries else -1
             if row >= 0 and float(cosines[row]) > DUPLICATE_COSINE:
                 old = self.entries[row]
+                score = max(old.score, entry.score)
                 self._rows[row] = key
-                self.entries[row] = dataclasses.replace(
-                    entry,
-                    id=old.id,
-                    score=max(old.score, entry.score),
-                    last_used=step,
-                    num_reads=old.num_reads,
+                self.entries[row] = replace(
+                    entry, id=old.id, score=score, last_used=step, num_reads=old.num_reads
                 )
                 changes.refreshed.append(old.id)
                 continue
             if len(self.entries) == len(self._rows):
-                more = torch.zeros(max(len(self._rows), 64), self._rows.shape[1])
+                more = torch.zeros(max(len(self._rows), 64), self.key_size)
                 self._rows = torch.cat([self._rows, more])
             self._rows[len(self.entries)] = key
-            self.entries.append(dataclasses.replace(entry, id=self.next_id, last_used=step))
+            self.entries.append(replace(entry, id=self.next_id, last_used=step))
             changes.added.append(self.next_id)
             self.next_id += 1
-        if self._pending:
-            self.version += 1
         self._pending.clear()
         # only after all are in: capacity may be exceeded by a part of the commit
         changes.evicted.extend(self._make_room(step, {*changes.added, *changes.refreshed}))
         return changes
 
     def search(self, queries: Tensor, *, top_k: int) -> SearchResult:
-        """Finds the entries nearest to each query by exact search; ties go to the older entry.
-
-        Args:
-            queries: unit vectors, [B, S].
-            top_k: k.
-        """
+        """Finds the k entries nearest to each query [B, S], exactly; ties go to the older one."""
         scores = queries.detach().float().cpu() @ self.keys.transpose(0, 1)  # [B, n]
-        rows = [best_of(row, top_k) for row in scores]
-        return self.results([row.tolist() for row in rows], scores)
+        return _near_enough(torch.stack([best_of(row, top_k) for row in scores]), scores)
 
     def restore(self, keys: Tensor, entries: Sequence[Entry], *, next_id: int) -> None:
         """Replaces all entries and their keys [n, S], in the order of ids."""
@@ -197,51 +160,12 @@ class EpisodicIndex:
         self._rows = keys
         self.entries = list(entries)
         self.next_id = next_id
-        self.version += 1
 
-    def results(self, rows: Sequence[Sequence[int]], scores: Tensor) -> SearchResult:
-        """Returns the ids and scores of entries, without those below `LEAST_SCORE`.
-
-        Args:
-            rows: places of entries for each query, best first.
-            scores: cosine of each query with every entry, [B, n].
-        """
-        width = max((len(row) for row in rows), default=0)
-        ids = torch.full((len(rows), width), -1, dtype=torch.int64)
-        values = torch.zeros(len(rows), width)
-        for place, row in enumerate(rows):
-            for rank, entry in enumerate(row):
-                if scores[place, entry] >= LEAST_SCORE:
-                    ids[place, rank] = self.entries[entry].id
-                    values[place, rank] = scores[place, entry]
-        return SearchResult(ids, values)
-
-    def touch(self, ids: Tensor, *, step: int) -> None:
-        """Counts a read of entries; a search alone is none, as its result may not be used.
-
-        Args:
-            ids: of entries, any shape; -1 is passed over.
-            step: present time.
-        """
-        read = set(ids.flatten().tolist()) - {-1}
-        self.entries = [
-            dataclasses.replace(entry, num_reads=entry.num_reads + 1, last_used=step)
-            if entry.id in read
-            else entry
-            for entry in self.entries
-        ]
-
-    def entry(self, id: int) -> Entry:
-        """Returns the entry of an id.
-
-        Raises:
-            KeyError: if there never was one, or it was evicted.
-        """
-        # entries stay in the order of their ids: new ones are appended, evictions keep the order
-        place = bisect.bisect_left(self.entries, id, key=lambda entry: entry.id)
-        if place == len(self.entries) or self.entries[place].id != id:
-            raise KeyError(f"no entry {id}")
-        return self.entries[place]
+    def touch(self, places: Iterable[int], *, step: int) -> None:
+        """Counts a read of entries; a search alone is none, as its result may not be used."""
+        for place in set(places):
+            entry = self.entries[place]
+            self.entries[place] = replace(entry, num_reads=entry.num_reads + 1, last_used=step)
 
     def utility(self, *, step: int) -> Tensor:
         """Computes the worth of keeping each entry, from its score, recency and reads; [n]."""
@@ -249,14 +173,12 @@ class EpisodicIndex:
         scores = torch.tensor([entry.score for entry in self.entries])
         # scores are the agent's probabilities, often within a narrow range: spread over 0 to 1 they
         # count beside recency and reads
-        if len(scores) == 0 or scores.max() == scores.min():
-            scores = torch.zeros_like(scores)
-        else:
-            scores = (scores - scores.min()) / (scores.max() - scores.min())
+        spread = scores.max() - scores.min()
+        scores = (scores - scores.min()) / spread if spread > 0 else torch.zeros_like(scores)
         # float64, as a float32 sum would lose the recency after some 20 half-lives
         ages = torch.tensor([step - entry.last_used for entry in self.entries], dtype=torch.float64)
         reads = torch.tensor([math.log1p(entry.num_reads) for entry in self.entries])
-        most = max(float(reads.max()), 1e-9) if len(reads) else 1.0
+        most = max(float(reads.max()), 1e-9)
         recency = 0.5 ** (ages / weights.half_life_actions)
         worth = weights.score_weight * scores + weights.recency_weight * recency
         return worth + weights.reads_weight * reads / most
@@ -278,7 +200,6 @@ class EpisodicIndex:
         rest = [row for row in range(len(self.entries)) if row not in evicted]
         self._rows = self._rows[rest]
         self.entries = [self.entries[row] for row in rest]
-        self.version += 1
         return ids
 
 
@@ -295,6 +216,13 @@ def best_of(scores: Tensor, count: int) -> Tensor:
     return places[order][:count]
 
 
+def _near_enough(places: Tensor, scores: Tensor) -> SearchResult:
+    """Leaves out places [B, k] below `LEAST_SCORE`; scores are those of all entries, [B, n]."""
+    cosines = scores.gather(1, places.clamp(min=0))
+    near = (places >= 0) & (cosines >= LEAST_SCORE)
+    return SearchResult(torch.where(near, places, -1), torch.where(near, cosines, 0.0))
+
+
 # From here on the exact search of one query takes more than about 10 ms on one core.
 _CLUSTERED_FROM = 8192
 _NUM_CLUSTERS = 128
@@ -304,8 +232,8 @@ _NUM_PROBES = 8
 class FaissCache:
     """Search of an index by FAISS: all keys up to 8,191 entries, the nearest clusters beyond.
 
-    Args:
-        index: may change; the cache is then built anew.
+    The index must not change from the first search on.
+
     Raises:
         ConfigError: if FAISS is not installed.
     """
@@ -320,32 +248,34 @@ class FaissCache:
             ) from None
         self._faiss: Any = faiss
         self._index = index
-        self._built: tuple[int, Any] | None = None
+
+    @functools.cached_property
+    def _built(self) -> Any:
+        keys = self._index.keys.contiguous().numpy()
+        clustered = len(keys) >= _CLUSTERED_FROM
+        layout = f"IVF{_NUM_CLUSTERS},Flat" if clustered else "Flat"
+        metric = self._faiss.METRIC_INNER_PRODUCT
+        cache = self._faiss.index_factory(keys.shape[1], layout, metric)
+        cache.train(keys)
+        if clustered:
+            cache.nprobe = _NUM_PROBES
+        cache.add(keys)
+        return cache
 
     def search(self, queries: Tensor, *, top_k: int) -> SearchResult:
         """Searches as `EpisodicIndex.search`; beyond 8,191 entries it may miss some."""
-        if not len(self._index):
+        keys = self._index.keys
+        if not len(keys):
             return self._index.search(queries, top_k=top_k)
-        if self._built is None or self._built[0] != self._index.version:
-            keys = self._index.keys.contiguous().numpy()
-            clustered = len(keys) >= _CLUSTERED_FROM
-            layout = f"IVF{_NUM_CLUSTERS},Flat" if clustered else "Flat"
-            cache = self._faiss.index_factory(
-                keys.shape[1], layout, self._faiss.METRIC_INNER_PRODUCT
-            )
-            cache.train(keys)
-            if clustered:
-                cache.nprobe = _NUM_PROBES
-            cache.add(keys)
-            self._built = (self._index.version, cache)
-        vectors = queries.detach().float().cpu().contiguous()
-        _, rows = self._built[1].search(vectors.numpy(), min(top_k, len(self._index)))
+        asked = queries.detach().float().cpu().contiguous()
+        _, rows = self._built.search(asked.numpy(), min(top_k, len(keys)))
         # FAISS sums in another order: scores are computed anew, and ties put in the order of age,
         # so that a result does not depend on whether the cache is used
-        scores = vectors.new_zeros(len(vectors), len(self._index))
-        ordered = []
+        scores = asked.new_zeros(len(asked), len(keys))
+        nearest = torch.full(rows.shape, -1)
         for query, row in enumerate(rows.tolist()):
             places = sorted(place for place in row if place >= 0)
-            scores[query, places] = self._index.keys[places] @ vectors[query]
-            ordered.append(sorted(places, key=lambda place: (-float(scores[query, place]), place)))
-        return self._index.results(ordered, scores)
+            scores[query, places] = keys[places] @ asked[query]
+            places = sorted(places, key=lambda place: -float(scores[query, place]))
+            nearest[query, : len(places)] = torch.tensor(places)
+        return _near_enough(nearest, scores)

@@ -1,4 +1,4 @@
-"""Recurrence of the fast weights H of one plastic adapter, in chunks, by one of three rules.
+"""Recurrence of the fast weights H of one plastic adapter, by one of three rules; their objective.
 
     hebb   H' = decay H + m q e^T
     delta  H' = decay H + m (q - H e) e^T
@@ -43,48 +43,31 @@ Clamp = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class FastWeights:
-    """State of one adapter.
+    """State of one adapter."""
 
-    Attributes:
-        weights: H, [B, r, r], float32.
-        trace: eligibility trace after the last token, [B, r], float32.
-    """
-
-    weights: Tensor
-    trace: Tensor
+    weights: Tensor  # H, [B, r, r], float32
+    trace: Tensor  # eligibility trace after the last token, [B, r], float32
 
 
 class Writes(NamedTuple):
-    """Features that the tokens of a call store.
+    """Features that the tokens of a call store."""
 
-    Attributes:
-        post: q, [B, T, r].
-        trace: e, [B, T, r].
-        strength: m, already `limited`, [B, T].
-    """
-
-    post: Tensor
-    trace: Tensor
-    strength: Tensor
+    post: Tensor  # q, [B, T, r]
+    trace: Tensor  # e, [B, T, r]
+    strength: Tensor  # m, already `limited`, [B, T]
 
 
 def blank(batch_size: int, rank: int, *, device: torch.device | None = None) -> FastWeights:
     """Returns the fast weights at the start of an episode: zero."""
-    return FastWeights(
-        torch.zeros(batch_size, rank, rank, device=device),
-        torch.zeros(batch_size, rank, device=device),
-    )
+    weights = torch.zeros(batch_size, rank, rank, device=device)
+    return FastWeights(weights, torch.zeros(batch_size, rank, device=device))
 
 
 def traces(pre: Tensor, trace: Tensor, decay: Tensor) -> Tensor:
-    """Computes eligibility traces e_t = p_t + decay e_(t-1).
+    """Computes eligibility traces e_t = p_t + decay e_(t-1), with a decay of at most 1/2.
 
-    Args:
-        pre: p, [B, T, r].
-        trace: before the first token, [B, r].
-        decay: scalar, at most 1/2.
-    Returns:
-        [B, T + 1, r]: `trace`, then the trace after each token.
+    From p [B, T, r] and the trace [B, r] before the first token: [B, T + 1, r], that trace, then
+    the one after each token.
     """
     total = torch.cat([trace.unsqueeze(1), pre], dim=1)
     # with z the shift by a token, the product of (1 + decay^k z^k) over k = 1, 2, 4, ... is the
@@ -120,8 +103,7 @@ def scan_chunks(
         weights: H before the first token, [B, r, r].
         lookups: vectors that each token reads H with, before it stores, [B, T, J, r].
         writes: features that each token stores.
-        rule: hebb, delta or oja.
-        decay: of H per token.
+        rule, decay: of H, per token.
         start: tokens of the episode before these.
         clamp: applied to H after every `CLAMP_EVERY_TOKENS` tokens of the episode.
     Returns:
@@ -135,11 +117,9 @@ def scan_chunks(
     first = min(length, -start % whole)
     middle = (length - first) // whole * whole
     read = []
-    for begin, size, count in (
-        (0, first, 1),
-        (first, whole, middle // whole),
-        (first + middle, length - first - middle, 1),
-    ):
+    rest = length - first - middle
+    pieces = ((0, first, 1), (first, whole, middle // whole), (first + middle, rest, 1))
+    for begin, size, count in pieces:
         if size == 0 or count == 0:
             continue
         part = slice(begin, begin + size * count)
@@ -153,36 +133,27 @@ def scan_chunks(
 
 
 def _scan_equal_chunks(
-    weights: Tensor,
-    lookups: Tensor,
-    writes: Writes,
-    rule: Rule,
-    decay: float,
-    clamp: Clamp | None,
+    weights: Tensor, lookups: Tensor, writes: Writes, rule: Rule, decay: float, clamp: Clamp | None
 ) -> tuple[Tensor, Tensor]:
     """Scans chunks of equal size, [B, n, c, ...]; `clamp` is None for one incomplete chunk."""
     size = lookups.shape[2]
-    within, to_end = _decays(decay, size, lookups.device)
+    decays = _decays(decay, size, lookups.device)
+    from_start, within, to_end = decays
     # H_t = decay^t H_0 + sum over s < t of decay^(t-1-s) left_s right_s^T
+    left, right, _ = writes
     if rule == "hebb":
         starts, weights = _carry_hebb(weights, writes, to_end, decay**size, clamp)
-        left = writes.post
-        right = writes.trace
     elif rule == "delta":
-        starts, weights, left = _carry_delta(weights, writes, decay, within, to_end, clamp)
-        right = writes.trace
+        starts, weights, left = _carry_delta(weights, writes, decays, decay**size, clamp)
     else:
         # H^T follows delta's rule; the clamp works element by element, so it needs no transposing
-        swapped = Writes(writes.trace, writes.post, writes.strength)
-        starts, weights, right = _carry_delta(
-            weights.transpose(1, 2), swapped, decay, within, to_end, clamp
-        )
+        swapped = Writes(right, left, writes.strength)
+        turned = weights.transpose(1, 2)
+        starts, turned, right = _carry_delta(turned, swapped, decays, decay**size, clamp)
         starts = starts.transpose(2, 3)
-        weights = weights.transpose(1, 2)
-        left = writes.post
+        weights = turned.transpose(1, 2)
     stored = left * writes.strength.unsqueeze(-1)  # m a, [B, n, c, r]
-    powers = decay ** torch.arange(size, device=lookups.device, dtype=torch.float32)
-    carried = lookups * powers[:, None, None]
+    carried = lookups * from_start[:, None, None]
     flat = lookups.flatten(2, 3)  # [B, n, c J, r]
     # the sum over s as attention within the chunk: p . right_s, masked and faded, times left_s
     scores = flat @ right.transpose(2, 3)  # [B, n, c J, c]
@@ -208,19 +179,18 @@ def _carry_hebb(
 def _carry_delta(
     weights: Tensor,
     writes: Writes,
-    decay: float,
-    within: Tensor,
-    to_end: Tensor,
+    decays: tuple[Tensor, Tensor, Tensor],
+    over_chunk: float,
     clamp: Clamp | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns H at the start of each chunk, H after the last, and the errors u, [B, n, c, r]."""
     value, key, strength = writes
+    from_start, within, to_end = decays
     size, rank = key.shape[2:]
     overlap = (key @ key.transpose(2, 3)) * within * strength.unsqueeze(2)  # strictly lower
-    powers = decay ** torch.arange(size, device=key.device, dtype=torch.float32)
     # The system is solved for both terms of its right side at once, for all chunks, before any H_0
     # is known; the loop over chunks is then two small products each.
-    right = torch.cat([value, key * powers.unsqueeze(-1)], dim=-1)
+    right = torch.cat([value, key * from_start.unsqueeze(-1)], dim=-1)
     solved = torch.linalg.solve_triangular(
         overlap + torch.eye(size, device=key.device), right, upper=False, unitriangular=True
     )
@@ -231,18 +201,52 @@ def _carry_delta(
         starts.append(weights)
         error = chunk[..., :rank] - chunk[..., rank:] @ weights.transpose(1, 2)
         errors.append(error)
-        weights = torch.add(error.transpose(1, 2) @ added, weights, alpha=decay**size)
+        weights = torch.add(error.transpose(1, 2) @ added, weights, alpha=over_chunk)
         if clamp is not None:
             weights = clamp(weights)
     return torch.stack(starts, dim=1), weights, torch.stack(errors, dim=1)
 
 
 @functools.lru_cache(maxsize=64)
-def _decays(decay: float, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns decay^(t-1-s) where s < t and zero elsewhere, [c, c], and decay^(c-1-s), [c]."""
+def _decays(decay: float, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns decay^s, [c], decay^(t-1-s) where s < t, else 0, [c, c], and decay^(c-1-s), [c]."""
     # cached tensors must not be inference tensors: a later call may need gradients through them
     with torch.inference_mode(False):
         place = torch.arange(size, device=device, dtype=torch.float32)
         apart = place.unsqueeze(1) - place - 1
         within = torch.where(apart >= 0, decay ** apart.clamp(min=0), 0.0)
-        return within, decay ** (size - 1 - place)
+        return decay**place, within, decay ** (size - 1 - place)
+
+
+def correlation_loss(
+    writes: Writes, recalled: Tensor, weights: Tensor, *, decay: float, decorrelation_weight: float
+) -> Tensor:
+    """Correlation objective of one adapter, summed over sequences; scalar, float32.
+
+    Per sequence, with mu = 1 - decay:
+
+        -(1/T) sum_t m_t <q_t, H_t e_t> + mu/2 ||H||^2 + nu ||offdiag(C_q)||^2 / r
+
+    The first two terms are those whose gradient step in H, at rate 1, is the Hebb rule
+    `H' = decay H + m q e^T`. The third keeps the features of q from becoming copies of each other;
+    C_q is taken over the tokens of a sequence, so that the loss does not depend on how sequences
+    are spread over ranks.
+
+    Args:
+        writes, decay: as of `scan_chunks`.
+        recalled: H_t e_t, [B, T, r].
+        weights: H after the last token, [B, r, r].
+        decorrelation_weight: nu; 0.01 keeps the r features of a random projection apart, and is too
+            small to affect the task.
+    """
+    post = writes.post
+    agreement = (writes.strength * (post * recalled).sum(-1)).mean(1)  # [B]
+    size = weights.square().sum((1, 2))  # [B]
+    centred = post - post.mean(1, keepdim=True)
+    covariance = centred.transpose(1, 2) @ centred / post.shape[1]  # [B, r, r]
+    diagonal = torch.diagonal(covariance, dim1=1, dim2=2)
+    shared = covariance.square().sum((1, 2)) - diagonal.square().sum(1)
+    per_sequence = (
+        -agreement + (1 - decay) / 2 * size + decorrelation_weight / post.shape[2] * shared
+    )
+    return per_sequence.sum()

@@ -15,9 +15,9 @@ names and, with plasticity off, its numbers stay what they are.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,13 +31,13 @@ from cdrmix.models.block import BlockState
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.initialize import normal_
 from cdrmix.models.rwkv7 import TimeMix
-from cdrmix.objectives.representation import correlation_loss
 from cdrmix.parallel.frozen_stages import mean_over_layers
 from cdrmix.reasoning.fast_weights import (
     FastWeights,
     Rule,
     Writes,
     blank,
+    correlation_loss,
     limited,
     scan_chunks,
     traces,
@@ -52,36 +52,12 @@ LARGEST_RELATIVE_CHANGE = 0.5
 _TINY = 1e-12  # added to lengths that are divided by, which may be zero
 
 
-class Guards(NamedTuple):
-    """Counters of the guards, scalars over layers and sequences.
-
-    Attributes:
-        limited_writes: tokens whose write was lowered to `LARGEST_WRITE`.
-        skipped_writes: tokens that stored nothing, as their features were not finite.
-        limited_changes: tokens whose change was scaled down to `LARGEST_RELATIVE_CHANGE`.
-        largest_weight: largest magnitude in H after the last token.
-    """
-
-    limited_writes: Tensor
-    skipped_writes: Tensor
-    limited_changes: Tensor
-    largest_weight: Tensor
-
-
 class Adapted(NamedTuple):
-    """Output of an adapter.
+    """Output of an adapter."""
 
-    Attributes:
-        y: output of the layer with its change.
-        after: fast weights after the last token.
-        correlation: local objective; None unless asked for.
-        guards: None where nothing was written.
-    """
-
-    y: Tensor
-    after: FastWeights
-    correlation: Tensor | None = None
-    guards: Guards | None = None
+    y: Tensor  # output of the layer with its change
+    after: FastWeights  # fast weights after the last token
+    correlation: Tensor | None = None  # local objective; None unless asked for
 
 
 class PlasticAdapter(nn.Module):
@@ -102,11 +78,11 @@ class PlasticAdapter(nn.Module):
         self.trace_decay = nn.Parameter(torch.empty(1))  # before its sigmoid
 
     @torch.no_grad()
-    def initialize(self, *, seed: int, name: str) -> None:
+    def initialize(self, *, seed: int, name: str, gain: float = _INITIAL_GAIN) -> None:
         """Sets random factors, a modulator of 1/2 and a trace decay of 1/4."""
         normal_(self.down, self.down.shape[1] ** -0.5, seed=seed, name=f"{name}.down")
         normal_(self.up, self.config.rank**-0.5, seed=seed, name=f"{name}.up")
-        self.gain.fill_(_INITIAL_GAIN)
+        self.gain.fill_(gain)
         for parameter in (self.modulator, self.modulator_bias, self.trace_decay):
             parameter.zero_()
 
@@ -121,16 +97,10 @@ class PlasticAdapter(nn.Module):
         with_correlation: bool,
         mask: Tensor | None = None,
     ) -> Adapted:
-        """Changes the layer's output by the fast weights, and writes them.
+        """Changes the layer's output y0 [B, T, O] of x [B, T, I] by fast weights, and writes them.
 
-        Args:
-            x: input of the layer, [B, T, I].
-            y0: its output, [B, T, O].
-            before: fast weights before the first token.
-            start: tokens of the episode before x.
-            writes: False reads the fast weights and leaves them as they are.
-            with_correlation: compute the local objective too.
-            mask: True for text, False for padding, which stores nothing, [B, T].
+        `before` and `start` are fast weights and tokens of the episode before x; other arguments
+        are as of `PlasticBackbone.forward`.
         """
         if not writes:
             return Adapted(self._read_only(x, y0, before.weights), before)
@@ -159,26 +129,15 @@ class PlasticAdapter(nn.Module):
         )
         correlation = None
         if with_correlation:
-            correlation = self._correlation(stored, read[:, :, 1], weights)
+            correlation = correlation_loss(
+                stored,
+                read[:, :, 1],
+                weights,
+                decay=self.config.decay,
+                decorrelation_weight=self.config.decorrelation_weight,
+            )
         after = FastWeights(weights, trace[:, -1])
-        y, limited_changes = self._change(y0, read[:, :, 0])
-        guards = Guards(
-            limited_writes=(stored.strength < strength).sum(),
-            skipped_writes=(~finite).sum(),
-            limited_changes=limited_changes,
-            largest_weight=weights.detach().abs().max(),
-        )
-        return Adapted(y, after, correlation, guards)
-
-    def _correlation(self, stored: Writes, recalled: Tensor, weights: Tensor) -> Tensor:
-        return correlation_loss(
-            stored.post,
-            stored.strength,
-            recalled,
-            weights,
-            decay=self.config.decay,
-            decorrelation_weight=self.config.decorrelation_weight,
-        )
+        return Adapted(self._change(y0, read[:, :, 0]), after, correlation)
 
     def _read_only(self, x: Tensor, y0: Tensor, weights: Tensor) -> Tensor:
         """Computes `_change` in as few operations as possible, which decide the cost of one token.
@@ -196,8 +155,8 @@ class PlasticAdapter(nn.Module):
         scale = torch.clamp(self.gain * self.config.alpha / (length + _TINY), -largest, largest)
         return torch.addcmul(y0, change, scale.to(y0.dtype))
 
-    def _change(self, y0: Tensor, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns y0 + alpha g B (H p), [B, T, O], and the number of tokens that were bounded."""
+    def _change(self, y0: Tensor, recalled: Tensor) -> Tensor:
+        """Returns y0 + alpha g B (H p), bounded, [B, T, O]."""
         change = self.config.alpha * self.gain * self.up  # [O, r]
         spread = change.transpose(0, 1).float() @ change.float()
         # ||change recalled||^2 in r dimensions instead of O
@@ -205,7 +164,7 @@ class PlasticAdapter(nn.Module):
         layer_size = torch.linalg.vector_norm(y0, dim=-1, dtype=torch.float32)
         scale = (LARGEST_RELATIVE_CHANGE * layer_size / size).clamp(max=1)
         bounded = (recalled * scale.unsqueeze(-1)).to(y0.dtype)
-        return y0 + F.linear(bounded, change.to(y0.dtype)), (scale < 1).sum()
+        return y0 + F.linear(bounded, change.to(y0.dtype))
 
 
 _ADAPTED: dict[type[nn.Module], tuple[str, ...]] = {
@@ -216,46 +175,23 @@ _ADAPTED: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class PlasticState:
-    """Fast weights of a batch of episodes.
-
-    Attributes:
-        layers: by the name of the adapted layer.
-        num_tokens: tokens of the episode so far, padding included; equal for all rows.
-    """
-
-    layers: Mapping[str, FastWeights]
-    num_tokens: int
-
-
-@dataclass(frozen=True)
 class EpisodeState:
-    """State of a batch of sequences.
+    """State of a batch of episodes."""
 
-    Attributes:
-        blocks: state and cache of the backbone; None at the start of a window.
-        plastic: fast weights, which outlive the window.
-    """
-
-    blocks: list[BlockState] | None
-    plastic: PlasticState
+    # fast weights by the name of the adapted layer; they outlive the window
+    layers: Mapping[str, FastWeights]
+    num_tokens: int  # tokens of the episode so far, padding included; equal for all rows
+    # state and cache of the backbone; None at the start of a window
+    blocks: list[BlockState] | None = None
 
 
 class PlasticOutput(NamedTuple):
-    """Output of a forward pass with plasticity.
+    """Output of a forward pass with plasticity."""
 
-    Attributes:
-        output: of the backbone; its `state` is `state.blocks`.
-        state: after the last token.
-        correlation: local objective, summed over sequences and averaged over layers; None unless
-            asked for.
-        guards: of the layers on this rank; None where nothing was written.
-    """
-
-    output: Output
-    state: EpisodeState
+    output: Output  # of the backbone; its `state` is `state.blocks`
+    state: EpisodeState  # after the last token
+    # local objective, summed over sequences and averaged over layers; None unless asked for
     correlation: Tensor | None
-    guards: Guards | None
 
 
 class PlasticBackbone(nn.Module):
@@ -264,10 +200,6 @@ class PlasticBackbone(nn.Module):
     Adapted are receptance, key and value of RWKV blocks, query, key, value and output of
     Transformer blocks, and dense feed-forwards; experts are not.
 
-    Args:
-        backbone: trained or not, as its parameters say.
-        config: rank, scale, decay and clamp of the adapters.
-        rule: hebb, delta or oja.
     Raises:
         ValueError: if the backbone recomputes its activations: a block that is run again would
             write its tokens again.
@@ -278,34 +210,30 @@ class PlasticBackbone(nn.Module):
         if backbone.activation_checkpointing:
             raise ValueError("plastic adapters need a backbone without activation checkpointing")
         self.backbone = backbone
+        self.adapter_config = config
+        self.adapters = nn.ModuleDict()
         self._layers: dict[str, nn.Linear] = {}
         for name, module in backbone.named_modules():
             for part in _ADAPTED.get(type(module), ()):
                 layer = getattr(module, part)
                 assert isinstance(layer, nn.Linear), f"{name}.{part} is no linear layer"
                 self._layers[f"{name}.{part}"] = layer
-        self.adapters = nn.ModuleDict(
-            {
-                _key(name): PlasticAdapter(layer.in_features, layer.out_features, config, rule)
-                for name, layer in self._layers.items()
-            }
-        )
-        self.adapter_config = config
+                # keys of an nn.ModuleDict have no dots
+                key = f"{name}.{part}".replace(".", "/")
+                sizes = (layer.in_features, layer.out_features)
+                self.adapters[key] = PlasticAdapter(*sizes, config, rule)
 
     @torch.no_grad()
-    def initialize(self, *, seed: int) -> None:
+    def initialize(self, *, seed: int, gain: float = _INITIAL_GAIN) -> None:
         """Sets the initial values of the adapters from the seed; the backbone stays."""
         for name in self._layers:
-            self.adapter(name).initialize(seed=seed, name=f"adapters.{name}")
+            self.adapter(name).initialize(seed=seed, name=f"adapters.{name}", gain=gain)
 
     def start(self, batch_size: int) -> EpisodeState:
         """Returns the state of a batch of episodes before their first token."""
-        device = self.backbone.device
-        layers = {
-            name: blank(batch_size, self.adapter_config.rank, device=device)
-            for name in self._layers
-        }
-        return EpisodeState(blocks=None, plastic=PlasticState(layers, num_tokens=0))
+        zero = blank(batch_size, self.adapter_config.rank, device=self.backbone.device)
+        layers = dict.fromkeys(self._layers, zero)
+        return EpisodeState(layers, num_tokens=0)
 
     def forward(
         self,
@@ -318,10 +246,9 @@ class PlasticBackbone(nn.Module):
         with_correlation: bool = False,
         mask: Tensor | None = None,
     ) -> PlasticOutput:
-        """Reads tokens.
+        """Reads tokens, [B, T] int64.
 
         Args:
-            input_ids: [B, T], int64.
             state: from `start` or an earlier call; not changed.
             segment_ids: documents, as in `Backbone.forward`; fast weights pass their boundaries.
             return_blocks: return the backbone's state and cache too.
@@ -335,10 +262,10 @@ class PlasticBackbone(nn.Module):
             results[name] = self.adapter(name)(
                 inputs[0],
                 y0,
-                state.plastic.layers[name],
-                start=state.plastic.num_tokens,
+                state.layers[name],
+                start=state.num_tokens,
                 writes=writes,
-                with_correlation=with_correlation and writes,
+                with_correlation=with_correlation,
                 mask=mask,
             )
             return results[name].y
@@ -346,47 +273,22 @@ class PlasticBackbone(nn.Module):
         # only for this call, so that the same backbone can also be run without its adapters
         with contextlib.ExitStack() as hooks:
             for name, layer in self._layers.items():
-                handle = layer.register_forward_hook(functools.partial(adapt, name))
-                hooks.callback(handle.remove)
+                hooks.enter_context(layer.register_forward_hook(partial(adapt, name)))
             output = self.backbone(
-                input_ids,
-                segment_ids=segment_ids,
-                state=state.blocks,
-                return_state=return_blocks,
+                input_ids, segment_ids=segment_ids, state=state.blocks, return_state=return_blocks
             )
-        after = PlasticState(
+        after = EpisodeState(
             {name: result.after for name, result in results.items()},
-            state.plastic.num_tokens + (input_ids.shape[1] if writes else 0),
+            state.num_tokens + (input_ids.shape[1] if writes else 0),
+            output.state,
         )
-        correlation, guards = _over_layers(list(results.values()), self.backbone)
-        return PlasticOutput(
-            output=output,
-            state=EpisodeState(output.state, after),
-            correlation=correlation,
-            guards=guards,
-        )
+        parts = [each.correlation for each in results.values() if each.correlation is not None]
+        # a stage of a pipeline holds some layers; the mean is over those of all stages
+        correlation = mean_over_layers(torch.stack(parts), self.backbone) if parts else None
+        return PlasticOutput(output, after, correlation)
 
     def adapter(self, name: str) -> PlasticAdapter:
         """Returns the adapter of a layer, by the layer's name in the backbone."""
-        adapter = self.adapters[_key(name)]
+        adapter = self.adapters[name.replace(".", "/")]
         assert isinstance(adapter, PlasticAdapter), "the table holds adapters only"
         return adapter
-
-
-def _key(name: str) -> str:
-    """Converts a layer's name to a key of `nn.ModuleDict`, which allows no dots."""
-    return name.replace(".", "/")
-
-
-def _over_layers(results: list[Adapted], backbone: Backbone) -> tuple[Tensor | None, Guards | None]:
-    """Returns the mean of the layers' objectives and the sum of their counters, where there are."""
-    correlations = [each.correlation for each in results if each.correlation is not None]
-    guards = [each.guards for each in results if each.guards is not None]
-    correlation = None
-    if correlations:
-        # a stage of a pipeline holds some layers; the mean is over those of all stages
-        correlation = mean_over_layers(torch.stack(correlations), backbone)
-    if not guards:
-        return correlation, None
-    writes, skips, changes, largest = (torch.stack(each) for each in zip(*guards, strict=True))
-    return correlation, Guards(writes.sum(), skips.sum(), changes.sum(), largest.max())

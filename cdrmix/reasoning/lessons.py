@@ -8,6 +8,7 @@ policy's phase reads whole texts; the others read a task's evidence among a few 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable, Sequence
@@ -55,34 +56,20 @@ Rows = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Lesson:
-    """One batch, learned from as a whole.
+    """One batch, learned from as a whole."""
 
-    Attributes:
-        seed: of the sampling while it is learned from.
-        examples: tasks, [N].
-        texts: segments and questions of the tasks.
-        evidence: segments from which each answer follows, in the order in which one leads to the
-            next, [N].
-        found: segments in the window at a retrieval, [N].
-        sought: segment that this retrieval should fetch, [N]; -1 for none.
-        gathered: segments in the window at the answer, [N].
-        answers: tokens of the right answers, with the stop, [N].
-        summarised: True for segments that are folded into the slots, [N, L].
-        plain: text of the corpus, [n, T + 1] int64; no rows without a corpus.
-        drills: (tokens of a window with its question, tokens of the answer with the stop), read
-            without any memory.
-    """
-
-    seed: int
-    examples: tuple[Example, ...]
-    texts: Texts
+    seed: int  # of the sampling while it is learned from
+    examples: tuple[Example, ...]  # tasks, [N]
+    texts: Texts  # segments and questions of the tasks
+    # segments from which each answer follows, in the order in which one leads to the next, [N]
     evidence: tuple[tuple[int, ...], ...]
-    found: tuple[tuple[int, ...], ...]
-    sought: Tensor
-    gathered: tuple[tuple[int, ...], ...]
-    answers: tuple[tuple[int, ...], ...]
-    summarised: Tensor
-    plain: Tensor
+    found: tuple[tuple[int, ...], ...]  # segments in the window at a retrieval, [N]
+    sought: Tensor  # segment that this retrieval should fetch, [N]; -1 for none
+    gathered: tuple[tuple[int, ...], ...]  # segments in the window at the answer, [N]
+    answers: tuple[tuple[int, ...], ...]  # tokens of the right answers, with the stop, [N]
+    summarised: Tensor  # True for segments that are folded into the slots, [N, L]
+    plain: Tensor  # text of the corpus, [n, T + 1] int64; no rows without a corpus
+    # windows with their questions, and the answers with the stop, read without any memory
     drills: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
     def to(self, device: torch.device) -> Lesson:
@@ -92,25 +79,16 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Lessons:
-    """Source of lessons.
+    """Source of lessons."""
 
-    Args:
-        training: tasks, lengths and sizes.
-        seed: of the run.
-        window_tokens: of the reader.
-        tokenizer: of the corpus.
-        rows: samples of the corpus by their numbers, [n] -> [n, T + 1]; None leaves text out.
-        num_rows: samples of the corpus.
-        drills: put drills into lessons of the joint phase.
-    """
-
-    training: StageBTraining
-    seed: int
-    window_tokens: int
-    tokenizer: Tokenizer
+    training: StageBTraining  # tasks, lengths and sizes
+    seed: int  # of the run
+    window_tokens: int  # of the reader
+    tokenizer: Tokenizer  # of the corpus
+    # samples of the corpus by their numbers, [n] -> [n, T + 1]; None leaves text out
     rows: Rows | None = None
-    num_rows: int = 0
-    drills: bool = True
+    num_rows: int = 0  # samples of the corpus
+    drills: bool = True  # in lessons of the joint phase
 
     @functools.cached_property
     def marks(self) -> Marks:
@@ -118,11 +96,7 @@ class Lessons:
         return make_marks(self.tokenizer)
 
     def lesson(self, phase: Phase, number: int) -> Lesson:
-        """Makes lesson `number` of a phase, from 0.
-
-        Raises:
-            DataError: if a shard of the corpus is missing or truncated.
-        """
+        """Makes lesson `number` of a phase; raises DataError if a shard cannot be read."""
         # Resuming, and other numbers of ranks, rely on lessons that depend on nothing else. All
         # choices are drawn from one generator: their order decides the numbers of every run.
         rng = random.Random(f"{self.seed}/{phase}/{number}")
@@ -130,14 +104,18 @@ class Lessons:
         count = training.texts_per_lesson
         examples = [self._example(phase, number * count + place) for place in range(count)]
         tasks = [self._task(example, rng, whole=phase == "policy") for example in examples]
-        texts = self.texts([segments for segments, _ in tasks], examples)
+        texts = self.texts(
+            [segments for segments, _ in tasks], [example.question for example in examples]
+        )
         length = texts.tokens.shape[1]
         # shorter texts have empty segments before them, which shifts their places
-        offsets = [length - len(segments) for segments, _ in tasks]
-        windows = [
-            self._windows(len(segments), evidence, offset, rng)
-            for (segments, evidence), offset in zip(tasks, offsets, strict=True)
-        ]
+        evidence = []
+        windows = []
+        for segments, places in tasks:
+            offset = length - len(segments)
+            evidence.append(tuple(place + offset for place in places))
+            windows.append(self._windows(range(offset, length), evidence[-1], rng))
+        found, sought, gathered = zip(*windows, strict=True)
         summarised = torch.tensor(
             [[rng.random() < _SUMMARISED_SHARE for _ in range(length)] for _ in examples]
         )
@@ -151,40 +129,27 @@ class Lessons:
             seed=seed,
             examples=tuple(examples),
             texts=texts,
-            evidence=tuple(
-                tuple(place + offset for place in evidence)
-                for (_, evidence), offset in zip(tasks, offsets, strict=True)
-            ),
-            found=tuple(places for places, _, _ in windows),
-            sought=torch.tensor([sought for _, sought, _ in windows]),
-            gathered=tuple(gathered for _, _, gathered in windows),
-            answers=tuple(self.answer_tokens(example) for example in examples),
+            evidence=tuple(evidence),
+            found=found,
+            sought=torch.tensor(sought),
+            gathered=gathered,
+            answers=tuple(self._answer(example) for example in examples),
             summarised=summarised & (texts.lengths > 0),
             plain=plain,
             drills=self._drills(number, rng) if phase == "joint" and self.drills else (),
         )
 
-    def texts(
-        self, segments: Sequence[Sequence[Sequence[int]]], examples: Sequence[Example]
-    ) -> Texts:
-        """Builds a batch from the segments of each text and its task's question."""
-        return self.as_texts(
-            segments, [self.tokenizer.encode(example.question) for example in examples]
-        )
-
-    def as_texts(
-        self, segments: Sequence[Sequence[Sequence[int]]], questions: Sequence[Sequence[int]]
-    ) -> Texts:
-        """Builds a batch from the segments of each text and the tokens of its question."""
-        most = segment_tokens(self.window_tokens)
-        return make_texts(segments, questions, self.marks, most=most)
+    def texts(self, segments: Sequence[Sequence[Sequence[int]]], questions: Sequence[str]) -> Texts:
+        """Builds a batch from the segments and the question of each text."""
+        ids = [self.tokenizer.encode(question) for question in questions]
+        return make_texts(segments, ids, self.marks, most=segment_tokens(self.window_tokens))
 
     def segments(self, text: str) -> list[list[int]]:
         """Cuts a text into segments of tokens."""
         ids = self.tokenizer.encode(text)
         return cut_segments(ids, self.marks, most=segment_tokens(self.window_tokens))
 
-    def answer_tokens(self, example: Example) -> tuple[int, ...]:
+    def _answer(self, example: Example) -> tuple[int, ...]:
         """Returns the right answer with the stop, cut to the room that windows have for it."""
         words = self.tokenizer.encode(" ".join(example.answers))
         return (*words[: ANSWER_TOKENS - 1], self.marks.stop)
@@ -201,10 +166,8 @@ class Lessons:
         shortest = ratios[number // len(tasks) % len(ratios)] if use == "policy" else 1
         # the same task and not the next one, so that each keeps its share of the lessons
         for ratio in range(shortest, shortest + _LONGER_BY):
-            try:
+            with contextlib.suppress(DataError):
                 return self.example(task, f"{self.seed}/{use}", number, ratio)
-            except DataError:
-                continue
         return self.example(task, f"{self.seed}/{use}", number, shortest + _LONGER_BY)
 
     def example(self, task: str, seed: str, number: int, length_ratio: int) -> Example:
@@ -239,22 +202,16 @@ class Lessons:
         return [segments[place] for place in order], [places[place] for place in evidence]
 
     def _windows(
-        self, count: int, evidence: Sequence[int], offset: int, rng: random.Random
+        self, places: Sequence[int], evidence: Sequence[int], rng: random.Random
     ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
         """Draws the window at a retrieval, the segment to fetch, and the window at the answer."""
-        others = [place for place in range(count) if place not in evidence]
+        others = [place for place in places if place not in evidence]
         strays = rng.sample(others, min(rng.choice(_STRAYS), len(others)))
-        gathered = [*evidence, *strays]
         if not evidence:  # a task over its whole text, as counting words
-            return (), -1, tuple(place + offset for place in gathered)
+            return (), -1, tuple(strays)
         # any prefix of the evidence: the query has to ask for each piece from those before it
         known = rng.randrange(len(evidence))
-        window = [*evidence[:known], *strays]
-        return (
-            tuple(place + offset for place in window),
-            evidence[known] + offset,
-            tuple(place + offset for place in gathered),
-        )
+        return (*evidence[:known], *strays), evidence[known], (*evidence, *strays)
 
     def _drills(
         self, number: int, rng: random.Random
@@ -265,12 +222,11 @@ class Lessons:
         for place in range(count):
             example = self._example("drill", number * count + place)
             segments, evidence = self._task(example, rng, whole=False)
-            gathered = self._windows(len(segments), evidence, 0, rng)[2]
+            *_, gathered = self._windows(range(len(segments)), evidence, rng)
             question = self.tokenizer.encode(example.question)
             room = segment_room(self.window_tokens, len(question))
             places, _ = fitting([len(segment) for segment in segments], gathered, room)
-            window = [segments[each] for each in sorted(places)]
-            drills.append(
-                (window_tokens(window, question, self.marks), self.answer_tokens(example))
-            )
+            held = [segments[each] for each in sorted(places)]
+            window = window_tokens(held, question, self.marks)
+            drills.append((window, self._answer(example)))
         return tuple(drills)

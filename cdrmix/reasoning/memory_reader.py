@@ -14,7 +14,7 @@ a text. At the end the window holds segments fetched from memory and the questio
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.models.backbone import Backbone, Output
 from cdrmix.planning.stage_b_memory import segment_tokens
-from cdrmix.reasoning.hebbian import EpisodeState, PlasticAdapter, PlasticBackbone, PlasticState
+from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone
 from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
 from cdrmix.reasoning.segments import Marks, Texts, fitting, window_tokens
 from cdrmix.reasoning.state_rows import select
@@ -43,59 +43,33 @@ _INITIAL_GAIN = 1.0
 
 @dataclass(frozen=True)
 class Reading:
-    """Result of reading a batch of texts.
+    """Result of reading a batch of texts."""
 
-    Attributes:
-        texts: as they were read.
-        hidden: of every token, [N, L, S, D].
-        pooled: mean over the tokens of each segment, [N, L, D]; 0 where empty.
-        keys: of the segments, unit vectors, [N, L, K].
-        plastic: fast weights after the last token; None where they are switched off.
-        correlation: local objective of the adapters, summed over texts; None unless asked for.
-    """
-
-    texts: Texts
-    hidden: Tensor
-    pooled: Tensor
-    keys: Tensor
-    plastic: PlasticState | None
+    texts: Texts  # as they were read
+    hidden: Tensor  # of every token, [N, L, S, D]
+    pooled: Tensor  # mean over the tokens of each segment, [N, L, D]; 0 where empty
+    keys: Tensor  # of the segments, unit vectors, [N, L, K]
+    # fast weights after the last token; None where they are switched off
+    plastic: EpisodeState | None
+    # local objective of the adapters, summed over texts; None unless asked for
     correlation: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of segments and a question.
+    """Windows of segments and a question."""
 
-    Attributes:
-        rows: text of each window, [n].
-        tokens: [n, T] int64, padded at the end.
-        lengths: without padding, [n].
-        question_lengths: tokens of the question and the marks around it, [n]; they end the window.
-        room: tokens of segments that would still fit, [n].
-    """
-
-    rows: Tensor
-    tokens: Tensor
-    lengths: Tensor
+    tokens: Tensor  # [n, T] int64, padded at the end
+    lengths: Tensor  # without padding, [n]
+    # tokens of the question and the marks around it, [n]; they end the window
     question_lengths: Tensor
-    room: Tensor
-
-    @property
-    def question_mask(self) -> Tensor:
-        """True for the tokens of the question and its marks, [n, T]."""
-        place = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        ends = self.lengths.unsqueeze(1)
-        return (place < ends) & (place >= ends - self.question_lengths.unsqueeze(1))
+    room: Tensor  # tokens of segments that would still fit, [n]
 
 
 class MemoryReader(nn.Module):
-    """Backbone with adapters, working memory, retrieval encoder and memory agent.
+    """Backbone, trained or not, with adapters, working memory, retrieval encoder and memory agent.
 
-    Args:
-        backbone: trained or not.
-        stage_b: dimensions of the parts.
-        window_tokens: length of a window, with question and answer.
-        marks: of the tokenizer.
+    A window has `window_tokens` tokens, with question and answer.
     """
 
     def __init__(
@@ -125,34 +99,24 @@ class MemoryReader(nn.Module):
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
         """Sets the initial values of all parts but the backbone from the seed."""
-        self.plastic.initialize(seed=seed)
-        for adapter in self.plastic.adapters.values():
-            assert isinstance(adapter, PlasticAdapter), "the table holds adapters only"
-            adapter.gain.fill_(_INITIAL_GAIN)
-        self.memory.initialize(seed=seed)
-        self.retrieval.initialize(seed=seed)
-        self.policy.initialize(seed=seed)
+        self.plastic.initialize(seed=seed, gain=_INITIAL_GAIN)
+        for part in (self.memory, self.retrieval, self.policy):
+            part.initialize(seed=seed)
 
     def read(
         self, texts: Texts, *, plastic: bool = True, with_correlation: bool = False
     ) -> Reading:
-        """Reads texts to their end.
-
-        Args:
-            texts: N texts.
-            plastic: False leaves the fast weights out.
-            with_correlation: compute the adapters' local objective too.
-        """
+        """Reads texts to their end, with fast weights and their local objective if asked for."""
         state = self.plastic.start(len(texts.tokens)) if plastic else None
         step = max(self.window_tokens, _LEAST_PASS_TOKENS) // self.segment_tokens
+        every_mask = texts.mask
         hidden = []
         correlations = []
         for first in range(0, texts.tokens.shape[1], step):
             part = slice(first, first + step)
             tokens = texts.tokens[:, part].flatten(1)
-            mask = texts.mask[:, part].flatten(1)
-            segments = torch.arange(tokens.shape[1], device=tokens.device) // self.segment_tokens
-            segments = segments.expand_as(tokens)
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            segments = (places // self.segment_tokens).expand_as(tokens)
             if state is None:
                 # as under the memory phase's plain reading, which is cheaper without hooks
                 hidden.append(self.backbone(tokens, segment_ids=segments).hidden)
@@ -161,33 +125,23 @@ class MemoryReader(nn.Module):
                 tokens,
                 state=state,
                 segment_ids=segments,
-                mask=mask,
+                mask=every_mask[:, part].flatten(1),
                 with_correlation=with_correlation,
             )
-            state = EpisodeState(None, read.state.plastic)
+            state = read.state
             hidden.append(read.output.hidden)
             if read.correlation is not None:
                 correlations.append(read.correlation)
         every = torch.cat(hidden, dim=1).unflatten(1, texts.tokens.shape[1:])  # [N, L, S, D]
-        pooled = _masked_mean(every, texts.mask)
-        return Reading(
-            texts=texts,
-            hidden=every,
-            pooled=pooled,
-            keys=self.retrieval.key(pooled.flatten(0, 1).unsqueeze(1)).unflatten(
-                0, pooled.shape[:2]
-            ),
-            plastic=state.plastic if state else None,
-            correlation=torch.stack(correlations).mean() if correlations else None,
-        )
+        pooled = _masked_mean(every, every_mask)
+        keys = self.retrieval.key(pooled.flatten(0, 1).unsqueeze(1)).unflatten(0, pooled.shape[:2])
+        correlation = torch.stack(correlations).mean() if correlations else None
+        return Reading(texts, every, pooled, keys, state, correlation)
 
     def summarise(self, reading: Reading, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Folds chosen segments into fresh slots, in their order, [n, slots, width].
+        """Folds chosen segments [n, L] into fresh slots, in their order, [n, slots, width].
 
-        Args:
-            reading: of N texts.
-            rows: text of each result, [n].
-            chosen: True for segments to fold, [n, L].
+        `rows`, [n], says of which text each row is.
         """
         slots = self.memory.start(len(rows))
         mask = reading.texts.mask
@@ -202,11 +156,7 @@ class MemoryReader(nn.Module):
     ) -> Windows:
         """Builds windows of fetched segments, in the order of the text, and the question.
 
-        Args:
-            texts: N texts.
-            rows: text of each window.
-            fetched: segments of each window, the most wanted first; the first one without room and
-                all behind it are left out.
+        `rows` holds the text of each window, `fetched` its segments as `choose` takes them.
         """
         windows = []
         rooms = []
@@ -215,109 +165,84 @@ class MemoryReader(nn.Module):
             rooms.append(room)
             segments = [texts.segment(row, place) for place in sorted(places)]
             windows.append(window_tokens(segments, texts.questions[row], self.marks))
-        device = texts.tokens.device
-        tokens = torch.full((len(windows), max(map(len, windows))), self.marks.pad)
+        lengths = [len(ids) for ids in windows]
+        questions = [len(texts.questions[row]) + 2 for row in rows]
+        tokens = torch.full((len(windows), max(lengths)), self.marks.pad)
         for place, ids in enumerate(windows):
             tokens[place, : len(ids)] = torch.tensor(ids)
-        return Windows(
-            rows=torch.tensor(rows, device=device),
-            tokens=tokens.to(device),
-            lengths=torch.tensor([len(ids) for ids in windows], device=device),
-            question_lengths=torch.tensor(
-                [len(texts.questions[row]) + 2 for row in rows], device=device
-            ),
-            room=torch.tensor(rooms, device=device),
-        )
-
-    def last_windows(self, texts: Texts) -> Windows:
-        """Builds the windows of a reader without memory: last segments of the text, question."""
-        latest = range(texts.tokens.shape[1] - 1, -1, -1)
-        rows = range(len(texts.questions))
-        return self.windows(texts, rows, [latest] * len(rows))
+        device = texts.tokens.device
+        numbers = (torch.tensor(each, device=device) for each in (lengths, questions, rooms))
+        return Windows(tokens.to(device), *numbers)
 
     def choose(self, texts: Texts, row: int, wanted: Sequence[int]) -> tuple[list[int], int]:
-        """Returns the wanted segments that fit into the window of a text, and the room left."""
+        """Returns the `fitting` segments for the window of a text, and the room left."""
         room = segment_room(self.window_tokens, len(texts.questions[row]))
         return fitting(texts.lengths[row].tolist(), wanted, room)
 
-    @contextlib.contextmanager
-    def remembering(self, slots: Tensor | None) -> Iterator[None]:
+    def remembering(self, slots: Tensor | None) -> contextlib.AbstractContextManager[None]:
         """Lets the backbone read slots while this lasts; None: without."""
         if slots is None:
-            yield
-            return
-        with self.memory.reading(self.backbone, slots):
-            yield
+            return contextlib.nullcontext()
+        return self.memory.reading(self.backbone, slots)
 
     def look(
         self,
         tokens: Tensor,
         *,
         slots: Tensor | None,
-        plastic: PlasticState | None,
-        blocks: EpisodeState | None = None,
+        plastic: EpisodeState | None,
         return_blocks: bool = False,
-    ) -> tuple[Output, EpisodeState | None]:
+    ) -> tuple[Output, EpisodeState]:
         """Runs one pass over windows, which writes neither slots nor fast weights.
 
         Args:
-            tokens: of windows, or those that continue `blocks`, [n, T].
+            tokens: of windows, or those that continue a pass, [n, T].
             slots: of each window, [n, slots, width]; None without.
-            plastic: fast weights of each window; None without.
-            blocks: from an earlier pass.
+            plastic: fast weights of each window, or the state of the pass to continue; None, or one
+                without fast weights, leaves them out.
             return_blocks: return the state from which a later pass goes on.
         """
-        if plastic is None:
-            # blocks are returned in the same form, so that decoding goes on in either case
-            with self.remembering(slots):
-                before = blocks.blocks if blocks else None
-                output = self.backbone(tokens, state=before, return_state=return_blocks)
-            return output, EpisodeState(output.state, PlasticState({}, 0))
-        state = EpisodeState(blocks.blocks if blocks else None, plastic)
+        state = plastic or EpisodeState({}, 0)
         with self.remembering(slots):
-            read = self.plastic(tokens, state=state, writes=False, return_blocks=return_blocks)
-        return read.output, read.state
+            if state.layers:
+                read = self.plastic(tokens, state=state, writes=False, return_blocks=return_blocks)
+                return read.output, read.state
+            output = self.backbone(tokens, state=state.blocks, return_state=return_blocks)
+            # in the same form, so that decoding goes on in either case
+            return output, EpisodeState({}, 0, output.state)
 
     def question_state(self, windows: Windows, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Pools the question's hidden states, [n, T, D] -> [n, D], and makes queries [n, K]."""
-        pooled = _masked_mean(hidden, windows.question_mask)
+        place = torch.arange(hidden.shape[1], device=hidden.device)
+        ends = windows.lengths.unsqueeze(1)
+        is_question = (place < ends) & (place >= ends - windows.question_lengths.unsqueeze(1))
+        pooled = _masked_mean(hidden, is_question)
         return pooled, self.retrieval.query(pooled)
 
     @torch.no_grad()
     def answer(
-        self, windows: Windows, *, slots: Tensor | None, plastic: PlasticState | None
+        self, windows: Windows, *, slots: Tensor | None, plastic: EpisodeState | None
     ) -> list[list[int]]:
-        """Decodes greedy answers, without the stop.
-
-        Args:
-            windows: n windows.
-            slots: of each window; None without.
-            plastic: fast weights of each window; None without.
-        """
-        answers: list[list[int]] = [[] for _ in windows.rows]
+        """Decodes greedy answers, without the stop; slots and fast weights as in `look`."""
+        answers: list[list[int]] = [[] for _ in windows.lengths]
         # windows of equal length together, so that neither state nor cache holds padding
         for length in windows.lengths.unique().tolist():
             group = torch.nonzero(windows.lengths == length).flatten()
             decoded = self._decode(
-                windows.tokens[group, :length],
-                None if slots is None else slots[group],
-                None if plastic is None else select(plastic, group),
+                windows.tokens[group, :length], select(slots, group), select(plastic, group)
             )
             for place, tokens in zip(group.tolist(), decoded.tolist(), strict=True):
                 end = tokens.index(self.marks.stop) if self.marks.stop in tokens else None
                 answers[place] = tokens[:end]
         return answers
 
-    def _decode(self, tokens: Tensor, slots: Tensor | None, plastic: PlasticState | None) -> Tensor:
+    def _decode(self, tokens: Tensor, slots: Tensor | None, state: EpisodeState | None) -> Tensor:
         """Decodes until all answers have stopped, [n, T] -> [n, <= ANSWER_TOKENS]."""
         # rows that have stopped are decoded on, which keeps the batch whole, and cut by the caller
         stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         answer = []
-        state = None
         for _ in range(ANSWER_TOKENS):
-            output, state = self.look(
-                tokens, slots=slots, plastic=plastic, blocks=state, return_blocks=True
-            )
+            output, state = self.look(tokens, slots=slots, plastic=state, return_blocks=True)
             next_tokens = self.backbone.logits(output.hidden[:, -1]).argmax(-1)
             answer.append(next_tokens)
             stopped |= next_tokens == self.marks.stop
@@ -328,18 +253,16 @@ class MemoryReader(nn.Module):
 
     @torch.no_grad()
     def answer_alone(self, texts: Texts) -> list[list[int]]:
-        """Answers with the backbone alone, from the end of each text."""
-        return self.answer(self.last_windows(texts), slots=None, plastic=None)
+        """Answers with the backbone alone, from windows of the last segments of each text."""
+        latest = range(texts.tokens.shape[1] - 1, -1, -1)
+        rows = range(len(texts.questions))
+        windows = self.windows(texts, rows, [latest] * len(rows))
+        return self.answer(windows, slots=None, plastic=None)
 
 
 def segment_room(window_tokens: int, question_tokens: int) -> int:
     """Returns the tokens of segments that fit into a window beside question and answer."""
     return window_tokens - ANSWER_TOKENS - question_tokens - 2
-
-
-def plastic_rows(plastic: PlasticState | None, rows: Tensor) -> PlasticState | None:
-    """Selects the fast weights of chosen texts, [n]."""
-    return None if plastic is None else select(plastic, rows)
 
 
 def _masked_mean(hidden: Tensor, mask: Tensor) -> Tensor:

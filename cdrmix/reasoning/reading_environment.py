@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,17 +27,18 @@ from torch.nn import functional as F
 
 from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.reasoning.earlier import Earlier
-from cdrmix.reasoning.hebbian import PlasticState
-from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows, plastic_rows
+from cdrmix.reasoning.memory_reader import MemoryReader, Reading, Windows
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action, EpisodeOutcome, Observation, Transition
+from cdrmix.reasoning.state_rows import select
 
 # Most segments spliced into a window; those without room in it are left out.
 MOST_FETCHED = 8
 STEPS_AFTER_QUESTION = 9  # four times retrieve and splice, then answer
 # (text, answer tokens) -> 0 to 1
 Grade = Callable[[int, Sequence[int]], float]
-# (text, segments in the window, bits of those in the slots): all that an answer depends on
+# (text, segments in the window, bits of those in the slots): all that a window's numbers depend on
 _Key = tuple[int, tuple[int, ...], bytes]
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -45,57 +47,37 @@ class ReadingState:
 
     Segments in memory, buffer and window are numbered through: first the entries of earlier texts,
     then the segments of the text.
-
-    Attributes:
-        rows: text of each episode, [N].
-        time: steps taken, [N].
-        memory: segments written, oldest first, -1 where empty, [N, M].
-        buffer: segments retrieved, best first, -1 where empty, [N, top_k].
-        score: cosine of the best segment in the buffer, [N]; 0 where empty.
-        fetched: segments spliced into the window, the earliest first, -1 where empty, [N, J].
-        summarised: True for segments folded into the slots, [N, L].
-        last: last action, [N]; -1 at the start.
-        operations: retrievals and writes, [N].
-        harm: entries evicted, and retrievals that fetched nothing for the question, [N].
-        seen: pooled hidden state of the window with the question, [N, D]; 0 before.
-        query: retrieval query of that window, [N, K]; 0 before.
-        filled: share of the window's room that spliced segments take, [N].
-        earned: score of the answer, [N]; 0 until it is settled.
-        solved: True where the episode is over, [N].
     """
 
-    rows: Tensor
-    time: Tensor
-    memory: Tensor
-    buffer: Tensor
-    score: Tensor
-    fetched: Tensor
-    summarised: Tensor
-    last: Tensor
-    operations: Tensor
-    harm: Tensor
-    seen: Tensor
-    query: Tensor
-    filled: Tensor
-    earned: Tensor
-    solved: Tensor
+    rows: Tensor  # text of each episode, [N]
+    time: Tensor  # steps taken, [N]
+    memory: Tensor  # segments written, oldest first, -1 where empty, [N, M]
+    buffer: Tensor  # segments retrieved, best first, -1 where empty, [N, top_k]
+    score: Tensor  # cosine of the best segment in the buffer, [N]; 0 where empty
+    fetched: Tensor  # segments spliced into the window, the earliest first, -1 where empty, [N, J]
+    summarised: Tensor  # True for segments folded into the slots, [N, L]
+    last: Tensor  # last action, [N]; -1 at the start
+    operations: Tensor  # retrievals and writes, [N]
+    harm: Tensor  # entries evicted, and retrievals that fetched nothing for the question, [N]
+    seen: Tensor  # pooled hidden state of the window with the question, [N, D]; 0 before
+    query: Tensor  # retrieval query of that window, [N, K]; 0 before
+    filled: Tensor  # share of the window's room that spliced segments take, [N]
+    earned: Tensor  # score of the answer, [N]; 0 until it is settled
+    solved: Tensor  # True where the episode is over, [N]
 
 
 class ReadingEpisodes:
     """Rules of episodes on a batch of texts that were read already.
 
     Args:
-        reader: runs windows and answers.
-        reading: of P texts.
+        reader, reading: what runs windows and answers, and what it read of P texts.
         grade: score of an answer.
         forbidden: actions that are never legal.
         earlier: entries of earlier texts; None for none.
 
     Attributes:
         texts: segments by the numbers that states use.
-        num_earlier: number of entries of earlier texts.
-        retrieval_seconds: total time of searches.
-        num_retrievals: total number of episodes searched for.
+        retrieval_seconds, num_retrievals: time of searches, and episodes searched for, in total.
     """
 
     def __init__(
@@ -122,31 +104,29 @@ class ReadingEpisodes:
         self.num_retrievals = 0
         # rollouts of one text often share a window: each is run, and answered, once
         self._looks: dict[_Key, tuple[Tensor, Tensor, Tensor]] = {}
-        self._answers: dict[_Key, tuple[list[int], float]] = {}
+        self._answers: dict[_Key, list[int]] = {}
 
     def start(self, branches: int = 1) -> ReadingState:
         """Returns episodes before their first action, those of one text beside each other."""
         texts = self.reading.texts
-        device = texts.tokens.device
-        rows = torch.arange(len(texts.tokens), device=device).repeat_interleave(branches)
+        rows = torch.arange(len(texts.tokens), device=texts.tokens.device)
+        rows = rows.repeat_interleave(branches)
         zero = torch.zeros_like(rows)
         state = ReadingState(
             rows=rows,
             time=zero,
             memory=zero.new_full((len(rows), self.num_entries), -1),
             buffer=zero.new_full((len(rows), self.top_k), -1),
-            score=torch.zeros(len(rows), device=device),
+            score=zero.float(),
             fetched=zero.new_full((len(rows), MOST_FETCHED), -1),
-            summarised=torch.zeros(
-                len(rows), texts.tokens.shape[1], dtype=torch.bool, device=device
-            ),
+            summarised=zero.bool().unsqueeze(1).repeat(1, texts.tokens.shape[1]),
             last=zero - 1,
             operations=zero,
             harm=zero,
-            seen=torch.zeros(len(rows), self.reading.pooled.shape[2], device=device),
-            query=torch.zeros(len(rows), self.reading.keys.shape[2], device=device),
-            filled=torch.zeros(len(rows), device=device),
-            earned=torch.zeros(len(rows), device=device),
+            seen=torch.zeros(len(rows), self.reading.pooled.shape[2], device=rows.device),
+            query=torch.zeros(len(rows), self.reading.keys.shape[2], device=rows.device),
+            filled=zero.float(),
+            earned=zero.float(),
             solved=zero.bool(),
         )
         # an empty text begins with the question
@@ -157,29 +137,19 @@ class ReadingEpisodes:
         at_question = self._is_asked(state)
         segment = self.reading.pooled[state.rows, self._place(state)]
         hidden = torch.where(at_question.unsqueeze(1), state.seen, segment)
-        features = torch.stack(
-            [
-                state.operations / self.config.step_budget,
-                at_question.float(),
-                (state.buffer >= 0).float().mean(1),
-                state.score,
-                state.filled,
-            ],
-            dim=1,
-        )
+        used = state.operations / self.config.step_budget
+        waiting = (state.buffer >= 0).float().mean(1)
+        numbers = [used, at_question.float(), waiting, state.score, state.filled]
         last = F.one_hot(state.last + 1, NUM_ACTIONS + 1)[:, 1:]
-        return Observation(
-            hidden, torch.cat([features, last], dim=1), self._legal(state, at_question)
-        )
+        features = torch.cat([torch.stack(numbers, dim=1), last], dim=1)
+        return Observation(hidden, features, self._legal(state, at_question))
 
     def _legal(self, state: ReadingState, at_question: Tensor) -> Tensor:
         """Returns the legal actions, [N, A]; SPLICE_WINDOW always is, as it moves on when empty.
 
         The budget limits retrievals and writes, so that passing a long text by costs nothing.
         """
-        legal = torch.ones(
-            len(state.time), NUM_ACTIONS, dtype=torch.bool, device=at_question.device
-        )
+        legal = at_question.new_ones(len(at_question), NUM_ACTIONS)
         # a second retrieval before the splice would ask the same again
         waiting = at_question & (state.buffer >= 0).any(1)
         has_entries = (state.memory >= 0).any(1) | (self.num_earlier > 0)
@@ -255,7 +225,8 @@ class ReadingEpisodes:
     @torch.no_grad()
     def answers(self, state: ReadingState) -> list[list[int]]:
         """Returns the tokens of each episode's answer."""
-        return [self._answers[key][0] for key in self._answer(state)]
+        every = torch.arange(len(state.rows), device=state.rows.device)
+        return self._for_windows(state, every, self._answers, self.reader.answer)
 
     def in_window(self, state: ReadingState, row: int) -> list[int]:
         """Returns the segments in the window of an episode beside its question."""
@@ -273,67 +244,63 @@ class ReadingEpisodes:
         rows = torch.nonzero(changed).flatten()
         if len(rows) == 0:
             return state
-        keys = self._keys(state, rows)
-        new = {key: int(row) for key, row in zip(keys, rows, strict=True) if key not in self._looks}
-        if new:
-            places = torch.tensor(list(new.values()), device=rows.device)
-            windows, slots, plastic = self._window(state, places)
-            output, _ = self.reader.look(windows.tokens, slots=slots, plastic=plastic)
+
+        def run(windows: Windows, **memory: Any) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+            output, _ = self.reader.look(windows.tokens, **memory)
             seen, query = self.reader.question_state(windows, output.hidden)
             free = self.reader.window_tokens - windows.question_lengths
-            filled = 1 - windows.room / free
-            for place, key in enumerate(new):
-                self._looks[key] = (seen[place], query[place], filled[place])
-        looks = [
-            torch.stack(column) for column in zip(*(self._looks[key] for key in keys), strict=True)
-        ]
+            return zip(seen, query, 1 - windows.room / free, strict=True)
+
+        looks = self._for_windows(state, rows, self._looks, run)
+        seen, query, filled = (torch.stack(column) for column in zip(*looks, strict=True))
         return dataclasses.replace(
             state,
-            seen=state.seen.index_copy(0, rows, looks[0].to(state.seen.dtype)),
-            query=state.query.index_copy(0, rows, looks[1]),
-            filled=state.filled.index_copy(0, rows, looks[2]),
+            seen=state.seen.index_copy(0, rows, seen.to(state.seen.dtype)),
+            query=state.query.index_copy(0, rows, query),
+            filled=state.filled.index_copy(0, rows, filled),
         )
 
     def _earned(self, state: ReadingState) -> Tensor:
         """Returns the scores of the answers, [N]."""
-        return state.earned.new_tensor([self._answers[key][1] for key in self._answer(state)])
+        answers = zip(state.rows.tolist(), self.answers(state), strict=True)
+        return state.earned.new_tensor([self.grade(row, answer) for row, answer in answers])
 
-    def _answer(self, state: ReadingState) -> list[_Key]:
-        """Answers each window that has no answer yet, and returns the keys of all."""
-        keys = self._keys(state, torch.arange(len(state.rows)))
-        new = {key: row for row, key in enumerate(keys) if key not in self._answers}
+    def _for_windows(
+        self,
+        state: ReadingState,
+        places: Tensor,
+        known: dict[_Key, _Found],
+        run: Callable[..., Iterable[_Found]],
+    ) -> list[_Found]:
+        """Runs the windows of chosen episodes [n], equal ones once, unless their result is known.
+
+        Args:
+            state, places: all episodes, and the places of those chosen.
+            known: results by window; new ones are added.
+            run: (windows, slots=, plastic=) -> a result for each.
+        """
+        keys = [
+            (
+                int(state.rows[place]),
+                tuple(self._wanted(state, place)),
+                state.summarised[place].cpu().numpy().tobytes(),
+            )
+            for place in places.tolist()
+        ]
+        by_key = dict(zip(keys, places, strict=True))
+        new = {key: place for key, place in by_key.items() if key not in known}
         if new:
-            places = torch.tensor(list(new.values()), device=state.rows.device)
-            windows, slots, plastic = self._window(state, places)
-            answers = self.reader.answer(windows, slots=slots, plastic=plastic)
-            for key, answer in zip(new, answers, strict=True):
-                self._answers[key] = (answer, self.grade(key[0], answer))
-        return keys
-
-    def _window(
-        self, state: ReadingState, places: Tensor
-    ) -> tuple[Windows, Tensor, PlasticState | None]:
-        """Returns windows, slots and fast weights of chosen episodes."""
-        rows = state.rows[places]
-        windows = self.reader.windows(
-            self.texts, rows.tolist(), [self._wanted(state, int(p)) for p in places]
-        )
-        slots = self.reader.summarise(self.reading, rows, state.summarised[places])
-        return windows, slots, plastic_rows(self.reading.plastic, rows)
+            chosen = torch.stack(list(new.values()))
+            rows = state.rows[chosen]
+            wanted = [segments for _, segments, _ in new]
+            windows = self.reader.windows(self.texts, rows.tolist(), wanted)
+            slots = self.reader.summarise(self.reading, rows, state.summarised[chosen])
+            found = run(windows, slots=slots, plastic=select(self.reading.plastic, rows))
+            known.update(zip(new, found, strict=True))
+        return [known[key] for key in keys]
 
     def _wanted(self, state: ReadingState, place: int) -> list[int]:
         return [segment for segment in state.fetched[place].tolist() if segment >= 0]
-
-    def _keys(self, state: ReadingState, rows: Tensor) -> list[_Key]:
-        """Returns keys by which episodes with equal windows and slots share one pass and answer."""
-        return [
-            (
-                int(state.rows[row]),
-                tuple(self._wanted(state, row)),
-                state.summarised[row].cpu().numpy().tobytes(),
-            )
-            for row in rows.tolist()
-        ]
 
     def _num_steps(self, state: ReadingState) -> Tensor:
         return self.reading.texts.num_segments[state.rows] + STEPS_AFTER_QUESTION
@@ -371,8 +338,5 @@ class ReadingEpisodes:
         order = best.indices[:, : self.top_k]
         nearest = torch.where(usable.gather(1, order), candidates.gather(1, order), -1)
         nearest = F.pad(nearest, (0, self.top_k - nearest.shape[1]), value=-1)
-        top = best.values[:, 0].clamp(min=0)
-        return (
-            torch.where(retrieves.unsqueeze(1), nearest, state.buffer),
-            torch.where(retrieves, top, state.score),
-        )
+        buffer = torch.where(retrieves.unsqueeze(1), nearest, state.buffer)
+        return buffer, torch.where(retrieves, best.values[:, 0].clamp(min=0), state.score)

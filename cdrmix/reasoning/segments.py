@@ -18,21 +18,13 @@ _SENTENCE_ENDS = (".", "?", "!", "\n")
 
 
 class Marks(NamedTuple):
-    """Special tokens of a window.
+    """Special tokens of a window."""
 
-    Attributes:
-        memory: before every segment, and before the question.
-        answer: behind the question.
-        stop: end of an answer.
-        pad: padding.
-        ends: True for tokens that end a sentence, [V].
-    """
-
-    memory: int
-    answer: int
-    stop: int
-    pad: int
-    ends: Tensor
+    memory: int  # before every segment, and before the question
+    answer: int  # behind the question
+    stop: int  # end of an answer
+    pad: int  # padding
+    ends: Tensor  # True for tokens that end a sentence, [V]
 
 
 @dataclass(frozen=True)
@@ -41,16 +33,11 @@ class Texts:
 
     Rows are aligned at their ends: a shorter text has empty segments before it, so that the
     question follows the last segment of every row.
-
-    Attributes:
-        tokens: [N, L, S] int64, padded at the end of each segment.
-        lengths: tokens of each segment, 0 where empty, [N, L].
-        questions: tokens of each question.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-    questions: tuple[tuple[int, ...], ...]
+    tokens: Tensor  # [N, L, S] int64, padded at the end of each segment
+    lengths: Tensor  # tokens of each segment, 0 where empty, [N, L]
+    questions: tuple[tuple[int, ...], ...]  # tokens of each question
 
     @property
     def mask(self) -> Tensor:
@@ -97,30 +84,25 @@ def make_marks(tokenizer: Tokenizer) -> Marks:
 
 
 def cut_segments(ids: Sequence[int], marks: Marks, *, most: int) -> list[list[int]]:
-    """Cuts a text into segments of as many whole sentences as fit; a longer sentence is cut.
+    """Cuts a text into segments of as many whole sentences as fit into `most` tokens.
 
-    Args:
-        ids: tokens of the text.
-        marks: of the tokenizer.
-        most: length of the longest segment (tokens).
+    A longer sentence is cut.
     """
     sentences: list[list[int]] = [[]]
     for id in ids:
         sentences[-1].append(id)
         # a model may have more ids than its tokenizer
-        if id < len(marks.ends) and bool(marks.ends[id]):
+        if id < len(marks.ends) and marks.ends[id]:
             sentences.append([])
-    segments: list[list[int]] = []
-    open_segment: list[int] = []
+    segments: list[list[int]] = [[]]
     for sentence in sentences:
-        if len(open_segment) + len(sentence) > most:
-            segments.append(open_segment)
-            open_segment = []
-        open_segment = open_segment + sentence
-        while len(open_segment) > most:
-            segments.append(open_segment[:most])
-            open_segment = open_segment[most:]
-    return [segment for segment in [*segments, open_segment] if segment]
+        if len(segments[-1]) + len(sentence) > most:
+            segments.append([])
+        segments[-1] += sentence
+        while len(segments[-1]) > most:
+            segments.append(segments[-1][most:])
+            del segments[-2][most:]
+    return [segment for segment in segments if segment]
 
 
 def fitting(lengths: Sequence[int], wanted: Sequence[int], room: int) -> tuple[list[int], int]:
@@ -146,10 +128,8 @@ def window_tokens(
     segments: Sequence[Sequence[int]], question: Sequence[int], marks: Marks
 ) -> tuple[int, ...]:
     """Joins the tokens of a window: segments, each behind its mark, and the question."""
-    ids: list[int] = []
-    for segment in segments:
-        ids += [marks.memory, *segment]
-    return (*ids, marks.memory, *question, marks.answer)
+    held = [id for segment in segments for id in (marks.memory, *segment)]
+    return (*held, marks.memory, *question, marks.answer)
 
 
 def make_texts(
@@ -159,13 +139,9 @@ def make_texts(
     *,
     most: int,
 ) -> Texts:
-    """Builds a batch of texts from their segments.
+    """Builds a batch of texts from the tokens of their segments and questions; `most` is S.
 
-    Args:
-        texts: tokens of each segment of each text; at least one segment in one of them.
-        questions: tokens of each question.
-        marks: of the tokenizer.
-        most: S.
+    At least one text has a segment.
     """
     length = max(len(segments) for segments in texts)
     tokens = torch.full((len(texts), length, most), marks.pad)

@@ -16,28 +16,29 @@ from torch import Tensor
 State = TypeVar("State")
 
 
-def map_tensors(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(state: Any, function: Callable[..., Tensor], *others: Any) -> Any:
     """Returns the same structure with every tensor replaced and all else as it is.
 
     Args:
         state: tensors in dataclasses, named tuples, lists, tuples and mappings.
-        function: tensor -> tensor.
+        function: of a tensor of `state` and those at its place in `others`.
+        others: states of the same structure.
     """
     if isinstance(state, Tensor):
-        return function(state)
+        return function(state, *others)
     if dataclasses.is_dataclass(state) and not isinstance(state, type):
-        values = {
-            field.name: map_tensors(getattr(state, field.name), function)
-            for field in dataclasses.fields(state)
-        }
-        return dataclasses.replace(state, **values)
+        fields = [vars(each) for each in (state, *others)]
+        return dataclasses.replace(state, **map_tensors(fields[0], function, *fields[1:]))
     if isinstance(state, Mapping):
-        return {key: map_tensors(value, function) for key, value in state.items()}
-    # a named tuple takes its fields one by one, a plain tuple takes an iterable
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        return type(state)(*(map_tensors(value, function) for value in state))
+        return {
+            key: map_tensors(value, function, *(other[key] for other in others))
+            for key, value in state.items()
+        }
     if isinstance(state, (list, tuple)):
-        return type(state)(map_tensors(value, function) for value in state)
+        rows = zip(state, *others, strict=True)
+        parts = [map_tensors(part, function, *rest) for part, *rest in rows]
+        # a named tuple takes its fields one by one, a plain tuple takes an iterable
+        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
     return state
 
 
@@ -53,21 +54,11 @@ def select(state: State, rows: Tensor) -> State:
 
 def merge(rows: Tensor, new: State, old: State) -> State:
     """Takes rows of `new` where `rows` [n] is true, of `old` elsewhere; both of one structure."""
-    tensors: list[Tensor] = []
 
-    def collect(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    # both walks visit the tensors in the same order, which pairs them up
-    map_tensors(new, collect)
-    replacements = iter(tensors)
-
-    def choose(tensor: Tensor) -> Tensor:
-        replacement = next(replacements)
+    def choose(ours: Tensor, theirs: Tensor) -> Tensor:
         # what a step does not change (streams of text, mostly) is large and shared: no copy
-        if replacement is tensor:
-            return tensor
-        return torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), replacement, tensor)
+        if ours is theirs:
+            return ours
+        return torch.where(rows.view(-1, *[1] * (ours.dim() - 1)), ours, theirs)
 
-    return map_tensors(old, choose)
+    return map_tensors(new, choose, old)

@@ -22,8 +22,17 @@ from typing import Literal, NamedTuple, get_args
 from cdrmix.errors import DataError
 from cdrmix.monitoring.sinks import write_text_atomic
 
+Match = Literal["all", "any"]
+CountTokens = Callable[[str], int]
 _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
+_FILLER = (
+    "Nobody asked about {}.",
+    "The way to {} is long.",
+    "It rained in {} again.",
+    "A letter from {} came late.",
+    "They spoke of {} for an hour.",
+)
 
 
 class Puzzle(NamedTuple):
@@ -37,7 +46,7 @@ class Puzzle(NamedTuple):
     question: str
     answers: list[str]
     evidence: list[str]
-    match: Literal["all", "any"] = "all"
+    match: Match = "all"
 
 
 def words(rng: random.Random, *, num_syllables: int = 3) -> Iterator[str]:
@@ -122,13 +131,9 @@ def arithmetic(rng: random.Random, *, steps: int) -> Puzzle:
         earlier = name
         name = next(fresh)
         amount = rng.randrange(1, 10)
-        if rng.random() < 0.5:
-            value = value + amount
-            what = f"{earlier} plus {amount}"
-        else:
-            value = value - amount
-            what = f"{earlier} minus {amount}"
-        statements.append(f"{name} is {what}.")
+        plus = rng.random() < 0.5
+        value += amount if plus else -amount
+        statements.append(f"{name} is {earlier} {'plus' if plus else 'minus'} {amount}.")
     return Puzzle(statements, f"What is {name}?", [str(value)], statements[::-1], "any")
 
 
@@ -164,38 +169,20 @@ KINDS: dict[str, Callable[[random.Random], Puzzle]] = {
     "arithmetic": lambda rng: arithmetic(rng, steps=3),
     "logic": lambda rng: logic(rng, steps=3),
 }
-Match = Literal["all", "any"]
-CountTokens = Callable[[str], int]
-_FILLER = (
-    "Nobody asked about {}.",
-    "The way to {} is long.",
-    "It rained in {} again.",
-    "A letter from {} came late.",
-    "They spoke of {} for an hour.",
-)
 
 
 @dataclass(frozen=True)
 class Example:
-    """Task with its text, and a row of a file of tasks.
+    """Task with its text, and a row of a file of tasks."""
 
-    Attributes:
-        task: a key of `KINDS`, or any name in a file of the user's.
-        length_ratio: length of the text in windows.
-        text: read before the question.
-        question: at the end of the text.
-        answers: right words.
-        match: all: every answer counts its share; any: one is enough.
-        evidence: sentences of the text from which the answer follows, in the order in which one
-            leads to the next; used by training, not by evaluation.
-    """
-
-    task: str
-    length_ratio: int
-    text: str
-    question: str
-    answers: tuple[str, ...]
-    match: Match
+    task: str  # a key of `KINDS`, or any name in a file of the user's
+    length_ratio: int  # length of the text in windows
+    text: str  # read before the question
+    question: str  # at the end of the text
+    answers: tuple[str, ...]  # right words
+    match: Match  # all: every answer counts its share; any: one is enough
+    # sentences of the text from which the answer follows, in the order in which one leads to the
+    # next; used by training, not by evaluation
     evidence: tuple[str, ...] = ()
 
 
@@ -234,10 +221,8 @@ def generate_examples(
 
     Args:
         task: a key of `KINDS`.
-        number: from 0.
-        seed: of all examples.
-        length_ratio: length of the text in windows.
-        window_tokens: length of a window.
+        number, seed: of the example, and of all examples.
+        length_ratio: length of the text in windows of `window_tokens`.
         count_tokens: tokens of a sentence with the space behind it.
     Raises:
         DataError: if the task is unknown, or its statements are longer than the text may be.
@@ -245,21 +230,15 @@ def generate_examples(
     check_task(task)
     rng = random.Random(f"{seed}/{task}/{length_ratio}/{number}")
     puzzle = KINDS[task](rng)
-    most = length_ratio * window_tokens
     # a text of one window has no window before the last
     last_tokens = window_tokens if length_ratio > 1 else 0
-    sentences = _lay_out(puzzle, rng, most, last_tokens, count_tokens)
+    sentences = _lay_out(puzzle, rng, length_ratio * window_tokens, last_tokens, count_tokens)
     if sentences is None:
         needed = sum(count_tokens(f"{line} ") for line in puzzle.statements)
+        why = ", as whole sentences without any of them fill its last window" if last_tokens else ""
         raise DataError(
             f"{task}: its statements take {needed} tokens, but a text of {length_ratio} x "
-            f"{window_tokens} tokens has room for fewer"
-            + (
-                ", as whole sentences without any of them fill its last window"
-                if last_tokens
-                else ""
-            )
-            + ". Try a longer length_ratio"
+            f"{window_tokens} tokens has room for fewer{why}. Try a longer length_ratio"
         )
     return Example(
         task=task,
@@ -280,8 +259,6 @@ def _lay_out(
     The text ends with fillers of at least `last_tokens` tokens.
     """
     room = most - sum(count_tokens(f"{line} ") for line in puzzle.statements)
-    if room < last_tokens:
-        return None
     # a filler that names a word of the puzzle could mislead, or answer
     statement_words = set(re.findall(r"\w+", " ".join(puzzle.statements).lower()))
     fillers = []
@@ -298,7 +275,7 @@ def _lay_out(
         num_last += spent < last_tokens
         fillers.append(filler)
         spent += cost
-    if spent < last_tokens:
+    if room < 0 or spent < last_tokens:
         return None
     last = fillers[:num_last]
     before = fillers[num_last:]
@@ -309,11 +286,7 @@ def _lay_out(
 
 
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """Writes one JSON object per line.
-
-    Raises:
-        StateError: if the file cannot be written.
-    """
+    """Writes one JSON object per line; raises StateError if the file cannot be written."""
     rows = [json.dumps(dataclasses.asdict(example)) + "\n" for example in examples]
     write_text_atomic(path, "".join(rows))
 
@@ -323,9 +296,8 @@ def read_examples(
 ) -> list[Example]:
     """Reads a file of `write_examples`, or one of the user's of the same form.
 
-    Args:
-        path: of the file; blank lines are passed over.
-        check: raises ValueError for an example that the caller cannot use.
+    `check` raises ValueError for an example that the caller cannot use.
+
     Raises:
         DataError: naming the line, if the file or a row cannot be used.
     """
@@ -343,14 +315,12 @@ def read_examples(
             example = _parse(json.loads(line))
             check(example)
         except (ValueError, TypeError, RecursionError) as error:
-            reason = str(error)
-            if isinstance(error, RecursionError):
-                reason = "nested too deeply"
+            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
             if isinstance(error, json.JSONDecodeError):
                 reason = f"{error.msg} at column {error.colno}"
+            keys = ", ".join(field.name for field in dataclasses.fields(Example))
             raise DataError(
-                f"{path}:{number}: {reason}. A row is a JSON object with "
-                f"{', '.join(field.name for field in dataclasses.fields(Example))}"
+                f"{path}:{number}: {reason}. A row is a JSON object with {keys}"
             ) from None
         examples.append(example)
     if not examples:
@@ -362,13 +332,14 @@ def _parse(row: object) -> Example:
     if not isinstance(row, dict):
         raise TypeError(f"a row is {type(row).__name__}, not an object")
     kinds = {"task": str, "length_ratio": int, "text": str, "question": str, "answers": list}
-    for name, kind in {**kinds, "match": str}.items():
+    kinds["match"] = str
+    for name, kind in kinds.items():
         if name not in row:
             raise ValueError(f"{name} is missing")
         # not isinstance, by which True would be a number
         if type(row[name]) is not kind:
             raise TypeError(f"{name} is {row[name]!r}, not {kind.__name__}")
-    if unknown := sorted(row.keys() - kinds.keys() - {"match", "evidence"}):
+    if unknown := sorted(row.keys() - kinds.keys() - {"evidence"}):
         raise ValueError(f"unknown keys {unknown}")
     for name in ("task", "text", "question"):
         if not row[name].strip():

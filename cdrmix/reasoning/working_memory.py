@@ -95,15 +95,13 @@ class WorkingMemory(nn.Module):
         return self.slots.float().expand(batch_size, *self.slots.shape)
 
     def write(self, memory: Tensor, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Folds tokens into the slots.
+        """Folds tokens into the slots, which are float32 before and after, [B, N, S].
 
         Args:
-            memory: slots before, [B, N, S], float32.
+            memory: slots before.
             hidden: hidden states of the tokens, [B, T, D]; the last stride may be shorter.
             mask: True for text, [B, T]; padding gets no attention, and a stride without text
                 changes nothing.
-        Returns:
-            Slots after, [B, N, S], float32.
         """
         keys = self.key(hidden).float()
         values = self.value(hidden).float()  # [B, T, S]
@@ -137,8 +135,5 @@ class WorkingMemory(nn.Module):
         def add(_: nn.Module, __: tuple[Tensor, ...], x: Tensor) -> Tensor:
             return x + self.read(memory, x)
 
-        handle = backbone.embedding_norm.register_forward_hook(add)
-        try:
+        with backbone.embedding_norm.register_forward_hook(add):
             yield
-        finally:
-            handle.remove()

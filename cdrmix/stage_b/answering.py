@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 
 from cdrmix.errors import DataError
-from cdrmix.reasoning.earlier import Earlier, Kept, Writing, keep, make_earlier, opened
-from cdrmix.reasoning.episodes import check_decision, step_by_branches
+from cdrmix.reasoning.earlier import Earlier, Kept, Writing, keep, opened
 from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import segment_room
-from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.policy import Action, check_decision, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.segments import Texts
 from cdrmix.stage_b.long_context import TrainedReader, load_reader
@@ -153,14 +152,14 @@ def answer_with(
     question_ids = lessons.tokenizer.encode(question)
     _check_input(lessons, bool(segments), question_ids, has_index=lasting is not None)
     # Without a text a segment without tokens is read, which stores nothing.
-    texts = lessons.as_texts([segments or [[]]], [question_ids])
+    texts = lessons.texts([segments or [[]]], [question])
     texts = texts.to(loaded.reader.backbone.device)
     if lasting is None:
         return _answered(loaded, _play(loaded, texts, None, branches=branches))
     tokenizer = loaded.trained.tokenizer_digest
     # A question alone makes no index: there would be nothing to store.
     with opened(lasting.folder, loaded.reader, tokenizer=tokenizer, make=bool(segments)) as index:
-        earlier = make_earlier(index, faiss=lasting.faiss)
+        earlier = Earlier(index, faiss=lasting.faiss)
         played = _play(loaded, texts, earlier, branches=branches)
         answered = _answered(loaded, played)
         # Only now: a call that fails before leaves the index as it was.

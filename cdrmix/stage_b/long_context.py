@@ -25,9 +25,9 @@ from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel, load_trained
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_text_atomic
-from cdrmix.reasoning.episodes import roll_out, roll_out_branches
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
+from cdrmix.reasoning.policy import roll_out, roll_out_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.reasoning.tasks import Example, check_task, read_examples, write_examples
 from cdrmix.stage_b.phases import grade_by
@@ -293,7 +293,8 @@ def _play(
     num_decisions = 0
     for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
         examples = cell[first : first + _EXAMPLES_PER_BATCH]
-        texts = lessons.texts([lessons.segments(each.text) for each in examples], examples)
+        segments = [lessons.segments(each.text) for each in examples]
+        texts = lessons.texts(segments, [each.question for each in examples])
         texts = texts.to(reader.backbone.device)
         # The same checker for both columns, so that they differ by the memory alone.
         grade = grade_by(examples, lessons.tokenizer)

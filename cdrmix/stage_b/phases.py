@@ -29,17 +29,15 @@ from cdrmix.models.backbone import Output
 from cdrmix.objectives.grpo import (
     explained_variance,
     group_advantages,
-    lambda_returns,
     zero_variance_groups,
 )
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
-from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
-from cdrmix.reasoning.hebbian import EpisodeState
 from cdrmix.reasoning.lessons import Lesson
-from cdrmix.reasoning.memory_reader import MemoryReader, Reading, plastic_rows
-from cdrmix.reasoning.policy import Action, MemoryPolicy
+from cdrmix.reasoning.memory_reader import MemoryReader, Reading
+from cdrmix.reasoning.policy import Action, Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
+from cdrmix.reasoning.state_rows import select
 from cdrmix.reasoning.tasks import Example, score
 
 LessonMetrics = dict[str, Tensor]
@@ -102,7 +100,7 @@ def _task_losses(
     index = torch.arange(count, device=both.device).repeat(2)
     memory = reader.summarise(reading, index[:count], lesson.summarised).repeat(2, 1, 1)
     output, _ = reader.look(
-        both, slots=memory if slots else None, plastic=plastic_rows(reading.plastic, index)
+        both, slots=memory if slots else None, plastic=select(reading.plastic, index)
     )
     hidden = output.hidden
     _, queries = reader.question_state(seeking, hidden[:count, : seeking.tokens.shape[1]])
@@ -171,7 +169,7 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
         plastic: with fast weights.
         slots: with every window folded into the slots.
     """
-    state = reader.plastic.start(len(plain)).plastic
+    state = reader.plastic.start(len(plain))
     memory = reader.memory.start(len(plain))
     nats = []
     step = reader.window_tokens
@@ -180,9 +178,9 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
         labels = plain[:, start + 1 : start + 1 + inputs.shape[1]]
         with reader.remembering(memory if slots else None):
             if plastic:
-                episode = reader.plastic(inputs, state=EpisodeState(None, state))
+                episode = reader.plastic(inputs, state=state)
                 hidden = episode.output.hidden
-                state = episode.state.plastic
+                state = episode.state
             else:
                 hidden = reader.backbone(inputs).hidden
         nats.append(linear_cross_entropy(hidden, reader.backbone.embedding.weight, labels))
@@ -290,13 +288,7 @@ def collect(
     metrics = {name: values.float().mean() for name, values in per_episode.items()}
     # Their advantages are all 0: the policy learns nothing from them.
     metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
-    targets = lambda_returns(
-        last.rewards,
-        last.values,
-        last.taken,
-        gamma=stage_b.policy.gamma,
-        gae_lambda=stage_b.policy.gae_lambda,
-    )
+    targets = last.value_targets(stage_b.policy)
     explained = explained_variance(last.values[:, :-1], targets, last.taken)
     # Targets that do not vary leave nothing to explain, and no number.
     metrics["explained_variance"] = explained.nan_to_num(0, 0, 0)
@@ -306,11 +298,7 @@ def collect(
 
 
 def rollout_loss(
-    reader: MemoryReader,
-    collected: Collected,
-    config: Config,
-    *,
-    reference: MemoryPolicy | None = None,
+    reader: MemoryReader, collected: Collected, config: Config
 ) -> tuple[Tensor, LessonMetrics]:
     """GRPO loss of collected episodes, per step taken; called for each epoch on them.
 
@@ -318,13 +306,10 @@ def rollout_loss(
         reader: its policy is trained.
         collected: episodes of an earlier state of the policy.
         config: clip, discount, weight.
-        reference: policy that limits the change; None for one with random initial values.
     """
     stage_b = stage_b_section(config)
     rollouts = collected.rollouts
-    loss, sums = policy_loss(
-        reader.policy, rollouts, collected.advantages, stage_b.policy, reference=reference
-    )
+    loss, sums = policy_loss(reader.policy, rollouts, collected.advantages, stage_b.policy)
     metrics = {
         "kl": sums.kl / sums.steps,
         "clip_fraction": sums.clipped / sums.steps,

@@ -13,7 +13,6 @@ from cdrmix.checkpoint.fragments import part_of
 from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
 from cdrmix.parallel.frozen_stages import chained, mean_over_layers
-from cdrmix.reasoning.hebbian import EpisodeState
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.stage_b.course import Course
@@ -128,8 +127,8 @@ def write_on_stages() -> list[float]:
 
         def compute() -> tuple[torch.Tensor, None]:
             found = plastic(tokens, state=plastic.start(2))
-            found = plastic(tokens, state=EpisodeState(None, found.state.plastic))
-            sizes = [each.weights.square().sum() for each in found.state.plastic.layers.values()]
+            found = plastic(tokens, state=found.state)
+            sizes = [each.weights.square().sum() for each in found.state.layers.values()]
             return mean_over_layers(torch.stack(sizes), reader.backbone), None
 
         adapters = dict(plastic.adapters.named_parameters())

@@ -16,8 +16,7 @@ from cdrmix.config.reasoning import Phase
 from cdrmix.config.schema import Config
 from cdrmix.objectives.grpo import group_advantages
 from cdrmix.planning.cluster import processes
-from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
-from cdrmix.reasoning.policy import MemoryPolicy
+from cdrmix.reasoning.policy import MemoryPolicy, Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.state_rows import branch
 from tests.harness import run_ranks
 from tools.benchmark.learn_policy import HIDDEN, environment, make_streams
@@ -69,9 +68,8 @@ class StreamCourse:
         return Collected(rollouts, advantages, {"return": rollouts.returns.mean()})
 
     def rollout_loss(self, collected: Collected) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, sums = policy_loss(
-            self._policy, collected.rollouts, collected.advantages, self._config, reference=None
-        )
+        rollouts = collected.rollouts
+        loss, sums = policy_loss(self._policy, rollouts, collected.advantages, self._config)
         return loss / sums.steps, {"kl": sums.kl / sums.steps}
 
 

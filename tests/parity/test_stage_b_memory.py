@@ -54,7 +54,7 @@ def test_states_are_those_of_the_built_modules_to_the_last_parameter(path: Any) 
     assert found.gradients == (4 if size == 4 else 2 + 4) * trained
     assert found.optimizer == 12 * trained
     rows = stage_b.training.texts_per_lesson * stage_b.training.group_size
-    state = plastic.start(rows).plastic.layers.values()
+    state = plastic.start(rows).layers.values()
     assert found.buffers["plastic_state"] == sum(4 * layer.weights.numel() for layer in state)
 
 

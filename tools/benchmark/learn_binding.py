@@ -137,8 +137,8 @@ def largest_weight(model: PlasticBackbone, rank: int) -> float:
         NUM_EVALUATED, num_pairs=ROWS[rank].num_pairs, gap=GAP_TOKENS, generator=generator
     )
     whole = ids[:, : ids.shape[1] // CLAMP_EVERY_TOKENS * CLAMP_EVERY_TOKENS]
-    guards = model(whole, state=model.start(len(ids)), segment_ids=windows(whole)).guards
-    return float(guards.largest_weight)
+    after = model(whole, state=model.start(len(ids)), segment_ids=windows(whole)).state
+    return max(float(layer.weights.abs().max()) for layer in after.layers.values())
 
 
 def learn(rank: int, *, seed: int, steps: int | None = None, rule: Rule = "hebb") -> dict[str, Any]:

@@ -19,8 +19,15 @@ from torch.nn import functional as F
 from cdrmix.config.reasoning import PolicyConfig
 from cdrmix.objectives.grpo import PolicyMetrics, group_advantages
 from cdrmix.planning.autosize import variant
-from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out, roll_out_branches
-from cdrmix.reasoning.policy import Action, EpisodeOutcome, MemoryPolicy
+from cdrmix.reasoning.policy import (
+    Action,
+    EpisodeOutcome,
+    MemoryPolicy,
+    Rollouts,
+    policy_loss,
+    roll_out,
+    roll_out_branches,
+)
 from cdrmix.reasoning.state_rows import branch
 from tools.benchmark.segment_stream import NUM_FEATURES, SegmentStream, Streams, StreamState
 from tools.benchmark.timing import report
@@ -104,7 +111,6 @@ def learn_from(
     *,
     group_size: int,
     gradient_clipping: float = 1.0,
-    reference: MemoryPolicy | None = None,
 ) -> Update:
     """Takes up to `config.epochs` optimizer steps on one batch of rollouts, on one process.
 
@@ -115,13 +121,12 @@ def learn_from(
         config: clip, discount, horizon and KL target.
         group_size: rollouts of one prompt.
         gradient_clipping: largest gradient norm.
-        reference: as in `policy_loss`.
     """
     advantages = group_advantages(rollouts.returns.view(-1, group_size)).flatten()
     rollouts = rollouts.last(config.horizon)
     epochs = 0
     for _ in range(config.epochs):
-        loss, metrics = policy_loss(policy, rollouts, advantages, config, reference=reference)
+        loss, metrics = policy_loss(policy, rollouts, advantages, config)
         if epochs and float(metrics.kl / metrics.steps) > config.kl_margin * config.kl_target:
             break
         optimizer.zero_grad()

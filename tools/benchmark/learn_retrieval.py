@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cdrmix.errors import ConfigError
-from cdrmix.objectives.representation import info_nce
 from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex, FaissCache
 from cdrmix.reasoning.working_memory import RetrievalEncoder
 from tools.benchmark.timing import paired_cpu_seconds, report
@@ -50,6 +49,18 @@ def segments(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return sides[0], sides[1]
 
 
+def info_nce(queries: Tensor, keys: Tensor, *, temperature: float) -> Tensor:
+    """InfoNCE in both directions with the batch's other pairs as negatives, summed over pairs.
+
+    Source: van den Oord et al., 1807.03748, in both directions as in CLIP (2103.00020).
+    """
+    scores = queries @ keys.transpose(0, 1) / temperature  # [n, n]
+    partners = torch.arange(len(queries))
+    there = F.cross_entropy(scores, partners, reduction="sum")
+    back = F.cross_entropy(scores.transpose(0, 1), partners, reduction="sum")
+    return (there + back) / 2
+
+
 def train(steps: int, *, seed: int) -> RetrievalEncoder:
     """An encoder after `steps` batches."""
     encoder = RetrievalEncoder(HIDDEN, KEY_SIZE)
@@ -74,8 +85,8 @@ def recall(keys: Tensor, queries: Tensor) -> float:
         index.propose(key, (0,), offset=0, source="", score=0.0)
     added = index.commit(step=0).added
     assert len(added) == len(keys), "no two segments are alike"
-    ids = index.search(queries, top_k=TOP_K).ids
-    return float((ids == torch.arange(len(queries)).unsqueeze(1)).any(1).float().mean())
+    places = index.search(queries, top_k=TOP_K).places
+    return float((places == torch.arange(len(queries)).unsqueeze(1)).any(1).float().mean())
 
 
 def learn(seed: int, *, steps: int, num_distractors: int = NUM_DISTRACTORS) -> dict[str, float]:

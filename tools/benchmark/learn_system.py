@@ -26,10 +26,9 @@ from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
 from cdrmix.models.backbone import Backbone
 from cdrmix.network import free_port
-from cdrmix.reasoning.episodes import roll_out
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
-from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.policy import Action, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.tasks import generate_examples
 from cdrmix.stage_b import phases

@@ -14,7 +14,7 @@ from cdrmix.objectives.grpo import (
     zero_variance_groups,
 )
 
-WEIGHTS = {"clip_ratio": 0.2, "kl_weight": 0.5, "value_weight": 0.0, "entropy_weight": 0.0}
+WEIGHTS = {"clip_ratio": 0.2, "value_weight": 0.0, "entropy_weight": 0.0}
 
 
 def loss_of(logprobs: torch.Tensor, advantages: torch.Tensor, **changed: object):
@@ -26,7 +26,6 @@ def loss_of(logprobs: torch.Tensor, advantages: torch.Tensor, **changed: object)
         "values": zero,
         "value_targets": zero,
         "is_taken": torch.ones_like(logprobs, dtype=torch.bool),
-        "reference_logprobs": None,
         **WEIGHTS,
         **changed,
     }
@@ -72,17 +71,6 @@ def test_low_variance_kl_is_unbiased_and_never_negative() -> None:
     assert (estimate >= 0).all()
     exact = (policy.exp() * (policy - reference)).sum()
     torch.testing.assert_close((policy.exp() * estimate).sum(), exact)
-
-
-def test_the_reference_pulls_with_its_weight() -> None:
-    logprobs = torch.full((1, 1), -1.0, requires_grad=True)
-    reference = torch.full((1, 1), -0.5)
-    loss, metrics = loss_of(logprobs, torch.zeros(1), reference_logprobs=reference)
-    kl = math.exp(0.5) - 0.5 - 1
-    assert loss.item() == pytest.approx(0.5 * kl)
-    assert metrics.reference_kl.item() == pytest.approx(kl)
-    loss.backward()
-    assert logprobs.grad.item() == pytest.approx(0.5 * (1 - math.exp(0.5)))  # towards it
 
 
 def test_entropy_is_earned_and_value_error_is_paid() -> None:
@@ -132,4 +120,3 @@ def test_the_divergence_of_an_update_is_that_of_the_rollouts_policy_from_the_pre
     assert metrics.kl.item() == pytest.approx(sum(by_hand), rel=1e-6)
     assert metrics.steps.item() == 3, "which the sum is to be divided by"
     assert metrics.clipped.item() == 3  # ratios 1.65, 0.47 and 0.14 of 0.8 to 1.2
-    assert metrics.reference_kl.item() == 0

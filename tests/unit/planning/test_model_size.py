@@ -66,7 +66,7 @@ def test_stage_b_is_counted_as_it_is_built(with_experts: bool) -> None:
     adapters = dict(plastic.adapters.named_parameters())
     assert counts.adapters == sum(p.numel() for p in adapters.values() if p.dim() == 2)
     assert counts.gates == sum(p.numel() for p in adapters.values() if p.dim() < 2)
-    state = plastic.start(1).plastic.layers.values()
+    state = plastic.start(1).layers.values()
     assert counts.plastic_state == sum(layer.weights.numel() for layer in state)
     summary = stage_b.memory.summary_dim
     for counted, module in (

@@ -13,11 +13,10 @@ from torch.nn import functional as F
 from cdrmix.cli import main
 from cdrmix.errors import ConfigError, DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel
-from cdrmix.reasoning.earlier import make_earlier
-from cdrmix.reasoning.episodes import roll_out
+from cdrmix.reasoning.earlier import Earlier
 from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.memory_reader import NUM_FEATURES
-from cdrmix.reasoning.policy import NUM_ACTIONS, Action
+from cdrmix.reasoning.policy import NUM_ACTIONS, Action, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
 from cdrmix.stage_b import answering
 from cdrmix.stage_b.answering import Answered, Lasting, answer_with
@@ -127,7 +126,7 @@ def test_an_empty_index_changes_nothing() -> None:
         key_size=config.stage_b.memory.summary_dim, max_tokens=99, encoder="", tokenizer=""
     )
     found = []
-    for earlier in (None, make_earlier(empty, faiss=False)):
+    for earlier in (None, Earlier(empty, faiss=False)):
         episodes = ReadingEpisodes(reader, reader.read(texts), lambda *_: 0.5, earlier=earlier)
         generator = torch.Generator().manual_seed(0)
         found.append(roll_out(episodes, reader.policy, episodes.start(2), generator=generator))
@@ -154,7 +153,7 @@ def test_what_is_nearest_is_fetched_wherever_it_is_from(faiss: bool) -> None:
     reading = dataclasses.replace(
         reader.read(texts), keys=F.normalize(torch.randn(4, length, size), dim=-1)
     )
-    earlier = make_earlier(index, faiss=faiss)
+    earlier = Earlier(index, faiss=faiss)
     episodes = ReadingEpisodes(reader, reading, lambda *_: 0.5, earlier=earlier)
     state = episodes.start()
     while episodes.observe(state).legal[:, Action.CACHE_WRITE].any():

@@ -13,8 +13,7 @@ from cdrmix.config.reasoning import SMALLEST_WINDOW, Phase
 from cdrmix.config.schema import Config
 from cdrmix.models.initialize import normal_
 from cdrmix.models.moe import Router
-from cdrmix.reasoning.episodes import try_branches
-from cdrmix.reasoning.policy import Action
+from cdrmix.reasoning.policy import Action, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.state_rows import select
 from cdrmix.stage_b.course import Course
@@ -267,12 +266,12 @@ def test_branches_of_one_text_see_nothing_of_another() -> None:
 
     episodes, state = at_the_question()
     _, before = at_the_question()
-    together = try_branches(episodes, reader.policy, state)
+    together = step_by_branches(episodes, reader.policy, state)
     for field in dataclasses.fields(state):
         assert torch.equal(getattr(state, field.name), getattr(before, field.name)), field.name
     for row in range(4):
         own, _ = at_the_question()
-        alone = try_branches(own, reader.policy, select(state, torch.tensor([row])))
+        alone = step_by_branches(own, reader.policy, select(state, torch.tensor([row])))
         assert alone.actions.item() == together.actions[row].item()
         torch.testing.assert_close(alone.advantages[0], together.advantages[row], atol=1e-4, rtol=0)
         for name in ("memory", "buffer", "fetched", "summarised"):

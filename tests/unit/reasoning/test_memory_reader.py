@@ -96,7 +96,11 @@ def test_windows_hold_what_was_fetched_and_the_question(
         segments = [lesson.texts.segment(row, place) for place in sorted(fetched[row])]
         held = [f"<|memory|>{tokenizer().decode(segment)}" for segment in segments]
         assert text == "".join(held) + f"<|memory|>{example.question}<|answer|>"
-    assert windows.question_mask.sum(1).tolist() == windows.question_lengths.tolist()
+    # the question's tokens are told by their states: of each, the number of its place
+    places = torch.arange(windows.tokens.shape[1]).view(1, -1, 1).expand(4, -1, 64).float()
+    pooled, _ = reader.question_state(windows, places)
+    middle = windows.lengths - (windows.question_lengths + 1) / 2
+    torch.testing.assert_close(pooled[:, 0], middle)
 
 
 def test_no_window_is_longer_than_the_backbones(reader: MemoryReader, lesson: Lesson) -> None:
@@ -110,8 +114,11 @@ def test_no_window_is_longer_than_the_backbones(reader: MemoryReader, lesson: Le
         assert held == len(there) or windows.room[row] <= there[held], "the next one did not fit"
 
 
-def test_alone_the_backbone_has_the_end_of_the_text(reader: MemoryReader, lesson: Lesson) -> None:
-    windows = reader.last_windows(lesson.texts)
+def test_alone_the_backbone_has_the_end_of_the_text(
+    reader: MemoryReader, lesson: Lesson, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "answer", lambda windows, **_: windows)
+    windows = reader.answer_alone(lesson.texts)
     for row, example in enumerate(lesson.examples):
         text = tokenizer().decode(windows.tokens[row, : windows.lengths[row]].tolist())
         last = tokenizer().decode(lesson.texts.segment(row, lesson.texts.tokens.shape[1] - 1))
@@ -136,7 +143,7 @@ def test_fresh_fast_weights_and_slots_leave_the_backbones_numbers(lesson: Lesson
     fresh = small_reader(small_config())
     fresh.memory.up.weight.data.zero_()
     windows = fresh.windows(lesson.texts, range(4), [()] * 4)
-    slots, plastic = fresh.memory.start(4), fresh.plastic.start(4).plastic
+    slots, plastic = fresh.memory.start(4), fresh.plastic.start(4)
     found, _ = fresh.look(windows.tokens, slots=slots, plastic=plastic)
     assert torch.equal(found.hidden, fresh.backbone(windows.tokens).hidden)
 

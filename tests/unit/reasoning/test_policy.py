@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from cdrmix.errors import DataError
-from cdrmix.reasoning.episodes import (
+from cdrmix.reasoning.policy import (
+    Action,
+    EpisodeOutcome,
+    MemoryPolicy,
     Rollouts,
     policy_loss,
     roll_out,
     roll_out_branches,
     step_by_branches,
-    try_branches,
 )
-from cdrmix.reasoning.policy import Action, EpisodeOutcome, MemoryPolicy
 from cdrmix.reasoning.state_rows import branch, map_tensors, select
 from tools.benchmark.learn_policy import (
     HIDDEN,
@@ -157,9 +158,7 @@ def test_gradients_are_finite_where_actions_are_illegal() -> None:
     stream, state = started()
     policy = random_policy()
     rollouts = roll_out(stream, policy, state, generator=torch.Generator().manual_seed(0))
-    loss, _ = policy_loss(
-        policy, rollouts, torch.randn(8), stream.config, reference=random_policy(1)
-    )
+    loss, _ = policy_loss(policy, rollouts, torch.randn(8), stream.config)
     loss.backward()
     for name, parameter in policy.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
@@ -211,9 +210,9 @@ def halfway() -> tuple[SegmentStream, StreamState]:
 def test_branches_are_isolated_and_leave_the_state_as_it_was() -> None:
     stream, state = halfway()
     before = branch(state, 1)
-    together = try_branches(stream, random_policy(), state)
+    together = step_by_branches(stream, random_policy(), state)
     for row in range(6):
-        alone = try_branches(stream, random_policy(), select(state, torch.tensor([row])))
+        alone = step_by_branches(stream, random_policy(), select(state, torch.tensor([row])))
         assert alone.actions.item() == together.actions[row].item()
         torch.testing.assert_close(alone.advantages[0], together.advantages[row])
         assert torch.equal(alone.state.buffer[0], together.state.buffer[row])
@@ -227,39 +226,41 @@ def test_branches_are_isolated_and_leave_the_state_as_it_was() -> None:
 def test_a_branch_below_the_threshold_is_rolled_back() -> None:
     stream, state = halfway()
     stream.config = stream.config.model_copy(update={"accept_threshold": 1e6})
-    tried = try_branches(stream, random_policy(), state)
-    assert (tried.actions == -1).all() and not tried.done.any()
-    assert torch.equal(tried.state.time, state.time)
+    after = step_by_branches(stream, random_policy(), state)
+    assert not after.accepted.any() and (after.actions == SPLICE).all()
+    passed = stream.step(state, after.actions)
+    assert torch.equal(after.done, passed.done)
+    assert torch.equal(after.state.operations, passed.state.operations)
+    assert torch.equal(after.state.time, state.time + 1)
 
 
 def test_of_the_branches_that_are_good_enough_the_likeliest_is_kept() -> None:
     stream, state = halfway()
     policy = random_policy()
-    tried = try_branches(stream, policy, state)
+    tried = step_by_branches(stream, policy, state)
     decision = policy(*stream.observe(state))
     order = decision.logprobs.argsort(dim=1, descending=True)
     good = tried.advantages >= 0
     assert good.any() and not good[:, 0].all()
     for row in range(6):
         kept = [int(order[row, k]) for k in range(3) if good[row, k]]
-        assert tried.actions[row] == (kept[0] if kept else -1)
+        assert tried.accepted[row] == bool(kept)
+        assert tried.actions[row] == (kept[0] if kept else SPLICE)
 
 
 def test_where_no_branch_is_good_enough_the_agent_passes() -> None:
     stream, state = halfway()
     policy = random_policy()
-    best = try_branches(stream, policy, state).advantages.amax(1)
-    threshold = float(best.median())
+    tried = step_by_branches(stream, policy, state)
+    threshold = float(tried.advantages.amax(1).median())
     stream.config = stream.config.model_copy(update={"accept_threshold": threshold + 1e-6})
-    tried = try_branches(stream, policy, state)
-    rejected = tried.actions < 0
-    assert rejected.any() and not rejected.all()
     after = step_by_branches(stream, policy, state)
-    passed = stream.step(state, torch.full((6,), int(SPLICE))).state
+    rejected = tried.advantages.amax(1) < threshold + 1e-6
+    assert rejected.any() and not rejected.all()
     assert torch.equal(after.accepted, ~rejected)
-    assert torch.equal(after.actions, torch.where(rejected, SPLICE, tried.actions))
-    assert torch.equal(after.state.buffer[rejected], passed.buffer[rejected])
-    assert torch.equal(after.state.buffer[~rejected], tried.state.buffer[~rejected])
+    assert (after.actions[rejected] == SPLICE).all()
+    taken = stream.step(state, after.actions).state
+    assert torch.equal(after.state.buffer, taken.buffer)
 
 
 def test_branches_that_are_all_accepted_act_as_the_policy_does() -> None:
@@ -291,7 +292,7 @@ class Unasked(SegmentStream):
 def test_no_branch_asks_the_checker() -> None:
     stream, state = started(64)
     state = play(stream, state, [WRITE] * NUM_SEGMENTS + [RETRIEVE]).state
-    tried = try_branches(environment(Unasked), random_policy(), state)
+    tried = step_by_branches(environment(Unasked), random_policy(), state)
     actions = random_policy()(*stream.observe(state)).logprobs.argsort(dim=1, descending=True)
     ends = torch.stack([stream.step(state, actions[:, k]).done for k in range(3)], dim=1)
     assert ends.any() and (tried.advantages[ends] == 0).all()
