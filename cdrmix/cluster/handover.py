@@ -113,6 +113,14 @@ def _order(folder: Path) -> dict[str, Any] | None:
             return order
 
 
+def train_arguments(config: Path, overrides: Sequence[str], profile: str | None) -> list[str]:
+    """Command line of launch/train.py without --run-dir and --resume."""
+    arguments = ["--config", str(config)]
+    for override in overrides:
+        arguments += ["--set", override]
+    return arguments if profile is None else [*arguments, "--profile", profile]
+
+
 def launch_environment(config: Config) -> dict[str, str]:
     """Variables of `launch.environment`; values left out of a snapshot come from this process.
 
