@@ -48,11 +48,15 @@ class RecordedRun:
         return None if self.config is None else self.config.training.num_steps
 
     @property
+    def has_stage_b_steps(self) -> bool:
+        """True where a step of Stage B was logged."""
+        names = (name for line in self.records for name in line)
+        return any(name.startswith(("stage_b/", "policy/")) for name in names)
+
+    @property
     def is_stage_b_alone(self) -> bool:
         """True where only steps of Stage B were logged: Stage A was another run."""
-        names = {name for line in self.records for name in line}
-        in_stage_b = any(name.startswith(("stage_b/", "policy/")) for name in names)
-        return in_stage_b and "loss" not in names
+        return self.has_stage_b_steps and self.latest("loss") is None
 
     @property
     def reasoning_rows(self) -> Sequence[Mapping[str, Any]]:
