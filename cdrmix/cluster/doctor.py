@@ -66,7 +66,6 @@ def examine(
         hosts: of a hostfile, or none.
         folder: of the runs, which all hosts must see.
         ranks_per_host: ranks of the all-reduce on each host; default as the launcher decides.
-        with_all_reduce: whether to start ranks for the last check.
     """
     targets = list(hosts) or [Host("localhost", ranks_per_host or 1)]
     folder = folder.resolve()
@@ -96,15 +95,8 @@ def examine(
             _space(answers, "shared_memory_free_bytes", "/dev/shm", 0),
             _shared_folder(alive, folder),
             _ports(alive, address),
+            _leftovers(answers),
         ]
-        leftovers = [
-            f"{answer.host.name}: {what}"
-            for answer in answers
-            for what in (*answer.values["processes"], *answer.values["files"])
-        ]
-        detail = "; ".join(leftovers) or "none of this user's"
-        advice = ". --remove-leftovers ends and deletes them" if leftovers else ""
-        findings.append(Finding("leftovers", "warn" if leftovers else "ok", detail + advice))
     # last, because it takes minutes to time out where one of the others fails
     if with_all_reduce and is_ready(findings):
         findings.append(_all_reduce(hosts, folder, ranks_per_host))
@@ -184,15 +176,11 @@ def _devices(answers: Sequence[_Answer], *, has_slots: bool) -> Finding:
 
 def _clocks(answers: Sequence[_Answer]) -> Finding:
     """Compares each host's clock with this machine's; the call's duration is the uncertainty."""
-    worst = 0.0
-    name = ""
+    differences = []
     for answer in answers:
-        early = answer.began
-        late = answer.began + answer.seconds
-        difference = max(early - answer.values["time"], answer.values["time"] - late, 0.0)
-        if difference >= worst:
-            worst = difference
-            name = answer.host.name
+        after = answer.values["time"] - answer.began
+        differences.append((max(-after, after - answer.seconds, 0.0), answer.host.name))
+    worst, name = max(differences)
     if worst > _LARGEST_CLOCK_DIFFERENCE_SECONDS:
         detail = f"{name} is {worst:.1f} s off: logs will mislead. Try an NTP service"
         return Finding("clock", "warn", detail)
@@ -251,7 +239,9 @@ def _ports(hosts: Sequence[Host], address: str) -> Finding:
         try:
             assert listener.stdout is not None, "asked for above"
             port = json.loads(listener.stdout.readline() or "{}").get("port", 0)
-            calls = [(host, _ask(host, "call", address, str(port)).values) for host in hosts[1:]]
+            calls = [
+                (host, _ask(host, "call_address", address, str(port)).values) for host in hosts[1:]
+            ]
         finally:
             listener.terminate()
     failures = [
@@ -263,6 +253,18 @@ def _ports(hosts: Sequence[Host], address: str) -> Finding:
         why = f"{address}:{port} cannot be called. Is there a firewall? {'; '.join(failures)}"
         return Finding("ports", "FAIL", why)
     return Finding("ports", "ok", f"{len(calls)} others reach {address} on any port")
+
+
+def _leftovers(answers: Sequence[_Answer]) -> Finding:
+    found = [
+        f"{answer.host.name}: {what}"
+        for answer in answers
+        for what in (*answer.values["processes"], *answer.values["files"])
+    ]
+    if not found:
+        return Finding("leftovers", "ok", "none of this user's")
+    detail = f"{'; '.join(found)}. --remove-leftovers ends and deletes them"
+    return Finding("leftovers", "warn", detail)
 
 
 def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None) -> Finding:
@@ -283,9 +285,6 @@ def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None)
         except FileNotFoundError:
             why = f"no result within {_ALL_REDUCE_SECONDS:.0f} s; see the messages above"
             return Finding("all-reduce", "FAIL", why)
-    megabytes = result["bytes"] / 1e6
-    speed = result["bus_bytes_per_second"] / 1e9
-    ranks = f"{megabytes:.0f} MB over {result['ranks']} ranks"
-    return Finding(
-        "all-reduce", "ok", f"{ranks} in {result['seconds']:.3f} s: {speed:.2f} GB/s a link"
-    )
+    work = f"{result['bytes'] / 1e6:.0f} MB over {result['ranks']} ranks"
+    speed = f"{result['bus_bytes_per_second'] / 1e9:.2f} GB/s a link"
+    return Finding("all-reduce", "ok", f"{work} in {result['seconds']:.3f} s: {speed}")

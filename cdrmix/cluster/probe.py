@@ -34,11 +34,7 @@ _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
 def driver_devices(root: Path = Path("/")) -> dict[str, int]:
-    """Number of devices by maker, whether or not torch can use them; makers without any left out.
-
-    Args:
-        root: of the file system with the device files.
-    """
+    """Number of devices by maker, if there are any, whether or not torch can use them."""
     nvidia = [path for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     counts = {"NVIDIA": len(nvidia), "AMD": 0}
     if (root / "dev/kfd").exists():
@@ -52,9 +48,7 @@ def driver_devices(root: Path = Path("/")) -> dict[str, int]:
 def unusable_devices(usable: int, root: Path = Path("/")) -> str | None:
     """Message about devices that torch cannot use although no variable hides them, or None.
 
-    Args:
-        usable: number of devices that torch sees.
-        root: as in `driver_devices`.
+    `usable` is the number that torch sees.
     """
     counts = driver_devices(root)
     is_asked = os.environ.get("DS_ACCELERATOR") == "cpu" or any(n in os.environ for n in _HIDING)
@@ -72,13 +66,10 @@ def unusable_devices(usable: int, root: Path = Path("/")) -> str | None:
 def look(folder: str, towards: str) -> dict[str, Any]:
     """Versions, devices, clock, interface, free space and leftovers of this host.
 
-    Args:
-        folder: of the runs, whose file system must have free space.
-        towards: address of the first host, to which the ranks here connect.
+    `folder` is that of the runs, `towards` the address of the first host, which ranks connect to.
     """
-    packages: dict[str, str | None] = {}
+    packages: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        packages[name] = None
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
     # names and memory by NVIDIA's own program; of other devices the maker alone
@@ -182,7 +173,8 @@ def _processes() -> Iterator[tuple[int, str]]:
     locked, the run goes on. A rank with a watchdog is no leftover either: it trains, started by a
     shell that has ended (nohup).
     """
-    candidates: dict[int, tuple[int, str, Path]] = {}
+    candidates: dict[int, tuple[int, str, Path]] = {}  # parent, command line, folder of the start
+    mark = f"{FOLDER_VARIABLE}=".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if folder.stat().st_uid != os.getuid():
@@ -192,7 +184,6 @@ def _processes() -> Iterator[tuple[int, str]]:
             parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
         except OSError:  # it ended meanwhile
             continue
-        mark = f"{FOLDER_VARIABLE}=".encode()
         for variable in variables:
             if variable.startswith(mark):
                 start = Path(os.fsdecode(variable.removeprefix(mark)))
@@ -201,18 +192,18 @@ def _processes() -> Iterator[tuple[int, str]]:
     for number, (starter, command, start) in candidates.items():
         # orphans become children of process 1, unless a subreaper takes them
         is_orphan = starter == 1 and number not in watched
-        if not is_orphan:
-            continue
-        for lock in (start.parent.parent / ".lock", start / LAUNCHER_LOCK):
-            try:
-                with lock.open() as file:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except FileNotFoundError:
-                continue
-            except OSError:  # held, or not to be read, and may be held
-                break
-        else:
+        locks = (start.parent.parent / ".lock", start / LAUNCHER_LOCK)
+        if is_orphan and not any(map(_may_be_held, locks)):
             yield number, command[:80]
+
+
+def _may_be_held(lock: Path) -> bool:
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:  # held, or not to be read, and may be held
+        return not isinstance(error, FileNotFoundError)
+    return False
 
 
 def _files() -> Iterator[Path]:
@@ -233,16 +224,8 @@ def _files() -> Iterator[Path]:
 
 
 def main(words: list[str]) -> None:
-    """Runs `look FOLDER ADDRESS`, `write PATH TEXT`, `read PATH`, `call ADDRESS PORT`, `listen` or
-    `remove_leftovers`."""
-    if words[0] == "listen":
-        listen()
-        return
-    actions: dict[str, Callable[..., dict[str, Any]]] = {
-        "look": look,
-        "write": write,
-        "read": read,
-        "call": call_address,
-        "remove_leftovers": remove_leftovers,
-    }
-    print(json.dumps(actions[words[0]](*words[1:])))
+    """Runs one of the functions above by its name, and prints what it returns."""
+    actions: list[Callable[..., Any]] = [look, write, read, listen, call_address, remove_leftovers]
+    told = {action.__name__: action for action in actions}[words[0]](*words[1:])
+    if told is not None:  # `listen` speaks for itself
+        print(json.dumps(told))

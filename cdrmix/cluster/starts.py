@@ -51,11 +51,8 @@ class StartUp:
         self._parts = {"launcher": max(0.0, since_command - age), "imports": age}
 
     def done(self, part: str) -> None:
-        """Adds the time since the last call to `part`.
-
-        After the first step nothing is added: setting up a second stage is not part of the start.
-        """
-        if "first_step" in self._parts:
+        """Adds the time since the last call to `part`."""
+        if "first_step" in self._parts:  # setting up a second stage is not part of the start
             return
         now = time.monotonic()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
@@ -111,30 +108,21 @@ def _stat(process: int) -> list[str]:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """One start of a run.
-
-    Attributes:
-        began, ended: wall clock.
-        hosts: their names; empty for this machine.
-        exit_code, reason: of the start's outcome.
-        resumed_at: step of the checkpoint that it began from.
-        step: last step that any rank reached.
-    """
+    """One start of a run, with the fields of its Outcome."""
 
     began: datetime
     ended: datetime
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # their names; empty for this machine
     exit_code: int
     reason: str
-    resumed_at: int
-    step: int
+    resumed_at: int  # step of the checkpoint that it began from
+    step: int  # last that any rank reached
 
 
 def append_start(run_dir: Path, start: StartRecord) -> None:
     """Appends a start to the records of a run."""
-    times = {"began": start.began.isoformat(), "ended": start.ended.isoformat()}
     with (run_dir / STARTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(start) | times) + "\n")
+        file.write(json.dumps(asdict(start), default=datetime.isoformat) + "\n")
 
 
 def read_starts(run_dir: Path) -> list[StartRecord]:
@@ -149,9 +137,8 @@ def read_starts(run_dir: Path) -> list[StartRecord]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             record = json.loads(line)
-            for name in ("began", "ended"):
-                record[name] = datetime.fromisoformat(record[name])
-            starts.append(StartRecord(**(record | {"hosts": tuple(record["hosts"])})))
+            times = {name: datetime.fromisoformat(record[name]) for name in ("began", "ended")}
+            starts.append(StartRecord(**(record | times | {"hosts": tuple(record["hosts"])})))
     return starts
 
 

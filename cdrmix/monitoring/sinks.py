@@ -175,9 +175,8 @@ class Progress:
     def update(self, step: int, record: Mapping[str, float] | None = None) -> None:
         """Moves to `step` completed steps; with a record, shows its metrics too.
 
-        A plain line appears only with a record; the bar moves with every call. A record with an
-        evaluation puts a line of its own above the bar. Training goes on where the reader of the
-        stream is gone.
+        A plain line appears only with a record; the bar moves with every call. An evaluation has a
+        line of its own.
         """
         parts: list[str] = []
         if record is not None:
