@@ -117,8 +117,7 @@ def train_arguments(config: Path, overrides: Sequence[str], profile: str | None)
 def launch_environment(config: Config) -> dict[str, str]:
     """Variables of `launch.environment`; values left out of a snapshot come from this process.
 
-    Raises:
-        ConfigError: naming the variables that a snapshot left out and this process lacks.
+    Raises ConfigError that names those which this process lacks too.
     """
     variables = dict(config.launch.environment)
     redacted = [name for name, value in variables.items() if value == REDACTED]
@@ -165,10 +164,8 @@ def write_environment_file(
     """Writes the private file of variables that DeepSpeed's launcher reads (0.19.8: runner.py).
 
     Lines of the user's own files go first, without the blank lines and comments that the launcher
-    fails on; then the variables, escaped so that each value arrives unchanged.
-
-    Raises:
-        ConfigError: if a line of the user's is not NAME=VALUE.
+    fails on; then the variables, escaped so that each value arrives unchanged. Raises ConfigError
+    if a line of the user's is not NAME=VALUE.
     """
     lines = []
     for file in inherited:

@@ -92,11 +92,7 @@ def make_job(
     run_dir: Path | None,
     resume: str,
 ) -> Job:
-    """Makes a job from the values of a command line.
-
-    Raises:
-        TrainingError: if the configuration or the hostfile is wrong.
-    """
+    """Makes a job from a command line; TrainingError if configuration or hostfile is wrong."""
     resolved_config = load_config(config, overrides)
     if run_dir is not None and re.search(r"[\x00-\x1f\x7f]", str(run_dir)):
         raise ConfigError(
@@ -119,8 +115,7 @@ def make_job(
 def launch(job: Job) -> int:
     """Trains to the end, over as many starts as are allowed; returns the exit code of the command.
 
-    Raises:
-        TrainingError: if a host cannot be reached before the first start.
+    Raises TrainingError if a host cannot be reached before the first start.
     """
     signals = _Signals()
     signals.listen()  # first, so that a signal while hosts are checked ends the command by its code
@@ -176,8 +171,7 @@ def launch(job: Job) -> int:
 def _reachable_place(job: Job, *, is_first: bool) -> LaunchPlace:
     """Hosts that can be reached now; all of them where the configuration does not fit on these.
 
-    Raises:
-        ConfigError: at the first start, if a host cannot be reached, or none without pdsh.
+    At the first start all must be reached.
     """
     place = job.place
     if is_first and place.hosts and shutil.which("pdsh") is None:

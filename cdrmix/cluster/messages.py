@@ -239,8 +239,7 @@ def answer(token: str, nonce: bytes, line: bytes) -> tuple[Channel, dict[str, An
 def call(connection: socket.socket, token: str, greeting: dict[str, Any]) -> Channel:
     """Opens a caller's side of a channel, and waits for the welcome of this run's head.
 
-    Raises:
-        OSError: if the other end does not answer, or hangs up.
+    Raises OSError if the other end does not answer, or hangs up.
     """
     nonce = read_line(connection.recv, GREETING_BYTES).rstrip(b"\n")
     if not nonce:

@@ -26,18 +26,12 @@ _ENVIRONMENT = "launch.environment."
 
 @dataclass(frozen=True)
 class Batch:
-    """Batch job of a run.
-
-    Attributes:
-        run_dir: run directory, the same for all starts.
-        environment: variables of `--set launch.environment.NAME=VALUE`; those of the configuration
-            file are read when the job starts.
-        parts: variables of the template.
-    """
+    """Batch job of a run."""
 
     run_dir: Path
+    # of `--set launch.environment.NAME=VALUE`; the configuration file is read when the job starts
     environment: Mapping[str, str] = field(repr=False)
-    parts: Mapping[str, Any] = field(repr=False)
+    parts: Mapping[str, Any] = field(repr=False)  # variables of the template
 
     @property
     def script(self) -> Path:
@@ -73,7 +67,7 @@ def make_batch(
         chain: number of jobs of an array that follow each other; 1 is one job that is requeued.
         options: further #SBATCH options, such as partition=gpu.
     Raises:
-        TrainingError: if the configuration is wrong, or cannot run on so many ranks.
+        TrainingError: if a value is wrong, or the configuration cannot run on so many ranks.
     """
     resolved_config = load_config(config, overrides)
     _check_lines(time_limit=time_limit, options=options, run_dir=run_dir, overrides=overrides)
@@ -109,11 +103,7 @@ def make_batch(
 def _check_lines(
     *, time_limit: str, options: Sequence[str], run_dir: Path | None, overrides: Sequence[str]
 ) -> None:
-    """Refuses values that would be more than one line or word in the script.
-
-    Raises:
-        ConfigError: naming every such value.
-    """
+    """Refuses values that would be more than one line or word in the script."""
     problems = []
     if not re.fullmatch(r"[0-9:-]{1,20}|UNLIMITED|INFINITE", time_limit, re.ASCII):
         problems.append(f"--time {time_limit!r}: give MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
@@ -135,11 +125,7 @@ def _check_lines(
 
 
 def write_script(batch: Batch) -> Path:
-    """Writes the script into the run directory, which SLURM needs for its log; returns its path.
-
-    Raises:
-        StateError: if it cannot be written.
-    """
+    """Writes the script into the run directory, which SLURM needs for its log; returns its path."""
     try:
         batch.run_dir.mkdir(parents=True, exist_ok=True)
         exports = [f"export {n}={shlex.quote(v)}\n" for n, v in batch.environment.items()]
@@ -156,11 +142,7 @@ def write_script(batch: Batch) -> Path:
 
 
 def submit(script: Path) -> str:
-    """Queues a script; returns the number of the job.
-
-    Raises:
-        ConfigError: if there is no SLURM here, or it refuses the job.
-    """
+    """Queues a script and returns the job's number; ConfigError without SLURM or if it refuses."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", "--", str(script)], capture_output=True, text=True, check=False

@@ -65,11 +65,7 @@ class Peer:
         return f"step {self.step} ({_safe_line(self.phase)})"
 
     def note(self, message: dict[str, Any]) -> None:
-        """Takes over a report of the rank's watchdog; all of it or, on an error, nothing.
-
-        Raises:
-            ValueError: if a value has a wrong type.
-        """
+        """Takes over a watchdog's report; nothing of it, by a ValueError, if a type is wrong."""
         report = {name: message[name] for name in _REPORTED if name in message}
         for name, value in report.items():
             if not isinstance(value, _REPORTED[name]):

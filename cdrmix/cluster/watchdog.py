@@ -49,11 +49,7 @@ class Watchdog:
     """Reports the rank's beats to the head, and kills the rank where nothing else can."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
-        """Calls the head, and authenticates.
-
-        Raises:
-            OSError: if it cannot be reached, or does not answer within the deadline.
-        """
+        """Calls the head; raises OSError if it does not answer within the deadline."""
         self._settings = settings
         self._clock = Clock(settings.interval_seconds, time.monotonic())
         self._beat: dict[str, Any] = {}

@@ -93,9 +93,6 @@ def record(*, step: int, **values: float | None) -> dict[str, float]:
     """Makes one line of metrics: plain ints and floats, in the order of the table.
 
     None stands for a value that was not measured at this step, and is left out.
-
-    Raises:
-        ValueError: if a name is not in the table.
     """
     by_name = {"step": step, **values}
     for name in by_name:

@@ -86,11 +86,7 @@ class RecordedRun:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Reads the files of a run directory that are there.
-
-    Raises:
-        StateError: if there is no metrics.jsonl.
-    """
+    """Reads the files of a run directory that are there; StateError without a metrics.jsonl."""
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
         raise StateError(

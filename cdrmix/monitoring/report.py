@@ -30,8 +30,7 @@ _SHOWN_ELSEWHERE = ("evaluation", "baselines", "samples", "goodput", "start_up")
 def write_report(run_dir: Path) -> Path:
     """Writes `report.html` into the run directory and returns its path.
 
-    Raises:
-        StateError: if there is no metrics.jsonl, or the page cannot be written.
+    Raises StateError if there is no metrics.jsonl, or the page cannot be written.
     """
     run = read_run(run_dir)
     path = run_dir / "report.html"
