@@ -18,6 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cdrmix.cluster.handover import FOLDER_VARIABLE
 from cdrmix.cluster.messages import LAUNCHER_LOCK
 from cdrmix.network import interface_towards
@@ -174,27 +176,19 @@ def _processes() -> Iterator[tuple[int, str]]:
     shell that has ended (nohup).
     """
     candidates: dict[int, tuple[int, str, Path]] = {}  # parent, command line, folder of the start
-    mark = f"{FOLDER_VARIABLE}=".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if folder.stat().st_uid != os.getuid():
-                continue
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            words = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
-            parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
-        except OSError:  # it ended meanwhile
-            continue
-        for variable in variables:
-            if variable.startswith(mark):
-                start = Path(os.fsdecode(variable.removeprefix(mark)))
-                candidates[int(folder.name)] = (int(parent), words, start)
+    for process in psutil.process_iter(["uids", "environ", "cmdline", "ppid"]):
+        # None where it cannot be read: another user's process, or one that has ended meanwhile
+        start = (process.info["environ"] or {}).get(FOLDER_VARIABLE)
+        if start and process.info["uids"] and process.info["uids"].effective == os.getuid():
+            words = " ".join(process.info["cmdline"] or ())
+            candidates[process.pid] = (process.info["ppid"], words, Path(start))
     watched = {parent for parent, words, _ in candidates.values() if _WATCHDOG in words}
-    for number, (starter, command, start) in candidates.items():
+    for number, (parent, words, folder) in candidates.items():
         # orphans become children of process 1, unless a subreaper takes them
-        is_orphan = starter == 1 and number not in watched
-        locks = (start.parent.parent / ".lock", start / LAUNCHER_LOCK)
+        is_orphan = parent == 1 and number not in watched
+        locks = (folder.parent.parent / ".lock", folder / LAUNCHER_LOCK)
         if is_orphan and not any(map(_may_be_held, locks)):
-            yield number, command[:80]
+            yield number, words[:80]
 
 
 def _may_be_held(lock: Path) -> bool:

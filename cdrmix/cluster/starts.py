@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cdrmix.config.schema import Config
 
 STARTS = "starts.jsonl"
@@ -33,19 +35,11 @@ class StartUp:
             since_command = time.time() - float(os.environ[COMMANDED_VARIABLE])
         else:
             # the furthest ancestor with this script among its arguments: deepspeed, torchrun
-            script = sys.argv[0].encode()
             launcher = os.getpid()
-            process = launcher
-            while script.endswith(b".py") and (fields := _stat(process)):
-                process = int(fields[1])
-                if process <= 1:
-                    break
-                try:
-                    words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-                except OSError:
-                    break
-                if script in words:
-                    launcher = process
+            with contextlib.suppress(psutil.Error):
+                for ancestor in psutil.Process().parents() if sys.argv[0].endswith(".py") else ():
+                    if ancestor.pid != 1 and sys.argv[0] in ancestor.cmdline():
+                        launcher = ancestor.pid
             since_command = age_seconds(launcher)
         self._last = time.monotonic()
         self._parts = {"launcher": max(0.0, since_command - age), "imports": age}
