@@ -10,7 +10,7 @@ from typing import Any
 
 from cdrmix.monitoring.page import Figure, Tile
 from cdrmix.monitoring.plots import Curve, plot
-from cdrmix.monitoring.recorded_run import RecordedRun
+from cdrmix.monitoring.report import RecordedRun
 
 # Figure, its unit, curve (without a label if alone), metric; rows of a figure follow each other.
 _CURVES = (
