@@ -1,7 +1,5 @@
 """`cdrmix doctor`: checks that this machine, or the hosts of a hostfile, are ready for a run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ shows it to every user. So the launcher's command line holds no values of the us
 each rank begins as launch/rank.py, which reads them from a file and becomes the training script.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -8,8 +8,6 @@ The main thread, which hears the watchdogs, touches no file: while a file server
 look as if the ranks did.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -4,8 +4,6 @@ A thread beats as long as Python runs; the training loop reports every step. A r
 without progress is stuck, one that does not beat is silent, one whose process ends is lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

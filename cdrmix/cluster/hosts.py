@@ -1,7 +1,5 @@
 """The hosts of a run: their file, their addresses, and commands on them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import socket

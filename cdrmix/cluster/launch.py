@@ -1,7 +1,5 @@
 """`cdrmix launch`: starts a run, watches it, and restarts it when it was lost."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

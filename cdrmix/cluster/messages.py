@@ -23,8 +23,6 @@ refused, with a ValueError. Nothing is encrypted.
 Standard library only: the head and the watchdogs import this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """State of one host for `cdrmix doctor`: runs on that host and prints one JSON object. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

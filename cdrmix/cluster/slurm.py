@@ -1,7 +1,5 @@
 """`cdrmix slurm`: writes a batch script for a run, and queues it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

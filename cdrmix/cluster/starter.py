@@ -1,7 +1,5 @@
 """One start of the deepspeed launcher: prepares it, watches it, and ends all its processes."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -15,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from cdrmix.cluster.handover import FOLDER_VARIABLE, hand_over, users_files, write_environment_file
 from cdrmix.cluster.hosts import Host, address_for_others, free_port_on, is_this_machine
@@ -110,7 +109,7 @@ class LauncherStart:
             preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has no other thread here
         )
 
-    def __enter__(self) -> LauncherStart:
+    def __enter__(self) -> Self:
         return self
 
     def wait(self, *, start_seconds: float) -> Outcome:

@@ -3,8 +3,6 @@
 finished.json marks a finished run: written after its last stage, removed where training goes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

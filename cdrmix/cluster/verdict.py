@@ -1,7 +1,5 @@
 """Finds the rank that caused a stall, from the watchdogs' reports."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any

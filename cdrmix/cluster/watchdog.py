@@ -5,8 +5,6 @@ ranks. It kills its rank when the head orders it, or when the head falls silent:
 off ends its own ranks. Standard library only; started by heartbeat.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

@@ -4,8 +4,6 @@ wall_time.json of the run directory holds it. A start that is killed has no time
 the next one estimates that from the metrics, before it cuts them back.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -4,8 +4,6 @@ Nothing here communicates or acts: from the same numbers, every rank comes to th
 and cdrmix.engines.recovery carries them out. No torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace

@@ -5,8 +5,6 @@ one drawing reads well on a light and on a dark ground. Text stays text. No pypl
 state and its choice of a display backend have no place in a training process.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@
 going, or that died, has a report too: the page names each file that is missing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Loaded only for a run that has a Stage B; templates/stage_b.html lays it out.
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 
