@@ -3,8 +3,6 @@
 python -m cdrmix.cluster.batch_settings RUN_DIR SCRIPT --config FILE [--set PATH=VALUE]
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

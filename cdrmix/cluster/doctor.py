@@ -1,13 +1,11 @@
 """`cdrmix doctor`: checks that this machine, or the hosts of a hostfile, are ready for a run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +45,9 @@ class Finding:
     detail: str
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """JSON object of a host's probe, with the time of the call and its duration (seconds)."""
-
-    host: Host
-    values: dict[str, Any]
-    began: float
-    seconds: float
+# JSON objects of the hosts' probes, by the hosts' names, each with the time of the call (`began`)
+# and its duration (`seconds`).
+_Answers = Mapping[str, dict[str, Any]]
 
 
 def examine(
@@ -66,45 +59,37 @@ def examine(
         hosts: of a hostfile, or none.
         folder: of the runs, which all hosts must see.
         ranks_per_host: ranks of the all-reduce on each host; default as the launcher decides.
-        with_all_reduce: whether to start ranks for the last check.
     """
-    targets = list(hosts) or [Host("localhost", ranks_per_host or 1)]
+    targets = [host.name for host in hosts] or ["localhost"]
     folder = folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        address = address_for_others(targets[0].name, [host.name for host in targets[1:]])
+        address = address_for_others(targets[0], targets[1:])
     except OSError as error:
         return [Finding("shared folder", "FAIL", f"{folder}: cannot be made: {error.strerror}")]
     except TrainingError as error:
         return [Finding("hosts", "FAIL", str(error))]
     with ThreadPoolExecutor(max_workers=32) as pool:
-        results = list(pool.map(lambda host: _ask(host, "look", str(folder), address), targets))
-    answers = [answer for answer in results if "failed" not in answer.values]
-    failures = [f"{a.host.name}: {a.values['failed']}" for a in results if "failed" in a.values]
-    slowest = max((answer.seconds for answer in answers), default=0.0)
-    detail = "; ".join(failures) or f"{len(answers)} reached, the slowest in {slowest:.1f} s"
+        results = pool.map(lambda name: _ask(name, "look", str(folder), address), targets)
+        told = dict(zip(targets, results, strict=True))
+    failures = {name: values["failed"] for name, values in told.items() if "failed" in values}
+    answers = {name: values for name, values in told.items() if name not in failures}
+    slowest = max((values["seconds"] for values in answers.values()), default=0.0)
+    detail = _listed(failures) or f"{len(answers)} reached, the slowest in {slowest:.1f} s"
     findings = [Finding("hosts", "FAIL" if failures else "ok", detail)]
     if answers:
-        alive = [answer.host for answer in answers]
         findings += [
             _same("python", answers),
             _same("packages", answers),
-            _devices(answers, has_slots=bool(hosts)),
+            _devices(answers, slots={host.name: host.slots for host in hosts}),
             _clocks(answers),
             _interfaces(answers),
             _space(answers, "disk_free_bytes", "disk", _LEAST_DISK_BYTES),
             _space(answers, "shared_memory_free_bytes", "/dev/shm", 0),
-            _shared_folder(alive, folder),
-            _ports(alive, address),
+            _shared_folder([*answers], folder),
+            _ports([*answers], address),
+            _leftovers(answers),
         ]
-        leftovers = [
-            f"{answer.host.name}: {what}"
-            for answer in answers
-            for what in (*answer.values["processes"], *answer.values["files"])
-        ]
-        detail = "; ".join(leftovers) or "none of this user's"
-        advice = ". --remove-leftovers ends and deletes them" if leftovers else ""
-        findings.append(Finding("leftovers", "warn" if leftovers else "ok", detail + advice))
     # last, because it takes minutes to time out where one of the others fails
     if with_all_reduce and is_ready(findings):
         findings.append(_all_reduce(hosts, folder, ranks_per_host))
@@ -125,93 +110,91 @@ def is_ready(findings: Sequence[Finding]) -> bool:
 def remove_leftovers_on_hosts(hosts: Sequence[Host]) -> list[str]:
     """Removes leftovers of this user's earlier runs on the hosts; returns a line for each."""
     lines = []
-    for host in hosts or [Host("localhost", 1)]:
-        values = _ask(host, "remove_leftovers").values
-        lines += [f"{host.name}: {what}" for what in values.get("removed", [])]
+    for name in [host.name for host in hosts] or ["localhost"]:
+        removed = _ask(name, "remove_leftovers").get("removed", [])
+        lines += [f"{name}: {what}" for what in removed]
     return lines
 
 
-def _ask(host: Host, *words: str) -> _Answer:
+def _ask(name: str, *words: str) -> dict[str, Any]:
     # the wall clock to compare with the host's, the monotonic one to measure
     began = time.time()
     clock = time.monotonic()
-    done = run_on(host.name, [*_PROBE, *words])
+    done = run_on(name, [*_PROBE, *words])
     seconds = time.monotonic() - clock
     try:
         values = json.loads(done.stdout)
     except ValueError:
         output = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
         values = {"failed": output[-1]}
-    return _Answer(host, values, began, seconds)
+    return {**values, "began": began, "seconds": seconds}
 
 
-def _same(check: str, answers: Sequence[_Answer]) -> Finding:
+def _listed(texts: Mapping[str, object], separator: str = "; ") -> str:
+    """Lists texts by host, for the detail of a finding."""
+    return separator.join(f"{name}: {text}" for name, text in texts.items())
+
+
+def _same(check: str, answers: _Answers) -> Finding:
     """Compares a value of all hosts with that of the first."""
-    texts = []
-    for answer in answers:
-        value = answer.values[check]
-        if isinstance(value, dict):
-            value = ", ".join(f"{name} {version or 'missing'}" for name, version in value.items())
-        texts.append(value)
-    names = [answer.host.name for answer in answers]
-    others = [f"{n} has {t}" for n, t in zip(names, texts, strict=True) if t != texts[0]]
+    texts = {}
+    for name, values in answers.items():
+        texts[name] = values[check]
+        if isinstance(values[check], dict):
+            versions = values[check].items()
+            texts[name] = ", ".join(f"{what} {version or 'missing'}" for what, version in versions)
+    first, text = next(iter(texts.items()))
+    others = "; ".join(f"{name} has {other}" for name, other in texts.items() if other != text)
     if others:
-        return Finding(check, "FAIL", f"{names[0]} has {texts[0]}; {'; '.join(others)}")
-    return Finding(check, "FAIL" if "missing" in texts[0] else "ok", texts[0])
+        return Finding(check, "FAIL", f"{first} has {text}; {others}")
+    return Finding(check, "FAIL" if "missing" in text else "ok", text)
 
 
-def _devices(answers: Sequence[_Answer], *, has_slots: bool) -> Finding:
+def _devices(answers: _Answers, *, slots: Mapping[str, int]) -> Finding:
     """Compares the devices of each host with its slots, if a hostfile gives slots."""
     kinds = {}
-    for answer in answers:
-        names = answer.values["devices"]
-        kind = "; ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
-        kinds[answer.host.name] = kind or f"no GPU, {answer.values['cores']} cores"
-    problems = [f"{a.host.name}: {a.values['unusable']}" for a in answers if a.values["unusable"]]
-    problems = problems or [
-        f"{a.host.name} has {len(a.values['devices'])} devices for {a.host.slots} slots"
-        for a in answers
-        if has_slots and 0 < len(a.values["devices"]) < a.host.slots
-    ]
+    lacks = []
+    for name, values in answers.items():
+        devices = values["devices"]
+        kind = "; ".join(f"{devices.count(each)} x {each}" for each in dict.fromkeys(devices))
+        kinds[name] = kind or f"no GPU, {values['cores']} cores"
+        if 0 < len(devices) < slots.get(name, 0):
+            lacks.append(f"{name} has {len(devices)} devices for {slots[name]} slots")
+    unusable = {name: v["unusable"] for name, v in answers.items() if v["unusable"]}
+    problems = _listed(unusable) or "; ".join(lacks)
     if problems:
-        return Finding("devices", "FAIL", "; ".join(problems))
-    if len({*kinds.values()}) > 1:
-        text = "; ".join(f"{name}: {kind}" for name, kind in kinds.items())
-        return Finding("devices", "warn", f"the slowest sets the pace: {text}")
-    kind = next(iter(kinds.values()))
+        return Finding("devices", "FAIL", problems)
+    kind, *others = {*kinds.values()}
+    if others:
+        return Finding("devices", "warn", f"the slowest sets the pace: {_listed(kinds)}")
     return Finding("devices", "warn" if kind.startswith("no GPU") else "ok", kind)
 
 
-def _clocks(answers: Sequence[_Answer]) -> Finding:
+def _clocks(answers: _Answers) -> Finding:
     """Compares each host's clock with this machine's; the call's duration is the uncertainty."""
-    worst = 0.0
-    name = ""
-    for answer in answers:
-        early = answer.began
-        late = answer.began + answer.seconds
-        difference = max(early - answer.values["time"], answer.values["time"] - late, 0.0)
-        if difference >= worst:
-            worst = difference
-            name = answer.host.name
+    differences = []
+    for name, values in answers.items():
+        after = values["time"] - values["began"]
+        differences.append((max(-after, after - values["seconds"], 0.0), name))
+    worst, name = max(differences)
     if worst > _LARGEST_CLOCK_DIFFERENCE_SECONDS:
         detail = f"{name} is {worst:.1f} s off: logs will mislead. Try an NTP service"
         return Finding("clock", "warn", detail)
     return Finding("clock", "ok", f"within {worst:.1f} s of this machine's")
 
 
-def _interfaces(answers: Sequence[_Answer]) -> Finding:
+def _interfaces(answers: _Answers) -> Finding:
     if len(answers) == 1:
         return Finding("interface", "ok", "loopback")
-    names = {answer.host.name: answer.values["interface"] for answer in answers}
-    cut_off = [name for name, interface in names.items() if interface is None]
+    interfaces = {name: values["interface"] for name, values in answers.items()}
+    cut_off = ", ".join(name for name, interface in interfaces.items() if interface is None)
     if cut_off:
-        return Finding("interface", "FAIL", f"no way to the first host from {', '.join(cut_off)}")
-    text = ", ".join(f"{name}: {interface}" for name, interface in names.items())
-    return Finding("interface", "ok", f"to the first host {text}")
+        return Finding("interface", "FAIL", f"no way to the first host from {cut_off}")
+    return Finding("interface", "ok", f"to the first host {_listed(interfaces, ', ')}")
 
 
-def _space(answers: Sequence[_Answer], key: str, check: str, least: int) -> Finding:
-    sizes = [(a.values[key], a.host.name) for a in answers]
+def _space(answers: _Answers, key: str, check: str, least: int) -> Finding:
+    sizes = [(values[key], name) for name, values in answers.items()]
     free, name = min((-1 if size is None else size, name) for size, name in sizes)
     if free < 0:
         return Finding(check, "FAIL", f"{name}: is not there")
@@ -220,49 +203,59 @@ def _space(answers: Sequence[_Answer], key: str, check: str, least: int) -> Find
     return Finding(check, status, f"least free: {free / GIB:.1f} GiB on {name}")
 
 
-def _shared_folder(hosts: Sequence[Host], folder: Path) -> Finding:
+def _shared_folder(names: Sequence[str], folder: Path) -> Finding:
     """Checks that all hosts read a file that the first writes, syncs and renames."""
     file = folder / f".doctor-{uuid4().hex[:8]}"
     text = uuid4().hex
+    first, *others = names
     try:
         for attempt in (text, text[::-1]):  # a second time over the first, as `latest` is written
-            answer = _ask(hosts[0], "write", str(file), attempt).values
+            answer = _ask(first, "write", str(file), attempt)
             if "failed" in answer:
-                return Finding("shared folder", "FAIL", f"{hosts[0].name}: {answer['failed']}")
-            for host in hosts[1:]:
+                return Finding("shared folder", "FAIL", f"{first}: {answer['failed']}")
+            for name in others:
                 # through a process of its own, as a rank on that host would read it
-                if _ask(host, "read", str(file)).values.get("text") != attempt:
-                    why = f"{host.name} does not see in {folder} what {hosts[0].name} writes"
+                if _ask(name, "read", str(file)).get("text") != attempt:
+                    why = f"{name} does not see in {folder} what {first} writes"
                     return Finding("shared folder", "FAIL", why)
     finally:
         file.unlink(missing_ok=True)
-    others = f", seen by {len(hosts) - 1} others" if len(hosts) > 1 else ""
-    return Finding("shared folder", "ok", f"{folder}: written, synced, renamed{others}")
+    seen = f", seen by {len(others)} others" if others else ""
+    return Finding("shared folder", "ok", f"{folder}: written, synced, renamed{seen}")
 
 
-def _ports(hosts: Sequence[Host], address: str) -> Finding:
+def _ports(names: Sequence[str], address: str) -> Finding:
     """Checks that the other hosts can connect to the first on a port that nobody chose."""
-    if len(hosts) == 1:
+    first, *others = names
+    if not others:
         return Finding("ports", "ok", "only this machine")
-    first = hosts[0].name
     words = [*_PROBE, "listen"]  # ends after a minute, also where killing ssh does not reach it
     command = words if is_this_machine(first) else ssh_command(first, words)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listener:
         try:
             assert listener.stdout is not None, "asked for above"
             port = json.loads(listener.stdout.readline() or "{}").get("port", 0)
-            calls = [(host, _ask(host, "call", address, str(port)).values) for host in hosts[1:]]
+            calls = {name: _ask(name, "call_address", address, str(port)) for name in others}
         finally:
             listener.terminate()
-    failures = [
-        f"{host.name}: {values.get('failed') or values['error']}"
-        for host, values in calls
-        if values.get("error", True)
-    ]
+    errors = {name: values.get("failed") or values["error"] for name, values in calls.items()}
+    failures = _listed({name: error for name, error in errors.items() if error})
     if failures:
-        why = f"{address}:{port} cannot be called. Is there a firewall? {'; '.join(failures)}"
+        why = f"{address}:{port} cannot be called. Is there a firewall? {failures}"
         return Finding("ports", "FAIL", why)
     return Finding("ports", "ok", f"{len(calls)} others reach {address} on any port")
+
+
+def _leftovers(answers: _Answers) -> Finding:
+    found = [
+        f"{name}: {what}"
+        for name, values in answers.items()
+        for what in (*values["processes"], *values["files"])
+    ]
+    if not found:
+        return Finding("leftovers", "ok", "none of this user's")
+    detail = f"{'; '.join(found)}. --remove-leftovers ends and deletes them"
+    return Finding("leftovers", "warn", detail)
 
 
 def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None) -> Finding:
@@ -283,9 +276,6 @@ def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None)
         except FileNotFoundError:
             why = f"no result within {_ALL_REDUCE_SECONDS:.0f} s; see the messages above"
             return Finding("all-reduce", "FAIL", why)
-    megabytes = result["bytes"] / 1e6
-    speed = result["bus_bytes_per_second"] / 1e9
-    ranks = f"{megabytes:.0f} MB over {result['ranks']} ranks"
-    return Finding(
-        "all-reduce", "ok", f"{ranks} in {result['seconds']:.3f} s: {speed:.2f} GB/s a link"
-    )
+    work = f"{result['bytes'] / 1e6:.0f} MB over {result['ranks']} ranks"
+    speed = f"{result['bus_bytes_per_second'] / 1e9:.2f} GB/s a link"
+    return Finding("all-reduce", "ok", f"{work} in {result['seconds']:.3f} s: {speed}")

@@ -5,8 +5,7 @@ shows it to every user. So the launcher's command line holds no values of the us
 each rank begins as launch/rank.py, which reads them from a file and becomes the training script.
 """
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import platform
@@ -53,13 +52,9 @@ def write_private(path: Path, text: str) -> None:
 def hand_over(
     folder: Path, *, script: Path, arguments: Sequence[str], variables: Mapping[str, str]
 ) -> None:
-    """Writes the file from which the ranks of a start take over.
+    """Writes the script, arguments and further variables of each rank.
 
-    Args:
-        folder: of this start alone, named by FOLDER_VARIABLE in the ranks' environment.
-        script: program of each rank.
-        arguments: its command line.
-        variables: added to each rank's environment.
+    The folder is of this start alone, named by FOLDER_VARIABLE in the ranks' environment.
     """
     order = {"script": str(script), "arguments": [*arguments], "variables": {**variables}}
     write_private(folder / _FILE, json.dumps(order))
@@ -87,10 +82,9 @@ def become_rank() -> NoReturn:
 
 
 def arguments_of(words: Sequence[str]) -> list[str]:
-    """Command line of a script: after `become_rank` the one handed over, with the launcher's words.
+    """Command line of a script that was started by `words`, without the program.
 
-    Args:
-        words: command line of this process, without the program.
+    After `become_rank` it is the one handed over, with the launcher's words.
     """
     if _FLAG not in words:
         return list(words)
@@ -101,23 +95,27 @@ def arguments_of(words: Sequence[str]) -> list[str]:
 
 def _order(folder: Path) -> dict[str, Any] | None:
     deadline = time.monotonic() + _SECONDS_TO_SEE
-    while True:
-        try:
+    # without a folder this was not started by `cdrmix launch`, and no file will come
+    while folder.name and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
             order: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        except OSError:
-            # without a folder this was not started by `cdrmix launch`, and no file will come
-            if not folder.name or time.monotonic() > deadline:
-                return None
-            time.sleep(0.5)
-        else:
             return order
+        time.sleep(0.5)
+    return None
+
+
+def train_arguments(config: Path, overrides: Sequence[str], profile: str | None) -> list[str]:
+    """Command line of launch/train.py without --run-dir and --resume."""
+    arguments = ["--config", str(config)]
+    for override in overrides:
+        arguments += ["--set", override]
+    return arguments if profile is None else [*arguments, "--profile", profile]
 
 
 def launch_environment(config: Config) -> dict[str, str]:
     """Variables of `launch.environment`; values left out of a snapshot come from this process.
 
-    Raises:
-        ConfigError: naming the variables that a snapshot left out and this process lacks.
+    Raises ConfigError that names those which this process lacks too.
     """
     variables = dict(config.launch.environment)
     redacted = [name for name, value in variables.items() if value == REDACTED]
@@ -163,13 +161,9 @@ def write_environment_file(
 ) -> None:
     """Writes the private file of variables that DeepSpeed's launcher reads (0.19.8: runner.py).
 
-    Args:
-        path: file to write.
-        inherited: the user's own .deepspeed_env files; their lines go first, without the blank
-            lines and comments that the launcher fails on.
-        variables: added, escaped so that each value arrives unchanged.
-    Raises:
-        ConfigError: if a line of the user's is not NAME=VALUE.
+    Lines of the user's own files go first, without the blank lines and comments that the launcher
+    fails on; then the variables, escaped so that each value arrives unchanged. Raises ConfigError
+    if a line of the user's is not NAME=VALUE.
     """
     lines = []
     for file in inherited:

@@ -8,15 +8,11 @@ The main thread, which hears the watchdogs, touches no file: while a file server
 look as if the ranks did.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
-import json
 import os
 import resource
 import selectors
-import signal
 import socket
 import sys
 import threading
@@ -26,29 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cdrmix.cluster.messages import (
-    GREETING_BYTES,
-    MET,
-    STOP,
-    Channel,
-    Clock,
-    Inbox,
-    Outcome,
-    answer,
-    is_listed,
-    new_nonce,
-    read_line,
-    say,
-    write_outcome,
-)
+from cdrmix import errors
+from cdrmix.cluster import messages
+from cdrmix.cluster.messages import GREETING_BYTES, MET, STOP, Channel, Clock, Inbox, Outcome
 from cdrmix.cluster.verdict import Peer, accuse, is_suspicious
-from cdrmix.errors import (
-    EXIT_DONE,
-    EXIT_FAULT,
-    EXIT_NO_USABLE_STATE,
-    EXIT_STOPPED_BY_SIGNAL,
-    EXIT_USER_ERROR,
-)
 
 # Ranks that end by agreement do so together; one that failed alone leaves the others waiting.
 _SECONDS_TO_FOLLOW = 10.0
@@ -65,42 +42,32 @@ _MOST_STRANGERS = 64
 _CALLS_AT_ONCE = 32
 # Of several exit codes the first of this order counts: what a restart cannot mend, then faults
 # (1 and all others), then stopping as asked.
-_WEIGHTS = {EXIT_USER_ERROR: 0, EXIT_NO_USABLE_STATE: 0, EXIT_STOPPED_BY_SIGNAL: 2, EXIT_DONE: 3}
+_WEIGHTS = {
+    errors.EXIT_USER_ERROR: 0,
+    errors.EXIT_NO_USABLE_STATE: 0,
+    errors.EXIT_STOPPED_BY_SIGNAL: 2,
+    errors.EXIT_DONE: 3,
+}
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """Settings of a head, sent to it when it starts.
+    """Settings of a head, sent to it when it starts."""
 
-    Attributes:
-        listener: file descriptor of the socket on which watchdogs call.
-        token: secret of the run, which authenticates watchdogs.
-        world_size: number of ranks.
-        interval_seconds: time between two beats.
-        deadline_seconds: silence after which a rank counts as lost.
-        folder: launch folder of this start, or None.
-    """
-
-    listener: int
-    token: str
+    listener: int  # file descriptor of the socket on which watchdogs call
+    token: str  # secret of the run, which authenticates watchdogs
     world_size: int
-    interval_seconds: float
-    deadline_seconds: float
-    folder: str | None
+    interval_seconds: float  # time between two beats
+    deadline_seconds: float  # silence after which a rank counts as lost
+    folder: str | None  # launch folder of this start
 
 
 @dataclass(eq=False)
 class _Line:
-    """Connection of a caller; `peer` and `channel` are set once it is authenticated.
-
-    Attributes:
-        nonce: the head's, for this connection.
-        began: time of the call, of the monotonic clock.
-        inbox: of its first line.
-    """
+    """Connection of a caller; `peer` and `channel` are set once it is authenticated."""
 
     connection: socket.socket
-    nonce: bytes = field(default_factory=new_nonce)
+    nonce: bytes = field(default_factory=messages.new_nonce)
     began: float = field(default_factory=time.monotonic)
     inbox: Inbox = field(default_factory=partial(Inbox, GREETING_BYTES))
     peer: Peer | None = None
@@ -138,7 +105,7 @@ class Head:
                     with contextlib.suppress(OSError):  # tried again an interval later
                         (folder / MET).touch()
                         is_noted = True
-                if is_listed(folder, STOP):
+                if messages.is_listed(folder, STOP):
                     self._stop_is_asked.set()
                 time.sleep(settings.interval_seconds)
 
@@ -170,7 +137,7 @@ class Head:
             for peer in peers:
                 if peer.is_running:
                     peer.unheard_seconds += elapsed
-            if any(peer.code for peer in peers):  # EXIT_DONE is 0
+            if any(peer.code for peer in peers):  # errors.EXIT_DONE is 0
                 self._one_left_seconds += elapsed
             self._tell({"alive": True})
             is_asked = self._stop_is_asked.is_set()
@@ -214,7 +181,7 @@ class Head:
             greetings = line.inbox.lines(data)
             if not greetings:
                 return  # until all of it has arrived
-            channel, greeting = answer(self._settings.token, line.nonce, greetings[0])
+            channel, greeting = messages.answer(self._settings.token, line.nonce, greetings[0])
             rank = greeting.get("rank")
             host = greeting.get("host")
             peer = self._peers.get(rank) if isinstance(rank, int) else None
@@ -265,7 +232,7 @@ class Head:
         deadline_seconds = self._settings.deadline_seconds
         step = max(peer.step for peer in peers)
         codes = {peer.code for peer in peers if peer.code is not None}
-        worst = min(codes, key=lambda code: (_WEIGHTS.get(code, 1), code), default=EXIT_DONE)
+        worst = min(codes, key=lambda code: (_WEIGHTS.get(code, 1), code), default=errors.EXIT_DONE)
         if not any(peer.is_running for peer in peers):
             return Outcome(worst, "", step)
         if self._one_left_seconds > min(_SECONDS_TO_FOLLOW, deadline_seconds):
@@ -273,7 +240,7 @@ class Head:
             why = f"{names} ended with exit code {worst} and the others did not follow"
             return Outcome(worst, why, step)
         is_lost = any(peer.is_lost for peer in peers)
-        if codes - {EXIT_DONE} and not is_lost:
+        if codes - {errors.EXIT_DONE} and not is_lost:
             return None  # the others wait in a collective for the one that left, or end with it
         if not is_suspicious(peers, deadline_seconds=deadline_seconds):
             self._stacks_due = None
@@ -287,7 +254,7 @@ class Head:
         is_answered = all(line.peer.stack is not None for line in self._lines if line.peer)
         if not is_lost and not is_answered and time.monotonic() < self._stacks_due:
             return None
-        return Outcome(EXIT_FAULT, accuse(peers, deadline_seconds=deadline_seconds), step)
+        return Outcome(errors.EXIT_FAULT, accuse(peers, deadline_seconds=deadline_seconds), step)
 
     def _finish(self, outcome: Outcome) -> None:
         """Reports the reason, writes it down, then ends the remaining ranks.
@@ -299,7 +266,7 @@ class Head:
         def write() -> None:
             if outcome.reason:
                 text = f"error: {outcome.reason}\nAll ranks end. Go on with --resume auto"
-                say(text)
+                messages.say(text)
                 now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
                 with contextlib.suppress(OSError):  # stderr has it
                     if self._log is not None:
@@ -307,7 +274,7 @@ class Head:
                             file.write(f"{now} ERROR {text}\n")
             if self._folder:
                 headline = outcome.reason.partition("\n")[0]
-                write_outcome(self._folder, replace(outcome, reason=headline))
+                messages.write_outcome(self._folder, replace(outcome, reason=headline))
 
         writing = threading.Thread(target=write, daemon=True)
         writing.start()
@@ -327,12 +294,9 @@ class Head:
 
 
 def main() -> None:
-    """Runs the head by the settings, HeadSettings as JSON, in the first line of stdin."""
-    # launchers and SLURM signal whole process groups; the head must see the ranks' end first
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    """Runs the head by the HeadSettings that arrive on stdin."""
+    settings = HeadSettings(**messages.begin_program())
     # a connection for each rank of the run: the usual limit of 1,024 files is soon reached
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    read = partial(os.read, sys.stdin.fileno())
-    Head(HeadSettings(**json.loads(read_line(read)))).run()
+    Head(settings).run()

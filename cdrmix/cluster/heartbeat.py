@@ -4,8 +4,6 @@ A thread beats as long as Python runs; the training loop reports every step. A r
 without progress is stuck, one that does not beat is silent, one whose process ends is lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -79,8 +77,6 @@ def start_head(
 
     Args:
         address: of this host, as the other hosts know it.
-        limits: of the run.
-        world_size: number of ranks that will call.
         folder: launch folder of this start, or None.
     """
     family = family_of(address)
@@ -113,8 +109,6 @@ class Heartbeat:
 
         Args:
             meeting: result of `start_head` on rank 0.
-            limits: of the run.
-            rank: global rank.
             head_pipe: to the head, on the rank that started it; None on the others.
         """
         self._limits = limits
@@ -123,8 +117,7 @@ class Heartbeat:
         self._beat: dict[str, Any] = {}
         self._stuck_seconds = 0.0
         self._step_began: float | None = None
-        # of the last measured step; of the longest one where steps are uneven
-        self._step_seconds: float | None = None
+        self._step_seconds: float | None = None  # of the last step, or of the longest if uneven
         self._are_uneven = False
         self._has_saved = False
         read_end, self._stacks = os.pipe()
@@ -154,8 +147,8 @@ class Heartbeat:
         """Reports that optimizer step `step` is done; the next may take about as long."""
         now = time.monotonic()
         if self._step_began is not None:
-            longest = self._step_seconds if self._are_uneven else None
-            self._step_seconds = max(now - self._step_began, longest or 0.0)
+            longest = (self._step_seconds or 0.0) if self._are_uneven else 0.0
+            self._step_seconds = max(now - self._step_began, longest)
         self._step_began = now
         allowed = self._limits.phase_seconds  # until a step of this kind was measured
         if self._step_seconds is not None and (self._has_saved or not self._are_uneven):
@@ -165,10 +158,9 @@ class Heartbeat:
     def forget_step(self, *, are_uneven: bool = False) -> None:
         """Reports that the next steps are of another kind: the first may take a phase's time.
 
-        Args:
-            are_uneven: steps of that kind may differ by more than four times. Each of them may then
-                take a phase's time until this start has saved. Else a long step that ends a start
-                would end every restart too, which resumes and meets it before its first save.
+        Where they are uneven (they may differ by more than four times), each may take that long
+        until this start has saved. Else a long step that ends a start would end every restart too,
+        which resumes and meets it before its first save.
         """
         self._are_uneven = are_uneven
         self._step_began = time.monotonic()

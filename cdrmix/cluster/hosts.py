@@ -1,7 +1,5 @@
 """The hosts of a run: their file, their addresses, and commands on them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import socket
@@ -32,11 +30,7 @@ class Host:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Reads a file of lines `NAME slots=N`, blank lines and comments.
-
-    Raises:
-        ConfigError: naming each line that is wrong.
-    """
+    """Reads lines `NAME slots=N`, blank ones and comments; ConfigError names each wrong line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -122,9 +116,8 @@ def reachable(hosts: Sequence[Host]) -> list[Host]:
 def free_port_on(name: str = "localhost") -> int:
     """Returns a TCP port that was free on the host a moment ago.
 
-    Raises:
-        InfrastructureError: if the host cannot be reached for now.
-        ConfigError: if it has no interpreter at the path of this one.
+    Raises InfrastructureError if the host cannot be reached for now, and ConfigError if it has no
+    interpreter at the path of this one.
     """
     if is_this_machine(name):
         return network.free_port()
@@ -142,10 +135,8 @@ def address_for_others(name: str, others: Sequence[str]) -> str:
     """Address of host `name` at which the other hosts reach it.
 
     A name that means a loopback address here (Debian's 127.0.1.1) is useless to others: then it is
-    the address of the interface that leads to the first of them.
-
-    Raises:
-        ConfigError: if a name has no address.
+    the address of the interface that leads to the first of them. Raises ConfigError if a name has
+    no address.
     """
     address = _resolved(name)
     if not is_loopback(address) or not others:

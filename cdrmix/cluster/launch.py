@@ -1,7 +1,5 @@
 """`cdrmix launch`: starts a run, watches it, and restarts it when it was lost."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools
@@ -17,31 +15,22 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 
-from cdrmix.cluster.handover import launch_environment
+from cdrmix import errors
+from cdrmix.cluster.handover import launch_environment, train_arguments
 from cdrmix.cluster.hosts import reachable, read_hostfile
 from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
 from cdrmix.cluster.starter import LauncherStart, LaunchPlace
 from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
 from cdrmix.config.load import load_config, new_run_dir
 from cdrmix.config.schema import Config
-from cdrmix.errors import (
-    EXIT_DONE,
-    EXIT_FAULT,
-    EXIT_NO_USABLE_STATE,
-    EXIT_STOPPED_BY_SIGNAL,
-    EXIT_USER_ERROR,
-    ConfigError,
-    InfrastructureError,
-    PlanError,
-    StateError,
-)
+from cdrmix.errors import ConfigError, InfrastructureError, PlanError, StateError
 from cdrmix.log import get_logger
 from cdrmix.planning.profile import check_legal
 
 logger = get_logger(__name__)
 
 # These blame configuration or checkpoints, which were good if an earlier start was.
-_DOUBTFUL = (EXIT_USER_ERROR, EXIT_NO_USABLE_STATE)
+_DOUBTFUL = (errors.EXIT_USER_ERROR, errors.EXIT_NO_USABLE_STATE)
 # Doubled with each restart in a row: a server or host that reboots takes minutes.
 _FIRST_WAIT_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 60.0
@@ -50,41 +39,25 @@ _LATEST = Path("checkpoints") / "latest"
 
 @dataclass(frozen=True)
 class Job:
-    """Training that one `cdrmix launch` carries out.
-
-    Attributes:
-        config: resolved configuration, with the overrides in it.
-        arguments: command line of launch/train.py without --run-dir and --resume.
-        run_dir: run directory, the same for all starts.
-        resume: --resume of the first start.
-        profile: --profile, or None.
-        place: hosts and ranks.
-        max_restarts: restarts in a row without a newer checkpoint before the run is given up.
-        environment: variables of the ranks.
-    """
+    """Training that one `cdrmix launch` carries out, or one start of it."""
 
     config: Config
-    arguments: Sequence[str]
+    arguments: Sequence[str]  # of launch/train.py without --run-dir and --resume
     run_dir: Path
     resume: str
     profile: str | None
     place: LaunchPlace
-    max_restarts: int
-    environment: Mapping[str, str] = field(repr=False)
+    max_restarts: int  # in a row without a newer checkpoint before the run is given up
+    environment: Mapping[str, str] = field(repr=False)  # of the ranks
 
 
 class _Signals:
     """Handler of TERM, INT, USR1 and HUP: the first asks the ranks to save and stop, the second
-    ends them at once.
-
-    Attributes:
-        folder: of the start under way; None between two starts.
-        name: of the signal that asked to stop, or None.
-    """
+    ends them at once."""
 
     def __init__(self) -> None:
-        self.folder: Path | None = None
-        self.name: str | None = None
+        self.folder: Path | None = None  # of the start under way
+        self.name: str | None = None  # of the signal that asked to stop
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
@@ -94,10 +67,10 @@ class _Signals:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
-            raise SystemExit(EXIT_FAULT)  # leaves the context of the start, which ends it
+            raise SystemExit(errors.EXIT_FAULT)  # leaves the context of the start, which ends it
         self.name = signal.Signals(number).name
         if self.folder is None:
-            raise SystemExit(EXIT_STOPPED_BY_SIGNAL)
+            raise SystemExit(errors.EXIT_STOPPED_BY_SIGNAL)
         ask_to_stop(self.folder)
         # not logged: a handler that interrupts the writing of a line must not write to the same
         # buffer, which raises RuntimeError
@@ -117,26 +90,17 @@ def make_job(
     run_dir: Path | None,
     resume: str,
 ) -> Job:
-    """Makes a job from the values of a command line.
-
-    Raises:
-        TrainingError: if the configuration or the hostfile is wrong.
-    """
+    """Makes a job from a command line; TrainingError if configuration or hostfile is wrong."""
     resolved_config = load_config(config, overrides)
     if run_dir is not None and re.search(r"[\x00-\x1f\x7f]", str(run_dir)):
         raise ConfigError(
             f"--run-dir {str(run_dir)!r}: has control characters, which files of variables and "
             "scripts cannot hold. Give another name"
         )
-    arguments = ["--config", str(config)]
-    for override in overrides:
-        arguments += ["--set", override]
-    if profile is not None:
-        arguments += ["--profile", profile]
     hosts = tuple(read_hostfile(hostfile)) if hostfile else ()
     return Job(
         config=resolved_config,
-        arguments=arguments,
+        arguments=train_arguments(config, overrides, profile),
         run_dir=run_dir or new_run_dir(resolved_config),
         resume=resume,
         profile=profile,
@@ -149,35 +113,34 @@ def make_job(
 def launch(job: Job) -> int:
     """Trains to the end, over as many starts as are allowed; returns the exit code of the command.
 
-    Raises:
-        TrainingError: if a host cannot be reached before the first start.
+    Raises TrainingError if a host cannot be reached before the first start.
     """
     signals = _Signals()
     signals.listen()  # first, so that a signal while hosts are checked ends the command by its code
-    place = _reachable_place(job, is_first=True)
-    resume = job.resume
-    furthest = _resumed_at(job.run_dir, resume)
+    start = replace(job, place=_reachable_place(job, is_first=True))
+    furthest = _resumed_at(start)
     lost_in_a_row = 0
     has_been_good = False
     for number in itertools.count(1):
         began = datetime.now(UTC)
         if number == 1:  # the goodput counts this process's own imports as part of the start
             began -= timedelta(seconds=age_seconds(os.getpid()))
-        resumed_at = _resumed_at(job.run_dir, resume)
-        outcome = _attempt(job, place, resume, signals, began, is_first=number == 1)
+        resumed_at = _resumed_at(start)
+        outcome = _attempt(start, signals, began, is_first=number == 1)
         got_further = outcome.step > resumed_at
         # after a good start the same error before the first step is a passing fault of the machine
         is_mistake = outcome.exit_code in _DOUBTFUL and (got_further or not has_been_good)
         # a refused configuration is no start of the run: it must not count in its goodput
-        if outcome.exit_code != EXIT_USER_ERROR or not is_mistake:
-            _record(job.run_dir, place, outcome, began=began, resumed_at=resumed_at)
-        if is_mistake or outcome.exit_code in (EXIT_DONE, EXIT_STOPPED_BY_SIGNAL):
+        if outcome.exit_code != errors.EXIT_USER_ERROR or not is_mistake:
+            _record(start, outcome, began=began, resumed_at=resumed_at)
+        if is_mistake or outcome.exit_code in (errors.EXIT_DONE, errors.EXIT_STOPPED_BY_SIGNAL):
             break
         has_been_good = has_been_good or got_further
         if signals.name is not None:
             logger.error("error: %s; not started again after %s", outcome.reason, signals.name)
             break
-        saved = _resumed_at(job.run_dir, "auto")
+        following = replace(job, resume="auto")
+        saved = _resumed_at(following)
         if saved > furthest:  # a checkpoint more than any start before
             furthest = saved
             lost_in_a_row = 0
@@ -185,30 +148,28 @@ def launch(job: Job) -> int:
         if lost_in_a_row > job.max_restarts:
             logger.error("error: %s. Given up after %d restarts", outcome.reason, job.max_restarts)
             break
-        if resume not in ("auto", "never") and not (job.run_dir / _LATEST).is_file():
+        if start.resume not in ("auto", "never") and not (job.run_dir / _LATEST).is_file():
             # `auto` would begin a new run here, without the checkpoint that the user named
             logger.error(
                 "error: %s, before the first checkpoint in %s. Start again with --resume %s and "
                 "another --run-dir",
-                *(outcome.reason, job.run_dir, resume),
+                *(outcome.reason, job.run_dir, start.resume),
             )
             break
-        resume = "auto"
         wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2 ** (lost_in_a_row - 1))
         logger.warning(
             "start %d was lost at step %d (%s); start %d follows in %.0f s",
             *(number, outcome.step, outcome.reason, number + 1, wait),
         )
         time.sleep(wait)
-        place = _reachable_place(job, is_first=False)
+        start = replace(following, place=_reachable_place(job, is_first=False))
     return outcome.exit_code
 
 
 def _reachable_place(job: Job, *, is_first: bool) -> LaunchPlace:
     """Hosts that can be reached now; all of them where the configuration does not fit on these.
 
-    Raises:
-        ConfigError: at the first start, if a host cannot be reached, or none without pdsh.
+    At the first start all must be reached.
     """
     place = job.place
     if is_first and place.hosts and shutil.which("pdsh") is None:
@@ -234,33 +195,23 @@ def _reachable_place(job: Job, *, is_first: bool) -> LaunchPlace:
     return replace(place, hosts=tuple(alive))
 
 
-def _attempt(
-    job: Job,
-    place: LaunchPlace,
-    resume: str,
-    signals: _Signals,
-    began: datetime,
-    *,
-    is_first: bool,
-) -> Outcome:
+def _attempt(job: Job, signals: _Signals, began: datetime, *, is_first: bool) -> Outcome:
     """Outcome of one start, a refused later start included."""
     marker = job.run_dir / MARKER
     was_finished = marker.is_file()
     try:
-        outcome = _start_once(job, place, resume, signals, began)
+        outcome = _start_once(job, signals, began)
     except (ConfigError, InfrastructureError) as error:
         if is_first:
             raise
-        outcome = Outcome(EXIT_FAULT, str(error), 0)  # the host was there at the first start
-    if outcome.exit_code == EXIT_FAULT and marker.is_file() and not was_finished:
+        outcome = Outcome(errors.EXIT_FAULT, str(error), 0)  # the host was there at the first start
+    if outcome.exit_code == errors.EXIT_FAULT and marker.is_file() and not was_finished:
         # the ranks' outcome file was lost, as on a file server that is slow to show it
-        outcome = replace(outcome, exit_code=EXIT_DONE)
+        outcome = replace(outcome, exit_code=errors.EXIT_DONE)
     return outcome
 
 
-def _start_once(
-    job: Job, place: LaunchPlace, resume: str, signals: _Signals, began: datetime
-) -> Outcome:
+def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:
     folder = job.run_dir / LAUNCH_FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +222,7 @@ def _start_once(
             "that this user can write to"
         ) from error
     signals.folder = folder
-    arguments = [*job.arguments, "--run-dir", str(job.run_dir), "--resume", resume]
+    arguments = [*job.arguments, "--run-dir", str(job.run_dir), "--resume", job.resume]
     variables = {**job.environment, COMMANDED_VARIABLE: str(began.timestamp())}
     try:
         with (folder / LAUNCHER_LOCK).open("w") as lock:
@@ -279,7 +230,7 @@ def _start_once(
             # file system without locks, the run directory's lock will refuse to run.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            with LauncherStart(place, arguments, folder=folder, variables=variables) as start:
+            with LauncherStart(job.place, arguments, folder=folder, variables=variables) as start:
                 return start.wait(start_seconds=job.config.supervision.phase_seconds)
     finally:
         signals.folder = None  # before it is removed, since a signal would write into it
@@ -289,21 +240,19 @@ def _start_once(
                 empty.rmdir()
 
 
-def _record(
-    run_dir: Path, place: LaunchPlace, outcome: Outcome, *, began: datetime, resumed_at: int
-) -> None:
+def _record(job: Job, outcome: Outcome, *, began: datetime, resumed_at: int) -> None:
     """Appends the start to the run's starts; after the last one, logs the cost of all of them."""
-    if not run_dir.is_dir():
+    if not job.run_dir.is_dir():
         return
-    hosts = tuple(host.name for host in place.hosts)
+    hosts = tuple(host.name for host in job.place.hosts)
     ended = datetime.now(UTC)
     start = StartRecord(began, ended, hosts, resumed_at=resumed_at, **asdict(outcome))
     try:
-        append_start(run_dir, start)
+        append_start(job.run_dir, start)
     except OSError as error:
-        logger.warning("%s: the start cannot be noted: %s", run_dir, error.strerror)
-    summary = run_dir / "metrics.json"
-    if outcome.exit_code != EXIT_DONE or not summary.is_file():
+        logger.warning("%s: the start cannot be noted: %s", job.run_dir, error.strerror)
+    summary = job.run_dir / "metrics.json"
+    if outcome.exit_code != errors.EXIT_DONE or not summary.is_file():
         return
     cost = json.loads(summary.read_text(encoding="utf-8")).get("goodput")
     if cost is None:  # a summary of an earlier version
@@ -316,10 +265,10 @@ def _record(
     )
 
 
-def _resumed_at(run_dir: Path, resume: str) -> int:
+def _resumed_at(job: Job) -> int:
     """Step of the newest checkpoint if the start resumes from it, else 0."""
-    latest = run_dir / _LATEST
-    if resume != "auto" or not latest.is_file():
+    latest = job.run_dir / _LATEST
+    if job.resume != "auto" or not latest.is_file():
         return 0
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
     return int(text) if text.isdecimal() else 0

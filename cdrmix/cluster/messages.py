@@ -16,13 +16,12 @@ they are. On the network each line is authenticated, in both directions:
     both             MAC {...}
 
 A MAC is an HMAC-SHA256 under a key made of the run's token and both nonces, over the direction, the
-number of the message and its text. The token itself is never sent, and a line recorded from another
-connection, from the other direction or from earlier is refused. Nothing is encrypted.
+number of the message (both sides count; TCP keeps the order) and its text. The token itself is
+never sent, and a line recorded from another connection, from the other direction or from earlier is
+refused, with a ValueError. Nothing is encrypted.
 
 Standard library only: the head and the watchdogs import this.
 """
-
-from __future__ import annotations
 
 import contextlib
 import hmac
@@ -30,11 +29,14 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +60,11 @@ _SECONDS_TO_SAY = 2.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a start.
+    """End of a start."""
 
-    Attributes:
-        exit_code: as in cdrmix.errors; 1 is a fault.
-        reason: message for people; empty where the ranks gave it themselves.
-        step: the last optimizer step that any rank reached.
-    """
-
-    exit_code: int
-    reason: str
-    step: int
+    exit_code: int  # as in cdrmix.errors; 1 is a fault
+    reason: str  # for people; empty where the ranks gave it themselves
+    step: int  # the last that any rank reached
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
@@ -84,12 +80,10 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 def read_outcome(folder: Path) -> Outcome | None:
     """Reads the outcome in `folder`; None if there is none yet."""
-    if not is_listed(folder, _OUTCOME):
-        return None
-    try:
-        return Outcome(**json.loads((folder / _OUTCOME).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        if is_listed(folder, _OUTCOME):
+            return Outcome(**json.loads((folder / _OUTCOME).read_text(encoding="utf-8")))
+    return None
 
 
 def await_outcome(folder: Path, seconds: float) -> Outcome | None:
@@ -139,12 +133,7 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def decode(line: bytes) -> dict[str, Any]:
-    """Decodes one line.
-
-    Raises:
-        ValueError: if it is no JSON object.
-    """
+def _decode(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except RecursionError:  # deep nesting is as invalid as any other text
@@ -155,11 +144,7 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def read_line(read: Callable[[int], bytes], most_bytes: int = MESSAGE_BYTES) -> bytes:
-    """Reads one line and no byte beyond it; shorter and without its end where the stream ends.
-
-    Raises:
-        ValueError: if the line is longer than `most_bytes`.
-    """
+    """Reads one line and no byte beyond it; shorter and without its end where the stream ends."""
     # byte by byte, because what follows the line belongs to the next reader of the stream
     line = b""
     while not line.endswith(b"\n") and (byte := read(1)):
@@ -167,6 +152,14 @@ def read_line(read: Callable[[int], bytes], most_bytes: int = MESSAGE_BYTES) -> 
         if len(line) > most_bytes:
             raise ValueError(f"a line of more than {most_bytes} bytes")
     return line
+
+
+def begin_program() -> dict[str, Any]:
+    """Begins a head or watchdog: returns its settings, a JSON object in the first line of stdin."""
+    # launchers and SLURM signal whole process groups; these programs must see the ranks' end first
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    return _decode(read_line(partial(os.read, sys.stdin.fileno())))
 
 
 class Inbox:
@@ -177,30 +170,19 @@ class Inbox:
         self._rest = b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """Lines that `data` completes, without their ends.
-
-        Raises:
-            ValueError: if a line is too long, complete or not.
-        """
+        """Lines that `data` completes, without their ends; refuses one before it is complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if max(map(len, (*lines, self._rest))) > self._most_bytes:
             raise ValueError(f"a line of more than {self._most_bytes} bytes")
         return lines
 
     def take(self, data: bytes) -> list[dict[str, Any]]:
-        """Messages of a local pipe that `data` completes.
-
-        Raises:
-            ValueError: if a line is no JSON object.
-        """
-        return [decode(line) for line in self.lines(data)]
+        """Messages of a local pipe that `data` completes."""
+        return [_decode(line) for line in self.lines(data)]
 
 
 class Channel:
-    """Authenticated messages over one connection, in both directions.
-
-    The number of a message is not sent: TCP keeps the order, so both sides count.
-    """
+    """Authenticated messages over one connection, in both directions."""
 
     def __init__(self, token: str, *, head_nonce: bytes, caller_nonce: bytes, is_head: bool):
         self._key = hmac.digest(token.encode(), head_nonce + caller_nonce, "sha256")
@@ -211,30 +193,22 @@ class Channel:
 
     def encode(self, message: dict[str, Any]) -> bytes:
         """Encodes the next message to the other side."""
-        text = json.dumps(message).encode()
-        mac = self._mac(self._sending, self._num_sent, text)
+        line = encode(message)
+        mac = self._mac(self._sending, self._num_sent, line[:-1])
         self._num_sent += 1
-        return mac + b" " + text + b"\n"
+        return mac + b" " + line
 
     def take(self, data: bytes) -> list[dict[str, Any]]:
-        """Messages that `data` completes.
-
-        Raises:
-            ValueError: if a line was not written by the other side as its next one.
-        """
+        """Messages that `data` completes."""
         return [self.open(line) for line in self._inbox.lines(data)]
 
     def open(self, line: bytes) -> dict[str, Any]:
-        """Decodes the next line; nothing of it is parsed before its MAC is checked.
-
-        Raises:
-            ValueError: if the other side did not write it as its next one.
-        """
+        """Decodes the next line; nothing of it is parsed before its MAC is checked."""
         mac, _, text = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(self._receiving, self._num_received, text)):
             raise ValueError("a line that is not the next one of the other side")
         self._num_received += 1
-        return decode(text)
+        return _decode(text)
 
     def _mac(self, direction: bytes, number: int, text: bytes) -> bytes:
         signed = direction + number.to_bytes(8, "big") + text
@@ -247,16 +221,11 @@ def new_nonce() -> bytes:
 
 
 def answer(token: str, nonce: bytes, line: bytes) -> tuple[Channel, dict[str, Any]]:
-    """Opens the head's side of a channel.
+    """Opens the head's side of a channel; returns it and the greeting.
 
     Args:
-        token: of the run.
         nonce: sent to this caller.
-        line: first line of the caller.
-    Returns:
-        The channel and the greeting.
-    Raises:
-        ValueError: if the caller does not know the token.
+        line: first line of the caller, refused if it does not know the token.
     """
     caller_nonce, _, signed = line.partition(b" ")
     if not _NONCE.fullmatch(caller_nonce):
@@ -266,11 +235,9 @@ def answer(token: str, nonce: bytes, line: bytes) -> tuple[Channel, dict[str, An
 
 
 def call(connection: socket.socket, token: str, greeting: dict[str, Any]) -> Channel:
-    """Opens a caller's side of a channel, and waits for the head's welcome.
+    """Opens a caller's side of a channel, and waits for the welcome of this run's head.
 
-    Raises:
-        OSError: if the other end does not answer, or hangs up.
-        ValueError: if it is not the head of this run.
+    Raises OSError if the other end does not answer, or hangs up.
     """
     nonce = read_line(connection.recv, GREETING_BYTES).rstrip(b"\n")
     if not nonce:

@@ -1,7 +1,5 @@
 """State of one host for `cdrmix doctor`: runs on that host and prints one JSON object. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -17,6 +15,8 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cdrmix.cluster.handover import FOLDER_VARIABLE
 from cdrmix.cluster.messages import LAUNCHER_LOCK
@@ -34,11 +34,7 @@ _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
 def driver_devices(root: Path = Path("/")) -> dict[str, int]:
-    """Number of devices by maker, whether or not torch can use them; makers without any left out.
-
-    Args:
-        root: of the file system with the device files.
-    """
+    """Number of devices by maker, if there are any, whether or not torch can use them."""
     nvidia = [path for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     counts = {"NVIDIA": len(nvidia), "AMD": 0}
     if (root / "dev/kfd").exists():
@@ -52,9 +48,7 @@ def driver_devices(root: Path = Path("/")) -> dict[str, int]:
 def unusable_devices(usable: int, root: Path = Path("/")) -> str | None:
     """Message about devices that torch cannot use although no variable hides them, or None.
 
-    Args:
-        usable: number of devices that torch sees.
-        root: as in `driver_devices`.
+    `usable` is the number that torch sees.
     """
     counts = driver_devices(root)
     is_asked = os.environ.get("DS_ACCELERATOR") == "cpu" or any(n in os.environ for n in _HIDING)
@@ -72,13 +66,10 @@ def unusable_devices(usable: int, root: Path = Path("/")) -> str | None:
 def look(folder: str, towards: str) -> dict[str, Any]:
     """Versions, devices, clock, interface, free space and leftovers of this host.
 
-    Args:
-        folder: of the runs, whose file system must have free space.
-        towards: address of the first host, to which the ranks here connect.
+    `folder` is that of the runs, `towards` the address of the first host, which ranks connect to.
     """
-    packages: dict[str, str | None] = {}
+    packages: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        packages[name] = None
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
     # names and memory by NVIDIA's own program; of other devices the maker alone
@@ -182,37 +173,29 @@ def _processes() -> Iterator[tuple[int, str]]:
     locked, the run goes on. A rank with a watchdog is no leftover either: it trains, started by a
     shell that has ended (nohup).
     """
-    candidates: dict[int, tuple[int, str, Path]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if folder.stat().st_uid != os.getuid():
-                continue
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            words = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
-            parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
-        except OSError:  # it ended meanwhile
-            continue
-        mark = f"{FOLDER_VARIABLE}=".encode()
-        for variable in variables:
-            if variable.startswith(mark):
-                start = Path(os.fsdecode(variable.removeprefix(mark)))
-                candidates[int(folder.name)] = (int(parent), words, start)
+    candidates: dict[int, tuple[int, str, Path]] = {}  # parent, command line, folder of the start
+    for process in psutil.process_iter(["uids", "environ", "cmdline", "ppid"]):
+        # None where it cannot be read: another user's process, or one that has ended meanwhile
+        start = (process.info["environ"] or {}).get(FOLDER_VARIABLE)
+        if start and process.info["uids"] and process.info["uids"].effective == os.getuid():
+            words = " ".join(process.info["cmdline"] or ())
+            candidates[process.pid] = (process.info["ppid"], words, Path(start))
     watched = {parent for parent, words, _ in candidates.values() if _WATCHDOG in words}
-    for number, (starter, command, start) in candidates.items():
+    for number, (parent, words, folder) in candidates.items():
         # orphans become children of process 1, unless a subreaper takes them
-        is_orphan = starter == 1 and number not in watched
-        if not is_orphan:
-            continue
-        for lock in (start.parent.parent / ".lock", start / LAUNCHER_LOCK):
-            try:
-                with lock.open() as file:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except FileNotFoundError:
-                continue
-            except OSError:  # held, or not to be read, and may be held
-                break
-        else:
-            yield number, command[:80]
+        is_orphan = parent == 1 and number not in watched
+        locks = (folder.parent.parent / ".lock", folder / LAUNCHER_LOCK)
+        if is_orphan and not any(map(_may_be_held, locks)):
+            yield number, words[:80]
+
+
+def _may_be_held(lock: Path) -> bool:
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:  # held, or not to be read, and may be held
+        return not isinstance(error, FileNotFoundError)
+    return False
 
 
 def _files() -> Iterator[Path]:
@@ -233,16 +216,8 @@ def _files() -> Iterator[Path]:
 
 
 def main(words: list[str]) -> None:
-    """Runs `look FOLDER ADDRESS`, `write PATH TEXT`, `read PATH`, `call ADDRESS PORT`, `listen` or
-    `remove_leftovers`."""
-    if words[0] == "listen":
-        listen()
-        return
-    actions: dict[str, Callable[..., dict[str, Any]]] = {
-        "look": look,
-        "write": write,
-        "read": read,
-        "call": call_address,
-        "remove_leftovers": remove_leftovers,
-    }
-    print(json.dumps(actions[words[0]](*words[1:])))
+    """Runs one of the functions above by its name, and prints what it returns."""
+    actions: list[Callable[..., Any]] = [look, write, read, listen, call_address, remove_leftovers]
+    told = {action.__name__: action for action in actions}[words[0]](*words[1:])
+    if told is not None:  # `listen` speaks for itself
+        print(json.dumps(told))

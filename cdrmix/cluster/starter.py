@@ -1,7 +1,5 @@
 """One start of the deepspeed launcher: prepares it, watches it, and ends all its processes."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -15,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from cdrmix.cluster.handover import FOLDER_VARIABLE, hand_over, users_files, write_environment_file
 from cdrmix.cluster.hosts import Host, address_for_others, free_port_on, is_this_machine
@@ -59,16 +58,13 @@ class LauncherStart:
         *,
         folder: Path,
         variables: Mapping[str, str],
-        script: Path | None = None,
+        script: Path = TRAIN,
     ) -> None:
-        """Starts `deepspeed ... launch/rank.py`, which becomes `launch/train.py arguments`.
+        """Starts `deepspeed ... launch/rank.py`, which becomes `script arguments`.
 
         Args:
-            place: hosts and ranks.
-            arguments: command line of launch/train.py.
             folder: existing folder of this start alone, seen by all hosts.
             variables: environment of the ranks on all hosts.
-            script: replaces launch/train.py.
         Raises:
             ConfigError: if a path cannot pass the shells of other hosts.
             InfrastructureError: if the first host cannot be reached.
@@ -83,7 +79,7 @@ class LauncherStart:
                     "path to shells of other hosts as it is. Use one of letters, digits and "
                     "_./+,:=@-"
                 )
-        hand_over(self._folder, script=script or TRAIN, arguments=arguments, variables=variables)
+        hand_over(self._folder, script=script, arguments=arguments, variables=variables)
         end_with_parent: Callable[[], object] | None = None
         if sys.platform == "linux":  # the kernel sends the child SIGTERM when `cdrmix launch` dies
             end_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -113,15 +109,11 @@ class LauncherStart:
             preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has no other thread here
         )
 
-    def __enter__(self) -> LauncherStart:
+    def __enter__(self) -> Self:
         return self
 
     def wait(self, *, start_seconds: float) -> Outcome:
-        """Waits for the end of this start and returns its outcome.
-
-        Args:
-            start_seconds: longest time until the ranks of all hosts have met.
-        """
+        """Waits for the outcome; the ranks of all hosts must have met after `start_seconds`."""
         while self._process.poll() is None:
             # the ranks have ended by then; a launcher that waits for a lost host may not follow
             if read_outcome(self._folder) is not None:

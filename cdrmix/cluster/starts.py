@@ -3,8 +3,6 @@
 finished.json marks a finished run: written after its last stage, removed where training goes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -14,6 +12,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cdrmix.config.schema import Config
 
@@ -33,29 +33,18 @@ class StartUp:
             since_command = time.time() - float(os.environ[COMMANDED_VARIABLE])
         else:
             # the furthest ancestor with this script among its arguments: deepspeed, torchrun
-            script = sys.argv[0].encode()
             launcher = os.getpid()
-            process = launcher
-            while script.endswith(b".py") and (fields := _stat(process)):
-                process = int(fields[1])
-                if process <= 1:
-                    break
-                try:
-                    words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-                except OSError:
-                    break
-                if script in words:
-                    launcher = process
+            with contextlib.suppress(psutil.Error):
+                for ancestor in psutil.Process().parents() if sys.argv[0].endswith(".py") else ():
+                    if ancestor.pid != 1 and sys.argv[0] in ancestor.cmdline():
+                        launcher = ancestor.pid
             since_command = age_seconds(launcher)
         self._last = time.monotonic()
         self._parts = {"launcher": max(0.0, since_command - age), "imports": age}
 
     def done(self, part: str) -> None:
-        """Adds the time since the last call to `part`.
-
-        After the first step nothing is added: setting up a second stage is not part of the start.
-        """
-        if "first_step" in self._parts:
+        """Adds the time since the last call to `part`."""
+        if "first_step" in self._parts:  # setting up a second stage is not part of the start
             return
         now = time.monotonic()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
@@ -111,30 +100,21 @@ def _stat(process: int) -> list[str]:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """One start of a run.
-
-    Attributes:
-        began, ended: wall clock.
-        hosts: their names; empty for this machine.
-        exit_code, reason: of the start's outcome.
-        resumed_at: step of the checkpoint that it began from.
-        step: last step that any rank reached.
-    """
+    """One start of a run, with the fields of its Outcome."""
 
     began: datetime
     ended: datetime
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # their names; empty for this machine
     exit_code: int
     reason: str
-    resumed_at: int
-    step: int
+    resumed_at: int  # step of the checkpoint that it began from
+    step: int  # last that any rank reached
 
 
 def append_start(run_dir: Path, start: StartRecord) -> None:
     """Appends a start to the records of a run."""
-    times = {"began": start.began.isoformat(), "ended": start.ended.isoformat()}
     with (run_dir / STARTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(start) | times) + "\n")
+        file.write(json.dumps(asdict(start), default=datetime.isoformat) + "\n")
 
 
 def read_starts(run_dir: Path) -> list[StartRecord]:
@@ -149,9 +129,8 @@ def read_starts(run_dir: Path) -> list[StartRecord]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             record = json.loads(line)
-            for name in ("began", "ended"):
-                record[name] = datetime.fromisoformat(record[name])
-            starts.append(StartRecord(**(record | {"hosts": tuple(record["hosts"])})))
+            times = {name: datetime.fromisoformat(record[name]) for name in ("began", "ended")}
+            starts.append(StartRecord(**(record | times | {"hosts": tuple(record["hosts"])})))
     return starts
 
 

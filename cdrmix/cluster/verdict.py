@@ -1,7 +1,5 @@
 """Finds the rank that caused a stall, from the watchdogs' reports."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -28,33 +26,21 @@ _REPORTED: dict[str, type | tuple[type, ...]] = {
 
 @dataclass
 class Peer:
-    """State of a rank, from the reports of its watchdog.
-
-    Attributes:
-        rank: global rank, and `host` its host's name once it has called.
-        step: optimizer steps done, in `phase`.
-        code: exit code it has announced, or None.
-        has_died: its process ended without an exit code.
-        has_hung_up: its watchdog's connection ended without an exit code.
-        unheard_seconds: since the last report.
-        quiet_seconds: between the rank's last beat and the last report.
-        stuck_seconds: since the rank last made progress; `allowed_seconds` is its limit.
-        stack, state: its stack when last asked for; state letter of its process.
-    """
+    """State of a rank, from the reports of its watchdog."""
 
     rank: int
-    host: str = ""
+    host: str = ""  # until it has called
     step: int = 0
     phase: str = "starting"
-    code: int | None = None
-    has_died: bool = False
-    has_hung_up: bool = False
-    unheard_seconds: float = 0.0
-    quiet_seconds: float = 0.0
-    stuck_seconds: float = 0.0
-    allowed_seconds: float = float("inf")
-    stack: str | None = None
-    state: str = ""
+    code: int | None = None  # exit code it has announced
+    has_died: bool = False  # its process ended without an exit code
+    has_hung_up: bool = False  # its watchdog's connection did
+    unheard_seconds: float = 0.0  # since the last report
+    quiet_seconds: float = 0.0  # between the rank's last beat and the last report
+    stuck_seconds: float = 0.0  # since the rank last made progress
+    allowed_seconds: float = float("inf")  # limit of `stuck_seconds`
+    stack: str | None = None  # when last asked for
+    state: str = ""  # letter of its process
 
     @property
     def is_running(self) -> bool:
@@ -77,11 +63,7 @@ class Peer:
         return f"step {self.step} ({_safe_line(self.phase)})"
 
     def note(self, message: dict[str, Any]) -> None:
-        """Takes over a report of the rank's watchdog; all of it or, on an error, nothing.
-
-        Raises:
-            ValueError: if a value has a wrong type.
-        """
+        """Takes over a watchdog's report; nothing of it, by a ValueError, if a type is wrong."""
         report = {name: message[name] for name in _REPORTED if name in message}
         for name, value in report.items():
             if not isinstance(value, _REPORTED[name]):
@@ -96,41 +78,36 @@ class Peer:
 def is_suspicious(peers: list[Peer], *, deadline_seconds: float) -> bool:
     """True if a rank is lost, silent or stuck."""
     late = any(
-        max(peer.unheard_seconds, peer.quiet_seconds) > deadline_seconds
+        peer.is_lost or max(peer.unheard_seconds, peer.quiet_seconds) > deadline_seconds
         for peer in peers
         if peer.is_running
     )
-    return late or any(peer.is_lost for peer in peers) or bool(_stuck(peers))
+    return late or bool(_stuck(peers))
 
 
 def accuse(peers: list[Peer], *, deadline_seconds: float) -> str:
     """Names the ranks that hold the run up, and how, in one message.
 
-    Only the gravest kind of fault is reported, because the others follow from it.
-
-    Args:
-        peers: all ranks, at least one of them suspicious.
-        deadline_seconds: silence after which a rank is lost.
+    Only the gravest kind of fault is reported, because the others follow from it. At least one of
+    the ranks is suspicious.
     """
     running = [peer for peer in peers if peer.is_running]
-    dead = [peer for peer in running if peer.has_died]
-    if dead:
-        return "; ".join(f"{peer.name} died at {peer.place}" for peer in dead)
-    sentences = []
+    dead = [f"{peer.name} died at {peer.place}" for peer in running if peer.has_died]
+    gone = []
     for peer in running:
         if peer.has_hung_up:
-            sentences.append(f"{peer.name} is gone with its watchdog, last seen at {peer.place}")
+            gone.append(f"{peer.name} is gone with its watchdog, last seen at {peer.place}")
         elif peer.unheard_seconds > deadline_seconds:
             why = f"cannot be reached for {peer.unheard_seconds:.0f} s"
-            sentences.append(f"{peer.name} {why}, last seen at {peer.place}")
-    if sentences:
-        return "; ".join(sentences)
-    silent = [peer for peer in running if peer.quiet_seconds > deadline_seconds]
-    if silent:
-        return "; ".join(
-            f"{peer.name} is silent for {peer.quiet_seconds:.0f} s at {peer.place}{_where(peer)}"
-            for peer in silent
-        )
+            gone.append(f"{peer.name} {why}, last seen at {peer.place}")
+    silent = [
+        f"{peer.name} is silent for {peer.quiet_seconds:.0f} s at {peer.place}{_where(peer)}"
+        for peer in running
+        if peer.quiet_seconds > deadline_seconds
+    ]
+    for sentences in (dead, gone, silent):
+        if sentences:
+            return "; ".join(sentences)
     stuck = _stuck(peers)
     # Those that do not wait in a collective hold the others up. If none of the stuck ranks, then
     # one that may be within its limit by a moment.

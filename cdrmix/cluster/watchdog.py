@@ -5,10 +5,7 @@ ranks. It kills its rank when the head orders it, or when the head falls silent:
 off ends its own ranks. Standard library only; started by heartbeat.py.
 """
 
-from __future__ import annotations
-
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -16,11 +13,10 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cdrmix.cluster.messages import Clock, Inbox, call, read_line, say
+from cdrmix.cluster.messages import Clock, Inbox, begin_program, call, say
 
 # faulthandler writes within milliseconds, in C, unless the process is stopped.
 _SECONDS_FOR_STACK = 1.0
@@ -33,40 +29,25 @@ _SECONDS_TO_END = 0.05
 
 @dataclass(frozen=True)
 class WatchdogSettings:
-    """Settings of a watchdog, sent to it when it starts.
-
-    Attributes:
-        rank: global rank, and `host` its host's name, for messages.
-        process: id of the rank's process, the watchdog's parent.
-        address, port: of the head.
-        token: secret of the run, by which head and watchdogs authenticate each other.
-        interval_seconds: time between two beats.
-        deadline_seconds: silence of rank or head after which it counts as lost.
-        stacks: file descriptor on which the rank's stacks arrive.
-        stack_signal: signal that makes the rank write them.
-    """
+    """Settings of a watchdog, sent to it when it starts."""
 
     rank: int
-    host: str
-    process: int
-    address: str
+    host: str  # name of the rank's host, for messages
+    process: int  # id of the rank's process, the watchdog's parent
+    address: str  # of the head, as is `port`
     port: int
-    token: str
-    interval_seconds: float
-    deadline_seconds: float
-    stacks: int
-    stack_signal: int
+    token: str  # secret of the run, by which head and watchdogs authenticate each other
+    interval_seconds: float  # time between two beats
+    deadline_seconds: float  # silence of rank or head after which it counts as lost
+    stacks: int  # file descriptor on which the rank's stacks arrive
+    stack_signal: int  # makes the rank write them
 
 
 class Watchdog:
     """Reports the rank's beats to the head, and kills the rank where nothing else can."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
-        """Calls the head, and authenticates.
-
-        Raises:
-            OSError: if it cannot be reached, or does not answer within the deadline.
-        """
+        """Calls the head; raises OSError if it does not answer within the deadline."""
         self._settings = settings
         self._clock = Clock(settings.interval_seconds, time.monotonic())
         self._beat: dict[str, Any] = {}
@@ -188,11 +169,8 @@ class Watchdog:
 
 
 def main() -> None:
-    """Runs the watchdog by the settings, WatchdogSettings as JSON, in the first line of stdin."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for the rank, which decides what follows
-    read = partial(os.read, sys.stdin.fileno())
-    settings = WatchdogSettings(**json.loads(read_line(read)))
+    """Runs the watchdog by the WatchdogSettings that arrive on stdin."""
+    settings = WatchdogSettings(**begin_program())
     try:
         watchdog = Watchdog(settings)
     except OSError as error:

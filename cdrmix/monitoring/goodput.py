@@ -4,8 +4,6 @@ wall_time.json of the run directory holds it. A start that is killed has no time
 the next one estimates that from the metrics, before it cuts them back.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -57,9 +55,9 @@ class WallTime:
         """Continues the account of earlier starts, and adds the time after their last entry.
 
         Args:
-            run_dir: run directory, with the metrics as the earlier start left them.
-            step: step that this start continues from.
-            start_up_seconds: seconds from the command to now.
+            run_dir: with the metrics as the earlier start left them.
+            step: that this start continues from.
+            start_up_seconds: from the command to now.
             watched: last step of a start under a watchdog, and its end, in seconds since 1970.
         Raises:
             StateError: if the metrics cannot be read.
@@ -70,9 +68,8 @@ class WallTime:
         self._since = time.monotonic()
         earlier = None
         try:
-            earlier = json.loads(self._path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            pass  # the first start of the run
+            if self._path.exists():
+                earlier = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             logger.warning(
                 "%s: cannot be read (%s): goodput counts from this start on", self._path, error
@@ -109,8 +106,8 @@ class WallTime:
         alive_seconds = min(gap, max(0.0, alive - earlier["until"]))
         self._earlier_seconds += earlier["seconds"] + gap
         self._parts["down"] += gap - alive_seconds
-        steps = max(0, reached - self._step)
-        if steps:
+        steps = reached - self._step
+        if steps > 0:
             # Steps beyond the checkpoint that this start continues from are done again.
             productive_steps = min(steps, max(0, step - self._step))
             self._productive_steps += productive_steps
@@ -182,10 +179,8 @@ class WallTime:
     def to_json(self) -> dict[str, float]:
         """Returns the goodput of the run so far.
 
-        Returns:
-            `share`: productive seconds over all; `share_of_steps`: productive steps over all;
-            `productive_steps`, `redone_steps`, `starts`: counts; `seconds` from the first command
-            to now; and seconds of each of PARTS and of "other", which sum to `seconds`.
+        `share` and `share_of_steps` are productive seconds and steps over all; `seconds` go from
+        the first command to now, and are the sum of those of PARTS and of "other".
         """
         total = self._seconds
         steps = self._productive_steps + self._redone_steps

@@ -4,12 +4,9 @@ Nothing here communicates or acts: from the same numbers, every rank comes to th
 and cdrmix.engines.recovery carries them out. No torch.
 """
 
-from __future__ import annotations
-
 import math
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -24,94 +21,68 @@ _SIGMA_PER_MAD = 1.4826
 _LEAST_DEVIATION = 0.01
 # A run of months stores its newest events only; the counts go on.
 _MAX_EVENTS = 500
-_NO_TIMELINE: dict[str, Any] = {"losses": [], "consecutive": 0, "uneven": 0, "ongoing": []}
 
 
 class Verdict(NamedTuple):
-    """A judgement that something is unhealthy.
+    """A judgement that something is unhealthy."""
 
-    Attributes:
-        watched: key of the configuration's section `health`.
-        action: action to be taken.
-        why: the value and its limit, for people.
-        is_new: False while the same state lasts since an earlier judgement.
-    """
-
-    watched: Watched
+    watched: Watched  # key of the configuration's section `health`
     action: Action
-    why: str
-    is_new: bool
+    why: str  # the value and its limit, for people
+    is_new: bool  # False while the same state lasts since an earlier judgement
 
 
 @dataclass
 class Event:
-    """An unhealthy state from its first judgement to its last.
-
-    Attributes:
-        watched, action: as in a verdict.
-        first_step, last_step: first and last step that were judged so.
-        times: number of judgements.
-        why: reason of the first one.
-        outcome: result of a rollback.
-    """
+    """An unhealthy state from its first judgement to its last."""
 
     watched: Watched
     action: Action
     first_step: int
     last_step: int
-    times: int
-    why: str
-    outcome: str = ""
+    times: int  # number of judgements
+    why: str  # reason of the first one
+    outcome: str = ""  # of a rollback
+
+
+@dataclass
+class _Timeline:
+    """State that the next judgement depends on."""
+
+    losses: list[float] = field(default_factory=list)
+    consecutive: int = 0  # steps in a row that were not finite
+    uneven: int = 0  # logged steps in a row with uneven routing
+    ongoing: set[Watched] = field(default_factory=set)
 
 
 class Health:
-    """Judge of each step by the steps before it, and record of a run.
-
-    Attributes:
-        skipped_steps: optimizer steps that were not taken.
-        rollbacks: number of rollbacks.
-        rolled_back_to: step of the checkpoint of the last rollback, or None.
-        passed_over: windows (first sample, last + 1) of the global order that no weight of the run
-            was trained on.
-        warnings: unhealthy judgements without a further action.
-        events: newest events, in order.
-    """
+    """Judge of each step by the steps before it, and record of a run."""
 
     def __init__(self, config: HealthConfig, *, num_experts: int | None) -> None:
-        """
-        Args:
-            config: limits and actions.
-            num_experts: experts of a layer; None for a dense model.
-        """
+        """Takes limits and actions, and the experts of a layer; None for a dense model."""
         self._config = config
         self._most_bits = math.log2(num_experts) if num_experts else 0.0
-        self._losses: deque[float] = deque(maxlen=config.loss_spike.window_steps)
-        self._consecutive = 0
+        self._timeline = _Timeline()
         self._last_not_finite = 0
-        self._uneven = 0
-        self._ongoing: set[Watched] = set()
-        self.skipped_steps = 0
+        self.skipped_steps = 0  # optimizer steps that were not taken
         self.rollbacks = 0
-        self.rolled_back_to: int | None = None
+        self.rolled_back_to: int | None = None  # step of the checkpoint of the last rollback
+        # windows (first sample, last + 1) of the global order that no weight was trained on
         self.passed_over: list[tuple[int, int]] = []
-        self.warnings = 0
-        self.events: list[Event] = []
+        self.warnings = 0  # unhealthy judgements without a further action
+        self.events: list[Event] = []  # the newest, in order
 
     # Judgements. Steps are counted as completed, from 1.
 
     def step_done(self, step: int, *, is_skipped: bool) -> Verdict | None:
-        """Judges whether the gradients of a step were finite.
+        """Judges whether the gradients of a step were finite: else the optimizer skipped it.
 
         Not called where the loss scale of fp16 was lowered: that step proves nothing yet.
-
-        Args:
-            step: number of the step.
-            is_skipped: True if the optimizer did not take it.
         """
         if is_skipped:
             return self._not_finite(step, "the gradients are not finite")
-        self._consecutive = 0
-        self._ongoing.discard("non_finite")
+        self._timeline.consecutive = 0
+        self._timeline.ongoing.discard("non_finite")
         return None
 
     def loss_known(self, step: int, loss: float) -> Verdict | None:
@@ -120,12 +91,13 @@ class Health:
             # Its gradients were not finite either, and step_done has counted them.
             is_counted = step == self._last_not_finite
             return None if is_counted else self._not_finite(step, f"loss = {loss}")
-        before = list(self._losses)
+        before = self._timeline.losses
         limit = spike_limit(before, self._config)
         # A level that stays becomes the new median, so that spikes above it are seen again.
-        self._losses.append(loss)
+        window = [*before, loss][-self._config.loss_spike.window_steps :]
+        self._timeline.losses = window
         if limit is None or step <= self._config.warmup_steps or loss <= limit:
-            self._ongoing.discard("loss_spike")
+            self._timeline.ongoing.discard("loss_spike")
             return None
         why = f"loss {loss:.4f} is above {limit:.4f}, the median before is {median(before):.4f}"
         return self._unhealthy("loss_spike", self._config.loss_spike.action, step, why)
@@ -139,9 +111,9 @@ class Health:
             faults.append(f"entropy {entropy_bits:.3f} bits is below {least:.3f}")
         if overflow > limits.max_overflow_fraction:
             faults.append(f"overflow {overflow:.1%} is above {limits.max_overflow_fraction:.1%}")
-        self._uneven = self._uneven + 1 if faults else 0
-        if self._uneven < limits.times or step <= self._config.warmup_steps:
-            self._ongoing.discard("routing")
+        self._timeline.uneven = self._timeline.uneven + 1 if faults else 0
+        if self._timeline.uneven < limits.times or step <= self._config.warmup_steps:
+            self._timeline.ongoing.discard("routing")
             return None
         return self._unhealthy("routing", limits.action, step, ", ".join(faults))
 
@@ -149,7 +121,7 @@ class Health:
         """Judges the time that the slowest rank waited for data since the last logged step."""
         limits = self._config.loader
         if share <= limits.max_share or seconds < limits.min_seconds:
-            self._ongoing.discard("loader")
+            self._timeline.ongoing.discard("loader")
             return None
         why = (
             f"{seconds:.1f} s were waited for data, {share:.0%} of the time, "
@@ -161,7 +133,7 @@ class Health:
         """Judges the peak memory of the fullest rank, as a share of its memory."""
         limits = self._config.memory
         if share <= limits.max_share:
-            self._ongoing.discard("memory")
+            self._timeline.ongoing.discard("memory")
             return None
         why = f"peak memory is {share:.1%} of what there is, above {limits.max_share:.0%}"
         return self._unhealthy("memory", limits.action, step, why)
@@ -170,11 +142,11 @@ class Health:
         limits = self._config.non_finite
         self._last_not_finite = step
         self.skipped_steps += 1
-        self._consecutive += 1
+        self._timeline.consecutive += 1
         # Single steps skip for a bad batch; many in a row mean weights that no batch mends.
-        if limits.action != "skip" or self._consecutive <= limits.max_consecutive:
+        if limits.action != "skip" or self._timeline.consecutive <= limits.max_consecutive:
             return self._unhealthy("non_finite", limits.action, step, sign)
-        why = f"{sign}, {self._consecutive} steps in a row"
+        why = f"{sign}, {self._timeline.consecutive} steps in a row"
         return self._unhealthy("non_finite", "stop", step, why)
 
     def _unhealthy(self, watched: Watched, action: Action, step: int, why: str) -> Verdict:
@@ -185,7 +157,7 @@ class Health:
         self.warnings += action == "warn"
         # A rollback or a stop is an event of its own each time; a warning may last over many steps.
         last = next((event for event in reversed(self.events) if event.watched == watched), None)
-        lasts = watched in self._ongoing and action in ("warn", "skip")
+        lasts = watched in self._timeline.ongoing and action in ("warn", "skip")
         is_new = last is None or not lasts or last.action != action
         if last is None or is_new:
             self.events.append(Event(watched, action, step, step, 1, why))
@@ -193,7 +165,7 @@ class Health:
         else:
             last.last_step = step
             last.times = last.times + 1
-        self._ongoing.add(watched)
+        self._timeline.ongoing.add(watched)
         return Verdict(watched, action, why, is_new)
 
     # Rollbacks, and the record of the run.
@@ -201,13 +173,11 @@ class Health:
     def rolled_back(
         self, *, to_step: int, passed_over: tuple[int, int], timeline: dict[str, Any] | None
     ) -> None:
-        """Records a rollback.
+        """Records a rollback to the checkpoint of a step.
 
         Args:
-            to_step: step of the checkpoint.
             passed_over: samples of the global order that are not trained on: first, last + 1.
-            timeline: `timeline` of the checkpoint, from which judging continues; None if the
-                checkpoint has none.
+            timeline: of the checkpoint, from which judging continues; None if it has none.
         """
         self.rollbacks += 1
         self.rolled_back_to = to_step
@@ -218,7 +188,7 @@ class Health:
         # The judgement that led here is on record already: events are added with the verdict.
         event = next(event for event in reversed(self.events) if event.action == "rollback")
         event.outcome = f"back to step {to_step}, past samples {first:,} to {end - 1:,}"
-        self._load_timeline(timeline or _NO_TIMELINE)
+        self._load_timeline(timeline or {})
 
     @property
     def passed_over_samples(self) -> int:
@@ -244,12 +214,7 @@ class Health:
 
     def timeline(self) -> dict[str, Any]:
         """Returns the state that the next judgement depends on, as JSON."""
-        return {
-            "losses": list(self._losses),
-            "consecutive": self._consecutive,
-            "uneven": self._uneven,
-            "ongoing": sorted(self._ongoing),
-        }
+        return asdict(self._timeline) | {"ongoing": sorted(self._timeline.ongoing)}
 
     def record(self) -> dict[str, Any]:
         """Returns the record of the run so far, as JSON."""
@@ -278,11 +243,9 @@ class Health:
         self._load_timeline(state["timeline"])
 
     def _load_timeline(self, timeline: dict[str, Any]) -> None:
-        self._losses.clear()
-        self._losses.extend(timeline["losses"])
-        self._consecutive = timeline["consecutive"]
-        self._uneven = timeline["uneven"]
-        self._ongoing = set(timeline["ongoing"])
+        state = _Timeline(**timeline)
+        losses = state.losses[-self._config.loss_spike.window_steps :]
+        self._timeline = replace(state, losses=losses, ongoing=set(state.ongoing))
 
 
 def spike_limit(losses: Iterable[float], config: HealthConfig) -> float | None:

@@ -21,21 +21,16 @@ Reduction = Literal["sum", "mean", "max", "min", "none"]
 class Metric:
     """One row of the table.
 
-    Attributes:
-        name: key in metrics.jsonl; a group stands before the slash.
-        unit: unit of the value.
-        reduction: operation over the ranks. "none": every rank has the same global value already,
-            or rank 0's clock stands for all, because a step ends together.
-        denominator: unit whose global count divides the sum, so that no mean of per-rank means
-            arises; empty for a value that is no ratio.
-        deterministic: True where two equal runs give the same value bit by bit.
+    The reduction is over the ranks. "none": every rank has the same global value already, or rank
+    0's clock stands for all, because a step ends together. A denominator is the unit whose global
+    count divides the sum, so that no mean of per-rank means arises.
     """
 
-    name: str
+    name: str  # key in metrics.jsonl; a group stands before the slash
     unit: str
     reduction: Reduction
-    denominator: str = ""
-    deterministic: bool = True
+    denominator: str = ""  # empty for a value that is no ratio
+    deterministic: bool = True  # two equal runs give the same value bit by bit
 
 
 METRICS: tuple[Metric, ...] = (
@@ -97,12 +92,7 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 def record(*, step: int, **values: float | None) -> dict[str, float]:
     """Makes one line of metrics: plain ints and floats, in the order of the table.
 
-    Args:
-        step: completed optimizer steps.
-        values: values by name; `**{"moe/z_loss": ...}` for a name with a slash. None stands for
-            one that was not measured at this step, and is left out.
-    Raises:
-        ValueError: if a name is not in the table.
+    None stands for a value that was not measured at this step, and is left out.
     """
     by_name = {"step": step, **values}
     for name in by_name:

@@ -27,16 +27,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class Drawing:
-    """An SVG picture.
+    """An SVG picture."""
 
-    Attributes:
-        label: description for readers who cannot see it.
-        shapes: content of the `<svg>` element, as markup; matplotlib has escaped its texts.
-    """
-
-    label: str
+    label: str  # for readers who cannot see it
     view_box: str
-    shapes: str
+    shapes: str  # content of the `<svg>` element, as markup; matplotlib has escaped its texts
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,7 @@ class Figure:
 
 
 def render(template: str, **values: Any) -> str:
-    """Renders a template.
-
-    Args:
-        template: path below the package, such as "monitoring/templates/report.html".
-        values: variables of the template.
-    """
+    """Renders a template, named by its path below the package."""
     return _environment.get_template(template).render(**values)
 
 

@@ -5,12 +5,10 @@ one drawing reads well on a light and on a dark ground. Text stays text. No pypl
 state and its choice of a display backend have no place in a training process.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,17 +58,6 @@ class Mark:
     color: str = "muted"
 
 
-@dataclass(frozen=True)
-class _Line:
-    """The finite points of a curve, and their moving average where the curve is smoothed."""
-
-    label: str
-    color: str
-    steps: np.ndarray
-    values: np.ndarray
-    trend: np.ndarray | None
-
-
 def plot(
     title: str,
     unit: str,
@@ -81,13 +68,7 @@ def plot(
 ) -> Figure:
     """Draws the curves that have finite points; the figure has no drawing where none has.
 
-    Args:
-        title: title of the figure.
-        unit: unit of its values.
-        key: prefix of the ids in the drawing; unique on the page.
-        curves: lines to draw.
-        marks: horizontal lines to read them against.
-        options: keyword arguments of `line_plot`.
+    `key` and `options` are those of `line_plot`.
     """
     drawable = [curve for curve in curves if np.isfinite(curve.values).any()]
     if not drawable:
@@ -111,9 +92,8 @@ def line_plot(
 
     Args:
         key: prefix of the ids in the drawing; unique on the page.
-        curves: at least one with a finite value.
+        curves: each with a finite value.
         label: description for readers who cannot see the picture.
-        marks: horizontal lines to read the curves against.
         size: width and height in points; the page scales it.
         text: format of a value, on the axis and in the labels at the right edge.
         limits: lower and upper end of the axis; None leaves it to the data, which are then drawn
@@ -122,27 +102,21 @@ def line_plot(
     # Defaults, not the user's matplotlibrc, and a fixed salt for the ids, which are hashes: equal
     # runs have equal pages.
     with style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": key}]):
-        lines = [_finite_line(curve) for curve in curves]
-        ends = [*marks]  # name, height and colour of each right end
-        for line in lines:
-            last = float((line.values if line.trend is None else line.trend)[-1])
-            ends.append(Mark(f"{line.label} {text(last)}".strip(), last, line.color))
         width, height = size
         canvas = Canvas(figsize=(width / 72, height / 72), dpi=72)
-        right = 12.0 + _LABEL_CHARACTER * max(len(end.label) for end in ends)
-        axes = canvas.add_axes(
-            (
-                _LEFT / width,
-                _BOTTOM / height,
-                (width - _LEFT - right) / width,
-                (height - _BOTTOM - _TOP) / height,
-            )
-        )
-        _draw_lines(axes, lines)
+        axes = canvas.add_axes((0.0, 0.0, 1.0, 1.0))
+        finite = [_finite(curve) for curve in curves]
+        ends = [*marks]  # name, height and colour of each right end
+        for curve in finite:
+            last = _draw_curve(axes, curve)
+            ends.append(Mark(f"{curve.label} {text(last)}".strip(), last, curve.color))
         for mark in marks:
             color = _PLACEHOLDERS[mark.color]
             axes.axhline(mark.value, color=color, linewidth=1, linestyle=(0, (4, 3)))
-        _scale_axes(axes, lines, marks, limits)
+        right = 12.0 + _LABEL_CHARACTER * max(len(end.label) for end in ends)
+        inner = (width - _LEFT - right, height - _BOTTOM - _TOP)
+        axes.set_position((_LEFT / width, _BOTTOM / height, inner[0] / width, inner[1] / height))
+        _scale_axes(axes, finite, marks, limits)
         _style_axes(axes, text)
         _label_right_edge(axes, ends)
         buffer = io.StringIO()
@@ -168,47 +142,47 @@ def decimate(
     return steps[places], values[places]
 
 
-def _finite_line(curve: Curve) -> _Line:
-    """Drops the points that cannot be drawn, and smooths where there are many."""
+def _finite(curve: Curve) -> Curve:
+    """Drops the points that cannot be drawn."""
     is_finite = np.isfinite(curve.values)
-    steps = curve.steps[is_finite]
-    values = curve.values[is_finite]
-    trend = None
-    if curve.smooth and len(values) >= _SMOOTH_FROM:
-        # Centred mean over a fortieth of the points; over fewer at both ends.
-        half = max(len(values) // 80, 1)
-        # By running sums: a window of a fortieth, summed anew at each point, would be quadratic.
-        total = np.concatenate([[0.0], np.cumsum(values)])
-        center = np.arange(len(values))
-        begin = np.maximum(center - half, 0)
-        end = np.minimum(center + half + 1, len(values))
-        trend = (total[end] - total[begin]) / (end - begin)
-    return _Line(curve.label, curve.color, steps, values, trend)
+    return replace(curve, steps=curve.steps[is_finite], values=curve.values[is_finite])
 
 
-def _draw_lines(axes: Axes, lines: Sequence[_Line]) -> None:
-    for line in lines:
-        color = _PLACEHOLDERS[line.color]
-        axes.plot(
-            *decimate(line.steps, line.values),
-            color=color,
-            linewidth=1.7 if line.trend is None else 0.8,
-            alpha=1.0 if line.trend is None else 0.3,
-            marker="o" if len(line.values) <= _MARKERS_UP_TO else None,
-            markersize=3.5,
-        )
-        if line.trend is not None:
-            axes.plot(*decimate(line.steps, line.trend), color=color, linewidth=1.9)
+def _draw_curve(axes: Axes, curve: Curve) -> float:
+    """Draws a curve, and its moving average where there are many points; returns its last value."""
+    values = curve.values
+    color = _PLACEHOLDERS[curve.color]
+    is_smoothed = curve.smooth and len(values) >= _SMOOTH_FROM
+    axes.plot(
+        *decimate(curve.steps, values),
+        color=color,
+        linewidth=0.8 if is_smoothed else 1.7,
+        alpha=0.3 if is_smoothed else 1.0,
+        marker="o" if len(values) <= _MARKERS_UP_TO else None,
+        markersize=3.5,
+    )
+    if not is_smoothed:
+        return float(values[-1])
+    # Centred mean over a fortieth of the points; over fewer at both ends. By running sums: such a
+    # window, summed anew at each point, would be quadratic.
+    half = max(len(values) // 80, 1)
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    center = np.arange(len(values))
+    begin = np.maximum(center - half, 0)
+    end = np.minimum(center + half + 1, len(values))
+    trend = (total[end] - total[begin]) / (end - begin)
+    axes.plot(*decimate(curve.steps, trend), color=color, linewidth=1.9)
+    return float(trend[-1])
 
 
 def _scale_axes(
     axes: Axes,
-    lines: Sequence[_Line],
+    curves: Sequence[Curve],
     marks: Sequence[Mark],
     limits: tuple[float | None, float | None],
 ) -> None:
-    steps = np.concatenate([line.steps for line in lines])
-    values = np.concatenate([line.values for line in lines])
+    steps = np.concatenate([curve.steps for curve in curves])
+    values = np.concatenate([curve.values for curve in curves])
     # A single step has no extent, and matplotlib warns of equal ends of an axis.
     spread = max(float(steps.max() - steps.min()), 1.0)
     axes.set_xlim(steps.min() - 0.015 * spread, steps.max() + 0.015 * spread)

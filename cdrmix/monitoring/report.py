@@ -1,155 +1,125 @@
 """report.html: one self-contained page on how a run went, from its run directory alone.
 
-`make_report` computes what the page shows, as dataclasses; templates/report.html lays it out. A
-run that is still going, or that died, has a report too: the page names each file that is missing.
+`_contents` computes what the page shows; templates/report.html lays it out. A run that is still
+going, or that died, has a report too: the page names each file that is missing.
 """
 
-from __future__ import annotations
-
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
-from cdrmix.config.schema import RoutingConfig
+import numpy as np
+import yaml
+from pydantic import ValidationError
+
+from cdrmix.config.redaction import redacted
+from cdrmix.config.schema import Config, RoutingConfig
+from cdrmix.config.yaml_text import dump_yaml
+from cdrmix.errors import StateError
 from cdrmix.monitoring.page import Figure, Tile, compact, formatted, render
 from cdrmix.monitoring.plots import Curve, Mark, plot
-from cdrmix.monitoring.recorded_run import RecordedRun, read_run
-from cdrmix.monitoring.sinks import duration, write_text_atomic
+from cdrmix.monitoring.sinks import duration, read_metrics, write_text_atomic
 
 # A page of hundreds of evaluations stays readable.
 _MAX_SAMPLES = 50
 _MAX_EVENTS = 50
 _UNKNOWN = "–"
+_FROM_ZERO = (0, None)  # ends of an axis
 # Parts of metrics.json that have sections of their own.
 _SHOWN_ELSEWHERE = ("evaluation", "baselines", "samples", "goodput", "start_up")
 
 
 @dataclass(frozen=True)
-class Predictor:
-    """The model or a baseline, with its validation loss (nats per token)."""
+class RecordedRun:
+    """Contents of a run directory, of a run that finished, still goes on, or died.
 
-    name: str
-    loss: float
-    perplexity: float
-    share_of_worst: float
-    is_model: bool
-
-
-@dataclass(frozen=True)
-class BaselineComparison:
-    """The model against its baselines; `margin` is the loss of the best of them less its own."""
-
-    predictors: Sequence[Predictor]
-    margin: float
-
-
-@dataclass(frozen=True)
-class Spending:
-    """Seconds that one part of the run took, and their share of all."""
-
-    part: str
-    seconds: float
-    share: float
-
-
-@dataclass(frozen=True)
-class ExpertShare:
-    """An expert's share of its layer's token assignments.
-
-    Attributes:
-        share: None where it is not finite.
-        is_above: whether it is above the even share.
-        strength: opacity of the cell, by the distance from the even share.
+    `problems` says, by file, why one could not be read.
     """
 
-    share: float | None
-    is_above: bool = False
-    strength: float = 0.0
-
-
-@dataclass(frozen=True)
-class ExpertLayerFigures:
-    """Routing of a layer at the final evaluation; entropy in bits."""
-
-    number: int
-    shares: Sequence[ExpertShare]
-    entropy: float | None
-    overflow: float | None
-    is_collapsed: bool
-    is_too_full: bool
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Text that the model generated after a step."""
-
-    step: float | None
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything that the page shows beside the files of the run directory themselves.
-
-    Attributes:
-        name: name of the run.
-        state: state as far as the run directory tells.
-        num_bad_losses: logged steps with a loss that is not finite.
-        spent: parts of the wall time over all starts.
-        start_up: parts of the last start.
-        samples: newest first, the earlier ones thinned out.
-        num_earlier_samples: earlier ones before the thinning.
-        routing: figures on routing; empty for a dense model.
-        expert_layers: empty where there was no final evaluation by layer.
-        plan, summary: without the parts that are shown elsewhere.
-        stage_b: `cdrmix.monitoring.stage_b_page.StageBReport`, for a run that has a Stage B.
-    """
-
-    name: str
-    state: Literal["no final summary", "unfinished", "finished"]
-    num_bad_losses: int
-    tiles: Sequence[Tile]
-    loss: Figure
-    has_evaluations: bool
-    comparison: BaselineComparison | None
-    optimizer: Sequence[Figure]
-    speed: Sequence[Figure]
-    spent: Sequence[Spending]
-    start_up: Sequence[Spending]
-    routing: Sequence[Figure]
-    expert_layers: Sequence[ExpertLayerFigures]
-    samples: Sequence[Sample]
-    num_earlier_samples: int
-    plan: Mapping[str, Any]
+    folder: Path
+    records: list[dict[str, float]]
     summary: Mapping[str, Any]
-    stage_b: Any
+    plan: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    health: Mapping[str, Any]
+    reasoning: Mapping[str, Any]
+    config_text: str
+    config: Config | None
+    problems: Mapping[str, str]
+
+    @property
+    def last_step(self) -> int:
+        """Completed steps, as far as they are logged."""
+        logged = int(self.records[-1]["step"]) if self.records else 0
+        return max(logged, self.summary.get("steps") or 0)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Planned steps, those of Stage B included; None when the configuration cannot be read."""
+        # The plan counts the steps of both stages; the configuration has those of each.
+        both_stages = (self.plan.get("stage_b") or {}).get("num_steps")
+        if both_stages is not None:
+            return int(both_stages)
+        return None if self.config is None else self.config.training.num_steps
+
+    @property
+    def has_stage_b_steps(self) -> bool:
+        """True where a step of Stage B was logged."""
+        names = (name for line in self.records for name in line)
+        return any(name.startswith(("stage_b/", "policy/")) for name in names)
+
+    @property
+    def is_stage_b_alone(self) -> bool:
+        """True where only steps of Stage B were logged: Stage A was another run."""
+        return self.has_stage_b_steps and self.latest("loss") is None
+
+    @property
+    def reasoning_rows(self) -> Sequence[Mapping[str, Any]]:
+        """Rows of the reasoning suite: those of the end of the run, else those stored since."""
+        final_rows = (self.summary.get("stage_b") or {}).get("reasoning")
+        return final_rows or self.reasoning.get("rows") or []
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns steps and values of a metric, where it was logged."""
+        points = [(line["step"], line[name]) for line in self.records if name in line]
+        both = np.array(points, dtype=np.float64).reshape(-1, 2)
+        return both[:, 0], both[:, 1]
+
+    def validation_losses(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns steps and losses of all evaluations, the final one included."""
+        steps, losses = self.series("eval/loss")
+        final = (self.summary.get("evaluation") or {}).get("loss")
+        step = self.summary.get("steps")
+        # An evaluation of the last step on the way is the same point of the curve.
+        if final is None or step is None or step in steps:
+            return steps, losses
+        return np.append(steps, float(step)), np.append(losses, float(final))
+
+    def latest(self, name: str) -> float | None:
+        """Returns the last logged value of a metric."""
+        return next((line[name] for line in reversed(self.records) if name in line), None)
 
 
 def write_report(run_dir: Path) -> Path:
     """Writes `report.html` into the run directory and returns its path.
 
-    Raises:
-        StateError: if there is no metrics.jsonl, or the page cannot be written.
+    Raises StateError if there is no metrics.jsonl, or the page cannot be written.
     """
-    run = read_run(run_dir)
+    run = _read_run(run_dir)
     path = run_dir / "report.html"
-    page = render(
-        "monitoring/templates/report.html",
-        run=run,
-        report=make_report(run),
-        max_events=_MAX_EVENTS,
+    write_text_atomic(
+        path, render("monitoring/templates/report.html", run=run, report=_contents(run))
     )
-    write_text_atomic(path, page)
     return path
 
 
-def make_report(run: RecordedRun) -> Report:
-    """Computes the contents of the page."""
-    state: Literal["no final summary", "unfinished", "finished"] = "finished"
+def _contents(run: RecordedRun) -> dict[str, Any]:
+    """Everything that the page shows beside the files of the run directory themselves."""
+    state = "finished"
     if not run.summary:
         state = "no final summary"
     elif run.num_steps and run.last_step < run.num_steps:
@@ -163,42 +133,31 @@ def make_report(run: RecordedRun) -> Report:
         stage_b = stage_b_page.stage_b_report(run)
         tiles += stage_b_page.stage_b_tiles(run)
     samples = [
-        Sample(_number(sample.get("step")), sample.get("prompt", ""), sample.get("text", ""))
+        {"prompt": "", "text": "", **sample, "step": _number(sample.get("step"))}
         for sample in run.summary.get("samples") or []
     ]
-    optimizer, speed = _training_figures(run)
-    losses = [
-        Curve("training", *run.series("loss"), "c1", smooth=True),
-        Curve("validation", *run.validation_losses(), "c2"),
-    ]
-    baselines = run.summary.get("baselines") or {}
-    marks = [
-        Mark(f"{name} {value:.4f}", value)
-        for name in ("unigram", "bigram")
-        if (value := _number(baselines.get(f"{name}_loss"))) is not None
-    ]
-    title = "Training and validation"
-    return Report(
-        name=run.summary.get("name") or (run.config.name if run.config else run.folder.name),
-        state=state,
-        num_bad_losses=sum(not math.isfinite(line.get("loss", 0.0)) for line in run.records),
-        tiles=tiles,
-        loss=plot(title, "nats per token", "loss", losses, marks, size=(1120, 330)),
-        has_evaluations=bool(len(losses[1].steps)),
-        comparison=_comparison(run),
-        optimizer=optimizer,
-        speed=speed,
-        spent=_spendings(run.summary.get("goodput") or {}),
-        start_up=_spendings(run.summary.get("start_up") or {}),
-        routing=_routing(run),
-        expert_layers=_expert_layers(run),
+    return {
+        "name": run.summary.get("name") or (run.config.name if run.config else run.folder.name),
+        "state": state,
+        "num_bad_losses": sum(not math.isfinite(line.get("loss", 0.0)) for line in run.records),
+        "max_events": _MAX_EVENTS,
+        "tiles": tiles,
+        "loss": _losses(run),
+        "has_evaluations": bool(len(run.validation_losses()[0])),
+        "comparison": _comparison(run),
+        "optimizer": _optimizer(run),
+        "speed": _speed(run),
+        "spent": _spendings(run.summary.get("goodput") or {}),
+        "start_up": _spendings(run.summary.get("start_up") or {}),
+        "routing": _routing(run),
+        "expert_layers": _expert_layers(run),
         # The last one, then every n-th of the earlier ones; n rounds up, so they are _MAX_SAMPLES.
-        samples=samples[-1:] + samples[:-1][:: -(-len(samples[:-1]) // _MAX_SAMPLES) or 1],
-        num_earlier_samples=len(samples[:-1]),
-        plan={name: v for name, v in run.plan.items() if name not in ("reasons", "deepspeed")},
-        summary={name: v for name, v in run.summary.items() if name not in _SHOWN_ELSEWHERE},
-        stage_b=stage_b,
-    )
+        "samples": samples[-1:] + samples[:-1][:: -(-len(samples[:-1]) // _MAX_SAMPLES) or 1],
+        "num_earlier_samples": len(samples[:-1]),
+        "plan": {name: v for name, v in run.plan.items() if name not in ("reasons", "deepspeed")},
+        "summary": {name: v for name, v in run.summary.items() if name not in _SHOWN_ELSEWHERE},
+        "stage_b": stage_b,
+    }
 
 
 def _tiles(run: RecordedRun) -> list[Tile]:
@@ -237,8 +196,27 @@ def _tiles(run: RecordedRun) -> list[Tile]:
     return tiles
 
 
-def _comparison(run: RecordedRun) -> BaselineComparison | None:
-    """Compares the model with its baselines; None without a final evaluation or without them."""
+def _losses(run: RecordedRun) -> Figure:
+    baselines = run.summary.get("baselines") or {}
+    marks = [
+        Mark(f"{name} {value:.4f}", value)
+        for name in ("unigram", "bigram")
+        if (value := _number(baselines.get(f"{name}_loss"))) is not None
+    ]
+    curves = [
+        Curve("training", *run.series("loss"), "c1", smooth=True),
+        Curve("validation", *run.validation_losses(), "c2"),
+    ]
+    title = "Training and validation"
+    return plot(title, "nats per token", "loss", curves, marks, size=(1120, 330))
+
+
+def _comparison(run: RecordedRun) -> dict[str, Any] | None:
+    """The model and its baselines; None without a final evaluation or without baselines.
+
+    `predictors` have a name, loss (nats per token), perplexity and share of the worst loss, the
+    model first; `margin` is the loss of the best baseline less the model's.
+    """
     baselines = run.summary.get("baselines") or {}
     model = _number((run.summary.get("evaluation") or {}).get("loss"))
     losses = {
@@ -252,109 +230,159 @@ def _comparison(run: RecordedRun) -> BaselineComparison | None:
     worst = max([model, *known.values()])
     # exp(709.8) is the largest double: a diverged model has a finite perplexity too.
     predictors = [
-        Predictor(name, loss, math.exp(min(loss, 700.0)), loss / worst, name == "this model")
+        (name, loss, math.exp(min(loss, 700.0)), loss / worst)
         for name, loss in {"this model": model, **known}.items()
     ]
-    return BaselineComparison(predictors, margin=min(known.values()) - model)
+    return {"predictors": predictors, "margin": min(known.values()) - model}
 
 
-def _training_figures(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
-    """Draws the figures on the optimizer, and those on speed and memory."""
+def _optimizer(run: RecordedRun) -> list[Figure]:
     clip = run.config.training.gradient_clipping if run.config else 0
     marks = [Mark(f"clipped at {clip:g}", clip)] if clip else []
-    steps, peak = run.series("memory_peak_bytes")
     rate = Curve("", *run.series("learning_rate"), "c3")
     norm = Curve("", *run.series("grad_norm"), "c4", smooth=True)
-    speed = Curve("", *run.series("tokens_per_second"), "c1", smooth=True)
-    memory = Curve("", steps, peak / 2**30, "c2")
-    limits = (0, None)
-    rounded = "{:,.0f}".format
     short = "{:.3g}".format
-    gib = "{:.2f}".format
-    optimizer = [
-        plot("Learning rate", "per step", "learning-rate", [rate], text=short, limits=limits),
+    return [
+        plot("Learning rate", "per step", "learning-rate", [rate], text=short, limits=_FROM_ZERO),
         plot("Gradient norm", "L2, before clipping", "grad-norm", [norm], marks),
     ]
-    return optimizer, [
-        plot("Throughput", "tokens per second", "speed", [speed], text=rounded, limits=limits),
-        plot("Peak memory", "GiB, largest rank", "memory", [memory], text=gib, limits=limits),
+
+
+def _speed(run: RecordedRun) -> list[Figure]:
+    """Draws the figures on speed and memory."""
+    steps, peak = run.series("memory_peak_bytes")
+    speed = Curve("", *run.series("tokens_per_second"), "c1", smooth=True)
+    memory = Curve("", steps, peak / 2**30, "c2")
+    whole = "{:,.0f}".format
+    gib = "{:.2f}".format
+    return [
+        plot("Throughput", "tokens per second", "speed", [speed], text=whole, limits=_FROM_ZERO),
+        plot("Peak memory", "GiB, largest rank", "memory", [memory], text=gib, limits=_FROM_ZERO),
     ]
 
 
-def _spendings(times: Mapping[str, Any]) -> list[Spending]:
-    """Returns each part that took time, of a mapping of <part>_seconds and `seconds` in all."""
+def _spendings(times: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """(part, seconds, share) of each part that took time, of <part>_seconds and all `seconds`."""
     return [
-        Spending(name.removesuffix("_seconds"), seconds, seconds / times["seconds"])
+        (name.removesuffix("_seconds"), seconds, seconds / times["seconds"])
         for name, seconds in times.items()
         if name.endswith("_seconds") and seconds > 0
     ]
 
 
 def _routing(run: RecordedRun) -> list[Figure]:
+    """Draws the figures on routing; none for a dense model."""
     steps, overflow = run.series("moe/overflow_fraction")
-    entropy = run.series("moe/routing_entropy_bits")
-    if not len(steps) and not len(entropy[0]):
+    entropy = Curve("", *run.series("moe/routing_entropy_bits"), "c1", smooth=True)
+    if not len(steps) and not len(entropy.steps):
         return []
     limits = run.config.health.routing if run.config else RoutingConfig()
-    most = limits.max_overflow_fraction
+    most = Mark(f"limit {limits.max_overflow_fraction:.0%}", 100 * limits.max_overflow_fraction)
     marks = []
     moe = run.config.model.moe if run.config else None
     if moe is not None and moe.num_experts >= 2:
         even = math.log2(moe.num_experts)
         least = limits.min_entropy_share * even
         marks = [Mark(f"at least {least:.2f}", least), Mark(f"even {even:.2f}", even)]
+    above = Curve("", steps, 100 * overflow, "c2", smooth=True)
     balance = Curve("", *run.series("moe/load_balance_loss"), "c3", smooth=True)
     z_loss = Curve("", *run.series("moe/z_loss"), "c4", smooth=True)
+    percent = "{:.3g}%".format
+    unit = "of assignments, beyond capacity"
     return [
-        plot(
-            "Overflow",
-            "of assignments, beyond capacity",
-            "overflow",
-            [Curve("", steps, 100 * overflow, "c2", smooth=True)],
-            [Mark(f"limit {most:.0%}", 100 * most)],
-            text="{:.3g}%".format,
-            limits=(0, None),
-        ),
-        plot(
-            "Entropy",
-            "bits, mean over layers",
-            "entropy",
-            [Curve("", *entropy, "c1", smooth=True)],
-            marks,
-        ),
+        plot("Overflow", unit, "overflow", [above], [most], text=percent, limits=_FROM_ZERO),
+        plot("Entropy", "bits, mean over layers", "entropy", [entropy], marks),
         plot("Load-balance loss", "unweighted", "balance", [balance], [Mark("even 1", 1.0)]),
         plot("Router z-loss", "unweighted", "z-loss", [z_loss]),
     ]
 
 
-def _expert_layers(run: RecordedRun) -> list[ExpertLayerFigures]:
+def _expert_layers(run: RecordedRun) -> list[dict[str, Any]]:
+    """Routing by layer at the final evaluation, entropy in bits; empty without one by layer."""
     layers = (run.summary.get("evaluation") or {}).get("layers") or []
     num_experts = max((len(layer["utilisation"]) for layer in layers), default=0)
     limits = run.config.health.routing if run.config else RoutingConfig()
     rows = []
     for layer in layers:
-        shares = []
-        for share in map(_number, layer["utilisation"]):
-            if share is None or not math.isfinite(share):
-                shares.append(ExpertShare(None))
-                continue
-            ratio = share * num_experts
-            # Fullest from 2.8 times the even share on, yet pale enough to read the number on it.
-            strength = min(abs(math.log2(max(ratio, 1e-9))) / 1.5, 1) * 0.75
-            shares.append(ExpertShare(share, ratio > 1, strength))
         entropy = _number(layer.get("routing_entropy_bits"))
         overflow = _number(layer.get("overflow_fraction"))
         least = limits.min_entropy_share * math.log2(num_experts)
-        row = ExpertLayerFigures(
-            number=layer["layer"],
-            shares=shares,
-            entropy=entropy,
-            overflow=overflow,
-            is_collapsed=entropy is not None and entropy < least,
-            is_too_full=overflow is not None and overflow > limits.max_overflow_fraction,
-        )
+        row = {
+            "number": layer["layer"],
+            "shares": [_shaded(_number(share), num_experts) for share in layer["utilisation"]],
+            "entropy": entropy,
+            "overflow": overflow,
+            "is_collapsed": entropy is not None and entropy < least,
+            "is_too_full": overflow is not None and overflow > limits.max_overflow_fraction,
+        }
         rows.append(row)
     return rows
+
+
+def _shaded(share: float | None, num_experts: int) -> tuple[float | None, str]:
+    """An expert's share of its layer's assignments, None where not finite, and a colour for it."""
+    if share is None or not math.isfinite(share):
+        return None, ""
+    ratio = share * num_experts
+    # Fullest from 2.8 times the even share on, yet pale enough to read the number on it.
+    strength = min(abs(math.log2(max(ratio, 1e-9))) / 1.5, 1) * 0.75
+    color = "224 122 20" if ratio > 1 else "58 120 232"
+    return share, f"rgb({color} / {strength:.2f})"
+
+
+def _read_run(run_dir: Path) -> RecordedRun:
+    """Reads the files of a run directory that are there; StateError without a metrics.jsonl."""
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.is_file():
+        raise StateError(
+            f"{metrics}: not found. A report is made of a run directory, which holds metrics.jsonl "
+            "from the first logged step on."
+        )
+    # A live run or one that died lacks some files: each is a problem to name, and no error.
+    problems: dict[str, str] = {}
+    config_text, config = _read_config(run_dir / "config_snapshot.yaml", problems)
+    return RecordedRun(
+        folder=run_dir,
+        records=read_metrics(metrics),
+        summary=_read_json(run_dir / "metrics.json", problems),
+        plan=_read_json(run_dir / "plan.json", problems),
+        environment=_read_json(run_dir / "environment.json", problems),
+        health=_read_json(run_dir / "health.json", problems),
+        reasoning=_read_json(run_dir / "reasoning.json", problems),
+        config_text=config_text,
+        config=config,
+        problems=problems,
+    )
+
+
+def _read_json(path: Path, problems: dict[str, str]) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems[path.name] = f"{path.name} is missing."
+        return {}
+    except (OSError, ValueError) as error:
+        problems[path.name] = f"{path.name} cannot be read: {error}"
+        return {}
+    if not isinstance(content, dict):
+        problems[path.name] = f"{path.name} does not hold an object."
+        return {}
+    return content
+
+
+def _read_config(path: Path, problems: dict[str, str]) -> tuple[str, Config | None]:
+    text = ""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+        config = Config.model_validate(values)
+        public_values = redacted(values)  # a snapshot of an earlier version holds secrets
+        return (text if public_values == values else dump_yaml(public_values)), config
+    except FileNotFoundError:
+        problems[path.name] = f"{path.name} is missing."
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
+        problems[path.name] = f"{path.name} cannot be read: {error}"
+    return text, None
 
 
 def _number(value: Any) -> float | None:

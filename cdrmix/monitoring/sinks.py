@@ -11,8 +11,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 from tqdm.utils import ObjectWrapper
@@ -53,11 +54,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens `path` for appending; creates it if it is missing.
-
-        Raises:
-            StateError: here and in every method, if the file cannot be written.
-        """
+        """Opens or creates `path`; raises StateError, as each method, if it cannot be written."""
         self.path = path
         self._open()
 
@@ -70,10 +67,10 @@ class MetricsFile:
                 line = line[self._file.write(line) :]
 
     def truncate_after(self, step: int) -> None:
-        """Cuts the lines after `step`, atomically: a resumed run writes them again.
+        """Cuts the lines after `step`, atomically, into metrics.cut-<n>.jsonl beside it.
 
-        They go to metrics.cut-<n>.jsonl beside it. A half-written last line is dropped; so is any
-        other line that is not a record, with a warning.
+        A resumed run writes them again. What is no record is dropped, with a warning unless it is
+        a half-written last line.
         """
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         records = [(line, _parse(line)) for line in lines if line]
@@ -83,10 +80,8 @@ class MetricsFile:
         if unreadable:
             logger.warning("%s: dropped %d unreadable lines", self.path, unreadable)
         if later:
-            number = 1
-            while (aside := self.path.with_suffix(f".cut-{number}.jsonl")).exists():
-                number += 1
-            write_text_atomic(aside, "".join(later))
+            names = (self.path.with_suffix(f".cut-{number}.jsonl") for number in count(1))
+            write_text_atomic(next(path for path in names if not path.exists()), "".join(later))
         # The open file would go on in the old one after the rename.
         self.close()
         write_text_atomic(self.path, "".join(earlier))
@@ -102,28 +97,18 @@ class MetricsFile:
         self._file.close()
 
     def _open(self) -> None:
-        def without_links(path: str, flags: int) -> int:
-            # A link that somebody left in the run directory would lead elsewhere.
-            return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-        # Unbuffered: a buffer that a full disk refused would be tried, and fail, again at exit.
+        # A link that somebody left in the run directory would lead elsewhere.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         with _disk_faults(self.path):
-            self._file = open(self.path, "ab", buffering=0, opener=without_links)  # noqa: SIM115
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            descriptor = os.open(self.path, flags, 0o666)
+        # Unbuffered: a buffer that a full disk refused would be tried, and fail, again at exit.
+        self._file = os.fdopen(descriptor, "ab", buffering=0)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Reads the records of a metrics.jsonl, non-finite values as floats again.
+    """Reads the records of a metrics.jsonl; skips lines that are none, such as a half-written one.
 
-    Skips lines that are not records: the last line of a live run may be half-written.
-
-    Raises:
-        StateError: if the file cannot be read.
+    Raises StateError if the file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -175,23 +160,22 @@ class Progress:
     def update(self, step: int, record: Mapping[str, float] | None = None) -> None:
         """Moves to `step` completed steps; with a record, shows its metrics too.
 
-        A plain line appears only with a record; the bar moves with every call. A record with an
-        evaluation puts a line of its own above the bar. Training goes on where the reader of the
-        stream is gone.
+        A plain line appears only with a record; the bar moves with every call. An evaluation has a
+        line of its own.
         """
         parts: list[str] = []
         if record is not None:
             self._seen.append((step, time.monotonic()))
             first, began = self._seen[0]
-            last, now = self._seen[-1]
+            now = self._seen[-1][1]
             # The recent pace, evaluations and saves included.
-            seconds = (self._total_steps - last) * (now - began) / max(last - first, 1)
+            seconds = (self._total_steps - step) * (now - began) / max(step - first, 1)
             parts = _texts(record, _STEP_FORMATS)
             if "memory_peak_bytes" in record:
                 parts.append(f"mem {record['memory_peak_bytes'] / 2**30:.1f} GiB")
             parts.append(f"eta {duration(seconds)}")
-        evaluation = "  ".join(_texts(record or {}, _EVALUATION_FORMATS))
-        count = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
+        evaluation = _texts(record or {}, _EVALUATION_FORMATS)
+        place = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
         if self._bar is not None:
             if parts:
                 self._bar.set_description_str(" ".join(parts), refresh=False)
@@ -199,9 +183,9 @@ class Progress:
             if parts:
                 self._bar.refresh()
         elif parts:
-            self._say("  ".join([f"step {count}", *parts]))
+            self._say("  ".join([f"step {place}", *parts]))
         if evaluation:
-            self._say("  ".join([f"eval {count}", evaluation]))
+            self._say("  ".join([f"eval {place}", *evaluation]))
 
     def close(self) -> None:
         """Leaves the bar as it stands and ends its line."""
@@ -228,11 +212,7 @@ def duration(seconds: float) -> str:
 
 
 def write_json_atomic(path: Path, obj: Any) -> None:
-    """Writes `obj` as indented JSON; a reader sees the whole old file or the whole new one.
-
-    Raises:
-        StateError: if it cannot be written; the old file then stays as it was.
-    """
+    """Writes `obj` as indented JSON by `write_text_atomic`."""
     text = json.dumps(_without_non_finite(obj), indent=2, allow_nan=False)
     write_text_atomic(path, text + "\n")
 
@@ -240,8 +220,8 @@ def write_json_atomic(path: Path, obj: Any) -> None:
 def write_text_atomic(path: Path, text: str) -> None:
     """Writes `text` (UTF-8) to a temporary neighbour, forces it to the disk, then renames it.
 
-    Raises:
-        StateError: if it cannot be written; the old file then stays as it was.
+    A reader sees the whole old file or the whole new one. Raises StateError if it cannot be
+    written; the old file then stays as it was.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _disk_faults(path):
@@ -281,7 +261,7 @@ def _without_non_finite(obj: Any) -> Any:
 
 
 def _parse(line: str) -> dict[str, float] | None:
-    """Reads a record; None for a line that is none."""
+    """Reads a record, non-finite values as floats again; None for a line that is none."""
     try:
         record = json.loads(line)
     except ValueError:

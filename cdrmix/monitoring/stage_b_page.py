@@ -3,142 +3,74 @@
 Loaded only for a run that has a Stage B; templates/stage_b.html lays it out.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from cdrmix.monitoring.page import Figure, Tile
 from cdrmix.monitoring.plots import Curve, plot
-from cdrmix.monitoring.recorded_run import RecordedRun
+from cdrmix.monitoring.report import RecordedRun
 
-# title, unit, curves (label, metric), whether the axis starts at zero
-_Panel = tuple[str, str, tuple[tuple[str, str], ...], bool]
-_LEARNING: tuple[_Panel, ...] = (
-    (
-        "Losses",
-        "nats",
-        (
-            ("text", "stage_b/text_loss"),
-            ("answers", "stage_b/answer_loss"),
-            ("retrieval", "stage_b/retrieval_loss"),
-            ("replay", "stage_b/replay_loss"),
-            ("drill", "stage_b/drill_loss"),
-        ),
-        True,
-    ),
-    (
-        "Right",
-        "share of the training texts",
-        (("found first", "stage_b/recall"), ("answered", "stage_b/answered")),
-        True,
-    ),
-    (
-        "Correlation objective",
-        "weighted, mean over adapters",
-        (("", "stage_b/correlation_loss"),),
-        False,
-    ),
-    ("Router losses", "weighted", (("", "stage_b/router_loss"),), True),
+# Figure, its unit, curve (without a label if alone), metric; rows of a figure follow each other.
+_CURVES = (
+    ("Losses", "nats", "text", "stage_b/text_loss"),
+    ("Losses", "nats", "answers", "stage_b/answer_loss"),
+    ("Losses", "nats", "retrieval", "stage_b/retrieval_loss"),
+    ("Losses", "nats", "replay", "stage_b/replay_loss"),
+    ("Losses", "nats", "drill", "stage_b/drill_loss"),
+    ("Right", "share of the training texts", "found first", "stage_b/recall"),
+    ("Right", "share of the training texts", "answered", "stage_b/answered"),
+    ("Correlation objective", "weighted, mean over adapters", "", "stage_b/correlation_loss"),
+    ("Router losses", "weighted", "", "stage_b/router_loss"),
+    ("Reward", "mean over rollouts", "return", "policy/return"),
+    ("Reward", "mean over rollouts", "success", "policy/success"),
+    ("Reward", "mean over rollouts", "deviation", "policy/return_std"),
+    ("Operations", "times per rollout", "summarize", "policy/operations/summarize"),
+    ("Operations", "times per rollout", "retrieve", "policy/operations/retrieve"),
+    ("Operations", "times per rollout", "splice window", "policy/operations/splice_window"),
+    ("Operations", "times per rollout", "cache write", "policy/operations/cache_write"),
+    ("Entropy", "nats", "", "policy/entropy"),
+    ("Divergence of an update", "nats", "", "policy/kl"),
+    ("Shares", "of ratios, groups, entries", "clipped", "policy/clip_fraction"),
+    ("Shares", "of ratios, groups, entries", "groups alike", "policy/zero_variance_groups"),
+    ("Shares", "of ratios, groups, entries", "memory filled", "policy/memory_fill"),
+    ("Value head", "share of variance explained", "", "policy/explained_variance"),
+    ("Retrieval", "ms", "", "policy/retrieval_milliseconds"),
+    ("Epochs", "optimizer steps on a batch of rollouts", "", "policy/epochs"),
 )
-_POLICY: tuple[_Panel, ...] = (
-    (
-        "Reward",
-        "mean over rollouts",
-        (
-            ("return", "policy/return"),
-            ("success", "policy/success"),
-            ("deviation", "policy/return_std"),
-        ),
-        True,
-    ),
-    (
-        "Operations",
-        "times per rollout",
-        tuple(
-            (name.replace("_", " "), f"policy/operations/{name}")
-            for name in ("summarize", "retrieve", "splice_window", "cache_write")
-        ),
-        True,
-    ),
-    ("Entropy", "nats", (("", "policy/entropy"),), True),
-    ("Divergence of an update", "nats", (("", "policy/kl"),), True),
-    (
-        "Shares",
-        "of ratios, groups, entries",
-        (
-            ("clipped", "policy/clip_fraction"),
-            ("groups alike", "policy/zero_variance_groups"),
-            ("memory filled", "policy/memory_fill"),
-        ),
-        True,
-    ),
-    ("Value head", "share of variance explained", (("", "policy/explained_variance"),), False),
-    ("Retrieval", "ms", (("", "policy/retrieval_milliseconds"),), True),
-    ("Epochs", "optimizer steps on a batch of rollouts", (("", "policy/epochs"),), True),
-)
+# All other axes start at zero.
+_SIGNED = ("Correlation objective", "Value head")
 
 
-@dataclass(frozen=True)
-class Score:
-    """Mean score of a task at one length, with memory and of the backbone alone."""
+def stage_b_report(run: RecordedRun) -> dict[str, Any] | None:
+    """Computes the part on Stage B; None where the configuration has none or cannot be read.
 
-    with_memory: float
-    backbone: float
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The reasoning suite.
-
-    Attributes:
-        ratios: lengths in windows, one column each.
-        tasks: scores by task, one for each ratio; None where it was not run.
-        num_texts: number of texts behind a score, as a range where it differs.
+    `scores` of the suite, None before it was run, are by task: one (with memory, of the backbone)
+    for each length in windows of `ratios`, or None where that was not run.
     """
-
-    ratios: Sequence[int]
-    tasks: Mapping[str, Sequence[Score | None]]
-    num_texts: str
-
-
-@dataclass(frozen=True)
-class StageBReport:
-    """The part on Stage B; `scores` is None before the suite was run."""
-
-    is_logged: bool
-    scores: Scores | None
-    learning: Sequence[Figure]
-    policy: Sequence[Figure]
-
-
-def stage_b_report(run: RecordedRun) -> StageBReport | None:
-    """Computes the part on Stage B; None where the configuration has none or cannot be read."""
     if run.config is None or run.config.stage_b is None:
         return None
-    names = {name for line in run.records for name in line}
     scores = None
     rows = run.reasoning_rows
     if rows:
         ratios = sorted({row["length_ratio"] for row in rows})
         cells = {
-            (row["task"], row["length_ratio"]): Score(row["score"], row["backbone_score"])
+            (row["task"], row["length_ratio"]): (row["score"], row["backbone_score"])
             for row in rows
         }
         fewest = min(row["n"] for row in rows)
         most = max(row["n"] for row in rows)
-        scores = Scores(
-            ratios=ratios,
+        scores = {
+            "ratios": ratios,
             # A run may have stored the rows of some lengths or tasks only: the others stay empty.
-            tasks={row["task"]: [cells.get((row["task"], r)) for r in ratios] for row in rows},
-            num_texts=f"{most}" if fewest == most else f"{fewest} to {most}",
-        )
-    return StageBReport(
-        is_logged=any(name.startswith(("stage_b/", "policy/")) for name in names),
-        scores=scores,
-        learning=_figures(run, _LEARNING),
-        policy=_figures(run, _POLICY),
-    )
+            "tasks": {row["task"]: [cells.get((row["task"], r)) for r in ratios] for row in rows},
+            "num_texts": f"{most}" if fewest == most else f"{fewest} to {most}",
+        }
+    return {
+        "is_logged": run.has_stage_b_steps,
+        "scores": scores,
+        "learning": _figures(run, "stage_b/"),
+        "policy": _figures(run, "policy/"),
+    }
 
 
 def stage_b_tiles(run: RecordedRun) -> list[Tile]:
@@ -154,18 +86,19 @@ def stage_b_tiles(run: RecordedRun) -> list[Tile]:
     return [Tile("Reasoning", f"{mean:.2f}", f"over all lengths; backbone alone {backbone:.2f}")]
 
 
-def _figures(run: RecordedRun, panels: Sequence[_Panel]) -> list[Figure]:
-    """Draws the panels of which something was measured."""
+def _figures(run: RecordedRun, group: str) -> list[Figure]:
+    """Draws the figures on a group of metrics of which something was measured."""
     figures = []
-    for title, unit, series, from_zero in panels:
+    in_group = [row for row in _CURVES if row[3].startswith(group)]
+    for (title, unit), rows in groupby(in_group, key=lambda row: row[:2]):
         curves = [
             Curve(label, *run.series(name), f"c{number % 4 + 1}", smooth=True)
-            for number, (label, name) in enumerate(series)
+            for number, (_, _, label, name) in enumerate(rows)
             if len(run.series(name)[0])
         ]
         # A phase without a policy, or without replay, has no such series: no empty figure for it.
         if curves:
             key = f"b-{title.lower().replace(' ', '-')}"
-            limits = (0, None) if from_zero else (None, None)
+            limits = (None, None) if title in _SIGNED else (0, None)
             figures.append(plot(title, unit, key, curves, text="{:.3g}".format, limits=limits))
     return figures

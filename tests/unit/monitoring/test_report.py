@@ -1,3 +1,4 @@
+import contextlib
 import html
 import json
 import math
@@ -96,7 +97,7 @@ def make_run(folder: Path, *, num_steps: int = 400, every: int = 1, num_layers: 
     folder.mkdir(parents=True)
     noise = np.random.default_rng(0)
     samples = []
-    with MetricsFile(folder / "metrics.jsonl") as lines:
+    with contextlib.closing(MetricsFile(folder / "metrics.jsonl")) as lines:
         for step in range(every, num_steps + 1, every):
             values = step_metrics(step, num_steps, noise)
             if step % (num_steps // 4) < every:
@@ -268,7 +269,7 @@ def test_a_diverged_run_has_a_report_that_says_so(tmp_path, loss):
     summary["evaluation"]["loss"] = loss
     summary["evaluation"]["layers"][0]["utilisation"] = [math.nan] * 8
     write_json_atomic(folder / "metrics.json", summary)
-    with MetricsFile(folder / "metrics.jsonl") as lines:
+    with contextlib.closing(MetricsFile(folder / "metrics.jsonl")) as lines:
         lines.write(record(step=9, loss=math.nan, grad_norm=math.inf))
     text = report_of(folder)[1].text
     assert "Logged steps with a loss that is not finite: 1." in text
@@ -294,7 +295,7 @@ def test_what_was_unhealthy_is_listed_with_what_was_done(tmp_path):
 def test_a_suite_that_was_run_after_the_end_is_shown(tmp_path):
     run = make_run(tmp_path / "run", num_steps=8)
     shutil.copy(shipped("model_configs") / "cdrmix-reason-tiny.yaml", run / "config_snapshot.yaml")
-    with MetricsFile(run / "metrics.jsonl") as lines:
+    with contextlib.closing(MetricsFile(run / "metrics.jsonl")) as lines:
         lines.write(record(step=9, **{"stage_b/loss": 1.0}))
     assert "The suite has not been run" in report_of(run)[1].text
     cell = {"task": "logic", "score": 0.53, "backbone_score": 0.21, "n": 8}

@@ -1,3 +1,4 @@
+import contextlib
 import fcntl
 import io
 import json
@@ -30,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def written(path: Path, steps: range) -> bytes:
-    with MetricsFile(path) as lines:
+    with contextlib.closing(MetricsFile(path)) as lines:
         for step in steps:
             lines.write(record(step=step, loss=1 / step))
     return path.read_bytes()
@@ -42,7 +43,7 @@ def test_floats_keep_their_full_precision(path):
 
 
 def test_a_line_is_on_file_before_the_next_is_written(path):
-    with MetricsFile(path) as lines:
+    with contextlib.closing(MetricsFile(path)) as lines:
         for step in (1, 2):
             lines.write(record(step=step))
             lines.sync()
@@ -50,7 +51,7 @@ def test_a_line_is_on_file_before_the_next_is_written(path):
 
 
 def test_values_that_are_not_finite_are_valid_json_and_come_back(path):
-    with MetricsFile(path) as lines:
+    with contextlib.closing(MetricsFile(path)) as lines:
         lines.write(record(step=1, loss=math.nan, grad_norm=math.inf, learning_rate=-math.inf))
 
     def refuse(constant: str) -> None:
@@ -68,7 +69,7 @@ def test_a_resumed_file_equals_one_that_was_never_interrupted(tmp_path):
     written(resumed, range(1, 7))
     with open(resumed, "a") as killed:
         killed.write('{"step": 7, "lo')
-    with MetricsFile(resumed) as lines:
+    with contextlib.closing(MetricsFile(resumed)) as lines:
         lines.truncate_after(4)
         for step in range(5, 9):
             lines.write(record(step=step, loss=1 / step))
@@ -80,7 +81,7 @@ def test_a_resumed_file_equals_one_that_was_never_interrupted(tmp_path):
 
 def test_a_whole_last_line_without_its_newline_is_kept(path):
     path.write_text('{"step": 1}\n{"step": 2}')
-    with MetricsFile(path) as lines:
+    with contextlib.closing(MetricsFile(path)) as lines:
         lines.truncate_after(2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
@@ -88,7 +89,7 @@ def test_a_whole_last_line_without_its_newline_is_kept(path):
 def test_a_damaged_line_in_the_middle_is_dropped_with_a_warning(path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("cdrmix"), "propagate", True)
     path.write_bytes(b'{"step": 1}\n\x00\x00\xff\n[2]\n{"step": 3}\n')
-    with MetricsFile(path) as lines:
+    with contextlib.closing(MetricsFile(path)) as lines:
         lines.truncate_after(3)
     assert [line["step"] for line in read_metrics(path)] == [1, 3]
     assert "dropped 2 unreadable lines" in caplog.text
@@ -107,7 +108,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 def test_a_full_disk_is_said_in_one_message():
     with (
         pytest.raises(StateError, match="/dev/full: cannot be written: No space left on device"),
-        MetricsFile(Path("/dev/full")) as lines,
+        contextlib.closing(MetricsFile(Path("/dev/full"))) as lines,
     ):
         lines.write(record(step=1))
 
