@@ -6,6 +6,7 @@ draws, before there is a run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -25,24 +26,12 @@ from cdrmix.errors import DataError
 class MixedDataset(SplitDataset):
     """Samples of several domains, each cut by itself, numbered one domain after the other.
 
-    Args:
-        folder: a built folder.
-        split: name of a split in its manifest.
-        sequence_length: T (tokens).
-        mixture: shares of the domains.
-    Attributes:
-        num_samples: samples in all domains together (count).
-        mixture: digest and domains of the mixture, for the identity of a position.
     Raises:
         DataError: if the split is missing, a domain too short, or the mixture not usable.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        split: str,
-        sequence_length: int,
-        mixture: MixtureConfig,
+        self, folder: Path, split: str, sequence_length: int, mixture: MixtureConfig
     ) -> None:
         super().__init__(folder, split, sequence_length, by_domain=True)
         tokens = _domain_tokens(self.manifest, split)
@@ -60,12 +49,7 @@ class MixedDataset(SplitDataset):
     def order(
         self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
     ) -> NDArray[np.int64]:
-        """Sample at each global sample number, any shape.
-
-        Args:
-            seed: key of a permutation per domain and epoch of it; None: stored order.
-            window: permute windows of that many samples, and samples within each; None: all.
-        """
+        """Orders as `TokenDataset`, but with a permutation per domain and epoch of it."""
         sources, cursors = self._plan.locate(numbers)
         indices = np.empty_like(numbers)
         for source in np.unique(sources).tolist():
@@ -74,17 +58,9 @@ class MixedDataset(SplitDataset):
             # Each domain counts its own epochs, under a key with its own number.
             begin, end = self._begins[source : source + 2]
             size = int(end - begin)
-            indices[in_domain] = begin + permute_epochs(
-                cursors[in_domain], size, key, window=window
-            )
+            places = permute_epochs(cursors[in_domain], size, key, window=window)
+            indices[in_domain] = begin + places
         return indices
-
-    def draw(self, start: int, stop: int) -> dict[str, dict[str, float]]:
-        """Shares of the domains asked for and drawn in global samples start to stop - 1.
-
-        See `cdrmix.data.mixture.draw_sources`.
-        """
-        return draw_sources(self._plan, start, stop)
 
     def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """First token of each sample in the stream of all domains."""
@@ -99,43 +75,33 @@ def domain_samples(manifest: Manifest, split: str, sequence_length: int) -> dict
 
 
 def _domain_tokens(manifest: Manifest, split: str) -> dict[str, int]:
-    tokens: dict[str, int] = {}
+    tokens: Counter[str] = Counter()
     for shard in manifest.shards:
         if shard.split == split:
-            tokens[shard.domain] = tokens.get(shard.domain, 0) + shard.tokens
+            tokens[shard.domain] += shard.tokens
     return tokens
 
 
 def plan_mixture(
     config: MixtureConfig, num_samples: Mapping[str, int], sequence_length: int
 ) -> Mixture:
-    """Lays out the mixture of a configuration.
+    """Lays out the mixture of a configuration for domains of `num_samples` each.
 
-    Args:
-        num_samples: samples in each domain.
-        sequence_length: tokens per sample.
     Raises:
         DataError: if it is not usable with these domains.
     """
-    phases = [
-        Phase(
-            weights=num_samples if phase.weights is None else phase.weights,
-            num_samples=phase.samples
-            if phase.tokens is None
-            else -(-phase.tokens // sequence_length),  # rounded up: a phase has a sample
-            change=phase.change,
-        )
-        for phase in config.phases
-    ]
+    phases = []
+    for phase in config.phases:
+        weights = num_samples if phase.weights is None else phase.weights
+        length = phase.samples
+        if phase.tokens is not None:
+            length = -(-phase.tokens // sequence_length)  # rounded up: a phase has a sample
+        phases.append(Phase(weights, length, phase.change))
     return Mixture(num_samples, phases, temperature=config.temperature)
 
 
 def built_mixture(manifest: Manifest) -> MixtureConfig | None:
-    """Mixture in the recipe that a folder was built by, or None.
-
-    Raises:
-        DataError: if the manifest holds something else in its place.
-    """
+    """Mixture in the recipe that a folder was built by, or None; a DataError if it is none."""
     values = manifest.source.get("mixture")
     if values is None:
         return None
@@ -159,9 +125,6 @@ def mixture_course(
 
     A last phase without a length is taken to be as long as there are samples.
 
-    Args:
-        manifest: manifest of a built folder.
-        sequence_length: T (tokens).
     Returns:
         `sequence_length`; `samples`, length of the course (count); `available`, samples in each
         domain; `whole`, `phases` and `parts`: shares by domain, as `draw_sources` returns them,

@@ -38,32 +38,21 @@ _TARGET_POINTS = 512  # at which the target shares of a range are averaged
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a mixture.
+    """One phase of a mixture."""
 
-    Attributes:
-        weights: relative weight of each domain; 0 for a domain that is left out.
-        num_samples: length (samples); None: to the end of training, for the last phase.
-        change: step: the weights hold from the first sample. linear, cosine: they are reached at
-            the end of the phase, starting from those of the phase before.
-    """
-
-    weights: Mapping[str, float]
-    num_samples: int | None = None
+    weights: Mapping[str, float]  # relative, of each domain; 0 for one that is left out
+    num_samples: int | None = None  # length (samples); None: to the end of training, if the last
+    # step: the weights hold from the first sample. linear, cosine: they are reached at the end of
+    # the phase, starting from those of the phase before
     change: Change = "step"
 
 
 class _Stage(NamedTuple):
-    """A run of equal blocks.
+    """A run of equal blocks."""
 
-    Attributes:
-        start: global number of its first sample.
-        base: earlier samples of each domain.
-        slots: slots of each domain in a block.
-    """
-
-    start: int
-    base: tuple[int, ...]
-    slots: tuple[int, ...]
+    start: int  # global number of its first sample
+    base: tuple[int, ...]  # earlier samples of each domain
+    slots: tuple[int, ...]  # slots of each domain in a block
 
 
 class Mixture:
@@ -76,29 +65,24 @@ class Mixture:
             domains are seen more often.
     Attributes:
         domains: names, sorted; a source number is an index into them.
-        phases: the phases.
         digest: 12 hex digits that identify the order; equal for equal shares and lengths.
     Raises:
         DataError: if a domain is unknown, or the weights or lengths are not usable.
     """
 
     def __init__(
-        self,
-        num_samples: Mapping[str, int],
-        phases: Sequence[Phase],
-        *,
-        temperature: float = 1.0,
+        self, num_samples: Mapping[str, int], phases: Sequence[Phase], *, temperature: float = 1.0
     ) -> None:
         self.domains = tuple(sorted(num_samples))
         _check(self.domains, phases)
         self.phases = tuple(phases)
-        self._shares: list[list[float]] = []
+        self._shares: list[NDArray[np.float64]] = []
         for number, phase in enumerate(phases):
             # Scaled to at most 1 first, so that no power overflows.
             largest = max(phase.weights.values())
             weights = [phase.weights.get(name, 0.0) / largest for name in self.domains]
             powers = [math.pow(weight, 1 / temperature) for weight in weights]
-            self._shares.append([power / math.fsum(powers) for power in powers])
+            self._shares.append(np.array([power / math.fsum(powers) for power in powers]))
             for name, share in zip(self.domains, self._shares[-1], strict=True):
                 what = f"data.mixture: phases[{number}]: domain {name} has a share of {share:.2g}"
                 if share > 0 and num_samples[name] == 0:
@@ -118,7 +102,7 @@ class Mixture:
                     base = _counts_after(self._stages[-1], length)
                     start += length
         if self.phases[-1].num_samples is not None:  # its last shares hold to the end of training
-            slots = _whole_slots(np.array(self._shares[-1]) * _BLOCK_SLOTS)
+            slots = _whole_slots(self._shares[-1] * _BLOCK_SLOTS)
             self._stages.append(_Stage(start, base, slots))
         self._starts = np.array([stage.start for stage in self._stages], dtype=np.int64)
         order = [self.domains, [num_samples[name] for name in self.domains], self._stages]
@@ -126,13 +110,10 @@ class Mixture:
         self.digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:12]
 
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Source of each global sample number, and number of earlier samples from it.
+        """Source of each global sample number, 0 or more, and number of earlier samples from it.
 
-        Args:
-            numbers: any shape, 0 or more.
-        Returns:
-            Index into `domains`, and number within the source, which counts on over its epochs;
-            both of the shape of `numbers`.
+        The first is an index into `domains`, the second counts on over the source's epochs; both
+        have the shape of `numbers`.
         """
         sources = np.empty_like(numbers)
         cursors = np.empty_like(numbers)
@@ -165,7 +146,7 @@ class Mixture:
                 done = 1.0 if length is None else (number + 0.5 - start) / length
                 return self._shares_within(place, done)
             start += length
-        return np.array(self._shares[-1])
+        return self._shares[-1]
 
     def describe(self) -> str:
         """Returns the mixture in one line, for messages."""
@@ -174,19 +155,18 @@ class Mixture:
 
     def _shares_within(self, place: int, done: float) -> NDArray[np.float64]:
         """Shares in a phase after the part `done` of it, 0 to 1."""
-        phase = self.phases[place]
-        target = np.array(self._shares[place])
-        if phase.change == "step":
-            return target
-        reached = done if phase.change == "linear" else (1 - math.cos(math.pi * done)) / 2
-        return (1 - reached) * np.array(self._shares[place - 1]) + reached * target
+        change = self.phases[place].change
+        if change == "step":
+            return self._shares[place]
+        reached = done if change == "linear" else (1 - math.cos(math.pi * done)) / 2
+        return (1 - reached) * self._shares[place - 1] + reached * self._shares[place]
 
     def _parts(self, place: int, length: int | None) -> list[tuple[tuple[int, ...], int | None]]:
         """Slots of a block and number of samples of each stage of a phase."""
         if self.phases[place].change == "step" or length is None:
-            return [(_whole_slots(np.array(self._shares[place]) * _BLOCK_SLOTS), length)]
-        sizes = [size for size in _CHANGE_BLOCK_SLOTS if length >= _CHANGE_STEPS * size]
-        size = sizes[0] if sizes else _CHANGE_BLOCK_SLOTS[-1]
+            return [(_whole_slots(self._shares[place] * _BLOCK_SLOTS), length)]
+        fitting = (size for size in _CHANGE_BLOCK_SLOTS if length >= _CHANGE_STEPS * size)
+        size = next(fitting, _CHANGE_BLOCK_SLOTS[-1])
         num_steps = max(1, min(_CHANGE_STEPS, length // size))
         # Whole blocks, so that no step begins in the middle of one; the last takes the rest.
         ends = [step * length // num_steps // size * size for step in range(1, num_steps)]
@@ -242,14 +222,10 @@ def _fill_block(slots: tuple[int, ...]) -> _Table:
 def _counts_after(stage: _Stage, num_samples: int) -> tuple[int, ...]:
     """Samples of each domain before the one that is `num_samples` after the stage's first."""
     blocks, rest = divmod(num_samples, sum(stage.slots))
-    partial = [0] * len(stage.slots)
+    counts = np.array(stage.base) + blocks * np.array(stage.slots)
     if rest:
-        sources = _fill_block(stage.slots).sources[:rest]
-        partial = np.bincount(sources, minlength=len(stage.slots)).tolist()
-    return tuple(
-        base + blocks * slots + more
-        for base, slots, more in zip(stage.base, stage.slots, partial, strict=True)
-    )
+        counts += np.bincount(_fill_block(stage.slots).sources[:rest], minlength=len(counts))
+    return tuple(counts.tolist())
 
 
 def _whole_slots(values: NDArray[np.float64]) -> tuple[int, ...]:
@@ -292,8 +268,7 @@ def _check(domains: Sequence[str], phases: Sequence[Phase]) -> None:
 def draw_sources(mixture: Mixture, start: int, stop: int) -> dict[str, dict[str, float]]:
     """Shares asked for and shares drawn in global samples start to stop - 1.
 
-    Returns:
-        By domain: `asked` (mean target share), `drawn` (share), `samples` (count).
+    By domain `asked` (mean target share), `drawn` (share), `samples` (count).
     """
     points = np.linspace(start, stop, 2 * _TARGET_POINTS + 1)[1::2]  # midpoints of equal parts
     targets = np.mean([mixture.target_shares(int(point)) for point in points], axis=0)

@@ -49,10 +49,8 @@ class Permutation:
     """Bijection on 0 .. size - 1, the same for the same size and key on every machine.
 
     Args:
-        size: number of positions, 1 to 2^62.
+        size: number of positions; a ValueError if not 1 to 2^62.
         key: integers that choose the permutation, e.g. (seed, epoch).
-    Raises:
-        ValueError: if size is out of range.
     """
 
     def __init__(self, size: int, key: tuple[int, ...]) -> None:
@@ -91,11 +89,7 @@ class Permutation:
 
 
 def permute_epochs(
-    numbers: NDArray[np.int64],
-    size: int,
-    key: tuple[int, ...] | None,
-    *,
-    window: int | None = None,
+    numbers: NDArray[np.int64], size: int, key: tuple[int, ...] | None, *, window: int | None = None
 ) -> NDArray[np.int64]:
     """Position of each number within its epoch, permuted; numbers count on over epochs of `size`.
 
@@ -139,13 +133,9 @@ def _mix(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
 
 
 class TokenStream:
-    """Tokens of some shards, or their roles, end to end.
+    """Tokens of some shards of a built folder, or their roles, end to end.
 
-    Args:
-        folder: a built folder.
-        shards: shards in the order of the stream.
-        dtype: stored type.
-        suffix: of the files; the roles of a shard without such a file are 0.
+    The roles of a shard without such a file are 0.
     """
 
     def __init__(
@@ -200,16 +190,13 @@ class TokenStream:
         return rows
 
     def expect(self, positions: NDArray[np.int64]) -> None:
-        """Announces positions that are read soon, in this order.
-
-        A remote folder's shards with them, and their roles, are copied ahead of use.
-        """
+        """Announces positions that are read soon, in this order; remote shards are copied ahead."""
         if self._remote is not None:
             shards = np.searchsorted(self._ends, positions.ravel(), side="right")
             # The order of first use decides which shards are copied while there is room.
             first_uses = np.sort(np.unique(shards, return_index=True)[1])
             files = [self._file(i, suffix) for i in shards[first_uses] for suffix in _READ_SUFFIXES]
-            self._remote.expect([file for file in files if file is not None])
+            self._remote.expect(list(filter(None, files)))
 
     def _map(self, shard: int) -> NDArray[Any]:
         """Maps one shard into memory; a truncated one would be a SIGBUS when it is read."""
@@ -228,17 +215,13 @@ class TokenStream:
     def _file(self, shard: int, suffix: str) -> RemoteFile | None:
         info = self._shards[shard]
         file = info.files().get(suffix)
-        if file is None:
-            return None
-        return RemoteFile(f"{info.stem}.{suffix}", file.bytes, file.sha256)
+        return RemoteFile(f"{info.stem}.{suffix}", file.bytes, file.sha256) if file else None
 
 
 class SplitDataset:
     """A split of a built folder as samples of T + 1 tokens.
 
     Args:
-        folder: a built folder.
-        split: name of a split in its manifest.
         sequence_length: T (tokens).
         by_domain: read the shards domain by domain, rather than in manifest order.
     Attributes:
