@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cdrmix.config.schema import TokenWeights
 from cdrmix.data.document import ROLES
-from cdrmix.data.mixed import MixedDataset
+from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import PlanError, StateError
 

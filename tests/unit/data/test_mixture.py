@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from cdrmix.config.load import changed_keys
 from cdrmix.config.schema import DataConfig, MixtureConfig
-from cdrmix.data.mixed import MixedDataset
-from cdrmix.data.mixture import Mixture, Phase, draw_sources
+from cdrmix.data.mixture import MixedDataset, Mixture, Phase, draw_sources
 from cdrmix.errors import DataError
 from tests.unit.data.token_folder import write_token_folder
 
