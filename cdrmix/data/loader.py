@@ -113,10 +113,8 @@ class Loader:
         return {"samples_consumed": self.samples_consumed} | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Moves to a saved position. Batch sizes and the number of ranks may differ.
-
-        Raises a StateError if the state belongs to another data set or order.
-        """
+        """Moves to a saved position; a StateError if it is of another data set or order."""
+        # batch sizes and the number of ranks may differ
         differing = [
             f"{key}: the checkpoint has {state.get(key)!r}, this run has {value!r}"
             for key, value in self._identity().items()
@@ -238,10 +236,7 @@ def next_targets(
 
 
 def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
-    """Gives the same batches, up to `depth` of them read ahead by a thread that ends on close.
-
-    An exception of the reading is raised here, at the batch that it hit.
-    """
+    """Gives the same batches, up to `depth` of them read ahead by a thread that ends on close."""
     # Two queues instead of one bounded one: a put into a full queue could not be ended on close.
     ready: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
     room: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -261,7 +256,7 @@ def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
             room.put(None)
         while True:
             batch = ready.get()
-            if isinstance(batch, Exception):
+            if isinstance(batch, Exception):  # at the batch that it hit
                 raise batch
             room.put(None)
             yield batch

@@ -112,7 +112,7 @@ class Mixture:
             for slots, length in self._parts(place, phase.num_samples):
                 self._stages.append(_Stage(start, base, slots))
                 if length is not None:
-                    base = _counts_after(self._stages[-1], length)
+                    base = tuple(_counts_after(self._stages[-1], length).tolist())
                     start += length
         if self.phases[-1].num_samples is not None:  # its last shares hold to the end of training
             slots = _whole_slots(self._shares[-1] * _BLOCK_SLOTS)
@@ -147,7 +147,7 @@ class Mixture:
     def counts(self, number: int) -> NDArray[np.int64]:
         """Samples of each domain before global sample `number`, [domains]."""
         stage = self._stages[int(np.searchsorted(self._starts, number, side="right")) - 1]
-        return np.array(_counts_after(stage, number - stage.start))
+        return _counts_after(stage, number - stage.start)
 
     def target_shares(self, number: int) -> NDArray[np.float64]:
         """Target share of each domain at global sample `number`, [domains]."""
@@ -232,13 +232,13 @@ def _fill_block(slots: tuple[int, ...]) -> _Table:
     return _Table(sources, ranks)
 
 
-def _counts_after(stage: _Stage, num_samples: int) -> tuple[int, ...]:
+def _counts_after(stage: _Stage, num_samples: int) -> NDArray[np.int64]:
     """Samples of each domain before the one that is `num_samples` after the stage's first."""
     blocks, rest = divmod(num_samples, sum(stage.slots))
     counts = np.array(stage.base) + blocks * np.array(stage.slots)
     if rest:
         counts += np.bincount(_fill_block(stage.slots).sources[:rest], minlength=len(counts))
-    return tuple(counts.tolist())
+    return counts
 
 
 def _whole_slots(values: NDArray[np.float64]) -> tuple[int, ...]:
@@ -279,10 +279,7 @@ def _check(domains: Sequence[str], phases: Sequence[Phase]) -> None:
 
 
 def draw_sources(mixture: Mixture, start: int, stop: int) -> dict[str, dict[str, float]]:
-    """Shares asked for and shares drawn in global samples start to stop - 1.
-
-    By domain `asked` (mean target share), `drawn` (share), `samples` (count).
-    """
+    """Shares of each domain `asked` for (mean) and `drawn` in global samples start to stop - 1."""
     points = np.linspace(start, stop, 2 * _TARGET_POINTS + 1)[1::2]  # midpoints of equal parts
     targets = np.mean([mixture.target_shares(int(point)) for point in points], axis=0)
     samples = mixture.counts(stop) - mixture.counts(start)
@@ -297,11 +294,7 @@ def draw_sources(mixture: Mixture, start: int, stop: int) -> dict[str, dict[str,
 
 
 class MixedDataset(SplitDataset):
-    """Samples of several domains, each cut by itself, numbered one domain after the other.
-
-    Raises:
-        DataError: if the split is missing, a domain too short, or the mixture not usable.
-    """
+    """Samples of several domains, each cut by itself, numbered one domain after the other."""
 
     def __init__(
         self, folder: Path, split: str, sequence_length: int, mixture: MixtureConfig
@@ -358,11 +351,7 @@ def _domain_tokens(manifest: Manifest, split: str) -> dict[str, int]:
 def plan_mixture(
     config: MixtureConfig, num_samples: Mapping[str, int], sequence_length: int
 ) -> Mixture:
-    """Lays out the mixture of a configuration for domains of `num_samples` each.
-
-    Raises:
-        DataError: if it is not usable with these domains.
-    """
+    """Lays out the mixture of a configuration for domains of `num_samples` each."""
     phases = []
     for phase in config.phases:
         weights = num_samples if phase.weights is None else phase.weights

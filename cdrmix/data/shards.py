@@ -44,6 +44,8 @@ REBUILD = (
 )
 
 Dtype = Literal["uint16", "uint32"]
+# token ids that end with EOS, and the bytes of their text as UTF-8
+Document = tuple[NDArray[Any], int]
 
 
 class _Record(BaseModel):
@@ -135,19 +137,14 @@ def smallest_dtype(vocab_size: int) -> Dtype:
 
 def write_shards(
     folder: Path,
-    documents: Iterable[tuple[NDArray[Any], int]],
+    documents: Iterable[Document],
     *,
     split: str,
     domain: str,
     dtype: Dtype,
     max_tokens: int = MAX_SHARD_TOKENS,
 ) -> list[ShardInfo]:
-    """Writes the documents of one split and domain as numbered shards, fsynced.
-
-    Args:
-        documents: (token ids that end with EOS, bytes of their text as UTF-8) each.
-        max_tokens: largest shard; a longer document is cut into several.
-    """
+    """Writes documents of one split and domain as numbered shards of `max_tokens`, fsynced."""
     shards = []
     for number, group in enumerate(_group(documents, max_tokens)):
         stem = f"{split}-{domain}-{number:05d}"
@@ -178,11 +175,9 @@ def write_shards(
     return shards
 
 
-def _group(
-    documents: Iterable[tuple[NDArray[Any], int]], max_tokens: int
-) -> Iterator[list[tuple[NDArray[Any], int]]]:
+def _group(documents: Iterable[Document], max_tokens: int) -> Iterator[list[Document]]:
     """Groups consecutive documents, as many as fit into one shard."""
-    group: list[tuple[NDArray[Any], int]] = []
+    group: list[Document] = []
     tokens = 0
     for ids, text_bytes in documents:
         for start in range(0, len(ids), max_tokens):
@@ -217,11 +212,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | NDArray[Any]]) -> FileInfo
 
 
 def read_lengths(folder: Path, shard: ShardInfo) -> NDArray[np.int32]:
-    """Tokens of each document of a shard, from its .idx file, [n].
-
-    Raises:
-        DataError: if the file does not fit the shard, whatever its digest.
-    """
+    """Tokens of each document of a shard, from its .idx file; DataError if it does not fit."""
     path = folder / f"{shard.stem}.idx"
     with path.open("rb") as file:
         # The header's own count is ignored: a wrong one would allocate memory before it is noticed.
@@ -245,11 +236,8 @@ def new_manifest(
     eos_id: int,
     source: dict[str, Any],
 ) -> Manifest:
-    """Manifest of shards written for `vocab_size` slots.
-
-    `source` is the origin of the text; plain values, without dates or paths of this machine, so
-    that equal builds are equal byte by byte.
-    """
+    """Manifest of shards written for `vocab_size` slots; `source` is the origin of their text."""
+    # plain values, without dates or paths of this machine: equal builds are equal byte by byte
     shards = tuple(shards)
     return Manifest(
         format_version=1,
@@ -299,12 +287,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Reads a regular file; a pipe in its place would keep the reader waiting for ever.
-
-    Raises:
-        DataError: if it is of another kind, or has more than `max_bytes`.
-        OSError: if it cannot be read.
-    """
+    """Reads a regular file; a DataError if it is of another kind or has more than `max_bytes`."""
+    # a pipe in its place would keep the reader waiting for ever
     num_bytes = check_regular(path)
     if num_bytes > max_bytes:
         raise DataError(f"{path}: has {num_bytes} bytes; at most {max_bytes} are read.")

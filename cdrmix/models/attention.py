@@ -31,10 +31,7 @@ Attend = Callable[..., tuple[Tensor, AttentionState]]
 def rotary_angles(
     positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles at global positions [T], computed in float32.
-
-    Both are [T, head_dim], with the same angles in each half.
-    """
+    """Cosine and sine, [T, head_dim], of the rotary angles at global positions [T]."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies = theta ** (-exponents / head_dim)  # [K/2]
     angles = torch.outer(positions.float(), frequencies).repeat(1, 2)  # [T, K]

@@ -56,9 +56,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Chooses k experts per token, [N, D] of any float type.
 
-        Returns:
-            expert of each choice, [N, k] int64; its weight, [N, k] float32, summing to 1 per
-            token; probabilities summed over the tokens, [E]; squared logsumexp summed, scalar.
+        Gives expert of each choice, [N, k] int64; its weight, [N, k] float32, summing to 1 per
+        token; probabilities summed over the tokens, [E]; squared logsumexp summed, scalar.
         """
         logits = F.linear(x.float(), self.weight.float())  # [N, E]
         log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
@@ -161,19 +160,13 @@ class GroupedExperts(nn.Module):
             parameter.group_name = group_name  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Applies each expert to its rows, [M, D], sorted by expert.
-
-        `ends` has the row after the last one of each local expert, [E/P], int32.
-        """
+        """Applies experts to their rows of [M, D]; `ends` are the rows behind, [E/P] int32."""
         inner = squared_relu(F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends))  # [M, F]
         return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
 
 
 class TokenShares:
-    """Tokens that a rank routes: all that it holds.
-
-    `parallel.exchange.TensorShares` divides tokens that several tensor ranks hold.
-    """
+    """Tokens that a rank routes: all that it holds; see `parallel.exchange.TensorShares`."""
 
     def take(self, tokens: Tensor) -> Tensor:
         """Returns the tokens that this rank routes, [N, D] -> [n, D]."""
@@ -263,10 +256,7 @@ def _sort_by_expert(
 
 
 def _merge_sources(received: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the order that sorts rows of (source rank, expert) by expert, and its inverse, [M].
-
-    `received` counts rows from each source for each local expert, [P, E/P].
-    """
+    """Orders rows that are counted by source and expert, [P, E/P], by expert; and the inverse."""
     num_sources, num_local = received.shape
     expert_of_block = torch.arange(num_local, device=received.device).repeat(num_sources)
     expert_of_row = expert_of_block.repeat_interleave(received.reshape(-1))

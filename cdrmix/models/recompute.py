@@ -49,8 +49,8 @@ def run_blocks(
         v_first: value of the first RWKV layer, [B, T, D]; None before it.
         segment_ids, state, return_state: see `Context`.
         recompute: save each block's input and recompute the rest in the backward pass.
-        sequence_checkpoint_tokens: tokens that are recomputed together; None: all. Where tokens are
-            dropped, each span has a capacity of its own. Then there are no states.
+        sequence_checkpoint_tokens: tokens that are recomputed together, without states; None: all.
+            Where tokens are dropped, each span has a capacity of its own.
     Returns:
         residual stream, v_first, router statistics [L, S] or None, states or None.
     """

@@ -53,13 +53,10 @@ class TokenShift(nn.Module):
     def begin(
         self, last: Tensor, segment_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the token before the first one here, where no earlier call has given it.
+        """Returns the token before the first one here, or None for zero; segment_ids of those here.
 
-        Args:
-            last: last token here, [B, D], which precedes those of another rank.
-            segment_ids: of the whole sequence, wherever its tokens are, [B, T].
-        Returns:
-            That token, [B, D], or None for zero; segment_ids of the tokens here.
+        `last` is the last token here, [B, D], which precedes those of another rank, `segment_ids`
+        are of the whole sequence, wherever its tokens are, [B, T].
         """
         return None, segment_ids
 
@@ -117,12 +114,7 @@ class TimeMixState:
 
 
 class TimeMix(nn.Module):
-    """RWKV-7 time mixing of one layer.
-
-    Args:
-        layer: index of the block, from 0 at the input.
-        creates_v_first: True for the first RWKV layer, which sets v_first.
-    """
+    """RWKV-7 time mixing of one layer; the first one of all creates v_first."""
 
     mu_r: Tensor  # [D], as are all mu, biases and k_k, k_a, r_k
     decay_bias: Tensor
@@ -187,8 +179,6 @@ class TimeMix(nn.Module):
             segment_ids: document of each token, [B, T]; nothing crosses from one to the next.
         Returns:
             Output [B, T, D], v_first, and the state after token T.
-        Raises:
-            ValueError: if v_first is missing after the first RWKV layer, or given there.
         """
         if (v_first is None) != self.creates_v_first:
             raise ValueError("v_first is missing, or there already: the first RWKV layer makes it")

@@ -45,10 +45,7 @@ _COST = "The WKV-7 op runs in its chunked form, at about half the speed."
 def wkv7_cpu(
     inputs: Sequence[Tensor], s0: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Runs WKV-7 through the compiled recurrence of `load_kernel`, in float32.
-
-    Arguments and results as of `wkv7_reference`.
-    """
+    """Runs WKV-7 as `wkv7_reference`, through the recurrence of `load_kernel`, in float32."""
     converted = [x.float().contiguous() for x in inputs]
     start = None if s0 is None else s0.float().contiguous()
     starts = None

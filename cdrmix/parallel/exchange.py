@@ -155,10 +155,7 @@ class _MeanOverRanks(torch.autograd.Function):
 
 
 def mean_over_ranks(x: Tensor, topology: Topology) -> Tensor:
-    """Averages statistics `x` of this rank's tokens, for a loss that all ranks compute alike.
-
-    Over data ranks, summed over tensor ranks; of one shape on every rank of the stage.
-    """
+    """Averages over data ranks, for a loss that all compute alike, and sums over tensor ranks."""
     return x if topology.stage_group is None else _MeanOverRanks.apply(x, topology)
 
 

@@ -39,10 +39,7 @@ Measured = TypeVar("Measured")
 
 
 class FrozenStages(Backbone):
-    """Blocks of one stage's layers, with embedding, head and norms of the whole backbone.
-
-    Parameters are named as in `Backbone`. Nothing else than the stages is cut.
-    """
+    """Blocks of one stage, with embedding, head and norms of the whole; names as in `Backbone`."""
 
     def __init__(self, config: ModelConfig, topology: Topology, layers: range) -> None:
         def block(model: ModelConfig, layer: int) -> Block:
@@ -55,10 +52,7 @@ class FrozenStages(Backbone):
         self._learns_inside = False
 
     def forward(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:
-        """Computes `Backbone.forward`; the state is that of this stage's blocks.
-
-        There are no router statistics, as frozen routers do not learn.
-        """
+        """Computes `Backbone.forward`; the state is that of this stage's blocks."""
         x = self.embedding_norm(self.embedding(input_ids))  # on every stage: slots are read here
         learns = torch.is_grad_enabled() and (x.requires_grad or self._learns_inside)
         # float32, as the loss to which the last one is added
@@ -83,7 +77,7 @@ class FrozenStages(Backbone):
         assert learns or not hidden.requires_grad, "`chained` is told what learns inside"
         if learns:
             self._ticket = ticket
-        return Output(hidden, None, after)
+        return Output(hidden, None, after)  # no router statistics: frozen routers do not learn
 
 
 def chained(

@@ -84,10 +84,7 @@ class RowLinear(nn.Linear):
 
 
 def split_block(block: Block, topology: Topology) -> None:
-    """Cuts an initialised whole block to this rank's part, in place.
-
-    The tensor degree divides heads, key/value heads and `ffn_hidden_size`.
-    """
+    """Cuts an initialised whole block to this rank's part of heads and features, in place."""
     if topology.tensor_group is None:
         return
     if isinstance(block.mixer, TimeMix):
