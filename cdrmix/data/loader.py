@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cdrmix.config.schema import TokenWeights
 from cdrmix.data.document import ROLES
-from cdrmix.data.mixed import MixedDataset
+from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import PlanError, StateError
 
@@ -103,9 +103,6 @@ class Loader:
         segment_documents: `segment_ids`, and labels ignored at ends of documents.
         token_weights: `weights` of the labels, float32 [A, B, T].
         num_targets above 1: labels of further heads, `targets`, int64 [A, B, T, n].
-
-        Raises:
-            DataError: if a shard is missing or truncated.
         """
         batch = next(self._batches)
         self.samples_consumed += self._global_batch_size
@@ -116,11 +113,8 @@ class Loader:
         return {"samples_consumed": self.samples_consumed} | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Moves to a saved position. Batch sizes and the number of ranks may differ.
-
-        Raises:
-            StateError: if the state belongs to another data set or order.
-        """
+        """Moves to a saved position; a StateError if it is of another data set or order."""
+        # batch sizes and the number of ranks may differ
         differing = [
             f"{key}: the checkpoint has {state.get(key)!r}, this run has {value!r}"
             for key, value in self._identity().items()
@@ -138,10 +132,7 @@ class Loader:
         self._batches = self._start()
 
     def sample_rows(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Rows [stop - start, T + 1] of global samples start .. stop - 1 of all ranks together.
-
-        The position does not move.
-        """
+        """Rows [stop - start, T + 1] of global samples start .. stop - 1, of all ranks together."""
         numbers = np.arange(start, stop, dtype=np.int64)
         return self._dataset.rows(self._dataset.order(numbers, self._seed, self._window))
 
@@ -210,11 +201,9 @@ def split_documents(
     the first token of the next one: that label is ignored, because with the documents apart nothing
     precedes that token. So a packed sample weighs the same as its documents one by one.
 
-    Args:
-        rows: [..., T + 1].
     Returns:
-        labels [..., T], `IGNORED_LABEL` at ends of documents, and segment_ids [..., T]: 0 for the
-        document that a sample begins in, 1 for the next, and so on. Both int64.
+        From rows [..., T + 1], labels [..., T], `IGNORED_LABEL` at ends of documents, and
+        segment_ids [..., T]: 0 for the document that a sample begins in, 1 for the next, and so on.
     """
     ends = rows[..., :-1] == eos_id
     labels = rows[..., 1:].copy()
@@ -227,17 +216,11 @@ def split_documents(
 def next_targets(
     rows: NDArray[np.int64], labels: NDArray[np.int64], num_targets: int, eos_id: int
 ) -> NDArray[np.int64]:
-    """The next n tokens at each position, of which the first is its label.
+    """The next n tokens at each position, [..., T, n], of which the first is its label.
 
-    A further one is ignored if it belongs to another document than the position or lies beyond the
-    sample: a head that predicts i tokens further has no target at the last i positions.
-
-    Args:
-        rows: [..., T + 1].
-        labels: [..., T].
-        num_targets: n.
-    Returns:
-        [..., T, n], int64, `IGNORED_LABEL` where nothing is predicted.
+    A further one is `IGNORED_LABEL` if it belongs to another document than the position or lies
+    beyond the sample: a head that predicts i tokens further has no target at the last i positions.
+    Rows are [..., T + 1], labels [..., T].
     """
     length = labels.shape[-1]
     documents = np.zeros(rows.shape, dtype=np.int64)
@@ -253,10 +236,7 @@ def next_targets(
 
 
 def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
-    """Gives the same batches, up to `depth` of them read ahead by a thread that ends on close.
-
-    An exception of the reading is raised here, at the batch that it hit.
-    """
+    """Gives the same batches, up to `depth` of them read ahead by a thread that ends on close."""
     # Two queues instead of one bounded one: a put into a full queue could not be ended on close.
     ready: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
     room: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -276,7 +256,7 @@ def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
             room.put(None)
         while True:
             batch = ready.get()
-            if isinstance(batch, Exception):
+            if isinstance(batch, Exception):  # at the batch that it hit
                 raise batch
             room.put(None)
             yield batch

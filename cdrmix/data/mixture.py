@@ -1,4 +1,6 @@
-"""Order of samples over several domains: a pure function of the global sample number.
+"""Samples of several domains in the order of a mixture, and previews of a mixture.
+
+The order is a pure function of the global sample number.
 
 A mixture is a list of phases; a phase asks for shares of domains, constant or changing over its
 length. Length and difficulty are properties of domains: a curriculum from short to long, or from
@@ -16,14 +18,21 @@ import hashlib
 import heapq
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cdrmix.config.problems import validate
+from cdrmix.config.schema import MixtureConfig
+from cdrmix.data.shards import MANIFEST_FILE, Manifest
+from cdrmix.data.token_dataset import SplitDataset, permute_epochs
 from cdrmix.errors import DataError
 
 Change = Literal["step", "linear", "cosine"]
@@ -34,36 +43,29 @@ _BLOCK_SLOTS = 10_000
 _CHANGE_STEPS = 64
 _CHANGE_BLOCK_SLOTS = (10_000, 1_000, 100)
 _TARGET_POINTS = 512  # at which the target shares of a range are averaged
+# Of a preview: the shortest of the shipped configurations, so that small domains have samples;
+# shares do not depend on it.
+SEQUENCE_LENGTH = 256
+_NUM_PARTS = 48  # of the course, for a picture of it
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a mixture.
+    """One phase of a mixture."""
 
-    Attributes:
-        weights: relative weight of each domain; 0 for a domain that is left out.
-        num_samples: length (samples); None: to the end of training, for the last phase.
-        change: step: the weights hold from the first sample. linear, cosine: they are reached at
-            the end of the phase, starting from those of the phase before.
-    """
-
-    weights: Mapping[str, float]
-    num_samples: int | None = None
+    weights: Mapping[str, float]  # relative, of each domain; 0 for one that is left out
+    num_samples: int | None = None  # length (samples); None: to the end of training, if the last
+    # step: the weights hold from the first sample. linear, cosine: they are reached at the end of
+    # the phase, starting from those of the phase before
     change: Change = "step"
 
 
 class _Stage(NamedTuple):
-    """A run of equal blocks.
+    """A run of equal blocks."""
 
-    Attributes:
-        start: global number of its first sample.
-        base: earlier samples of each domain.
-        slots: slots of each domain in a block.
-    """
-
-    start: int
-    base: tuple[int, ...]
-    slots: tuple[int, ...]
+    start: int  # global number of its first sample
+    base: tuple[int, ...]  # earlier samples of each domain
+    slots: tuple[int, ...]  # slots of each domain in a block
 
 
 class Mixture:
@@ -76,29 +78,24 @@ class Mixture:
             domains are seen more often.
     Attributes:
         domains: names, sorted; a source number is an index into them.
-        phases: the phases.
         digest: 12 hex digits that identify the order; equal for equal shares and lengths.
     Raises:
         DataError: if a domain is unknown, or the weights or lengths are not usable.
     """
 
     def __init__(
-        self,
-        num_samples: Mapping[str, int],
-        phases: Sequence[Phase],
-        *,
-        temperature: float = 1.0,
+        self, num_samples: Mapping[str, int], phases: Sequence[Phase], *, temperature: float = 1.0
     ) -> None:
         self.domains = tuple(sorted(num_samples))
         _check(self.domains, phases)
         self.phases = tuple(phases)
-        self._shares: list[list[float]] = []
+        self._shares: list[NDArray[np.float64]] = []
         for number, phase in enumerate(phases):
             # Scaled to at most 1 first, so that no power overflows.
             largest = max(phase.weights.values())
             weights = [phase.weights.get(name, 0.0) / largest for name in self.domains]
             powers = [math.pow(weight, 1 / temperature) for weight in weights]
-            self._shares.append([power / math.fsum(powers) for power in powers])
+            self._shares.append(np.array([power / math.fsum(powers) for power in powers]))
             for name, share in zip(self.domains, self._shares[-1], strict=True):
                 what = f"data.mixture: phases[{number}]: domain {name} has a share of {share:.2g}"
                 if share > 0 and num_samples[name] == 0:
@@ -115,10 +112,10 @@ class Mixture:
             for slots, length in self._parts(place, phase.num_samples):
                 self._stages.append(_Stage(start, base, slots))
                 if length is not None:
-                    base = _counts_after(self._stages[-1], length)
+                    base = tuple(_counts_after(self._stages[-1], length).tolist())
                     start += length
         if self.phases[-1].num_samples is not None:  # its last shares hold to the end of training
-            slots = _whole_slots(np.array(self._shares[-1]) * _BLOCK_SLOTS)
+            slots = _whole_slots(self._shares[-1] * _BLOCK_SLOTS)
             self._stages.append(_Stage(start, base, slots))
         self._starts = np.array([stage.start for stage in self._stages], dtype=np.int64)
         order = [self.domains, [num_samples[name] for name in self.domains], self._stages]
@@ -126,13 +123,10 @@ class Mixture:
         self.digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:12]
 
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Source of each global sample number, and number of earlier samples from it.
+        """Source of each global sample number, 0 or more, and number of earlier samples from it.
 
-        Args:
-            numbers: any shape, 0 or more.
-        Returns:
-            Index into `domains`, and number within the source, which counts on over its epochs;
-            both of the shape of `numbers`.
+        The first is an index into `domains`, the second counts on over the source's epochs; both
+        have the shape of `numbers`.
         """
         sources = np.empty_like(numbers)
         cursors = np.empty_like(numbers)
@@ -153,7 +147,7 @@ class Mixture:
     def counts(self, number: int) -> NDArray[np.int64]:
         """Samples of each domain before global sample `number`, [domains]."""
         stage = self._stages[int(np.searchsorted(self._starts, number, side="right")) - 1]
-        return np.array(_counts_after(stage, number - stage.start))
+        return _counts_after(stage, number - stage.start)
 
     def target_shares(self, number: int) -> NDArray[np.float64]:
         """Target share of each domain at global sample `number`, [domains]."""
@@ -165,7 +159,7 @@ class Mixture:
                 done = 1.0 if length is None else (number + 0.5 - start) / length
                 return self._shares_within(place, done)
             start += length
-        return np.array(self._shares[-1])
+        return self._shares[-1]
 
     def describe(self) -> str:
         """Returns the mixture in one line, for messages."""
@@ -174,19 +168,18 @@ class Mixture:
 
     def _shares_within(self, place: int, done: float) -> NDArray[np.float64]:
         """Shares in a phase after the part `done` of it, 0 to 1."""
-        phase = self.phases[place]
-        target = np.array(self._shares[place])
-        if phase.change == "step":
-            return target
-        reached = done if phase.change == "linear" else (1 - math.cos(math.pi * done)) / 2
-        return (1 - reached) * np.array(self._shares[place - 1]) + reached * target
+        change = self.phases[place].change
+        if change == "step":
+            return self._shares[place]
+        reached = done if change == "linear" else (1 - math.cos(math.pi * done)) / 2
+        return (1 - reached) * self._shares[place - 1] + reached * self._shares[place]
 
     def _parts(self, place: int, length: int | None) -> list[tuple[tuple[int, ...], int | None]]:
         """Slots of a block and number of samples of each stage of a phase."""
         if self.phases[place].change == "step" or length is None:
-            return [(_whole_slots(np.array(self._shares[place]) * _BLOCK_SLOTS), length)]
-        sizes = [size for size in _CHANGE_BLOCK_SLOTS if length >= _CHANGE_STEPS * size]
-        size = sizes[0] if sizes else _CHANGE_BLOCK_SLOTS[-1]
+            return [(_whole_slots(self._shares[place] * _BLOCK_SLOTS), length)]
+        fitting = (size for size in _CHANGE_BLOCK_SLOTS if length >= _CHANGE_STEPS * size)
+        size = next(fitting, _CHANGE_BLOCK_SLOTS[-1])
         num_steps = max(1, min(_CHANGE_STEPS, length // size))
         # Whole blocks, so that no step begins in the middle of one; the last takes the rest.
         ends = [step * length // num_steps // size * size for step in range(1, num_steps)]
@@ -239,17 +232,13 @@ def _fill_block(slots: tuple[int, ...]) -> _Table:
     return _Table(sources, ranks)
 
 
-def _counts_after(stage: _Stage, num_samples: int) -> tuple[int, ...]:
+def _counts_after(stage: _Stage, num_samples: int) -> NDArray[np.int64]:
     """Samples of each domain before the one that is `num_samples` after the stage's first."""
     blocks, rest = divmod(num_samples, sum(stage.slots))
-    partial = [0] * len(stage.slots)
+    counts = np.array(stage.base) + blocks * np.array(stage.slots)
     if rest:
-        sources = _fill_block(stage.slots).sources[:rest]
-        partial = np.bincount(sources, minlength=len(stage.slots)).tolist()
-    return tuple(
-        base + blocks * slots + more
-        for base, slots, more in zip(stage.base, stage.slots, partial, strict=True)
-    )
+        counts += np.bincount(_fill_block(stage.slots).sources[:rest], minlength=len(counts))
+    return counts
 
 
 def _whole_slots(values: NDArray[np.float64]) -> tuple[int, ...]:
@@ -290,11 +279,7 @@ def _check(domains: Sequence[str], phases: Sequence[Phase]) -> None:
 
 
 def draw_sources(mixture: Mixture, start: int, stop: int) -> dict[str, dict[str, float]]:
-    """Shares asked for and shares drawn in global samples start to stop - 1.
-
-    Returns:
-        By domain: `asked` (mean target share), `drawn` (share), `samples` (count).
-    """
+    """Shares of each domain `asked` for (mean) and `drawn` in global samples start to stop - 1."""
     points = np.linspace(start, stop, 2 * _TARGET_POINTS + 1)[1::2]  # midpoints of equal parts
     targets = np.mean([mixture.target_shares(int(point)) for point in points], axis=0)
     samples = mixture.counts(stop) - mixture.counts(start)
@@ -305,4 +290,132 @@ def draw_sources(mixture: Mixture, start: int, stop: int) -> dict[str, dict[str,
             "samples": int(samples[place]),
         }
         for place, name in enumerate(mixture.domains)
+    }
+
+
+class MixedDataset(SplitDataset):
+    """Samples of several domains, each cut by itself, numbered one domain after the other."""
+
+    def __init__(
+        self, folder: Path, split: str, sequence_length: int, mixture: MixtureConfig
+    ) -> None:
+        super().__init__(folder, split, sequence_length, by_domain=True)
+        tokens = _domain_tokens(self.manifest, split)
+        sizes = domain_samples(self.manifest, split, sequence_length)
+        self._plan = plan_mixture(mixture, sizes, sequence_length)
+        self.mixture = self._plan.describe()
+        domains = self._plan.domains
+        self._begins = np.cumsum([0, *(sizes[name] for name in domains)])
+        self.num_samples = int(self._begins[-1])
+        # Domain after domain, a sample is sequence_length tokens further than the one before it,
+        # except for the tail that is left out at the end of each earlier domain.
+        self._shifts = np.cumsum([0, *(tokens[name] for name in domains)])[:-1]
+        self._shifts -= self._begins[:-1] * sequence_length
+
+    def order(
+        self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
+    ) -> NDArray[np.int64]:
+        """Orders as `TokenDataset`, but with a permutation per domain and epoch of it."""
+        sources, cursors = self._plan.locate(numbers)
+        indices = np.empty_like(numbers)
+        for source in np.unique(sources).tolist():
+            in_domain = sources == source
+            key = None if seed is None else (seed, source)
+            # Each domain counts its own epochs, under a key with its own number.
+            begin, end = self._begins[source : source + 2]
+            size = int(end - begin)
+            places = permute_epochs(cursors[in_domain], size, key, window=window)
+            indices[in_domain] = begin + places
+        return indices
+
+    def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """First token of each sample in the stream of all domains."""
+        domains = np.searchsorted(self._begins, indices, side="right") - 1
+        return indices * self.sequence_length + self._shifts[domains]
+
+
+def domain_samples(manifest: Manifest, split: str, sequence_length: int) -> dict[str, int]:
+    """Number of samples in each domain of a split; 0 if it is shorter than one sample."""
+    tokens = _domain_tokens(manifest, split)
+    return {name: max(0, count - 1) // sequence_length for name, count in tokens.items()}
+
+
+def _domain_tokens(manifest: Manifest, split: str) -> dict[str, int]:
+    tokens: Counter[str] = Counter()
+    for shard in manifest.shards:
+        if shard.split == split:
+            tokens[shard.domain] += shard.tokens
+    return tokens
+
+
+def plan_mixture(
+    config: MixtureConfig, num_samples: Mapping[str, int], sequence_length: int
+) -> Mixture:
+    """Lays out the mixture of a configuration for domains of `num_samples` each."""
+    phases = []
+    for phase in config.phases:
+        weights = num_samples if phase.weights is None else phase.weights
+        length = phase.samples
+        if phase.tokens is not None:
+            length = -(-phase.tokens // sequence_length)  # rounded up: a phase has a sample
+        phases.append(Phase(weights, length, phase.change))
+    return Mixture(num_samples, phases, temperature=config.temperature)
+
+
+def built_mixture(manifest: Manifest) -> MixtureConfig | None:
+    """Mixture in the recipe that a folder was built by, or None; a DataError if it is none."""
+    values = manifest.source.get("mixture")
+    if values is None:
+        return None
+    mixture, problems = validate(values, MixtureConfig)
+    if mixture is None:
+        text = "; ".join(f"{'.'.join(problem.path)}: {problem.text}" for problem in problems)
+        raise DataError(f"{MANIFEST_FILE}: source.mixture: {text}")
+    return mixture
+
+
+def mixture_course(
+    manifest: Manifest, config: MixtureConfig, *, sequence_length: int = SEQUENCE_LENGTH
+) -> dict[str, Any]:
+    """Shares asked for and drawn, phase by phase and over the whole course.
+
+    A last phase without a length is taken to be as long as there are samples.
+
+    Returns:
+        `sequence_length`; `samples`, length of the course (count); `available`, samples in each
+        domain; `whole`, `phases` and `parts`: shares by domain, as `draw_sources` returns them,
+        with their `start` and `stop`. Or `problem`, the reason why the mixture cannot be drawn.
+    """
+    available = domain_samples(manifest, "train", sequence_length)
+    try:
+        mixture = plan_mixture(config, available, sequence_length)
+    except DataError as error:
+        return {"sequence_length": sequence_length, "problem": str(error)}
+
+    def draw(start: int, stop: int) -> dict[str, Any]:
+        return {"start": start, "stop": stop, "domains": draw_sources(mixture, start, stop)}
+
+    total = sum(available.values())
+    ends = list(accumulate(phase.num_samples or total for phase in mixture.phases))
+    phases = [
+        {"change": phase.change} | draw(start, stop)
+        for phase, start, stop in zip(mixture.phases, [0, *ends[:-1]], ends, strict=True)
+    ]
+    # Summed over the phases: sampled points of the whole range could miss a short phase.
+    whole: dict[str, dict[str, float]] = {}
+    for phase in phases:
+        part = (phase["stop"] - phase["start"]) / ends[-1]
+        for name, share in phase["domains"].items():
+            sums = whole.setdefault(name, {"asked": 0.0, "drawn": 0.0, "samples": 0})
+            sums["asked"] += part * share["asked"]
+            sums["drawn"] += part * share["drawn"]
+            sums["samples"] += share["samples"]
+    bounds = [ends[-1] * part // _NUM_PARTS for part in range(_NUM_PARTS + 1)]
+    return {
+        "sequence_length": sequence_length,
+        "samples": ends[-1],
+        "available": available,
+        "whole": {"start": 0, "stop": ends[-1], "domains": whole},
+        "phases": phases,
+        "parts": [draw(start, stop) for start, stop in pairwise(bounds) if start < stop],
     }

@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import struct
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -43,6 +44,8 @@ REBUILD = (
 )
 
 Dtype = Literal["uint16", "uint32"]
+# token ids that end with EOS, and the bytes of their text as UTF-8
+Document = tuple[NDArray[Any], int]
 
 
 class _Record(BaseModel):
@@ -134,21 +137,14 @@ def smallest_dtype(vocab_size: int) -> Dtype:
 
 def write_shards(
     folder: Path,
-    documents: Iterable[tuple[NDArray[Any], int]],
+    documents: Iterable[Document],
     *,
     split: str,
     domain: str,
     dtype: Dtype,
     max_tokens: int = MAX_SHARD_TOKENS,
 ) -> list[ShardInfo]:
-    """Writes the documents of one split and domain as numbered shards, fsynced.
-
-    Args:
-        documents: (token ids that end with EOS, bytes of their text as UTF-8) each.
-        max_tokens: largest shard; a longer document is cut into several.
-    Returns:
-        One entry per shard, in file order; none without documents.
-    """
+    """Writes documents of one split and domain as numbered shards of `max_tokens`, fsynced."""
     shards = []
     for number, group in enumerate(_group(documents, max_tokens)):
         stem = f"{split}-{domain}-{number:05d}"
@@ -179,11 +175,9 @@ def write_shards(
     return shards
 
 
-def _group(
-    documents: Iterable[tuple[NDArray[Any], int]], max_tokens: int
-) -> Iterator[list[tuple[NDArray[Any], int]]]:
+def _group(documents: Iterable[Document], max_tokens: int) -> Iterator[list[Document]]:
     """Groups consecutive documents, as many as fit into one shard."""
-    group: list[tuple[NDArray[Any], int]] = []
+    group: list[Document] = []
     tokens = 0
     for ids, text_bytes in documents:
         for start in range(0, len(ids), max_tokens):
@@ -199,12 +193,17 @@ def _group(
         yield group
 
 
-def write_pieces(path: Path, pieces: list[NDArray[Any]]) -> FileInfo:
-    """Writes arrays one after the other and waits until they are on the disk."""
+def write_file(path: Path, content: bytes) -> FileInfo:
+    """Writes `content` and waits until it is on the disk."""
+    return write_pieces(path, [content])
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | NDArray[Any]]) -> FileInfo:
+    """Writes pieces one after the other and waits until they are on the disk."""
     digest = hashlib.sha256()
     with open_new(path) as file:
         for piece in pieces:
-            content = piece.tobytes()
+            content = piece if isinstance(piece, bytes) else piece.tobytes()
             file.write(content)
             digest.update(content)
         file.flush()
@@ -213,34 +212,20 @@ def write_pieces(path: Path, pieces: list[NDArray[Any]]) -> FileInfo:
 
 
 def read_lengths(folder: Path, shard: ShardInfo) -> NDArray[np.int32]:
-    """Tokens of each document of a shard, from its .idx file, [n].
-
-    Raises:
-        DataError: if the file does not fit the shard, whatever its digest.
-    """
+    """Tokens of each document of a shard, from its .idx file; DataError if it does not fit."""
     path = folder / f"{shard.stem}.idx"
-    header = struct.Struct(_IDX_HEADER)
     with path.open("rb") as file:
         # The header's own count is ignored: a wrong one would allocate memory before it is noticed.
-        file.seek(header.size)
+        file.seek(struct.calcsize(_IDX_HEADER))
         lengths = np.frombuffer(file.read(4 * shard.documents), "<i4")
     if len(lengths) != shard.documents or lengths.min(initial=1) < 1:
         raise DataError(f"{path}: does not hold lengths of {shard.documents} documents. {REBUILD}")
-    if lengths.sum(dtype=np.int64) != shard.tokens:
+    total = lengths.sum(dtype=np.int64)
+    if total != shard.tokens:
         raise DataError(
-            f"{path}: its documents have {lengths.sum(dtype=np.int64)} tokens, the shard has "
-            f"{shard.tokens}. {REBUILD}"
+            f"{path}: its documents have {total} tokens, the shard has {shard.tokens}. {REBUILD}"
         )
     return lengths
-
-
-def write_file(path: Path, content: bytes) -> FileInfo:
-    """Writes `content` and waits until it is on the disk."""
-    with open_new(path) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileInfo(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def new_manifest(
@@ -251,12 +236,8 @@ def new_manifest(
     eos_id: int,
     source: dict[str, Any],
 ) -> Manifest:
-    """Manifest of shards written for `vocab_size` slots.
-
-    Args:
-        source: origin of the text; plain values, without dates or paths of this machine, so that
-            equal builds are equal byte by byte.
-    """
+    """Manifest of shards written for `vocab_size` slots; `source` is the origin of their text."""
+    # plain values, without dates or paths of this machine: equal builds are equal byte by byte
     shards = tuple(shards)
     return Manifest(
         format_version=1,
@@ -272,33 +253,22 @@ def new_manifest(
 
 def _split_totals(shards: Iterable[ShardInfo]) -> dict[str, SplitInfo]:
     """Tokens, documents and text bytes per split."""
-    totals: dict[str, SplitInfo] = {}
+    totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for shard in shards:
-        # SplitInfo is frozen, so that each shard makes a new one.
-        before = totals.get(shard.split, SplitInfo(tokens=0, documents=0, text_bytes=0))
-        totals[shard.split] = SplitInfo(
-            tokens=before.tokens + shard.tokens,
-            documents=before.documents + shard.documents,
-            text_bytes=before.text_bytes + shard.text_bytes,
-        )
-    return totals
+        totals[shard.split].update({name: getattr(shard, name) for name in SplitInfo.model_fields})
+    return {split: SplitInfo(**sums) for split, sums in totals.items()}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `manifest.json`, whole or not at all; equal manifests give equal bytes."""
-    text = json.dumps(_values(manifest), indent=2, sort_keys=True)
     # Written last and renamed: a folder with a manifest is complete.
     partial = folder / f"{MANIFEST_FILE}.partial"
-    write_file(partial, f"{text}\n".encode())
+    write_file(partial, f"{_as_json(manifest, indent=2)}\n".encode())
     partial.replace(folder / MANIFEST_FILE)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a built folder.
-
-    Raises:
-        DataError: if it is missing or is not a manifest of this format.
-    """
+    """Reads the manifest of a built folder; a DataError if it is missing or of another format."""
     path = folder / MANIFEST_FILE
     try:
         return Manifest.model_validate_json(read_regular(path, MAX_MANIFEST_BYTES))
@@ -317,12 +287,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Reads a regular file; a pipe in its place would keep the reader waiting for ever.
-
-    Raises:
-        DataError: if it is of another kind, or has more than `max_bytes`.
-        OSError: if it cannot be read.
-    """
+    """Reads a regular file; a DataError if it is of another kind or has more than `max_bytes`."""
+    # a pipe in its place would keep the reader waiting for ever
     num_bytes = check_regular(path)
     if num_bytes > max_bytes:
         raise DataError(f"{path}: has {num_bytes} bytes; at most {max_bytes} are read.")
@@ -330,12 +296,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def check_regular(path: Path) -> int:
-    """Checks that a file is neither pipe nor device; returns its size in bytes.
-
-    Raises:
-        DataError: if it is of another kind.
-        OSError: if it does not exist.
-    """
+    """Returns the size of a file in bytes; a DataError if it is of another kind, as a pipe."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: is not a regular file.")
@@ -344,23 +305,17 @@ def check_regular(path: Path) -> int:
 
 def manifest_digest(manifest: Manifest) -> str:
     """sha256 (hex) that names the data set: equal for equal content, whatever the folder."""
-    return hashlib.sha256(json.dumps(_values(manifest), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(_as_json(manifest).encode()).hexdigest()
 
 
-def _values(manifest: Manifest) -> dict[str, Any]:
-    """Values of a manifest, without absent files of shards.
-
-    So data sets from before there were roles have the same digest, and their checkpoints resume.
-    """
-    return manifest.model_dump(exclude_defaults=True)
+def _as_json(manifest: Manifest, *, indent: int | None = None) -> str:
+    # Without absent files of shards: data sets from before there were roles keep their digest, and
+    # their checkpoints resume.
+    return json.dumps(manifest.model_dump(exclude_defaults=True), indent=indent, sort_keys=True)
 
 
 def check_vocab(manifest: Manifest, vocab_size: int) -> None:
-    """Checks that every token id has a row in an embedding of `vocab_size` rows.
-
-    Raises:
-        DataError: if the tokenizer has more tokens than that.
-    """
+    """Raises a DataError if an embedding of `vocab_size` rows has none for a token id."""
     if manifest.tokenizer.num_tokens > vocab_size:
         raise DataError(
             f"{manifest.tokenizer.file}: the tokenizer of this data set has "
@@ -393,10 +348,9 @@ def verify_shards(
         for shard in (() if remote_files(folder) else manifest.shards[part::parts])
         for suffix, info in shard.files().items()
     ]
-    if part == 0:  # one rank is enough for the tokenizer
-        tokenizer = manifest.tokenizer
-        path = folder / tokenizer.file
-        problems.append(file_problem(path, None, tokenizer.sha256, mode="digest"))
+    if part == 0:
+        path = folder / manifest.tokenizer.file
+        problems.append(file_problem(path, None, manifest.tokenizer.sha256, mode="digest"))
     if any(problems):
         raise DataError("\n".join([*filter(None, problems), REBUILD]))
 

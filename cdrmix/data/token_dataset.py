@@ -49,10 +49,8 @@ class Permutation:
     """Bijection on 0 .. size - 1, the same for the same size and key on every machine.
 
     Args:
-        size: number of positions, 1 to 2^62.
+        size: number of positions; a ValueError if not 1 to 2^62.
         key: integers that choose the permutation, e.g. (seed, epoch).
-    Raises:
-        ValueError: if size is out of range.
     """
 
     def __init__(self, size: int, key: tuple[int, ...]) -> None:
@@ -91,11 +89,7 @@ class Permutation:
 
 
 def permute_epochs(
-    numbers: NDArray[np.int64],
-    size: int,
-    key: tuple[int, ...] | None,
-    *,
-    window: int | None = None,
+    numbers: NDArray[np.int64], size: int, key: tuple[int, ...] | None, *, window: int | None = None
 ) -> NDArray[np.int64]:
     """Position of each number within its epoch, permuted; numbers count on over epochs of `size`.
 
@@ -139,14 +133,7 @@ def _mix(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
 
 
 class TokenStream:
-    """Tokens of some shards, or their roles, end to end.
-
-    Args:
-        folder: a built folder.
-        shards: shards in the order of the stream.
-        dtype: stored type.
-        suffix: of the files; the roles of a shard without such a file are 0.
-    """
+    """Tokens of some shards of a built folder, or their roles, end to end."""
 
     def __init__(
         self,
@@ -171,11 +158,7 @@ class TokenStream:
         self._tokens = lru_cache(maxsize=max_open)(self._map)
 
     def rows(self, positions: list[int], length: int) -> NDArray[np.int64]:
-        """Reads `length` tokens from each of n positions on, [n, length], int64.
-
-        Raises:
-            DataError: if a shard is missing or truncated.
-        """
+        """Reads `length` tokens from each position on, [n, length]; DataError if a shard is bad."""
         rows = np.empty((len(positions), length), dtype=np.int64)
         pieces = []
         begin = end = shard = 0
@@ -200,21 +183,18 @@ class TokenStream:
         return rows
 
     def expect(self, positions: NDArray[np.int64]) -> None:
-        """Announces positions that are read soon, in this order.
-
-        A remote folder's shards with them, and their roles, are copied ahead of use.
-        """
+        """Announces positions that are read soon, in this order; remote shards are copied ahead."""
         if self._remote is not None:
             shards = np.searchsorted(self._ends, positions.ravel(), side="right")
             # The order of first use decides which shards are copied while there is room.
             first_uses = np.sort(np.unique(shards, return_index=True)[1])
             files = [self._file(i, suffix) for i in shards[first_uses] for suffix in _READ_SUFFIXES]
-            self._remote.expect([file for file in files if file is not None])
+            self._remote.expect(list(filter(None, files)))
 
     def _map(self, shard: int) -> NDArray[Any]:
         """Maps one shard into memory; a truncated one would be a SIGBUS when it is read."""
         file = self._file(shard, self._suffix)
-        if file is None:
+        if file is None:  # roles of plain text
             return np.broadcast_to(np.zeros(1, self._dtype), self._shards[shard].tokens)
         if self._remote is not None:
             with self._remote.held(file) as path:
@@ -228,30 +208,17 @@ class TokenStream:
     def _file(self, shard: int, suffix: str) -> RemoteFile | None:
         info = self._shards[shard]
         file = info.files().get(suffix)
-        if file is None:
-            return None
-        return RemoteFile(f"{info.stem}.{suffix}", file.bytes, file.sha256)
+        return RemoteFile(f"{info.stem}.{suffix}", file.bytes, file.sha256) if file else None
 
 
 class SplitDataset:
-    """A split of a built folder as samples of T + 1 tokens.
+    """A split of a built folder as samples of T + 1 tokens; a DataError if it is missing.
 
-    Args:
-        folder: a built folder.
-        split: name of a split in its manifest.
-        sequence_length: T (tokens).
-        by_domain: read the shards domain by domain, rather than in manifest order.
-    Attributes:
-        num_samples: samples in the split (count); set by the subclass.
-        bytes_per_token: UTF-8 bytes of text per token, for bits per byte.
-        manifest, manifest_digest: of the folder; the digest identifies the data set.
-        mixture: digest and domains of the mixture, None without one.
-    Raises:
-        DataError: if the split is missing.
+    Its shards follow each other in manifest order, or domain by domain.
     """
 
-    num_samples: int
-    mixture: str | None = None
+    num_samples: int  # in the split; set by the subclass
+    mixture: str | None = None  # digest and domains of the mixture, None without one
 
     def __init__(
         self, folder: Path, split: str, sequence_length: int, *, by_domain: bool = False
@@ -268,6 +235,7 @@ class SplitDataset:
                 f"Splits here: {', '.join(self.manifest.splits) or 'none'}. "
                 "A corpus of few documents may lack a validation split; use a larger one."
             )
+        # UTF-8 bytes of text, for bits per byte
         self.bytes_per_token = totals.text_bytes / max(1, totals.tokens)
         shards = [shard for shard in self.manifest.shards if shard.split == split]
         if by_domain:
@@ -276,12 +244,7 @@ class SplitDataset:
         self._roles = TokenStream(self.folder, shards, "uint8", suffix="roles")
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Reads samples `indices` [n] as an array [n, T + 1], int64.
-
-        Raises:
-            IndexError: if an index is outside 0 .. num_samples - 1.
-            DataError: if a shard is missing or truncated.
-        """
+        """Reads samples [n] as [n, T + 1], int64; IndexError if there is none of a number."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_samples:
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
         return self._stream.rows(self._positions(indices).tolist(), self.sequence_length + 1)
@@ -303,10 +266,8 @@ class TokenDataset(SplitDataset):
     """Samples of a split: its shards, in manifest order, are one stream cut into equal pieces.
 
     Sample i is the tokens i * T to i * T + T, T + 1 of them: neighbours share one token, so that
-    every token but the first is predicted exactly once. A tail shorter than T is left out.
-
-    Raises:
-        DataError: if the split is missing or too short for one sample.
+    every token but the first is predicted exactly once. A tail shorter than T is left out. A split
+    too short for one sample is a DataError.
     """
 
     def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
@@ -323,11 +284,9 @@ class TokenDataset(SplitDataset):
     def order(
         self, numbers: NDArray[np.int64], seed: int | None, window: int | None = None
     ) -> NDArray[np.int64]:
-        """Sample at each global sample number, any shape.
+        """Sample at each global sample number; window as of `permute_epochs`.
 
-        Args:
-            seed: key of a permutation per epoch; None: stored order.
-            window: permute windows of that many samples, and samples within each; None: all.
+        `seed` is the key of a permutation per epoch; None: stored order.
         """
         # The keys must not change: a checkpoint stores a position in this order, not the order.
         key = None if seed is None else (seed,)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cdrmix import runtime
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
-from cdrmix.data.mixed import MixedDataset, built_mixture
+from cdrmix.data.mixture import MixedDataset, built_mixture
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
 from cdrmix.data.shards import Manifest, check_vocab, manifest_digest, read_manifest, verify_shards

@@ -31,16 +31,7 @@ Attend = Callable[..., tuple[Tensor, AttentionState]]
 def rotary_angles(
     positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Computes cosine and sine of the rotary angles.
-
-    Args:
-        positions: global position of each token, [T].
-        head_dim: width of one head; each half of it takes the same angles.
-        theta: base of the frequencies.
-        dtype: type of the result; angles are computed in float32.
-    Returns:
-        cos and sin, each [T, head_dim].
-    """
+    """Cosine and sine, [T, head_dim], of the rotary angles at global positions [T]."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies = theta ** (-exponents / head_dim)  # [K/2]
     angles = torch.outer(positions.float(), frequencies).repeat(1, 2)  # [T, K]
@@ -64,11 +55,9 @@ def attend(
     """Rotates by position, then mixes the values of this and earlier tokens of the same document.
 
     Args:
-        query: not rotated, [B, T, H, K].
-        keys: not rotated, [B, T, G, K].
-        values: [B, T, G, K].
+        query: not rotated, [B, T, H, K]; so are keys and values, [B, T, G, K].
         state: keys and values before these, or None at the start of a sequence.
-        segment_ids: document of each token, [B, T]; without state only.
+        segment_ids: document of each token, [B, T].
         theta: base of the rotary frequencies.
     Returns:
         Mixed values [B, T, H, K], and the state after token T.
@@ -98,51 +87,31 @@ def attend(
 
 
 class Attention(nn.Module):
-    """Causal self-attention of one Transformer block.
-
-    Args:
-        config: dimensions; `num_kv_heads` < `num_heads` shares keys and values among heads.
-    """
+    """Causal self-attention of one block; heads may share keys and values (`num_kv_heads`)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.rope_theta = config.rope_theta
         self.attend: Attend = attend  # replaced where a sequence is spread over ranks
         self.carries_state = False  # none of a fixed size: attention looks at all tokens
-        kv_size = self.num_kv_heads * self.head_dim
+        kv_size = config.num_kv_heads * self.head_dim
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.key = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.value = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        state: AttentionState | None = None,
-        segment_ids: Tensor | None = None,
+        self, x: Tensor, state: AttentionState | None = None, segment_ids: Tensor | None = None
     ) -> tuple[Tensor, AttentionState]:
-        """Attends to this and all earlier tokens of the same document.
-
-        Args:
-            x: normalised input, [B, T, D].
-            state: keys and values before x, or None at the start of a sequence.
-            segment_ids: document of each token, [B, T]; without state only.
-        Returns:
-            Output [B, T, D] and the state after token T.
-        Raises:
-            ValueError: see `attend`.
-        """
-        query = self._heads(self.query(x), self.num_heads)
-        keys = self._heads(self.key(x), self.num_kv_heads)
-        values = self._heads(self.value(x), self.num_kv_heads)
+        """Attends from normalised input x, [B, T, D], as `attend`: output [B, T, D], and state."""
+        # -1: a tensor rank has a part of the heads
+        query, keys, values = (
+            linear(x).unflatten(-1, (-1, self.head_dim))
+            for linear in (self.query, self.key, self.value)
+        )
         mixed, state = self.attend(query, keys, values, state, segment_ids, self.rope_theta)
         return self.output(mixed.flatten(2)), state
-
-    def _heads(self, x: Tensor, num_heads: int) -> Tensor:
-        return x.unflatten(-1, (num_heads, self.head_dim))
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str, std: float) -> None:
@@ -153,13 +122,11 @@ class Attention(nn.Module):
 
 
 def _mask(positions: Tensor, num_keys: int, segment_ids: Tensor | None) -> Tensor | None:
-    """Returns the keys that each query may see; None where no mask is needed.
-
-    Without a mask the fast kernels run: the causal one, or over all keys for a single query.
-    """
+    """Returns the keys that each query may see; None where no mask is needed."""
     if segment_ids is not None:
         same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [B, T, T]
         return same.tril().unsqueeze(1)  # [B, 1, T, T]
+    # the fast kernels need no mask: the causal one, or over all keys for a single query
     if len(positions) in (1, num_keys):
         return None
     keys = torch.arange(num_keys, device=positions.device)

@@ -1,21 +1,19 @@
 """A block of the backbone: mixer, then feed-forward, each behind a norm and with a residual.
 
-B batch, T time, D hidden, S router statistics.
-
 Every block takes (x, v_first) and gives (x, v_first, statistics), so that a block can stand on any
 pipeline stage and be recomputed alone. No process group is seen here but the expert group that
 DeepSpeed hands to its MoE layers.
 """
 
+# B batch, T time, D hidden, S router statistics
+
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from cdrmix.config.model import LayerKind, ModelConfig
+from cdrmix.config.model import ModelConfig
 from cdrmix.models.attention import Attention, AttentionState
 from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.moe import MoEFeedForward
@@ -25,60 +23,35 @@ NORM_EPS = 1e-6
 
 
 class BlockState(NamedTuple):
-    """State of one block between calls.
-
-    Attributes:
-        mixer: state of the time mix or of the attention.
-        channel_last: last normalised input of an RWKV block's feed-forward, [B, D]; else None.
-    """
+    """State of one block between calls."""
 
     mixer: TimeMixState | AttentionState
-    channel_last: Tensor | None
+    channel_last: Tensor | None  # last normalised input of an RWKV block's feed-forward, [B, D]
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in float32 inside."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises, [..., D] -> [..., D], same type."""
-        return F.rms_norm(x, x.shape[-1:], self.weight, NORM_EPS)
+def rms_norm(config: ModelConfig) -> nn.RMSNorm:
+    """Makes a norm, [..., D] -> [..., D] of the same type, in float32 inside."""
+    return nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
 
 
 class Block(nn.Module):
-    """Pre-norm block: mixer, then feed-forward, each with a residual.
+    """Pre-norm block at `layer` of the schedule, from 0 at the input, without initial values."""
 
-    Args:
-        config: dimensions.
-        kind: rwkv or transformer.
-        layer: index of the block, from 0 at the input.
-        creates_v_first: True for the first RWKV layer.
-        expert_parallel_size: ranks over which the experts are spread.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        kind: LayerKind,
-        layer: int,
-        creates_v_first: bool,
-        expert_parallel_size: int,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, expert_parallel_size: int = 1) -> None:
         super().__init__()
+        kinds = config.layer_kinds()
+        is_rwkv = kinds[layer] == "rwkv"
         self.layer = layer
-        self.mixer_norm = RMSNorm(config.hidden_size)
+        self.mixer_norm = rms_norm(config)
         self.mixer: TimeMix | Attention
-        if kind == "rwkv":
+        if is_rwkv:
+            creates_v_first = "rwkv" not in kinds[:layer]
             self.mixer = TimeMix(config, layer=layer, creates_v_first=creates_v_first)
         else:
             self.mixer = Attention(config)
-        self.ffn_norm = RMSNorm(config.hidden_size)
-        self.ffn_shift = ChannelShift(config, layer=layer) if kind == "rwkv" else None
-        self.ffn: nn.Module
+        self.ffn_norm = rms_norm(config)
+        self.ffn_shift = ChannelShift(config, layer=layer) if is_rwkv else None
+        self.ffn: FeedForward | MoEFeedForward
         if config.moe is None:
             self.ffn = FeedForward(config)
         else:
@@ -113,11 +86,7 @@ class Block(nn.Module):
         state: BlockState | None,
         segment_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, TimeMixState | AttentionState]:
-        """Runs the first half, time mix or attention; arguments as of `forward`.
-
-        Returns:
-            residual stream, v_first, the mixer's state after token T.
-        """
+        """Runs the first half; gives residual stream, v_first, the mixer's state after token T."""
         normed = self.mixer_norm(x)
         past = state.mixer if state else None
         if isinstance(self.mixer, TimeMix):
@@ -132,12 +101,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Runs the second half: feed-forward, behind its shift in an RWKV block.
 
-        Args:
-            x: residual stream after the mixer, [B, T, D].
-            last: normalised token before the first, [B, D]; None at the start of a sequence.
-            segment_ids: document of each token, [B, T].
-        Returns:
-            residual stream, router statistics [S] or None, last normalised token of an RWKV block.
+        `last` is the normalised token before the first, [B, D], None at the start of a sequence.
+        Gives residual stream, router statistics [S] or None, last normalised token if shifted.
         """
         normed = self.ffn_norm(x)
         channel_last = None
@@ -151,29 +116,16 @@ class Block(nn.Module):
 
     def initialize(self, *, seed: int, std: float, expert_parallel_rank: int = 0) -> None:
         """Sets the initial values; see the parts."""
-        name = f"blocks.{self.layer}"
+        mixer = f"blocks.{self.layer}.mixer"
+        ffn = f"blocks.{self.layer}.ffn"
         if isinstance(self.mixer, TimeMix):
-            self.mixer.initialize(seed=seed, name=f"{name}.mixer")
+            self.mixer.initialize(seed=seed, name=mixer)
         else:
-            self.mixer.initialize(seed=seed, name=f"{name}.mixer", std=std)
+            self.mixer.initialize(seed=seed, name=mixer, std=std)
         if self.ffn_shift is not None:
             self.ffn_shift.initialize()
-        place = f"{name}.ffn"
-        if isinstance(self.ffn, MoEFeedForward):
+        if isinstance(self.ffn, FeedForward):
+            self.ffn.initialize(seed=seed, name=ffn, std=std)
+        else:
             rank = expert_parallel_rank
-            self.ffn.initialize(seed=seed, name=place, std=std, expert_parallel_rank=rank)
-            return
-        assert isinstance(self.ffn, FeedForward), "a block has one or the other"
-        self.ffn.initialize(seed=seed, name=place, std=std)
-
-
-def make_block(config: ModelConfig, layer: int, *, expert_parallel_size: int = 1) -> Block:
-    """Makes the block at `layer` of the schedule, without initial values."""
-    kinds = config.layer_kinds()
-    return Block(
-        config,
-        kind=kinds[layer],
-        layer=layer,
-        creates_v_first=kinds[layer] == "rwkv" and "rwkv" not in kinds[:layer],
-        expert_parallel_size=expert_parallel_size,
-    )
+            self.ffn.initialize(seed=seed, name=ffn, std=std, expert_parallel_rank=rank)

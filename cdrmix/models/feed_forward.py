@@ -31,11 +31,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """Dense feed-forward of two matrices with squared ReLU; channel mixing after its shift.
-
-    Args:
-        config: dimensions; `ffn_hidden_size` is the inner width.
-    """
+    """Dense feed-forward of two matrices with squared ReLU; channel mixing after its shift."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -21,11 +21,9 @@ def generate(
     """Continues token sequences.
 
     Args:
-        model: the backbone; left in the mode it was in, used in evaluation mode.
+        model: used in evaluation mode, left in the mode it was in.
         input_ids: prompts of equal length >= 1, [B, T].
-        max_new_tokens: most tokens to add.
         temperature: 0 takes the most likely token; above, samples from logits / temperature.
-        seed: seed of the sampling.
         stop_id: a row that produced this id repeats it; when all rows did, decoding ends.
     Returns:
         The new tokens, [B, <= max_new_tokens].

@@ -1,14 +1,13 @@
 """Mixture-of-experts feed-forward on DeepSpeed's MoE layer and expert groups.
 
-N tokens of this rank, D hidden, E experts, k experts per token, F inner width, P expert-parallel
-ranks, E/P experts held here. The only user of deepspeed.moe.
-
-DeepSpeed finds `MoE` modules, makes the expert groups, reduces expert gradients over them and
-counts them once in the gradient norm. Router, dispatch and experts are ours, because its gate has
-no z-loss and no statistics, counts only the first choice in its balance loss, and pads dropless
-experts to the fullest one (0.19.8, moe/sharded_moe.py). Assignments are sorted by expert, cross
-the expert group in one all-to-all of unequal splits, and meet their experts in one grouped matmul.
+The only user of deepspeed.moe. DeepSpeed finds `MoE` modules, makes the expert groups, reduces
+expert gradients over them and counts them once in the gradient norm. Router, dispatch and experts
+are ours, because its gate has no z-loss and no statistics, counts only the first choice in its
+balance loss, and pads dropless experts to the fullest one (0.19.8, moe/sharded_moe.py).
 """
+
+# N tokens of this rank, D hidden, E experts, k experts per token, F inner width, P expert-parallel
+# ranks, E/P experts held here
 
 from __future__ import annotations
 
@@ -35,10 +34,8 @@ from deepspeed.moe.sharded_moe import MOELayer  # noqa: E402
 
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Assignments one expert takes: ceil(factor * N * k / E), in exact arithmetic.
-
-    Floats round the product up for some factors (1.1 * 400 gives 441 of 440).
-    """
+    """Assignments one expert takes: ceil(factor * N * k / E), in exact arithmetic."""
+    # floats round the product up for some factors: 1.1 * 400 would give 441 of 440
     exact = Fraction(str(factor)) * num_tokens * top_k / num_experts
     return math.ceil(exact)
 
@@ -49,26 +46,18 @@ def num_statistics(config: MoEConfig) -> int:
 
 
 class Router(nn.Module):
-    """Top-k router in float32, with what its losses and monitors need.
+    """Top-k router in float32, with what its losses and monitors need."""
 
-    Args:
-        config: dimensions; `config.moe` must be set.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, moe: MoEConfig, hidden_size: int) -> None:
         super().__init__()
-        assert config.moe is not None, "a dense model has no router"
-        self.top_k = config.moe.top_k
-        self.weight = nn.Parameter(torch.empty(config.moe.num_experts, config.hidden_size))
+        self.top_k = moe.top_k
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Chooses k experts per token.
+        """Chooses k experts per token, [N, D] of any float type.
 
-        Args:
-            x: tokens, [N, D], any float type.
-        Returns:
-            expert of each choice, [N, k] int64; its weight, [N, k] float32, summing to 1 per
-            token; probabilities summed over the tokens, [E]; squared logsumexp summed, scalar.
+        Gives expert of each choice, [N, k] int64; its weight, [N, k] float32, summing to 1 per
+        token; probabilities summed over the tokens, [E]; squared logsumexp summed, scalar.
         """
         logits = F.linear(x.float(), self.weight.float())  # [N, E]
         log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
@@ -92,10 +81,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (inverse,) = ctx.saved_tensors
-        is_whole = inverse.numel() == grad.shape[0]
-        total = _rows_or_zero(grad, inverse[:, 0], is_whole=is_whole)
+        total = _rows_of_choice(grad, inverse, 0)
         for choice in range(1, inverse.shape[1]):
-            total += _rows_or_zero(grad, inverse[:, choice], is_whole=is_whole)
+            total += _rows_of_choice(grad, inverse, choice)
         return total, None, None
 
 
@@ -110,10 +98,9 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, rows, weights, index, slot, inverse):
         ctx.save_for_backward(rows, weights, index, slot, inverse)
         scales = weights.to(rows.dtype)
-        is_whole = inverse.numel() == rows.shape[0]
-        total = _rows_or_zero(rows, inverse[:, 0], is_whole=is_whole).mul_(scales[:, :1])
+        total = _rows_of_choice(rows, inverse, 0).mul_(scales[:, :1])
         for choice in range(1, inverse.shape[1]):
-            each = _rows_or_zero(rows, inverse[:, choice], is_whole=is_whole)
+            each = _rows_of_choice(rows, inverse, choice)
             total.addcmul_(each, scales[:, choice : choice + 1])
         return total
 
@@ -128,12 +115,10 @@ class _Combine(torch.autograd.Function):
         return spread.mul_(scales.unsqueeze(-1)), weight_grad, None, None, None
 
 
-def _rows_or_zero(x: Tensor, index: Tensor, *, is_whole: bool) -> Tensor:
-    """Selects rows of x; the index one past the last row, of a dropped choice, gives zero.
-
-    `is_whole` says that nothing was dropped, which saves the mask.
-    """
-    if is_whole:
+def _rows_of_choice(x: Tensor, inverse: Tensor, choice: int) -> Tensor:
+    """Selects each token's row of x; the index one past the last row, of a dropped one, gives 0."""
+    index = inverse[:, choice]
+    if inverse.numel() == x.shape[0]:  # nothing was dropped, which saves the mask
         return x.index_select(0, index)
     if x.shape[0] == 0:
         return x.new_zeros(index.shape[0], x.shape[1])
@@ -164,43 +149,24 @@ def _exchange_rows(x: Tensor, send: list[int], receive: list[int], group: Any) -
 
 
 class GroupedExperts(nn.Module):
-    """The experts of one rank: two matrices each and squared ReLU, in two grouped matmuls.
+    """The experts of one rank: two matrices each and squared ReLU, in two grouped matmuls."""
 
-    Args:
-        config: dimensions; `config.moe` must be set.
-        num_local_experts: experts held by this rank, E/P.
-        group_name: DeepSpeed's name of the expert group, by which it finds the parameters.
-    """
-
-    def __init__(self, config: ModelConfig, *, num_local_experts: int, group_name: str) -> None:
+    def __init__(self, num_local: int, inner: int, hidden: int, *, group_name: str) -> None:
         super().__init__()
-        assert config.moe is not None, "a dense model has no experts"
-        inner = config.moe.expert_hidden_size
-        hidden = config.hidden_size
-        self.up = nn.Parameter(torch.empty(num_local_experts, inner, hidden))
-        self.down = nn.Parameter(torch.empty(num_local_experts, hidden, inner))
-        for parameter in self.parameters():
+        self.up = nn.Parameter(torch.empty(num_local, inner, hidden))
+        self.down = nn.Parameter(torch.empty(num_local, hidden, inner))
+        for parameter in self.parameters():  # marks by which DeepSpeed finds experts
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = group_name  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Applies each expert to its rows.
-
-        Args:
-            rows: tokens sorted by local expert, [M, D].
-            ends: row after the last one of each local expert, [E/P], int32.
-        Returns:
-            [M, D].
-        """
+        """Applies experts to their rows of [M, D]; `ends` are the rows behind, [E/P] int32."""
         inner = squared_relu(F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends))  # [M, F]
         return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
 
 
 class TokenShares:
-    """Tokens that a rank routes: all that it holds.
-
-    `parallel.exchange.TensorShares` divides tokens that several tensor ranks hold.
-    """
+    """Tokens that a rank routes: all that it holds; see `parallel.exchange.TensorShares`."""
 
     def take(self, tokens: Tensor) -> Tensor:
         """Returns the tokens that this rank routes, [N, D] -> [n, D]."""
@@ -213,36 +179,31 @@ class TokenShares:
 
 
 class ExpertLayer(MOELayer):
-    """Routes tokens to the experts of the expert group and back.
+    """Routes tokens to the experts of the expert group and back."""
 
-    `forward` returns the combined output and the layer's router statistics; see
-    `MoEFeedForward.forward`.
-    """
-
-    def __init__(self, config: ModelConfig, *, group_name: str, expert_parallel_size: int) -> None:
-        assert config.moe is not None, "a dense model has no experts"
-        num_local = config.moe.num_experts // expert_parallel_size
-        experts = GroupedExperts(config, num_local_experts=num_local, group_name=group_name)
-        super().__init__(Router(config), experts, group_name, expert_parallel_size, num_local)
-        self.moe = config.moe
+    def __init__(
+        self, moe: MoEConfig, hidden: int, *, group_name: str, expert_parallel_size: int
+    ) -> None:
+        local = moe.num_experts // expert_parallel_size
+        experts = GroupedExperts(local, moe.expert_hidden_size, hidden, group_name=group_name)
+        super().__init__(Router(moe, hidden), experts, group_name, expert_parallel_size, local)
+        self.moe = moe
         self.shares = TokenShares()
 
     def _set_ep_group(self, ep_group: Any) -> None:
         self.ep_group = ep_group
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Routes [B, T, D] -> [B, T, D], with statistics [2E + 3]."""
+        """Routes [B, T, D] -> [B, T, D], with statistics [2E + 3]; see `MoEFeedForward`."""
+        moe = self.moe
         all_tokens = x.reshape(-1, x.shape[-1])
         tokens = self.shares.take(all_tokens)  # [N, D]
-        num_tokens = tokens.shape[0]
-        num_experts = self.moe.num_experts
         experts, weights, probability_sum, z_sum = self.gate(tokens)
-        counts = _count(experts, num_experts)  # [E], before anything is dropped
-        capacity = expert_capacity(
-            num_tokens, self.moe.top_k, num_experts, self.moe.capacity_factor
-        )
+        every = torch.arange(moe.num_experts, device=x.device)
+        counts = (experts.reshape(-1, 1) == every).sum(0)  # [E], before anything is dropped
+        capacity = expert_capacity(len(tokens), moe.top_k, moe.num_experts, moe.capacity_factor)
         excess = (counts - capacity).clamp(min=0).sum()
-        dropping = self.moe.drop_tokens and self.training
+        dropping = moe.drop_tokens and self.training
         index, slot, inverse, row_counts = _sort_by_expert(
             experts, counts, capacity if dropping else None
         )
@@ -250,9 +211,8 @@ class ExpertLayer(MOELayer):
         rows = self._apply_experts(rows, row_counts)
         out = _Combine.apply(rows, weights, index, slot, inverse)
         dropped = excess if dropping else torch.zeros_like(excess)
-        statistics = torch.cat(
-            [counts.float(), probability_sum, torch.stack([z_sum, excess.float(), dropped.float()])]
-        )
+        totals = torch.stack([z_sum, excess.float(), dropped.float()])
+        statistics = torch.cat([counts.float(), probability_sum, totals])
         return self.shares.give_back(out, len(all_tokens)).view_as(x), statistics
 
     def _apply_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -273,24 +233,13 @@ class ExpertLayer(MOELayer):
         return _AllToAllRows.apply(leaving, receive_splits, send_splits, self.ep_group)
 
 
-def _count(experts: Tensor, num_experts: int) -> Tensor:
-    """Counts the assignments of each expert, [E] int64."""
-    every = torch.arange(num_experts, device=experts.device)
-    return (experts.reshape(-1, 1) == every).sum(0)
-
-
 def _sort_by_expert(
     experts: Tensor, counts: Tensor, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Orders the N * k assignments by expert, first choices first, and cuts each at capacity.
+    """Orders assignments [N, k] by expert, first choices first, and cuts each expert at capacity.
 
-    Args:
-        experts: [N, k].
-        counts: assignments per expert, [E].
-        capacity: assignments an expert may keep; None keeps all.
-    Returns:
-        token of each kept row [M], its choice [M], row of each (token, choice) [N, k] with M for
-        a dropped one, rows per expert [E].
+    `counts` are assignments per expert, [E]. Gives token of each kept row [M], its choice [M], row
+    of each (token, choice) [N, k] with M for a dropped one, rows per expert [E].
     """
     num_tokens, top_k = experts.shape
     flat = experts.t().reshape(-1)  # choice-major: second choices queue behind first ones
@@ -301,20 +250,13 @@ def _sort_by_expert(
         place -= (counts.cumsum(0) - counts)[by_expert]  # place within its expert
         order = order[place < capacity]
         row_counts = counts.clamp(max=capacity)
-    rows = torch.arange(order.numel(), device=order.device)
     inverse = torch.full((num_tokens * top_k,), order.numel(), device=order.device)
-    inverse[order] = rows
+    inverse[order] = torch.arange(order.numel(), device=order.device)
     return order % num_tokens, order // num_tokens, inverse.view(top_k, -1).t(), row_counts
 
 
 def _merge_sources(received: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the order that sorts rows of (source rank, expert) by expert.
-
-    Args:
-        received: rows from each source for each local expert, [P, E/P].
-    Returns:
-        order [M], and its inverse [M].
-    """
+    """Orders rows that are counted by source and expert, [P, E/P], by expert; and the inverse."""
     num_sources, num_local = received.shape
     expert_of_block = torch.arange(num_local, device=received.device).repeat(num_sources)
     expert_of_row = expert_of_block.repeat_interleave(received.reshape(-1))
@@ -325,12 +267,7 @@ def _merge_sources(received: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MoEFeedForward(MoE):
-    """Mixture-of-experts feed-forward of one block.
-
-    Args:
-        config: dimensions; `config.moe` must be set.
-        expert_parallel_size: ranks over which the experts are spread; divides num_experts.
-    """
+    """Mixture-of-experts feed-forward of one block; `expert_parallel_size` divides its experts."""
 
     def __init__(self, config: ModelConfig, *, expert_parallel_size: int = 1) -> None:
         assert config.moe is not None, "a dense model has no experts"
@@ -342,7 +279,10 @@ class MoEFeedForward(MoE):
             k=config.moe.top_k,
         )
         self.deepspeed_moe = ExpertLayer(
-            config, group_name=self.expert_group_name, expert_parallel_size=expert_parallel_size
+            config.moe,
+            config.hidden_size,
+            group_name=self.expert_group_name,
+            expert_parallel_size=expert_parallel_size,
         )
 
     def _create_process_groups(self, **kwargs: Any) -> None:
@@ -350,30 +290,22 @@ class MoEFeedForward(MoE):
             super()._create_process_groups(**kwargs)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sends each token to its experts.
+        """Sends each token to its experts, [B, T, D] -> [B, T, D].
 
-        Args:
-            x: [B, T, D].
-        Returns:
-            Output [B, T, D], and router statistics [2E + 3], float32, each a sum over this rank's
-            tokens: assignments per expert before dropping [E], router probabilities [E], squared
-            logsumexp, assignments beyond the capacity, assignments dropped.
+        Beside it gives router statistics [2E + 3], float32, each a sum over this rank's tokens:
+        assignments per expert before dropping [E], router probabilities [E], squared logsumexp,
+        assignments beyond the capacity, assignments dropped.
         """
         return self.deepspeed_moe(x)
 
     @torch.no_grad()
-    def initialize(self, *, seed: int, name: str, std: float, expert_parallel_rank: int) -> None:
-        """Sets normal router and up projections, and zero down projections.
-
-        Args:
-            seed: seed of the run.
-            name: path of this module in the model.
-            std: standard deviation of the normal draws.
-            expert_parallel_rank: place of this rank in its expert group; each expert draws by its
-                global number, so that every layout starts from the same experts.
-        """
+    def initialize(
+        self, *, seed: int, name: str, std: float, expert_parallel_rank: int = 0
+    ) -> None:
+        """Sets normal router and up projections, and zero down projections."""
         layer = self.deepspeed_moe
         normal_(layer.gate.weight, std, seed=seed, name=f"{name}.router")
+        # by global number, so that every layout starts from the same experts
         first = expert_parallel_rank * self.num_local_experts
         for i, up in enumerate(layer.experts.up):
             normal_(up, std, seed=seed, name=f"{name}.experts.{first + i}.up")

@@ -1,18 +1,18 @@
 """Runs blocks, and recomputes them in the backward pass: whole, or in spans of tokens.
 
-B batch, T time, D hidden, L layers, S router statistics.
-
 Recomputed whole, a block saves its input for backward; while it is recomputed, activations of all T
 tokens are there. In spans (sequence checkpointing) they are there for one span at a time, and the
 recurrent state between spans is saved. Where a mixer looks at all tokens at once, it is recomputed
 over all of them, and only the feed-forward in spans. Nothing is computed more than twice.
 """
 
+# B batch, T time, D hidden, L layers, S router statistics
+
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -22,42 +22,12 @@ from cdrmix.models.block import Block, BlockState
 from cdrmix.models.rwkv7 import TimeMixState
 
 
-def run_block(
-    block: Block,
-    x: Tensor,
-    v_first: Tensor | None,
-    past: BlockState | None,
-    segment_ids: Tensor | None,
-    *,
-    recompute: bool,
-    sequence_checkpoint_tokens: int | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, BlockState | None]:
-    """Runs one block, with recomputation where asked for.
+class Context(TypedDict, total=False):
+    """Surroundings of the tokens of a forward pass; by default whole sequences without a state."""
 
-    Args:
-        block: the block.
-        x: residual stream, [B, T, D].
-        v_first: value of the first RWKV layer, [B, T, D]; None before it.
-        past: this block's state, or None at the start of a sequence.
-        segment_ids: document of each token, [B, T].
-        recompute: save its input and recompute the rest in the backward pass.
-        sequence_checkpoint_tokens: tokens that are recomputed together; None: all. Where tokens are
-            dropped, each span has a capacity of its own.
-    Returns:
-        residual stream, v_first, router statistics [S] or None, state after token T; this is None
-        where the block ran in spans, which is for training.
-    """
-    if not (recompute and torch.is_grad_enabled()):
-        return block(x, v_first, past, segment_ids)
-    spans = list(_spans(x.shape[1], sequence_checkpoint_tokens or x.shape[1]))
-    if len(spans) == 1:
-        return _recomputed(block, x, v_first, past, segment_ids)
-    assert past is None, "a sequence is trained on from its beginning"
-    if block.mixer.carries_state:
-        return *_in_spans(block, x, v_first, segment_ids, spans), None
-    again = _Again()
-    inputs = (block, x, v_first, segment_ids, spans, again)
-    return *_recomputed(_mix_then_feed_in_spans, *inputs, again=again), None
+    segment_ids: Tensor | None  # document of each token, [B, T], rising; nothing crosses documents
+    state: list[BlockState] | None  # of each block, where an earlier call stopped
+    return_state: bool  # return the states after token T too, views that hold on to whole tensors
 
 
 def run_blocks(
@@ -65,11 +35,11 @@ def run_blocks(
     x: Tensor,
     v_first: Tensor | None,
     *,
-    state: list[BlockState] | None,
-    segment_ids: Tensor | None,
-    return_state: bool,
-    recompute: bool,
-    sequence_checkpoint_tokens: int | None,
+    segment_ids: Tensor | None = None,
+    state: list[BlockState] | None = None,
+    return_state: bool = False,
+    recompute: bool = False,
+    sequence_checkpoint_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, list[BlockState] | None]:
     """Runs consecutive blocks, all of a model or those of a pipeline stage.
 
@@ -77,34 +47,41 @@ def run_blocks(
         blocks: of class `Block`.
         x: residual stream, [B, T, D].
         v_first: value of the first RWKV layer, [B, T, D]; None before it.
-        state: one entry per block, or None at the start of a sequence.
-        segment_ids: document of each token, [B, T].
-        return_state: return the states after token T too, views that hold on to whole tensors.
-        recompute: see `run_block`.
-        sequence_checkpoint_tokens: see `run_block`.
+        segment_ids, state, return_state: see `Context`.
+        recompute: save each block's input and recompute the rest in the backward pass.
+        sequence_checkpoint_tokens: tokens that are recomputed together, without states; None: all.
+            Where tokens are dropped, each span has a capacity of its own.
     Returns:
         residual stream, v_first, router statistics [L, S] or None, states or None.
     """
+    is_recomputed = recompute and torch.is_grad_enabled()
+    length = x.shape[1]
+    step = sequence_checkpoint_tokens or length
+    spans = [slice(first, min(first + step, length)) for first in range(0, length, step)]
     statistics = []
     states = []
     for i, block in enumerate(blocks):
         assert isinstance(block, Block), "the list holds blocks only"
-        x, v_first, layer_statistics, after = run_block(
-            block,
-            x,
-            v_first,
-            state[i] if state else None,
-            segment_ids,
-            recompute=recompute,
-            sequence_checkpoint_tokens=sequence_checkpoint_tokens,
-        )
-        if layer_statistics is not None:
-            statistics.append(layer_statistics)
+        past = state[i] if state else None
+        after: BlockState | None = None
+        if not is_recomputed:
+            x, v_first, part, after = block(x, v_first, past, segment_ids)
+        elif len(spans) == 1:
+            x, v_first, part, after = _recomputed(block, x, v_first, past, segment_ids)
+        else:
+            assert past is None, "a sequence is trained on from its beginning"
+            inputs = (block, x, v_first, segment_ids, spans)
+            if block.mixer.carries_state:
+                x, v_first, part = _in_spans(*inputs)
+            else:
+                again = _Again()
+                x, v_first, part = _recomputed(_mix_then_feed, *inputs, again, again=again)
+        statistics.append(part)
         if return_state:
             assert after is not None, "training in spans gives no state"
             states.append(after)
-    stacked = torch.stack(statistics) if statistics else None
-    return x, v_first, stacked, states if return_state else None
+    routed = [part for part in statistics if part is not None]
+    return x, v_first, torch.stack(routed) if routed else None, states if return_state else None
 
 
 def _recomputed(run: Callable[..., Any], *inputs: Any, again: Any = None) -> Any:
@@ -119,17 +96,8 @@ def _recomputed(run: Callable[..., Any], *inputs: Any, again: Any = None) -> Any
     )
 
 
-def _spans(length: int, tokens: int) -> Iterator[slice]:
-    for start in range(0, length, tokens):
-        yield slice(start, min(start + tokens, length))
-
-
 def _in_spans(
-    block: Block,
-    x: Tensor,
-    v_first: Tensor | None,
-    segment_ids: Tensor | None,
-    spans: list[slice],
+    block: Block, x: Tensor, v_first: Tensor | None, segment_ids: Tensor | None, spans: list[slice]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs an RWKV block span after span: residual stream, v_first, statistics."""
     outs = []
@@ -160,8 +128,9 @@ def _run_span(
     assert isinstance(after.mixer, TimeMixState), "other mixers carry no state"
     assert after.channel_last is not None, "an RWKV block has a shift"
     # copies: a view would keep the normalised input of the whole span
-    lasts = after.mixer.last.clone(), after.channel_last.clone()
-    return x, v_first, statistics, (lasts[0], after.mixer.wkv, lasts[1])
+    last = after.mixer.last.clone()
+    channel_last = after.channel_last.clone()
+    return x, v_first, statistics, (last, after.mixer.wkv, channel_last)
 
 
 class _Again:
@@ -177,7 +146,7 @@ class _Again:
         self.is_on = False
 
 
-def _mix_then_feed_in_spans(
+def _mix_then_feed(
     block: Block,
     x: Tensor,
     v_first: Tensor | None,

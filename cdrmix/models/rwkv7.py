@@ -1,6 +1,5 @@
 """RWKV-7 time mixing, and the token shift that time and channel mixing share.
 
-B batch, T time, D hidden, H heads, K key dim per head, V value dim per head (K = V = head_dim).
 Equations and initial values: RWKV-7 paper and RWKV-LM (x070). In the letters of the paper:
 
     lw = -exp(-0.5) * sigmoid(w0 + tanh(x_w w1) w2)            log decay
@@ -10,6 +9,8 @@ Equations and initial values: RWKV-7 paper and RWKV-LM (x070). In the letters of
     S' = S diag(exp lw) - (S kk)(kk * a)^T + v k^T;  y = S' r
     out = Wo ((group_norm(y) + (r . (k * r_k)) v) * g)
 """
+
+# B batch, T time, D hidden, H heads, K key dim per head, V value dim per head (K = V = head_dim)
 
 from __future__ import annotations
 
@@ -33,14 +34,9 @@ _MIXES = ("r", "w", "k", "v", "a", "g")
 
 
 def shift_tokens(x: Tensor, last: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-    """Returns each position's predecessor.
+    """Returns each position's predecessor in x, [B, T, D]; zero where a document begins.
 
-    Args:
-        x: [B, T, D].
-        last: the token before the first, [B, D]; None is zero.
-        segment_ids: document of each token, [B, T]; the first token of one sees zero.
-    Returns:
-        [B, T, D].
+    `last` is the token before the first, [B, D], None for zero; `segment_ids` are [B, T].
     """
     first = torch.zeros_like(x[:, 0]) if last is None else last.to(x.dtype)
     previous = torch.cat([first.unsqueeze(1), x[:, :-1]], dim=1)
@@ -57,14 +53,10 @@ class TokenShift(nn.Module):
     def begin(
         self, last: Tensor, segment_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the token before the first one here, where no earlier call has given it.
+        """Returns the token before the first one here, or None for zero; segment_ids of those here.
 
-        Args:
-            last: last token here, [B, D], which precedes those of another rank.
-            segment_ids: document of each token of the sequence, wherever it is, [B, T].
-        Returns:
-            the token before the first one here, [B, D], or None for zero; segment_ids of the
-            tokens here.
+        `last` is the last token here, [B, D], which precedes those of another rank, `segment_ids`
+        are of the whole sequence, wherever its tokens are, [B, T].
         """
         return None, segment_ids
 
@@ -106,39 +98,23 @@ class _TokenShiftMix(torch.autograd.Function):
 
 
 def token_shift_mix(x: Tensor, previous: Tensor, mu: Tensor) -> Tensor:
-    """Interpolates between each token and its predecessor, once per row of mu.
+    """Interpolates between tokens and their predecessors, both [B, T, D], to [M, B, T, D].
 
-    Args:
-        x: [B, T, D].
-        previous: predecessor of each token, [B, T, D].
-        mu: share of the predecessor, [M, D].
-    Returns:
-        [M, B, T, D].
+    Each row of `mu`, [M, D], gives the share of the predecessor.
     """
     return _TokenShiftMix.apply(x, previous, mu)
 
 
 @dataclass
 class TimeMixState:
-    """State of a time mix between calls.
+    """State of a time mix between calls."""
 
-    Attributes:
-        last: last normalised input, [B, D].
-        wkv: recurrent state, [B, H, V, K], float32.
-    """
-
-    last: Tensor
-    wkv: Tensor
+    last: Tensor  # last normalised input, [B, D]
+    wkv: Tensor  # recurrent state, [B, H, V, K], float32
 
 
 class TimeMix(nn.Module):
-    """RWKV-7 time mixing of one layer.
-
-    Args:
-        config: dimensions.
-        layer: index of the block, from 0 at the input.
-        creates_v_first: True for the first RWKV layer, which sets v_first.
-    """
+    """RWKV-7 time mixing of one layer; the first one of all creates v_first."""
 
     mu_r: Tensor  # [D], as are all mu, biases and k_k, k_a, r_k
     decay_bias: Tensor
@@ -157,7 +133,6 @@ class TimeMix(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         ranks = config.low_rank_sizes()
-        self.num_heads = config.num_heads
         self.head_dim = config.head_dim
         self.depth = layer / max(1, config.num_layers - 1)  # 0 at the input, 1 at the top
         self.share_above = 1 - layer / config.num_layers  # of the blocks, this one included
@@ -180,7 +155,7 @@ class TimeMix(nn.Module):
         self.k_k = nn.Parameter(torch.empty(hidden))
         self.k_a = nn.Parameter(torch.empty(hidden))
         self.r_k = nn.Parameter(torch.empty(hidden))
-        self.group_norm = nn.GroupNorm(self.num_heads, hidden, eps=self.head_dim * 1e-5)
+        self.group_norm = nn.GroupNorm(config.num_heads, hidden, eps=self.head_dim * 1e-5)
 
     def _add_low_rank(self, name: str, hidden: int, rank: int, *, bias: bool = True) -> None:
         if bias:
@@ -204,8 +179,6 @@ class TimeMix(nn.Module):
             segment_ids: document of each token, [B, T]; nothing crosses from one to the next.
         Returns:
             Output [B, T, D], v_first, and the state after token T.
-        Raises:
-            ValueError: if v_first is missing after the first RWKV layer.
         """
         if (v_first is None) != self.creates_v_first:
             raise ValueError("v_first is missing, or there already: the first RWKV layer makes it")
@@ -230,22 +203,14 @@ class TimeMix(nn.Module):
         k = torch.addcmul(k, k * self.k_a, iclr - 1)
 
         r, k, v, iclr = (self._heads(t) for t in (r, k, v, iclr))
-        y, wkv = self.recurrence(
-            r,
-            self._heads(lw),
-            k,
-            v,
-            -kk,
-            kk * iclr,
-            state.wkv if state else None,
-            segment_ids=segment_ids,
-        )
+        inputs = (r, self._heads(lw), k, v, -kk, kk * iclr, state.wkv if state else None)
+        y, wkv = self.recurrence(*inputs, segment_ids=segment_ids)
         y = self._normalise(y, r, k, v)
         out = self.output(y * gate)
         return out, v_first, TimeMixState(last=x[:, -1], wkv=wkv)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim))
+        return x.unflatten(-1, (-1, self.head_dim))  # -1: a tensor rank has a part of the heads
 
     def _log_decay(self, x_w: Tensor) -> Tensor:
         """Computes the log decay, float32 in (-exp(-0.5), 0), as the WKV op requires."""
@@ -256,18 +221,13 @@ class TimeMix(nn.Module):
         """Applies the group norm per head, and adds the bonus of the current token; [B, T, D]."""
         norm = self.group_norm
         flat = y.flatten(0, 1).flatten(1)  # [B*T, D]
-        normed = F.group_norm(flat, self.num_heads, norm.weight, norm.bias, norm.eps)
+        normed = F.group_norm(flat, norm.num_groups, norm.weight, norm.bias, norm.eps)
         bonus = (r * k * self._heads(self.r_k)).sum(-1, keepdim=True)  # [B, T, H, 1]
         return torch.addcmul(normed.view_as(y), bonus, v).flatten(2)
 
     @torch.no_grad()
     def initialize(self, *, seed: int, name: str) -> None:
-        """Sets the initial values of RWKV-LM for this depth.
-
-        Args:
-            seed: seed of the run.
-            name: path of this module in the model, so that each layer draws its own numbers.
-        """
+        """Sets the initial values of RWKV-LM for this depth; random ones by the module's path."""
         hidden = self.mu_r.numel()
         place = torch.arange(hidden, device=self.mu_r.device, dtype=torch.float32) / hidden
         for mix, power in zip(_MIXES, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
@@ -288,9 +248,9 @@ class TimeMix(nn.Module):
             self.value_bias.copy_(0.73 - 0.4 * linear)
             self._initialize_low_rank("value", seed=seed, name=name)
         bound = 0.5 / math.sqrt(hidden)
-        uniform_(self.receptance.weight, bound, seed=seed, name=f"{name}.receptance")
-        uniform_(self.key.weight, 0.1 * bound, seed=seed, name=f"{name}.key")
-        uniform_(self.value.weight, bound, seed=seed, name=f"{name}.value")
+        for path, scale in (("receptance", 1.0), ("key", 0.1), ("value", 1.0)):
+            weight = getattr(self, path).weight
+            uniform_(weight, scale * bound, seed=seed, name=f"{name}.{path}")
         self.output.weight.zero_()
 
     def _initialize_low_rank(self, path: str, *, seed: int, name: str) -> None:
@@ -299,12 +259,7 @@ class TimeMix(nn.Module):
 
 
 class ChannelShift(nn.Module):
-    """Token shift before the feed-forward of an RWKV block, which makes it channel mixing.
-
-    Args:
-        config: dimensions.
-        layer: index of the block.
-    """
+    """Token shift before the feed-forward of an RWKV block, which makes it channel mixing."""
 
     def __init__(self, config: ModelConfig, *, layer: int) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def wkv7(
     _check_values(lw, segment_ids)
     form = _choose(backend, inputs, segment_ids)
     with torch.autocast(v.device.type, enabled=False):
-        return form(*inputs, s0, segment_ids)
+        return form(inputs, s0, segment_ids)
 
 
 def _choose(
@@ -117,46 +117,44 @@ def _obstacle(name: str, inputs: tuple[Tensor, ...], segment_ids: Tensor | None)
 def _check_shapes(
     inputs: tuple[Tensor, ...], s0: Tensor | None, segment_ids: Tensor | None
 ) -> None:
-    r = inputs[0]
-    v = inputs[3]
+    r, _, _, v, _, _ = inputs
     if r.ndim != 4 or v.ndim != 4 or 0 in r.shape:
         raise ValueError(
             f"r and v must be [B, T, H, K] and [B, T, H, V], T at least 1; "
             f"given {tuple(r.shape)} and {tuple(v.shape)}"
         )
     batch, time, heads, key = r.shape
-    shapes = {
-        **dict.fromkeys(("r", "lw", "k", "a", "b"), (batch, time, heads, key)),
-        "v": (batch, time, heads, v.shape[3]),
-        "s0": (batch, heads, v.shape[3], key),
-        "segment_ids": (batch, time),
-    }
-    tensors = dict(zip(("r", "lw", "k", "v", "a", "b"), inputs, strict=True))
-    tensors |= {} if s0 is None else {"s0": s0}
-    for name, tensor in tensors.items():
+    values = v.shape[3]
+    keys: tuple[int, ...] = (batch, time, heads, key)
+    shapes = dict.fromkeys(("r", "lw", "k", "v", "a", "b"), keys)
+    shapes |= {"v": (batch, time, heads, values), "s0": (batch, heads, values, key)}
+    given = {name: x for name, x in zip(shapes, (*inputs, s0), strict=True) if x is not None}
+    for name, tensor in given.items():
         if not tensor.is_floating_point():
             raise ValueError(f"{name} must be of a float type; given {tensor.dtype}")
     if segment_ids is not None:
-        tensors["segment_ids"] = segment_ids
         if segment_ids.is_floating_point() or segment_ids.is_complex():
             raise ValueError(f"segment_ids must be integers; given {segment_ids.dtype}")
-    for name, tensor in tensors.items():
+        given["segment_ids"] = segment_ids
+        shapes["segment_ids"] = (batch, time)
+    for name, tensor in given.items():
         if tensor.shape != shapes[name]:
             raise ValueError(f"{name} must be {shapes[name]}; given {tuple(tensor.shape)}")
 
 
 def _check_values(lw: Tensor, segment_ids: Tensor | None) -> None:
+    if lw.device.type not in ("cuda", "cpu"):
+        return
     lowest = -DECAY_BOUND * (1 + torch.finfo(lw.dtype).eps)
-    if lw.device.type == "cuda":
-        low, high = torch.aminmax(lw.detach())
-        is_within = ~((low < lowest) | (high > 0))
-        torch._assert_async(is_within, "wkv7: lw must lie from -exp(-0.5) to 0")
-    elif lw.device.type == "cpu":
-        low, high = torch.aminmax(lw.detach())
-        if low < lowest or high > 0:
-            raise ValueError(
-                f"lw must lie from -exp(-0.5) = {-DECAY_BOUND:.7f} to 0; given {low.item():.7f} to "
-                f"{high.item():.7f}. RWKV-7's log decay is -exp(-0.5) * sigmoid(.)"
-            )
-        if segment_ids is not None and (segment_ids.diff(dim=1) < 0).any():
-            raise ValueError("segment_ids must not fall along T: a segment is one run of tokens")
+    low, high = torch.aminmax(lw.detach())
+    is_outside = (low < lowest) | (high > 0)
+    if lw.device.type == "cuda":  # asserted there, so that the host need not wait
+        torch._assert_async(~is_outside, "wkv7: lw must lie from -exp(-0.5) to 0")
+        return
+    if is_outside:
+        raise ValueError(
+            f"lw must lie from -exp(-0.5) = {-DECAY_BOUND:.7f} to 0; given {low.item():.7f} to "
+            f"{high.item():.7f}. RWKV-7's log decay is -exp(-0.5) * sigmoid(.)"
+        )
+    if segment_ids is not None and (segment_ids.diff(dim=1) < 0).any():
+        raise ValueError("segment_ids must not fall along T: a segment is one run of tokens")

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from cdrmix.models.wkv7_reference import compute_dtype
+from cdrmix.models.wkv7_reference import compute_dtype, is_differentiated
 
 # Against 32 tokens: 10 % faster at K = 64, level at K = 128, and half the rounding error at both.
 _CHUNK_TOKENS = 16
@@ -48,18 +48,13 @@ _GPU_WORKERS = 64  # threads that a GPU counts for: its launches, not its caches
 
 
 def wkv7_chunked(
-    r: Tensor,
-    lw: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
+    inputs: Sequence[Tensor],
     s0: Tensor | None = None,
     segment_ids: Tensor | None = None,
     *,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs WKV-7 in chunks; arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked.
+    """Runs WKV-7 in chunks; arguments and results as of `wkv7_reference`.
 
     Saves its inputs and the states around blocks of chunks, about 2 B T H V floats at most; the
     backward recomputes the rest.
@@ -67,18 +62,16 @@ def wkv7_chunked(
     Args:
         chunk_tokens: C, a power of two up to 64; by default 16, or less where T is.
     """
+    length = inputs[0].shape[1]
     if chunk_tokens is None:
-        chunk_tokens = min(_CHUNK_TOKENS, 1 << (r.shape[1] - 1).bit_length())
-    length = r.shape[1]
+        chunk_tokens = min(_CHUNK_TOKENS, 1 << (length - 1).bit_length())
     missing = -length % chunk_tokens
     if missing:  # lw = k = b = a = 0 leaves the state as it is
-        r, lw, k, v, a, b = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (r, lw, k, v, a, b))
+        inputs = [F.pad(x, (0, 0, 0, 0, 0, missing)) for x in inputs]
         if segment_ids is not None:
             segment_ids = torch.cat([segment_ids, segment_ids[:, -1:].expand(-1, missing)], 1)
-    # Asked here: inside a Function gradients are off, and needs_input_grad ignores no_grad.
-    tensors = [x for x in (r, lw, k, v, a, b, s0) if x is not None]
-    saves = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    y, s = _WKV7Chunked.apply(r, lw, k, v, a, b, s0, segment_ids, chunk_tokens, saves)
+    saves = is_differentiated(inputs, s0)
+    y, s = _WKV7Chunked.apply(segment_ids, chunk_tokens, saves, s0, *inputs)
     return y[:, :length], s
 
 
@@ -86,18 +79,13 @@ class _WKV7Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        r: Tensor,
-        lw: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor,
-        s0: Tensor | None,
         segment_ids: Tensor | None,
         chunk_tokens: int,
         saves: bool,
+        s0: Tensor | None,
+        *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        inputs = (r, lw, k, v, a, b)
+        r, _, _, v, _, _ = inputs
         y = torch.empty_like(v, memory_format=torch.contiguous_format)
         s = v.new_empty(v.shape[0], *v.shape[2:], r.shape[3], dtype=compute_dtype(inputs))
         layout = _layout(r, chunk_tokens)
@@ -127,21 +115,15 @@ class _WKV7Chunked(torch.autograd.Function):
                 part, out = ([x[rows] for x in tensors] for tensors in (inputs, gradients))
                 ids = _rows_of(segment_ids, rows)
                 ds0[rows] = _backward(part, ids, part_states, dy[rows], ds[rows], out, ctx.layout)
-        return (*gradients, ds0 if ctx.has_start else None, None, None, None)
+        return (None, None, None, ds0 if ctx.has_start else None, *gradients)
 
 
 class _Layout(NamedTuple):
-    """Division of the work, equal in forward and backward.
+    """Division of the work, equal in forward and backward."""
 
-    Attributes:
-        chunk_tokens: C.
-        rows: batch rows that are worked on together.
-        blocks: chunks that are worked on together; the states around a block are saved.
-    """
-
-    chunk_tokens: int
-    rows: list[slice]
-    blocks: list[slice]
+    chunk_tokens: int  # C
+    rows: list[slice]  # batch rows that are worked on together
+    blocks: list[slice]  # chunks worked on together; the states around a block are saved
 
 
 def _layout(r: Tensor, chunk_tokens: int) -> _Layout:
@@ -169,19 +151,12 @@ def _by_chunk(x: Tensor, chunk_tokens: int) -> Tensor:
 
 
 class _Masks(NamedTuple):
-    """Masks of rows that hold several segments; 1 or 0 in the dtype of the work.
+    """Masks of rows that hold several segments; 1 or 0 in the dtype of the work."""
 
-    Attributes:
-        pairs: token pairs of one segment, [n,B,1,2C,2C].
-        enters: rows of X that see the entering state, [n,B,1,2C,1].
-        leaves: rows of Q that reach the leaving state, [n,B,1,2C,1].
-        carries: 1 where the entering state leaves too, [n,B,1,1].
-    """
-
-    pairs: Tensor
-    enters: Tensor
-    leaves: Tensor
-    carries: Tensor
+    pairs: Tensor  # token pairs of one segment, [n,B,1,2C,2C]
+    enters: Tensor  # rows of X that see the entering state, [n,B,1,2C,1]
+    leaves: Tensor  # rows of Q that reach the leaving state, [n,B,1,2C,1]
+    carries: Tensor  # 1 where the entering state leaves too, [n,B,1,1]
 
 
 def _masks(segment_ids: Tensor | None, chunk_tokens: int, dtype: torch.dtype) -> _Masks | None:
@@ -204,10 +179,8 @@ def _part(masks: _Masks | None, chunks: slice) -> _Masks | None:
 class _Block:
     """Work space for some chunks of all heads of some rows, filled anew for each such block.
 
-    Args:
-        like: any tensor of the device and dtype of the work.
-        size: (n, B, H, C, K, V).
-        backward: allocate the buffers of gradients too.
+    `like` is any tensor of the device and dtype of the work, `size` is (n, B, H, C, K, V), and
+    `backward` allocates the buffers of gradients too.
     """
 
     def __init__(self, like: Tensor, size: tuple[int, ...], *, backward: bool) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cdrmix.log import get_logger
+from cdrmix.models.wkv7_reference import is_differentiated
 from cdrmix.runtime import cache_dir
 
 log = get_logger(__name__)
@@ -42,67 +43,40 @@ _COST = "The WKV-7 op runs in its chunked form, at about half the speed."
 
 
 def wkv7_cpu(
-    r: Tensor,
-    lw: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    s0: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    inputs: Sequence[Tensor], s0: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Runs WKV-7 through the compiled recurrence, in float32.
-
-    Arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked; needs the kernel of
-    `load_kernel`.
-    """
-    inputs = [x.float().contiguous() for x in (r, lw, k, v, a, b)]
+    """Runs WKV-7 as `wkv7_reference`, through the recurrence of `load_kernel`, in float32."""
+    converted = [x.float().contiguous() for x in inputs]
     start = None if s0 is None else s0.float().contiguous()
     starts = None
     if segment_ids is not None:
         starts = torch.zeros(segment_ids.shape, dtype=torch.uint8)
         starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    tensors = inputs if start is None else [*inputs, start]
-    # asked here: inside a Function gradients are off, and needs_input_grad ignores no_grad
-    saves = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    y, s = _Recurrence.apply(*inputs, start, starts, saves)
-    return y.to(v.dtype), s
-
-
-class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in "BTHKV"]
-
-
-class _Inputs(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("r", "lw", "k", "v", "a", "b", "starts")]
-
-
-class _Gradients(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("r", "lw", "k", "v", "a", "b", "s0")]
+    saves = is_differentiated(converted, start)
+    y, s = _Recurrence.apply(starts, saves, start, *converted)
+    return y.to(inputs[3].dtype), s
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> list[int | None]:
     return [None if x is None else x.data_ptr() for x in tensors]
 
 
+def _struct(*tensors: Tensor | None) -> ctypes.Array:
+    """Packs pointers as the struct Inputs or Gradients of wkv7_cpu.cpp has them."""
+    return (ctypes.c_void_p * len(tensors))(*_pointers(tensors))
+
+
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        r: Tensor,
-        lw: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor,
-        s0: Tensor | None,
-        starts: Tensor | None,
-        saves: bool,
+        ctx: Any, starts: Tensor | None, saves: bool, s0: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        kernel = _kernel()
-        (batch, time, heads, key) = r.shape
+        kernel = load_kernel()
+        assert isinstance(kernel, ctypes.CDLL), f"the C++ recurrence was not built: {kernel}"
+        ctx.kernel = kernel
+        r, _, _, v, _, _ = inputs
+        batch, time, heads, key = r.shape
         value = v.shape[3]
-        inputs = (r, lw, k, v, a, b)
         y = torch.empty_like(v)
         s = v.new_empty(batch, heads, value, key)
         sa = states = None
@@ -112,12 +86,10 @@ class _Recurrence(torch.autograd.Function):
             states = v.new_empty(batch, heads, tiles, value, key)  # that enter tiles of tokens
             ctx.save_for_backward(*inputs, starts, sa, states)
         ctx.has_start = s0 is not None
-        kernel.wkv7_forward(
-            ctypes.byref(_Shape(batch, time, heads, key, value)),
-            ctypes.byref(_Inputs(*_pointers([*inputs, starts]))),
-            *_pointers([s0, y, s, sa, states]),
-            torch.get_num_threads(),
-        )
+        ctx.shape = (ctypes.c_int64 * 5)(batch, time, heads, key, value)
+        buffers = _pointers([s0, y, s, sa, states])
+        threads = torch.get_num_threads()
+        kernel.wkv7_forward(ctx.shape, _struct(*inputs, starts), *buffers, threads)
         return y, s
 
     @staticmethod
@@ -128,21 +100,14 @@ class _Recurrence(torch.autograd.Function):
         ds = ds.contiguous()
         gradients = [torch.empty_like(x) for x in inputs]
         ds0 = torch.empty_like(ds) if ctx.has_start else None
-        batch, time, heads, key = inputs[0].shape
-        _kernel().wkv7_backward(
-            ctypes.byref(_Shape(batch, time, heads, key, dy.shape[3])),
-            ctypes.byref(_Inputs(*_pointers([*inputs, starts]))),
+        ctx.kernel.wkv7_backward(
+            ctx.shape,
+            _struct(*inputs, starts),
             *_pointers([sa, states, dy, ds]),
-            ctypes.byref(_Gradients(*_pointers([*gradients, ds0]))),
+            _struct(*gradients, ds0),
             torch.get_num_threads(),
         )
-        return (*gradients, ds0, None, None)
-
-
-def _kernel() -> ctypes.CDLL:
-    kernel = load_kernel()
-    assert isinstance(kernel, ctypes.CDLL), f"the C++ recurrence was not built: {kernel}"
-    return kernel
+        return (None, None, ds0, *gradients)
 
 
 @functools.cache
@@ -166,11 +131,9 @@ def load_kernel() -> ctypes.CDLL | str:
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("The WKV-7 kernel cannot be built or loaded: %s. %s", error, _COST)
         return str(error)
-    addresses = ctypes.c_void_p
-    threads = ctypes.c_int
-    kernel.wkv7_forward.argtypes = [addresses] * 7 + [threads]
-    kernel.wkv7_backward.argtypes = [addresses] * 7 + [threads]
-    kernel.wkv7_forward.restype = kernel.wkv7_backward.restype = None
+    for function in (kernel.wkv7_forward, kernel.wkv7_backward):
+        function.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int]  # addresses, and the threads
+        function.restype = None
     return kernel
 
 
@@ -192,7 +155,9 @@ def _private_folder() -> Path:
     folder = cache_dir() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     entries = [folder.lstat(), *(path.lstat() for path in folder.glob("*.so"))]
-    if all(map(_is_users_alone, entries)) and stat.S_ISDIR(entries[0].st_mode):
+    others_write = stat.S_IWGRP | stat.S_IWOTH
+    is_private = all(x.st_uid == os.getuid() and not x.st_mode & others_write for x in entries)
+    if is_private and stat.S_ISDIR(entries[0].st_mode):
         return folder
     private = Path(tempfile.mkdtemp(prefix="cdrmix-kernels-"))
     atexit.register(shutil.rmtree, private, ignore_errors=True)
@@ -203,10 +168,6 @@ def _private_folder() -> Path:
         private,
     )
     return private
-
-
-def _is_users_alone(entry: os.stat_result) -> bool:
-    return entry.st_uid == os.getuid() and not entry.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _cpu_features() -> str:

@@ -11,7 +11,7 @@ size, and uses what passes: chunks of 64 tokens, else of 16, else nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -33,22 +33,16 @@ _COST = "The WKV-7 op runs in its chunked form in PyTorch: same results, slower.
 
 
 def wkv7_fla(
-    r: Tensor,
-    lw: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    s0: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    inputs: Sequence[Tensor], s0: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Runs WKV-7 through fla's kernels: products in v's dtype, sums and state in float32.
 
-    Arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked; `obstacle` has returned None.
+    Arguments and results as of `wkv7_reference`; `obstacle` has returned None.
     """
-    chunk = _checked_chunk_tokens(_case(r, v, is_packed=segment_ids is not None))
+    case = _case(inputs[0], inputs[3], is_packed=segment_ids is not None)
+    chunk = _checked_chunk_tokens(case)
     assert isinstance(chunk, int), f"fla's chunk_rwkv7 cannot be used: {chunk}"
-    return _call(r, lw, k, v, a, b, s0, segment_ids, chunk_tokens=chunk)
+    return _call(inputs, s0, segment_ids, chunk_tokens=chunk)
 
 
 def obstacle(r: Tensor, v: Tensor, *, is_packed: bool) -> str | None:
@@ -90,32 +84,23 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]] | str:
 
 
 def _call(
-    r: Tensor,
-    lw: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    s0: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    *,
-    chunk_tokens: int,
+    inputs: Sequence[Tensor], s0: Tensor | None, segment_ids: Tensor | None, *, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Translates to fla's conventions and back: states are [N,H,K,V], segments one flat batch."""
     kernel = _kernel()
     assert not isinstance(kernel, str), kernel
-    shape = v.shape
-    inputs = [r.to(v), lw.float(), k.to(v), v, a.to(v), b.to(v)]
+    r, lw, k, v, a, b = inputs
+    tokens = [r.to(v), lw.float(), k.to(v), v, a.to(v), b.to(v)]
     initial = None if s0 is None else s0.float().mT.contiguous()
     packing = None
     if segment_ids is not None:
         packing = _packing(segment_ids)
-        inputs = [x.flatten(0, 1)[None] for x in inputs]
+        tokens = [x.flatten(0, 1)[None] for x in tokens]
         if initial is not None:
             empty = initial.new_zeros(packing.ends_cpu.numel() - 1, *initial.shape[1:])
             initial = empty.index_copy(0, packing.first, initial)
     y, s = kernel(
-        *inputs,
+        *tokens,
         scale=1.0,
         initial_state=initial,
         output_final_state=True,
@@ -127,23 +112,16 @@ def _call(
     )
     if packing is not None:
         s = s[packing.last]
-    return y.to(v.dtype).view(shape), s.mT
+    return y.to(v.dtype).view(v.shape), s.mT
 
 
 class _Packing(NamedTuple):
-    """Segments as sequences of one flat batch.
+    """Segments as sequences of one flat batch."""
 
-    Attributes:
-        ends: 0 and the end of each sequence, [N + 1], int64, on the device.
-        ends_cpu: the same on the CPU, so that fla does not wait for the device.
-        first: index of the first sequence of each row, [B].
-        last: index of the last sequence of each row, [B].
-    """
-
-    ends: Tensor
-    ends_cpu: Tensor
-    first: Tensor
-    last: Tensor
+    ends: Tensor  # 0 and the end of each sequence, [N + 1], int64, on the device
+    ends_cpu: Tensor  # the same on the CPU, so that fla does not wait for the device
+    first: Tensor  # index of the first sequence of each row, [B]
+    last: Tensor  # index of the last sequence of each row, [B]
 
 
 _packings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -212,31 +190,27 @@ def _problem(case: _Case, chunk_tokens: int) -> str | None:
 
 def _small_input(case: _Case) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
     """Makes inputs over two chunks and a part, segment ids, and weights of y and s, on the CPU."""
-    batch = 2
-    time = 150
-    heads = 2
+    shape = (2, 150, 2)
+    batch, time, heads = shape
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    kk = torch.nn.functional.normalize(normal(batch, time, heads, case.key), dim=-1)
-    inputs = [
-        normal(batch, time, heads, case.key),
-        -DECAY_BOUND * normal(batch, time, heads, case.key).sigmoid(),
-        normal(batch, time, heads, case.key),
-        normal(batch, time, heads, case.value),
-        -kk,
-        kk * normal(batch, time, heads, case.key).sigmoid(),
-    ]
-    inputs = [x if i == 1 else x.to(case.dtype) for i, x in enumerate(inputs)]
-    inputs.append(normal(batch, heads, case.value, case.key))
+    kk = torch.nn.functional.normalize(normal(*shape, case.key), dim=-1)
+    r = normal(*shape, case.key)
+    lw = -DECAY_BOUND * normal(*shape, case.key).sigmoid()
+    k = normal(*shape, case.key)
+    v = normal(*shape, case.value)
+    iclr = normal(*shape, case.key).sigmoid()
+    r, k, v, a, b = (x.to(case.dtype) for x in (r, k, v, -kk, kk * iclr))
+    inputs = [r, lw, k, v, a, b, normal(batch, heads, case.value, case.key)]
     segment_ids = None
     if case.is_packed:
         steps = torch.zeros(batch, time, dtype=torch.int64)
         steps[0, 64] = steps[0, 77] = steps[1, 20] = 1
         segment_ids = steps.cumsum(1)
-    weights = [normal(batch, time, heads, case.value), normal(*inputs[-1].shape)]
+    weights = [normal(*v.shape), normal(*inputs[-1].shape)]
     return inputs, segment_ids, weights
 
 
@@ -248,7 +222,7 @@ def _results(
 ) -> dict[str, Tensor]:
     """Computes output, state and the gradients of a weighted sum of both."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    outputs = form(*leaves, segment_ids)
+    outputs = form(leaves[:-1], leaves[-1], segment_ids)
     gradients = torch.autograd.grad([x.float() for x in outputs], leaves, weights)
     names = ("y", "s", "dr", "dlw", "dk", "dv", "da", "db", "ds0")
     return dict(zip(names, (*(x.detach() for x in outputs), *gradients), strict=True))

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,23 +18,24 @@ def compute_dtype(inputs: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if torch.float64 in {x.dtype for x in inputs} else torch.float32
 
 
+def is_differentiated(inputs: Sequence[Tensor], s0: Tensor | None) -> bool:
+    """Returns True where autograd will want a gradient, if asked outside a Function."""
+    # Inside one gradients are off, and needs_input_grad ignores no_grad.
+    tensors = [x for x in (*inputs, s0) if x is not None]
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def wkv7_reference(
-    r: Tensor,
-    lw: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    s0: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    inputs: Sequence[Tensor], s0: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Runs WKV-7 token by token, differentiated by autograd: slow, and it saves every state.
 
-    Arguments and results as of `cdrmix.models.wkv7.wkv7`, unchecked.
+    As for each form, arguments and results are those of `cdrmix.models.wkv7.wkv7`, unchecked, and
+    `inputs` are r, lw, k, v, a, b.
     """
-    dtype = compute_dtype((r, lw, k, v, a, b))
-    y_dtype = v.dtype
-    r, lw, k, v, a, b = [x.to(dtype) for x in (r, lw, k, v, a, b)]
+    dtype = compute_dtype(inputs)
+    y_dtype = inputs[3].dtype
+    r, lw, k, v, a, b = [x.to(dtype) for x in inputs]
     w = lw.exp()
     s = v.new_zeros(v.shape[0], *v.shape[2:], r.shape[3]) if s0 is None else s0.to(dtype)
     y = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -11,13 +9,12 @@ from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Backbone
-from cdrmix.models.block import Block, make_block
+from cdrmix.models.block import Block
 from cdrmix.parallel.pipeline import Pipeline, PipelineStage, StagedBackbone
 from cdrmix.parallel.sequence import spread_tokens
 from cdrmix.parallel.tensor import mark_copies, split_block, split_embedding
 from cdrmix.parallel.topology import Topology
 from cdrmix.parallel.zero3 import PartitionedEmbedding, partition
-from cdrmix.planning.layout import stage_layers
 from cdrmix.planning.plan import Plan
 
 
@@ -29,7 +26,7 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
     """
 
     def block(model: ModelConfig, layer: int) -> Block:
-        whole = make_block(model, layer, expert_parallel_size=topology.degrees.expert)
+        whole = Block(model, layer, expert_parallel_size=topology.degrees.expert)
         whole.initialize(
             seed=config.training.seed,
             std=model.init_std,
@@ -44,46 +41,28 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
         return whole
 
     with torch.device(runtime.device()):
+        model: Backbone | PipelineStage
         if topology.degrees.pipeline > 1:
-            return Pipeline(_stage(config, plan, topology, block))
-        model = Backbone(
-            config.model,
-            activation_checkpointing=plan.activation_checkpointing,
-            sequence_checkpoint_tokens=plan.sequence_checkpoint_tokens,
-            block=block,
-        )
-        model.embedding.initialize(seed=config.training.seed, std=config.model.init_std)
-        model.embedding = split_embedding(model.embedding, topology)
+            model = PipelineStage(config, plan, topology, block)
+        else:
+            model = Backbone(
+                config.model,
+                activation_checkpointing=plan.activation_checkpointing,
+                sequence_checkpoint_tokens=plan.sequence_checkpoint_tokens,
+                block=block,
+            )
+        if topology.is_first_stage or topology.is_last_stage:
+            model.embedding.initialize(seed=config.training.seed, std=config.model.init_std)
+            model.embedding = split_embedding(model.embedding, topology)
         mark_copies(model, topology)
+        if isinstance(model, PipelineStage):
+            return Pipeline(model)
     if plan.zero_stage == 3:
         # What is outside the blocks. Then the embedding lends its weight to a head that is a
         # module, as DeepSpeed gathers weights around modules alone.
         partition(model, plan.deepspeed)
         model.embedding = PartitionedEmbedding(model.embedding)
     return model
-
-
-def _stage(
-    config: Config,
-    plan: Plan,
-    topology: Topology,
-    block: Callable[[ModelConfig, int], Block],
-) -> PipelineStage:
-    length = config.training.sequence_length
-    stage = PipelineStage(
-        config.model,
-        topology,
-        stage_layers(config.model, length, topology.degrees.pipeline)[topology.stage],
-        micro_batch=(plan.micro_batch_size, length // topology.degrees.sequence),
-        activation_checkpointing=plan.activation_checkpointing,
-        sequence_checkpoint_tokens=plan.sequence_checkpoint_tokens,
-        block=block,
-    )
-    if topology.is_first_stage or topology.is_last_stage:
-        stage.embedding.initialize(seed=config.training.seed, std=config.model.init_std)
-        stage.embedding = split_embedding(stage.embedding, topology)
-    mark_copies(stage, topology)
-    return stage
 
 
 def for_inference(module: nn.Module) -> Backbone | StagedBackbone:

@@ -7,9 +7,9 @@
   tokens than there are ranks, as in generation.
 * Means over data ranks that a loss is computed from.
 * All tensors that cross a stage boundary, packed into a flat one.
-
-N tokens, D hidden, P tensor ranks.
 """
+
+# N tokens, D hidden, P tensor ranks
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from cdrmix.models.moe import TokenShares
@@ -44,8 +45,6 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over a group, in place; each rank's part gets the whole gradient of it."""
-
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:
         # In place: nothing reads the part again, and no second tensor of activations is needed.
@@ -65,17 +64,13 @@ def enter_region(x: Tensor, topology: Topology) -> Tensor:
     return sum_gradients([x], topology)[0]
 
 
-def leave_region(part: Tensor, topology: Topology) -> Tensor:
-    """Sums the tensor ranks' parts, in the memory of `part`, which nothing else may read then."""
-    return _SumOverRanks.apply(part, topology.tensor_group)
+def sum_over_ranks(part: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sums the ranks' parts, in the memory of `part`, which nothing else may read then.
 
-
-def sum_over_stages(part: Tensor, topology: Topology) -> Tensor:
-    """Sums the pipeline stages' parts, in the memory of `part`; each takes the whole gradient.
-
-    So every stage must compute the same from the sum.
+    Each part takes the whole gradient, so every rank must compute the same from the sum. Over the
+    tensor ranks, this ends a cut region.
     """
-    return _SumOverRanks.apply(part, topology.pipeline_group)
+    return _SumOverRanks.apply(part, group)
 
 
 def sum_gradients(tensors: Sequence[Tensor], topology: Topology) -> Sequence[Tensor]:
@@ -93,11 +88,7 @@ def gather_rows(part: Tensor, topology: Topology) -> Tensor:
 
 
 class TensorShares(TokenShares):
-    """Division of the tokens to route among the tensor ranks.
-
-    Args:
-        topology: of this rank.
-    """
+    """Division of the tokens to route among the tensor ranks."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -146,9 +137,8 @@ class _MeanOverRanks(torch.autograd.Function):
     """Sum over a group, divided; the gradient passes through unchanged.
 
     Every rank computes the same loss from the mean, so each holds the same gradient g of it.
-    Through the mean, the gradient of its share is g / W, and W ranks send it: g again. The
-    averaging of parameter gradients over the data ranks then gives the derivative of the one
-    global loss.
+    Through the mean, that of its share is g / W, and W ranks send it: g again. The averaging of
+    parameter gradients over the data ranks then gives the derivative of the one global loss.
     """
 
     @staticmethod
@@ -165,12 +155,7 @@ class _MeanOverRanks(torch.autograd.Function):
 
 
 def mean_over_ranks(x: Tensor, topology: Topology) -> Tensor:
-    """Averages `x` over data ranks, summed over tensor ranks, for a loss that all compute alike.
-
-    Args:
-        x: statistics of this rank's tokens, of one shape on every rank of the stage.
-        topology: of this rank.
-    """
+    """Averages over data ranks, for a loss that all compute alike, and sums over tensor ranks."""
     return x if topology.stage_group is None else _MeanOverRanks.apply(x, topology)
 
 

@@ -1,7 +1,5 @@
 """Frozen backbone over pipeline stages; every stage runs the same program.
 
-B batch, T time, D hidden.
-
 All ranks of a pipeline call it in the same order with the same tokens and get the same hidden
 states; they differ only in the blocks that they run. Everything around the backbone is replicated
 on every stage and does the same there, including the choices of an agent.
@@ -18,10 +16,12 @@ on all stages, the latest first, whatever of it the loss depends on. A call in w
 takes no ticket and exchanges nothing on the way back.
 """
 
+# B batch, T time, D hidden
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 import torch.distributed
@@ -29,29 +29,21 @@ from torch import Tensor, nn
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.backbone import Backbone, Output
-from cdrmix.models.block import Block, BlockState, make_block
-from cdrmix.models.recompute import run_blocks
+from cdrmix.models.block import Block
+from cdrmix.models.recompute import Context, run_blocks
 from cdrmix.parallel import exchange
-from cdrmix.parallel.exchange import Part, sum_over_stages
+from cdrmix.parallel.exchange import Part, sum_over_ranks
 from cdrmix.parallel.topology import Topology
 
 Measured = TypeVar("Measured")
 
 
 class FrozenStages(Backbone):
-    """Blocks of one stage, with embedding, head and norms of the whole backbone.
-
-    Parameters are named as in `Backbone`.
-
-    Args:
-        config: dimensions of the whole model.
-        topology: of this rank, with more than one stage and nothing else cut.
-        layers: the blocks of this stage.
-    """
+    """Blocks of one stage, with embedding, head and norms of the whole; names as in `Backbone`."""
 
     def __init__(self, config: ModelConfig, topology: Topology, layers: range) -> None:
         def block(model: ModelConfig, layer: int) -> Block:
-            return make_block(model, layer) if layer in layers else cast(Block, nn.Identity())
+            return Block(model, layer) if layer in layers else cast(Block, nn.Identity())
 
         super().__init__(config, block=block)
         self.topology = topology
@@ -59,18 +51,8 @@ class FrozenStages(Backbone):
         self._ticket: Tensor | None = None
         self._learns_inside = False
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        *,
-        segment_ids: Tensor | None = None,
-        state: list[BlockState] | None = None,
-        return_state: bool = False,
-    ) -> Output:
-        """Computes `Backbone.forward`; the state is that of this stage's blocks.
-
-        There are no router statistics, as frozen routers do not learn.
-        """
+    def forward(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:
+        """Computes `Backbone.forward`; the state is that of this stage's blocks."""
         x = self.embedding_norm(self.embedding(input_ids))  # on every stage: slots are read here
         learns = torch.is_grad_enabled() and (x.requires_grad or self._learns_inside)
         # float32, as the loss to which the last one is added
@@ -82,19 +64,11 @@ class FrozenStages(Backbone):
         v_first_arrives = "rwkv" in self.config.layer_kinds()[: self.layers.start]
         parts: list[Part] = [(tuple(x.shape), x.dtype)] * (2 if v_first_arrives else 1)
         arrived = _Arrive.apply(x, ticket, self.topology, exchange.num_elements(parts, x.dtype))
-        entered: list[Tensor] = [arrived]
-        if not self.topology.is_first_stage:
-            entered = exchange.unpack(arrived, parts)
-        out, v_first, _, after = run_blocks(
-            (self.blocks[layer] for layer in self.layers),
-            entered[0],
-            entered[1] if len(entered) > 1 else None,
-            state=state,
-            segment_ids=segment_ids,
-            return_state=return_state,
-            recompute=False,
-            sequence_checkpoint_tokens=None,
-        )
+        first = self.topology.is_first_stage
+        entered = [arrived] if first else exchange.unpack(arrived, parts)
+        v_first = entered[1] if v_first_arrives else None
+        blocks = (self.blocks[layer] for layer in self.layers)
+        out, v_first, _, after = run_blocks(blocks, entered[0], v_first, **context)
         if self.topology.is_last_stage:
             leaving = self.final_norm(out)
         else:
@@ -103,7 +77,7 @@ class FrozenStages(Backbone):
         assert learns or not hidden.requires_grad, "`chained` is told what learns inside"
         if learns:
             self._ticket = ticket
-        return Output(hidden, None, after)
+        return Output(hidden, None, after)  # no router statistics: frozen routers do not learn
 
 
 def chained(
@@ -116,7 +90,7 @@ def chained(
     """Runs `compute` so that all stages start the backward pass of its loss together.
 
     Args:
-        backbone: the one that `compute` calls; a whole one is called as it is.
+        backbone: the one that `compute` calls; for a whole one nothing is done.
         compute: returns the loss, scalar, and any further result.
         learning: parameters that the backward pass is run for.
         learns_inside: True if parameters inside the blocks learn, on every stage.
@@ -141,7 +115,8 @@ def mean_over_layers(values: Tensor, backbone: Backbone) -> Tensor:
         return values.mean()
     # stages may have different numbers of layers, so sum and count are summed, in one message
     count = values.new_tensor(float(len(values)))
-    total, number = sum_over_stages(torch.stack([values.sum(), count]), backbone.topology)
+    sums = torch.stack([values.sum(), count])
+    total, number = sum_over_ranks(sums, backbone.topology.pipeline_group)
     return total / number.detach()
 
 

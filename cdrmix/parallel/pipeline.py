@@ -11,17 +11,17 @@ the copies would part in the last bits: the first stage's counts, is saved, and 
 after each step.
 
 `StagedBackbone` runs the stages for evaluation and decoding, called as `Backbone` is.
-
-B batch, T tokens of this sequence rank, D hidden, V vocabulary, L layers up to a stage boundary,
-S router statistics.
 """
+
+# B batch, T tokens of this sequence rank, D hidden, V vocabulary, L layers up to a stage boundary,
+# S router statistics
 
 from __future__ import annotations
 
 import contextlib
 import io
 from collections.abc import Callable
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 import torch.distributed
@@ -29,14 +29,17 @@ from torch import Tensor, nn
 
 from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Config
 from cdrmix.models.backbone import Output, TokenEmbedding
-from cdrmix.models.block import Block, BlockState, RMSNorm
+from cdrmix.models.block import Block, rms_norm
 from cdrmix.models.moe import num_statistics
-from cdrmix.models.recompute import run_blocks
+from cdrmix.models.recompute import Context, run_blocks
 from cdrmix.parallel import exchange
 from cdrmix.parallel.exchange import Part
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import Topology
+from cdrmix.planning.layout import stage_layers
+from cdrmix.planning.plan import Plan
 
 runtime.import_deepspeed()  # first of all imports of it: chooses its accelerator and its ops
 
@@ -45,91 +48,63 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology  # noq
 
 
 class PipelineStage(nn.Module):
-    """Part of the backbone on one pipeline stage; parameters are named as in `Backbone`.
-
-    Args:
-        config: dimensions of the whole model.
-        topology: of this rank.
-        layers: of this stage.
-        micro_batch: (B, T) of training.
-        block: makes the block of a layer.
-        activation_checkpointing: recompute each block in the backward pass.
-        sequence_checkpoint_tokens: tokens that are recomputed together; None: all.
-    """
+    """Layers of the backbone on one pipeline stage; parameters are named as in `Backbone`."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Config,
+        plan: Plan,
         topology: Topology,
-        layers: range,
-        *,
-        micro_batch: tuple[int, int],
         block: Callable[[ModelConfig, int], Block],
-        activation_checkpointing: bool,
-        sequence_checkpoint_tokens: int | None,
     ) -> None:
         super().__init__()
-        self.config = config
+        model = config.model
+        degrees = topology.degrees
+        length = config.training.sequence_length
+        self.config = model
         self.topology = topology
-        self.layers = layers
-        self.v_first_arrives = "rwkv" in config.layer_kinds()[: layers.start]
-        # fixed, because the flat tensor that arrives does not tell the shapes in it
-        self.micro_batch = micro_batch
-        self.activation_checkpointing = activation_checkpointing
-        self.sequence_checkpoint_tokens = sequence_checkpoint_tokens
+        self.layers = stage_layers(model, length, degrees.pipeline)[topology.stage]
+        self.v_first_arrives = "rwkv" in model.layer_kinds()[: self.layers.start]
+        # (B, T), fixed, because the flat tensor that arrives does not tell the shapes in it
+        self.micro_batch = (plan.micro_batch_size, length // degrees.sequence)
+        self.activation_checkpointing = plan.activation_checkpointing
+        self.sequence_checkpoint_tokens = plan.sequence_checkpoint_tokens
         # Loss of the next micro-batch on the last stage; set for each step. It belongs to the
         # forward pass: DeepSpeed's bf16 optimizer clears gradients where the backward pass reaches
         # what forward gave (0.19.8, runtime/bf16_optimizer.py), and the head's would be among them.
         self.objective: Callable[[Output], Tensor] | None = None
         if topology.is_first_stage or topology.is_last_stage:
-            self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size)
+            self.embedding = TokenEmbedding(model.vocab_size, model.hidden_size)
         if topology.is_first_stage:
-            self.embedding_norm = RMSNorm(config.hidden_size)
-        self.blocks = nn.ModuleDict({str(layer): block(config, layer) for layer in layers})
+            self.embedding_norm = rms_norm(model)
+        self.blocks = nn.ModuleDict({str(layer): block(model, layer) for layer in self.layers})
         if topology.is_last_stage:
-            self.final_norm = RMSNorm(config.hidden_size)
+            self.final_norm = rms_norm(model)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
         """Runs a micro-batch of training through this stage.
 
-        Args:
-            inputs: input ids [B, T] on the first stage, elsewhere the packed tensor of the stage
-                before; then segment ids [B, T] if documents are apart.
-        Returns:
-            Packed tensor for the next stage, with the same segment ids; on the last stage the loss.
+        Takes what arrives, as of `advance`, then segment ids [B, T] if documents are apart. Gives
+        the packed tensor for the next stage, with the same segment ids; on the last stage the loss.
         """
         # On their way beside the packed tensor, not in it: as integers they have no gradient, and
         # DeepSpeed sends none back for them (0.19.8, runtime/pipe/engine.py).
         arrived, *segment_ids = inputs
-        output, leaving = self.advance(
-            arrived, self.micro_batch, segment_ids=segment_ids[0] if segment_ids else None
-        )
+        ids = segment_ids[0] if segment_ids else None
+        output, leaving = self.advance(arrived, self.micro_batch, segment_ids=ids)
         if leaving is not None:
             return leaving, *segment_ids
         assert self.objective is not None, "the step sets it"
         return self.objective(output)
 
     def advance(
-        self,
-        arrived: Tensor,
-        tokens: tuple[int, int],
-        *,
-        segment_ids: Tensor | None = None,
-        state: list[BlockState] | None = None,
-        return_state: bool = False,
+        self, arrived: Tensor, tokens: tuple[int, int], **context: Unpack[Context]
     ) -> tuple[Output, Tensor | None]:
-        """Runs this stage's blocks.
+        """Runs this stage's blocks over `tokens`, (B, T).
 
-        Args:
-            arrived: input ids [B, T] on the first stage, elsewhere the packed tensor of the stage
-                before.
-            tokens: (B, T).
-            segment_ids: document of each token, [B, T].
-            state: of this stage's blocks, where an earlier call stopped.
-            return_state: return the state after token T too.
-        Returns:
-            Output up to this stage, whose hidden is normalised on the last stage only; and the
-            packed tensor for the next stage, None on the last.
+        Takes input ids [B, T] on the first stage, elsewhere the packed tensor of the stage before.
+        Gives the output up to this stage, whose hidden is normalised on the last stage only, and
+        the packed tensor for the next stage, None on the last.
         """
         if self.topology.is_first_stage:
             x = self.embedding_norm(self.embedding(arrived))
@@ -140,11 +115,9 @@ class PipelineStage(nn.Module):
             self.blocks.values(),
             x,
             v_first,
-            state=state,
-            segment_ids=segment_ids,
-            return_state=return_state,
             recompute=self.activation_checkpointing,
             sequence_checkpoint_tokens=self.sequence_checkpoint_tokens,
+            **context,
         )
         # of all layers so far: the last stage needs them all, as it computes the routers' losses
         if statistics is not None and earlier is not None:
@@ -155,29 +128,22 @@ class PipelineStage(nn.Module):
         return Output(x, statistics, after), leaving
 
     def arriving(self, tokens: tuple[int, int], dtype: torch.dtype) -> list[Part]:
-        """Returns shapes and types that cross the boundary before this stage, for (B, T) tokens.
-
-        Residual stream [B, T, D], v_first [B, T, D / tensor], statistics [L, S].
-        """
-        config = self.config
-        tensor = self.topology.degrees.tensor
-        parts: list[Part] = [((*tokens, config.hidden_size), dtype)]
+        """Returns shapes and types that cross the boundary before this stage, for (B, T) tokens."""
+        width = self.config.hidden_size
+        parts: list[Part] = [((*tokens, width), dtype)]  # the residual stream
         if self.v_first_arrives:
             # cut as heads are: each tensor rank sends those of its own to its peer
-            parts.append(((*tokens, config.hidden_size // tensor), dtype))
-        if config.moe is not None:
-            statistics = (self.layers.start, num_statistics(config.moe))
-            # counts of assignments, which bf16 would round beyond 256
+            parts.append(((*tokens, width // self.topology.degrees.tensor), dtype))
+        if self.config.moe is not None:
+            # counts of assignments, which bf16 would round beyond 256, [L, S]
+            statistics = (self.layers.start, num_statistics(self.config.moe))
             parts.append((statistics, torch.float32))
         return parts
 
     def _unpack(
         self, arrived: Tensor, tokens: tuple[int, int]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Splits the packed tensor into residual stream, v_first and statistics of layers before.
-
-        v_first is None until an RWKV layer has computed it, statistics are None for a dense model.
-        """
+        """Splits the packed tensor into residual stream, v_first and statistics, if they cross."""
         parts = iter(exchange.unpack(arrived, self.arriving(tokens, arrived.dtype)))
         x = next(parts)
         v_first = next(parts) if self.v_first_arrives else None
@@ -219,11 +185,9 @@ class Pipeline(PipelineModule):
         topology = self.stage.topology
         if topology.embedding_group is not None:
             # `src` is a global rank, also within a group
-            torch.distributed.broadcast(
-                self.stage.embedding.weight,
-                src=topology.rank_at(0),
-                group=topology.embedding_group,
-            )
+            weight = self.stage.embedding.weight
+            source = topology.rank_at(0)
+            torch.distributed.broadcast(weight, src=source, group=topology.embedding_group)
 
 
 class StagedBackbone:
@@ -231,9 +195,6 @@ class StagedBackbone:
 
     Results are complete on the last stage only, where losses are counted. Logits are the same on
     every rank, so that all go on with the same token.
-
-    Args:
-        stage: of this rank.
     """
 
     def __init__(self, stage: PipelineStage) -> None:
@@ -253,14 +214,7 @@ class StagedBackbone:
         return self._stage.training
 
     @torch.no_grad()
-    def __call__(
-        self,
-        input_ids: Tensor,
-        *,
-        segment_ids: Tensor | None = None,
-        state: list[BlockState] | None = None,
-        return_state: bool = False,
-    ) -> Output:
+    def __call__(self, input_ids: Tensor, **context: Unpack[Context]) -> Output:
         """Computes `Backbone.forward`; the output is complete on the last stage.
 
         On the others `hidden` is the residual stream after the stage, the statistics are those of
@@ -273,27 +227,19 @@ class StagedBackbone:
             parts = self._stage.arriving(tokens, self._weight.dtype)
             arrived = self._weight.new_empty(exchange.num_elements(parts, self._weight.dtype))
             torch.distributed.recv(arrived, self._topology.rank_at(self._topology.stage - 1))
-        output, leaving = self._stage.advance(
-            arrived,
-            tokens,
-            segment_ids=segment_ids,
-            state=state,
-            return_state=return_state,
-        )
+        output, leaving = self._stage.advance(arrived, tokens, **context)
         if leaving is not None:
-            following = self._topology.rank_at(self._topology.stage + 1)
-            torch.distributed.send(leaving, following)
+            torch.distributed.send(leaving, self._topology.rank_at(self._topology.stage + 1))
         return output
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores the next token, [..., D] -> [..., V], and broadcasts from the last stage."""
-        last = self._topology.degrees.pipeline - 1
-        if self._topology.is_last_stage:
+        topology = self._topology
+        if topology.is_last_stage:
             logits = self.embedding.logits(hidden)
         else:
             logits = hidden.new_empty(*hidden.shape[:-1], self.config.vocab_size)
-        torch.distributed.broadcast(
-            logits, src=self._topology.rank_at(last), group=self._topology.pipeline_group
-        )
+        last = topology.rank_at(topology.degrees.pipeline - 1)
+        torch.distributed.broadcast(logits, src=last, group=topology.pipeline_group)
         return logits

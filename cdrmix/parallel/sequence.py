@@ -1,8 +1,5 @@
 """Sequence parallelism: ranks of a sequence group share samples and split their tokens.
 
-B batch, T time of a whole sample, P sequence ranks, t = T / P tokens of one, H heads of this tensor
-rank, C features of a head, K key dim, V value dim.
-
 Operations across tokens are replaced; the rest of a block is as on one rank. A token shift takes
 one token from the rank before. Attention exchanges tokens for heads: H / P heads see all T tokens.
 The recurrence does the same, or passes its state from rank to rank, whichever moves fewer bytes
@@ -12,6 +9,9 @@ another in the backward pass.
 In training only: in evaluation each rank reads whole samples of its own. `segment_ids` are those of
 whole samples in both.
 """
+
+# B batch, T time of a whole sample, P sequence ranks, t = T / P tokens of one, H heads of this
+# tensor rank, C features of a head, K key dim, V value dim
 
 from __future__ import annotations
 
@@ -36,13 +36,7 @@ from cdrmix.planning.layout import sequence_form
 
 
 def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
-    """Replaces parts of a block so that it runs on this rank's tokens of each sample.
-
-    Args:
-        block: of whole sequences; changed in place.
-        topology: of this rank.
-        config: of the run, from which the form of the recurrence follows.
-    """
+    """Replaces parts of a block, in place, so that it runs on this rank's tokens of each sample."""
     if topology.sequence_group is None:
         return
     part = SequencePart(topology.sequence_group, topology.degrees.sequence, topology.sequence_rank)
@@ -65,17 +59,11 @@ def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Part of a sequence on this rank.
+    """Part of a sequence on this rank."""
 
-    Attributes:
-        group: ranks that hold the parts.
-        parts: number of parts, P.
-        index: of this part, from 0 at the beginning.
-    """
-
-    group: ProcessGroup
-    parts: int
-    index: int
+    group: ProcessGroup  # ranks that hold the parts
+    parts: int  # their number, P
+    index: int  # of this part, from 0 at the beginning
 
     def own(self, segment_ids: Tensor | None) -> Tensor | None:
         """Cuts segment ids to this rank's tokens, [B, T] -> [B, t]."""
@@ -89,12 +77,16 @@ class SequencePart:
         return segment_ids[:, first] == segment_ids[:, first - 1]
 
 
-class SpreadShift(TokenShift):
-    """Token shift whose first predecessor comes from the rank before."""
+class SpreadOperation(nn.Module):
+    """Operation across tokens of which this rank holds a part."""
 
     def __init__(self, part: SequencePart) -> None:
         super().__init__()
         self.part = part
+
+
+class SpreadShift(SpreadOperation, TokenShift):
+    """Token shift whose first predecessor comes from the rank before."""
 
     def begin(
         self, last: Tensor, segment_ids: Tensor | None
@@ -109,23 +101,13 @@ class SpreadShift(TokenShift):
         return before.masked_fill(~goes_on[:, None], 0), self.part.own(segment_ids)
 
 
-class SpreadOperation(nn.Module):
-    """Operation across tokens of which this rank holds a part."""
-
-    def __init__(self, part: SequencePart) -> None:
-        super().__init__()
-        self.part = part
-
-
 class SpreadHeads(SpreadOperation):
     """Recurrence over all tokens for some heads: one exchange there, one back."""
 
-    def forward(
-        self, *inputs: Tensor | None, segment_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Any, segment_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Computes `wkv7` on this rank's tokens; the state is of other heads, after all T."""
         if not self.training:
-            return wkv7(*inputs, segment_ids=segment_ids)  # type: ignore[arg-type]
+            return wkv7(*inputs, segment_ids=segment_ids)
         *tensors, s0 = inputs
         assert s0 is None, "a sequence is trained on from its beginning"
         y, s = wkv7(*Exchange.apply(self.part, True, *tensors), segment_ids=segment_ids)
@@ -141,23 +123,13 @@ class PassedState(SpreadOperation):
     an entering state S is y + S p.
     """
 
-    def forward(
-        self,
-        r: Tensor,
-        lw: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor,
-        b: Tensor,
-        s0: Tensor | None = None,
-        *,
-        segment_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Any, segment_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Computes `wkv7` on this rank's tokens; the state is [Y; M]."""
         if not self.training:
-            return wkv7(r, lw, k, v, a, b, s0, segment_ids=segment_ids)
+            return wkv7(*inputs, segment_ids=segment_ids)
+        r, lw, k, v, a, b, s0 = inputs
         assert s0 is None, "a sequence is trained on from its beginning"
-        batch, _, heads, key = r.shape
+        _, _, heads, key = r.shape
         sizes = (v.shape[-1], key)
         # a document that starts here sees nothing of the ranks before, nor do those behind it
         goes_on = self.part.goes_on(r, segment_ids).float()[:, None, None, None]
@@ -181,20 +153,14 @@ class SpreadAttention(SpreadOperation):
     """Attention to all tokens by some heads: one exchange there, one back."""
 
     def forward(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        state: AttentionState | None,
-        segment_ids: Tensor | None,
-        theta: float,
+        self, query: Tensor, keys: Tensor, values: Tensor, state: AttentionState | None, *rest: Any
     ) -> tuple[Tensor, AttentionState]:
         """Computes `attend` on this rank's tokens; the state is of other heads, of all T."""
         if not self.training:
-            return attend(query, keys, values, state, segment_ids, theta)
+            return attend(query, keys, values, state, *rest)
         assert state is None, "a sequence is trained on from its beginning"
         query, keys, values = Exchange.apply(self.part, True, query, keys, values)
-        mixed, after = attend(query, keys, values, None, segment_ids, theta)
+        mixed, after = attend(query, keys, values, None, *rest)
         (mixed,) = Exchange.apply(self.part, False, mixed)
         return mixed, after
 

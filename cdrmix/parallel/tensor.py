@@ -11,9 +11,9 @@ gradients.
 Every local parameter is marked, for `checkpoint`, as a box of its logical tensor or as a copy that
 another rank saves. DeepSpeed reads a mark of its own, `tensor_model_parallel`: with it, each tensor
 rank's part counts in the gradient norm; without it, the first tensor rank's copy stands for all.
-
-B batch, T tokens, D hidden, R low-rank size, V vocabulary, P tensor ranks.
 """
+
+# B batch, T tokens, D hidden, R low-rank size, V vocabulary, P tensor ranks
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from torch.nn import functional as F
 
 from cdrmix.models.backbone import TokenEmbedding
 from cdrmix.models.block import Block
-from cdrmix.models.feed_forward import FeedForward
 from cdrmix.models.moe import MoEFeedForward
 from cdrmix.models.rwkv7 import TimeMix
 from cdrmix.objectives.language_model import VocabularyPart, linear_cross_entropy
@@ -35,8 +34,8 @@ from cdrmix.parallel.exchange import (
     TensorShares,
     enter_region,
     gather_rows,
-    leave_region,
     sum_gradients,
+    sum_over_ranks,
 )
 from cdrmix.parallel.topology import Topology
 
@@ -64,19 +63,13 @@ def is_copy(parameter: Tensor) -> bool:
     return getattr(parameter, "is_copy", False)
 
 
-# Parameters of a time mix by how they are cut; all others are vectors over heads.
-_TIME_MIX_MATRICES = ("receptance", "key", "value")
+# Parameters of a time mix by how they are cut; all others of its own are vectors over heads.
 _LOW_RANK_UPS = ("decay_up", "iclr_up", "value_up", "gate_up")  # [R, D]
 _READ_WHOLE = ("mu_", "decay_down", "iclr_down", "value_down", "gate_down")
 
 
 class RowLinear(nn.Linear):
-    """Linear map of which this rank holds the columns for its part of the input.
-
-    Args:
-        weight: this rank's columns, [D_out, D_in / P].
-        topology: of this rank.
-    """
+    """Linear map of which this rank holds the columns for its part, [D_out, D_in / P]."""
 
     def __init__(self, weight: nn.Parameter, topology: Topology) -> None:
         # without a bias, which the sum over the ranks would count P times; on meta, because the
@@ -87,28 +80,18 @@ class RowLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sums the products of all tensor ranks, [..., D_in / P] -> [..., D_out]."""
-        return leave_region(F.linear(x, self.weight), self.topology)
+        return sum_over_ranks(F.linear(x, self.weight), self.topology.tensor_group)
 
 
 def split_block(block: Block, topology: Topology) -> None:
-    """Cuts an initialised whole block to this rank's part, in place.
-
-    Args:
-        block: as `make_block` makes it.
-        topology: its tensor degree divides heads, key/value heads and `ffn_hidden_size`.
-    """
+    """Cuts an initialised whole block to this rank's part of heads and features, in place."""
     if topology.tensor_group is None:
         return
     if isinstance(block.mixer, TimeMix):
+        _split_region(block.mixer, ("receptance", "key", "value"), "output", topology)
         _split_time_mix(block.mixer, topology)
     else:
-        mixer = block.mixer
-        mixer.num_heads //= topology.degrees.tensor
-        mixer.num_kv_heads //= topology.degrees.tensor
-        for name in ("query", "key", "value"):
-            _cut_columns(getattr(mixer, name), topology)
-        mixer.output = RowLinear(cut_block(mixer.output.weight, topology, dim=1), topology)
-        _read_whole_tokens(mixer, topology)
+        _split_region(block.mixer, ("query", "key", "value"), "output", topology)
     if isinstance(block.ffn, MoEFeedForward):
         # experts stay whole: each tensor rank routes its share of the tokens that all of them hold
         layer = block.ffn.deepspeed_moe
@@ -116,10 +99,7 @@ def split_block(block: Block, topology: Topology) -> None:
         _sum_gradients_of(layer.gate, ["weight"], topology)
         _count_in_norm(layer.experts.parameters())
     else:
-        assert isinstance(block.ffn, FeedForward), "a block has one or the other"
-        _cut_columns(block.ffn.up, topology)
-        block.ffn.down = RowLinear(cut_block(block.ffn.down.weight, topology, dim=1), topology)
-        _read_whole_tokens(block.ffn, topology)
+        _split_region(block.ffn, ("up",), "down", topology)
     mark_copies(block, topology)
 
 
@@ -149,8 +129,25 @@ def cut_block(parameter: Tensor, topology: Topology, *, dim: int) -> nn.Paramete
     return part
 
 
+def _split_region(
+    region: nn.Module, columns: tuple[str, ...], row: str, topology: Topology
+) -> None:
+    """Cuts the maps into a region by outputs and the one out of it by inputs."""
+    for name in columns:
+        linear = getattr(region, name)
+        linear.weight = cut_block(linear.weight, topology, dim=0)
+        linear.out_features = linear.weight.shape[0]
+    part = cut_block(getattr(region, row).weight, topology, dim=1)
+    setattr(region, row, RowLinear(part, topology))
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return enter_region(args[0], topology), *args[1:]
+
+    region.register_forward_pre_hook(enter)
+
+
 def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
-    mixer.num_heads //= topology.degrees.tensor
+    """Cuts the parameters beside the maps; what tokens are read by stays whole."""
     whole = []
     for name, parameter in list(mixer.named_parameters(recurse=False)):
         if name.startswith(_READ_WHOLE):
@@ -158,30 +155,12 @@ def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
         else:
             dim = 1 if name in _LOW_RANK_UPS else 0
             setattr(mixer, name, cut_block(parameter, topology, dim=dim))
-    for name in _TIME_MIX_MATRICES:
-        _cut_columns(getattr(mixer, name), topology)
-    mixer.output = RowLinear(cut_block(mixer.output.weight, topology, dim=1), topology)
     # one group is one head, so the cut leaves each group's mean and variance as they were
     norm = mixer.group_norm
     norm.weight, norm.bias = (cut_block(x, topology, dim=0) for x in (norm.weight, norm.bias))
-    norm.num_groups, norm.num_channels = mixer.num_heads, norm.weight.numel()
-    _read_whole_tokens(mixer, topology)
+    norm.num_groups //= topology.degrees.tensor
+    norm.num_channels = norm.weight.numel()
     _sum_gradients_of(mixer, whole, topology)
-
-
-def _cut_columns(linear: nn.Linear, topology: Topology) -> None:
-    """Keeps the outputs of this rank's heads or features."""
-    linear.weight = cut_block(linear.weight, topology, dim=0)
-    linear.out_features = linear.weight.shape[0]
-
-
-def _read_whole_tokens(region: nn.Module, topology: Topology) -> None:
-    """Makes the first argument of a cut module the entry of a region."""
-
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return enter_region(args[0], topology), *args[1:]
-
-    region.register_forward_pre_hook(enter)
 
 
 def _sum_gradients_of(module: nn.Module, names: Iterable[str], topology: Topology) -> None:
@@ -219,12 +198,7 @@ def _count_in_norm(experts: Iterable[nn.Parameter]) -> None:
 
 
 class VocabularyEmbedding(TokenEmbedding):
-    """Token embedding and head with this rank's rows of the vocabulary.
-
-    Args:
-        weight: its rows, [V / P, D].
-        topology: of this rank.
-    """
+    """Token embedding and head with this rank's rows of the vocabulary, [V / P, D]."""
 
     def __init__(self, weight: nn.Parameter, topology: Topology) -> None:
         super().__init__(weight.shape[0], weight.shape[1], device="meta")
@@ -238,13 +212,12 @@ class VocabularyEmbedding(TokenEmbedding):
         elsewhere = (local < 0) | (local >= self.num_embeddings)
         # a token of another rank reads row 0 here; its output is zeroed, and with it the gradient
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return leave_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.topology)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return sum_over_ranks(rows, self.topology.tensor_group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores the next token over the whole vocabulary, [..., D] -> [..., V].
-
-        For decoding: no gradient passes.
-        """
+        """Scores the next token over the whole vocabulary, [..., D] -> [..., V], for decoding."""
+        # no gradient passes
         return torch.cat(self._of_all_ranks(super().logits(hidden).detach()).unbind(0), dim=-1)
 
     def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:

@@ -19,29 +19,16 @@ from cdrmix.planning.layout import Degrees
 
 @dataclass(frozen=True)
 class Topology:
-    """Place of one rank in the layout, and its groups.
-
-    A group is None where this rank is alone in it, and exchanges nothing.
-
-    Attributes:
-        degrees: of the layout.
-        rank: global rank.
-        tensor_group: ranks that share out the matrices of the same tokens and layers.
-        sequence_group: ranks that share out the tokens of the same samples.
-        data_group: ranks that hold the same parameters.
-        stage_group: all ranks of this pipeline stage.
-        pipeline_group: ranks that hold the other stages for the same tokens, by stage.
-        embedding_group: first and last of the pipeline group, which both hold the tied embedding.
-    """
+    """Place of one rank in the layout, and its groups; None where it is alone in one."""
 
     degrees: Degrees
-    rank: int
-    tensor_group: ProcessGroup | None = None
-    sequence_group: ProcessGroup | None = None
-    data_group: ProcessGroup | None = None
-    stage_group: ProcessGroup | None = None
-    pipeline_group: ProcessGroup | None = None
-    embedding_group: ProcessGroup | None = None
+    rank: int  # in the world
+    tensor_group: ProcessGroup | None = None  # shares out the matrices of the same tokens, layers
+    sequence_group: ProcessGroup | None = None  # shares out the tokens of the same samples
+    data_group: ProcessGroup | None = None  # holds the same parameters
+    stage_group: ProcessGroup | None = None  # all ranks of this pipeline stage
+    pipeline_group: ProcessGroup | None = None  # holds the stages for the same tokens, by stage
+    embedding_group: ProcessGroup | None = None  # its first and last, with the tied embedding
 
     @property
     def tensor_rank(self) -> int:
@@ -98,11 +85,7 @@ ALONE = Topology(Degrees(data=1, tensor=1, pipeline=1, sequence=1, expert=1), ra
 
 
 def make_topology(degrees: Degrees) -> Topology:
-    """Makes the groups of a layout; collective over the world.
-
-    Args:
-        degrees: their product is the world size.
-    """
+    """Makes the groups of a layout of as many ranks as the world has; collective over the world."""
     assert degrees.world_size == runtime.world_size(), "rules refuse another world"
     data = degrees.data
     tensor = degrees.tensor
@@ -131,15 +114,10 @@ def make_topology(degrees: Degrees) -> Topology:
 
 
 def own_tokens(batch: dict[str, Tensor], topology: Topology) -> dict[str, Tensor]:
-    """Cuts a batch to the tokens that this rank trains on.
+    """Cuts a batch of whole samples to the T / sequence tokens that this rank trains on.
 
-    Args:
-        batch: `input_ids` [..., T] of whole samples, and tensors with T in the same dimension;
-            labels are shifted already.
-        topology: of this rank.
-    Returns:
-        The tensors with T / sequence tokens. `segment_ids` stay whole, as attention and recurrence
-        reach beyond a rank's tokens.
+    All tensors have T in the same dimension, the last of `input_ids`; labels are shifted already.
+    `segment_ids` stay whole, as attention and recurrence reach beyond a rank's tokens.
     """
     parts = topology.degrees.sequence
     part = topology.sequence_rank
@@ -151,10 +129,7 @@ def own_tokens(batch: dict[str, Tensor], topology: Topology) -> dict[str, Tensor
 
 
 def _group(axis: Iterator[range]) -> ProcessGroup | None:
-    """Makes all groups of an axis, and returns the one that holds this rank.
-
-    To make a group is collective over the world: every rank makes all of them, in one order.
-    """
+    """Makes all groups of an axis, as every rank must, and returns the one with this rank."""
     this_group = None
     for ranks in axis:
         if len(ranks) == 1:
@@ -172,55 +147,29 @@ class ModelParallelUnit:
     and spreads the optimizer over the data group, and over the model group it sums the gradient
     norm and agrees on steps to skip. That is the tensor group here, or the stages of a frozen
     backbone, which are no stages to DeepSpeed.
-
-    Args:
-        topology: of this rank, with more than one tensor rank or else more than one stage.
     """
 
     def __init__(self, topology: Topology) -> None:
         degrees = topology.degrees
         assert (degrees.tensor > 1) != (degrees.pipeline > 1), "DeepSpeed knows one model axis"
-        group = topology.tensor_group or topology.pipeline_group
-        assert group is not None, "an axis of several ranks has a group"
-        self.topology = topology
-        self.model_group = group
+        model_group = topology.tensor_group or topology.pipeline_group
+        assert model_group is not None, "an axis of several ranks has a group"
         # DeepSpeed asks for a group of one too; each rank makes its own, so no order is needed
         self.data_group = topology.data_group or runtime.new_group(
             [topology.rank], is_made_alone=True
         )
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        """Ranks over which dense gradients are averaged; this one alone where there is no other."""
-        return self.data_group
-
-    def get_data_parallel_world_size(self) -> int:
-        """Size of the data axis."""
-        return self.topology.degrees.data
-
-    def get_data_parallel_rank(self) -> int:
-        """Place on the data axis."""
-        return self.topology.data_rank
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        """Ranks that hold other parts of the model, for the same tokens."""
-        return self.model_group
-
-    def get_model_parallel_world_size(self) -> int:
-        """Size of the model-parallel group."""
-        return self.topology.degrees.tensor * self.topology.degrees.pipeline
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank's place in the model-parallel group."""
-        return self.topology.tensor_rank + self.topology.stage  # one of them is always 0
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        """Size of the tensor axis."""
-        return self.topology.degrees.tensor
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's place on the tensor axis."""
-        return self.topology.tensor_rank
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        """Number of stages that DeepSpeed schedules: this one."""
-        return 1
+        answers = {
+            "get_data_parallel_group": self.data_group,
+            "get_data_parallel_world_size": degrees.data,
+            "get_data_parallel_rank": topology.data_rank,
+            "get_model_parallel_group": model_group,
+            "get_model_parallel_world_size": degrees.tensor * degrees.pipeline,
+            # one of the two is always 0
+            "get_model_parallel_rank": topology.tensor_rank + topology.stage,
+            "get_tensor_model_parallel_world_size": degrees.tensor,
+            "get_tensor_model_parallel_rank": topology.tensor_rank,
+            # stages that DeepSpeed schedules: this one
+            "get_pipeline_model_parallel_world_size": 1,
+        }
+        for question, answer in answers.items():
+            setattr(self, question, lambda answer=answer: answer)

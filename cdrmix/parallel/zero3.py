@@ -34,11 +34,7 @@ class _Head(nn.Module):
 
 
 class PartitionedEmbedding(TokenEmbedding):
-    """Token embedding whose rows are partitioned over the data ranks.
-
-    Args:
-        embedding: gives the weight, partitioned already.
-    """
+    """Token embedding whose rows, partitioned already, lie over the data ranks."""
 
     def __init__(self, embedding: TokenEmbedding) -> None:
         weight = embedding.weight
@@ -64,16 +60,13 @@ class PartitionedEmbedding(TokenEmbedding):
 def partition(module: nn.Module, settings: dict[str, Any]) -> None:
     """Partitions a module's parameters over the data ranks, in the type of the run; collective.
 
-    Values are cast as DeepSpeed casts a whole model under the other stages.
-
-    Args:
-        module: its parameters have their values; those partitioned before stay as they are.
-        settings: of DeepSpeed, complete.
+    They have their values, which are cast as DeepSpeed casts a whole model under the other stages;
+    those partitioned before stay as they are. `settings` are DeepSpeed's, complete.
     """
-    if settings.get("bf16", {}).get("enabled"):
-        module.to(torch.bfloat16)
-    elif settings.get("fp16", {}).get("enabled"):
-        module.to(torch.float16)
+    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if settings.get(key, {}).get("enabled"):
+            module.to(dtype)
+            break
     runtime.import_deepspeed().zero.Init(module=module, config_dict_or_path=settings)
     # A time mix computes its norm by F.group_norm: the module that owns the parameters is never
     # called, so nothing would gather them.
@@ -89,20 +82,15 @@ def _will_read(reader: nn.Module, parameter: nn.Parameter) -> None:
 
 
 def next_token_nats(
-    embedding: TokenEmbedding,
-    hidden: Tensor,
-    labels: Tensor,
-    label_weights: Tensor | None = None,
+    embedding: TokenEmbedding, hidden: Tensor, labels: Tensor, label_weights: Tensor | None = None
 ) -> Tensor:
-    """Sums the cross-entropy of the next token over the valid positions.
+    """Sums the nats of the next token over the valid positions; the same on every tensor rank.
 
     Args:
         embedding: of this rank; tied with the head.
         hidden: normalised output of the last block, [..., D].
         labels: next token of each position, [...], int64; -100 is ignored.
         label_weights: factor of each position, [...], float32; None: 1.
-    Returns:
-        Nats over the valid positions, scalar, float32; the same on every tensor rank.
     """
     if isinstance(embedding, VocabularyEmbedding | PartitionedEmbedding):
         return embedding.cross_entropy(hidden, labels, label_weights)

@@ -98,7 +98,7 @@ def pass_states(length: int, fastest: bool) -> dict[str, np.ndarray]:
     part = SequencePart(torch.distributed.group.WORLD, runtime.world_size(), runtime.rank())
     *inputs, weight = (x.chunk(part.parts, dim=1)[part.index] for x in whole(length, fastest))
     leaves = [x.float().requires_grad_() for x in inputs]
-    y, _ = PassedState(part).train()(*leaves)
+    y, _ = PassedState(part).train()(*leaves, None)
     gradients = torch.autograd.grad(y, leaves, weight.float())
     runtime.destroy_distributed()
     values = (x.detach().numpy() for x in (y, *gradients))
@@ -119,7 +119,7 @@ def test_a_passed_state_is_as_exact_as_one_run_of_the_recurrence(
 ) -> None:
     *inputs, weight = whole(length, fastest)
     leaves = [x.requires_grad_() for x in inputs]
-    y, _ = wkv7_reference(*leaves)
+    y, _ = wkv7_reference(leaves)
     exact = (y, *torch.autograd.grad(y, leaves, weight.double()))
     wanted = dict(zip(("y", *NAMES[2:-1]), (x.detach() for x in exact), strict=True))
     parts = run_ranks(pass_states, ranks, length, fastest)

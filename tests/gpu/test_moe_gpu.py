@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.model import ModelConfig
 from cdrmix.models.moe import GroupedExperts
 
 pytestmark = pytest.mark.gpu
@@ -18,9 +17,7 @@ BFLOAT16_TOLERANCE = 0.02
 
 def results(counts: list[int], device: str, dtype: torch.dtype) -> list[Tensor]:
     """Output, and gradients of rows, up and down projections, for `counts` rows per expert."""
-    moe = {"num_experts": len(counts), "expert_hidden_size": 72}
-    config = ModelConfig(hidden_size=64, num_layers=1, num_heads=1, vocab_size=256, moe=moe)
-    experts = GroupedExperts(config, num_local_experts=len(counts), group_name="ep_size_1")
+    experts = GroupedExperts(len(counts), 72, 64, group_name="ep_size_1")
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     rows, weights = torch.randn(2, sum(counts), 64)

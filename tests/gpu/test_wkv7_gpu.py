@@ -9,8 +9,7 @@ from torch import Tensor
 
 from cdrmix.models.wkv7 import wkv7
 from cdrmix.models.wkv7_fla import obstacle
-from cdrmix.models.wkv7_reference import wkv7_reference
-from tests.parity.test_wkv7 import Form, assert_equal, ids_of, random_inputs, results
+from tests.parity.test_wkv7 import LOOP, Form, assert_equal, ids_of, random_inputs, results
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +32,7 @@ def on_device(backend: str, device: str = "cuda") -> Form:
 def test_chunked_equals_the_loop(key: int, is_packed: bool) -> None:
     ids = ids_of(LENGTHS) if is_packed else None
     inputs = random_inputs(200, key)
-    wanted = results(wkv7_reference, inputs, torch.float64, ids)
+    wanted = results(LOOP, inputs, torch.float64, ids)
     assert_equal(results(on_device("chunked"), inputs, segment_ids=ids), wanted)
 
 
@@ -47,7 +46,7 @@ def test_sixteen_bit_forms_equal_the_loop(backend: str, key: int, is_packed: boo
     if backend == "fla" and reason:
         pytest.skip(reason)
     ids = ids_of(LENGTHS) if is_packed else None
-    wanted = results(wkv7_reference, inputs, torch.float64, ids)
+    wanted = results(LOOP, inputs, torch.float64, ids)
     found = results(on_device(backend), inputs, torch.bfloat16, ids)
     assert_equal(found, wanted, BFLOAT16_TOLERANCE)
 

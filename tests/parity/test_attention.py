@@ -40,11 +40,11 @@ def turned(x: Tensor, position: int) -> Tensor:
 
 def by_hand(attention: Attention, x: Tensor, segments: list[int]) -> Tensor:
     """One sequence, [T, D], query by query and head by head; head h reads kv head h // (H / G)."""
-    shared = attention.num_heads // attention.num_kv_heads
+    shared = attention.query.out_features // attention.key.out_features
     rows = []
     for t in range(len(x)):
         heads = []
-        for h in range(attention.num_heads):
+        for h in range(attention.query.out_features // HEAD_DIM):
             own, theirs = (slice(n * HEAD_DIM, (n + 1) * HEAD_DIM) for n in (h, h // shared))
             query = turned((attention.query.weight @ x[t])[own], t)
             seen = [u for u in range(t + 1) if segments[u] == segments[t]]

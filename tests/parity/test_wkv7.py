@@ -22,7 +22,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.models import wkv7_cpu
 from cdrmix.models.wkv7 import BACKENDS, wkv7
 from cdrmix.models.wkv7_chunked import wkv7_chunked
-from cdrmix.models.wkv7_reference import DECAY_BOUND, wkv7_reference
+from cdrmix.models.wkv7_reference import DECAY_BOUND
 
 TOLERANCE = 2e-6
 LENGTHS = (1, 15, 16, 17, 63, 65, 200)
@@ -72,10 +72,13 @@ def run(backend: str) -> Form:
     return functools.partial(wkv7, backend=backend)
 
 
+LOOP = run("reference")
+
+
 @functools.cache
 def oracle(time: int, key: int, value: int = 0, *, fastest: bool = False) -> dict[str, Tensor]:
     inputs = random_inputs(time, key, value, fastest=fastest)
-    return results(wkv7_reference, inputs, torch.float64)
+    return results(LOOP, inputs, torch.float64)
 
 
 def assert_equal(
@@ -119,7 +122,7 @@ def test_key_and_value_sizes_may_differ(backend: str, key: int, value: int) -> N
 @pytest.mark.parametrize("backend", FORMS)
 def test_no_state_is_the_zero_state(backend: str) -> None:
     *inputs, s0 = random_inputs(65, 32)
-    wanted = results(wkv7_reference, [*inputs, torch.zeros_like(s0)], torch.float64)
+    wanted = results(LOOP, [*inputs, torch.zeros_like(s0)], torch.float64)
     del wanted["ds0"]
     assert_equal(results(run(backend), inputs), wanted)
 
@@ -135,7 +138,7 @@ def test_gradients_pass_through_each_output_alone(backend: str, output: int) -> 
         found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         return dict(zip(NAMES[2:], found, strict=True))
 
-    wanted = gradients(wkv7_reference, torch.float64)
+    wanted = gradients(LOOP, torch.float64)
     assert_equal(gradients(run(backend), torch.float32), wanted)
 
 
@@ -162,7 +165,9 @@ def test_decoding_token_by_token_equals_one_call() -> None:
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 4, 8, 32, 64])
 def test_every_chunk_size_is_exact(chunk_tokens: int) -> None:
-    form = functools.partial(wkv7_chunked, chunk_tokens=chunk_tokens)
+    def form(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return wkv7_chunked(leaves[:-1], leaves[-1], chunk_tokens=chunk_tokens)
+
     found = results(form, random_inputs(65, 32, 48), torch.float64)
     assert_equal(found, oracle(65, 32, 48), 1e-13)
 
@@ -170,7 +175,10 @@ def test_every_chunk_size_is_exact(chunk_tokens: int) -> None:
 def test_hand_derived_gradient_passes_gradcheck() -> None:
     inputs = [x.requires_grad_() for x in random_inputs(7, 3, 2, batch=2, heads=1)]
     ids = torch.tensor([[0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 2, 2]])
-    form = functools.partial(wkv7_chunked, segment_ids=ids, chunk_tokens=4)
+
+    def form(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return wkv7_chunked(leaves[:-1], leaves[-1], ids, chunk_tokens=4)
+
     assert torch.autograd.gradcheck(form, inputs)
 
 
@@ -252,7 +260,7 @@ def test_sixteen_bit_inputs_are_computed_in_float32(backend: str) -> None:
     found = results(run(backend), inputs, torch.bfloat16)
     assert {found[name].dtype for name in NAMES if name != "s"} == {torch.bfloat16}
     assert found["s"].dtype == torch.float32
-    wanted = results(wkv7_reference, inputs, torch.float64)
+    wanted = results(LOOP, inputs, torch.float64)
     assert_equal({"s": found["s"]}, {"s": wanted["s"]})
     assert_equal(found, wanted, 2**-8)  # bfloat16 rounds results, and weights of y, by 2^-9
 
@@ -302,7 +310,7 @@ def test_inputs_and_gradients_may_have_any_strides(backend: str) -> None:
         found = results(strided, random_inputs(40, 32), dtype)
         return {name: found[name] for name in NAMES[2:]}
 
-    wanted = gradients(wkv7_reference, torch.float64)
+    wanted = gradients(LOOP, torch.float64)
     assert_equal(gradients(run(backend), torch.float32), wanted)
 
 
@@ -352,7 +360,7 @@ def test_saves_an_eighth_of_what_autograd_saves(key: int, c: int) -> None:
     inputs = random_inputs(512, key, batch=1)
     by_autograd = functools.partial(chunk_form_by_autograd, c=c)
     small = random_inputs(64, key)
-    assert_equal(results(by_autograd, small), results(wkv7_reference, small, torch.float64))
+    assert_equal(results(by_autograd, small), results(LOOP, small, torch.float64))
     assert saved_bytes(run("chunked"), inputs) <= saved_bytes(by_autograd, inputs) / 8
 
 

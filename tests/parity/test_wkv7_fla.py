@@ -7,7 +7,6 @@ themselves are tested in tests/gpu.
 
 # B batch, T time, H heads, K key dim, V value dim, N sequences packed into a batch
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor
 
 from cdrmix.models import wkv7_fla
-from cdrmix.models.wkv7_reference import DECAY_BOUND, wkv7_reference
-from tests.parity.test_wkv7 import Form, assert_equal, ids_of, random_inputs, results
+from cdrmix.models.wkv7_reference import DECAY_BOUND
+from tests.parity.test_wkv7 import LOOP, assert_equal, ids_of, random_inputs, results
 
 CASE = wkv7_fla._Case(torch.device("cpu"), torch.bfloat16, 16, 16, is_packed=False)
-LOOP: Form = wkv7_reference
 
 
 def stand_in(
@@ -92,7 +90,10 @@ def test_conventions_are_translated(
     inputs = random_inputs(24, 16, 8)[: 7 if has_state else 6]
     ids = ids_of(([9, 15], [1, 1, 22])) if is_packed else None
 
-    call = functools.partial(wkv7_fla._call, chunk_tokens=64)
+    def call(*leaves: Tensor, segment_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        s0 = leaves[6] if has_state else None
+        return wkv7_fla._call(leaves[:6], s0, segment_ids, chunk_tokens=64)
+
     wanted = results(LOOP, inputs, torch.float64, ids)
     assert_equal(results(call, inputs, segment_ids=ids), wanted)
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from cdrmix import runtime
 from cdrmix.config.schema import MixtureConfig
 from cdrmix.data.loader import Loader
-from cdrmix.data.mixed import MixedDataset
+from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.shards import TokenizerInfo, new_manifest, write_manifest, write_shards
 from cdrmix.data.token_dataset import TokenDataset
 from tools.benchmark.timing import median_ratio, paired_cpu_seconds, report

@@ -16,7 +16,7 @@ from cdrmix.corpus.recipe import (
     recipe_yaml,
     step_class,
 )
-from cdrmix.data.mixed import built_mixture
+from cdrmix.data.mixture import built_mixture
 from cdrmix.data.shards import TokenizerInfo, new_manifest
 from cdrmix.errors import ConfigError
 from tests.harness import ROOT

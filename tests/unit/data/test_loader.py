@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cdrmix.config.schema import MixtureConfig
 from cdrmix.data import loader as loader_module
 from cdrmix.data.loader import IGNORED_LABEL, Loader, next_targets, split_documents
-from cdrmix.data.mixed import MixedDataset
+from cdrmix.data.mixture import MixedDataset
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import DataError, PlanError, StateError
 from cdrmix.objectives import language_model

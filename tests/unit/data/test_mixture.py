@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from cdrmix.config.load import changed_keys
 from cdrmix.config.schema import DataConfig, MixtureConfig
-from cdrmix.data.mixed import MixedDataset
-from cdrmix.data.mixture import Mixture, Phase, draw_sources
+from cdrmix.data.mixture import MixedDataset, Mixture, Phase, draw_sources
 from cdrmix.errors import DataError
 from tests.unit.data.token_folder import write_token_folder
 
@@ -220,7 +219,7 @@ def test_a_saved_mixture_is_no_change_of_the_configuration() -> None:
 
 def test_weights_left_out_are_the_sizes_of_the_domains(folder: Path) -> None:
     found = places(mixed(folder, {}), np.arange(170), seed=1)
-    assert mixed(folder, {}).draw(0, 170)["b"]["samples"] == 50
+    assert draw_sources(mixed(folder, {})._plan, 0, 170)["b"]["samples"] == 50
     assert sorted(found) == [(d, i) for d, size in enumerate((20, 50, 100)) for i in range(size)]
 
 
