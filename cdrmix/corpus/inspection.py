@@ -312,7 +312,7 @@ class Inspection:
         tokens: counts of `tokens`, `documents` and `text_bytes`, by domain and split.
         source: origin of the tokens, as the manifest has it.
         shards: entries of the manifest.
-        mixture: as `cdrmix.data.mixed.mixture_course` describes it.
+        mixture: as `cdrmix.data.mixture.mixture_course` describes it.
         lineage: typed form of `source`; None where `cdrmix data build` did not make the folder.
         read, steps, lengths, languages, ngrams: from the report of a build; absent without one.
     """
