@@ -288,6 +288,7 @@ class ReadingEpisodes:
             )
             for place in places.tolist()
         ]
+        # of equal windows any one stands for all
         by_key = dict(zip(keys, places, strict=True))
         new = {key: place for key, place in by_key.items() if key not in known}
         if new:
