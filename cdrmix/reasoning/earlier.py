@@ -33,7 +33,6 @@ from cdrmix.errors import ConfigError, StateError
 from cdrmix.log import get_logger
 from cdrmix.reasoning.episodic_index import DUPLICATE_COSINE, Entry, EpisodicIndex, FaissCache
 from cdrmix.reasoning.memory_reader import MemoryReader
-from cdrmix.reasoning.segments import Texts
 from cdrmix.reasoning.working_memory import weights_digest
 
 logger = get_logger(__name__)
@@ -60,17 +59,6 @@ class Earlier:
     def __init__(self, index: EpisodicIndex, *, faiss: bool) -> None:
         self.index = index
         self._search = FaissCache(index).search if faiss else index.search
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def before(self, texts: Texts) -> Texts:
-        """Returns the texts with all entries before each, as segments 0 to E - 1."""
-        return texts.behind([entry.tokens for entry in self.index.entries])
-
-    def source(self, place: int) -> str:
-        """Name of the text that an entry is from."""
-        return self.index.entries[place].source
 
     def find(
         self, queries: Tensor, written: Tensor, is_written: Tensor, *, count: int

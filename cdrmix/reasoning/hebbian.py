@@ -232,8 +232,8 @@ class PlasticBackbone(nn.Module):
     def start(self, batch_size: int) -> EpisodeState:
         """Returns the state of a batch of episodes before their first token."""
         zero = blank(batch_size, self.adapter_config.rank, device=self.backbone.device)
-        layers = dict.fromkeys(self._layers, zero)
-        return EpisodeState(layers, num_tokens=0)
+        # one for all of them, as a state is never written in place
+        return EpisodeState(dict.fromkeys(self._layers, zero), num_tokens=0)
 
     def forward(
         self,

@@ -98,8 +98,9 @@ class ReadingEpisodes:
         self.num_entries = min(reader.capacity, reading.texts.tokens.shape[1])
         self.forbidden = forbidden
         self._earlier = earlier
-        self.texts = reading.texts if earlier is None else earlier.before(reading.texts)
-        self.num_earlier = len(earlier) if earlier else 0
+        entries = earlier.index.entries if earlier else []
+        self.num_earlier = len(entries)
+        self.texts = reading.texts.behind([entry.tokens for entry in entries])
         self.retrieval_seconds = 0.0
         self.num_retrievals = 0
         # rollouts of one text often share a window: each is run, and answered, once
@@ -287,6 +288,7 @@ class ReadingEpisodes:
             )
             for place in places.tolist()
         ]
+        # of equal windows any one stands for all
         by_key = dict(zip(keys, places, strict=True))
         new = {key: place for key, place in by_key.items() if key not in known}
         if new:
@@ -326,7 +328,7 @@ class ReadingEpisodes:
         query = torch.where(at_question.unsqueeze(1), state.query, segment)
         candidates = state.memory
         scores = (keys @ query.unsqueeze(2)).squeeze(2)
-        if self._earlier:
+        if self._earlier and self.num_earlier:
             # as many more as may stand in the window already
             count = self.top_k + MOST_FETCHED
             entries, cosines = self._earlier.find(query, keys, candidates >= 0, count=count)

@@ -254,7 +254,9 @@ def _play(
         for kind, segment in _changes(episodes, action, state, after):
             text = loaded.lessons.tokenizer.decode(episodes.texts.segment(0, segment))
             # Segments of this text need no source: it is the one that the user gave.
-            source = earlier.source(segment) if kind == "recalled" and earlier else ""
+            source = ""
+            if earlier and kind == "recalled":
+                source = earlier.index.entries[segment].source
             played.events.append(ReadingEvent(kind, text, source))
         state = after
     return dataclasses.replace(played, state=state)
