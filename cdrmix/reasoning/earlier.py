@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from cdrmix.data.folders import locked, new_folder, remove_unfinished, sync
-from cdrmix.errors import ConfigError, StateError
+from cdrmix.data.shards import check_regular, read_regular
+from cdrmix.errors import ConfigError, DataError, StateError
 from cdrmix.log import get_logger
 from cdrmix.reasoning.episodic_index import DUPLICATE_COSINE, Entry, EpisodicIndex, FaissCache
 from cdrmix.reasoning.memory_reader import MemoryReader
@@ -46,6 +48,7 @@ _VALUES = "values.safetensors"
 _ENTRIES = "entries.jsonl"
 _MANIFEST = "manifest.json"
 _FILES = (_KEYS, _VALUES, _ENTRIES)
+_MAX_MANIFEST_BYTES = 2**20
 _REQUIRED = {"tokenizer", "key_size", "encoder", "count", "next_id"}
 
 
@@ -167,7 +170,7 @@ def opened(
         # not around the yield: a fault of the caller's own files is not one of this folder
         with _disk_faults(folder):
             stack.enter_context(_alone(folder))
-            is_saved = load_index(index, folder)
+            is_saved = load_index(index, folder, vocab_size=reader.backbone.config.vocab_size)
         before = list(index.entries) if is_saved else None
         yield index
         if index.entries != before:
@@ -240,10 +243,11 @@ def save_index(index: EpisodicIndex, folder: Path) -> Path:
     return out
 
 
-def load_index(index: EpisodicIndex, folder: Path) -> bool:
+def load_index(index: EpisodicIndex, folder: Path, *, vocab_size: int) -> bool:
     """Fills an empty index from the newest save; returns False if there is none.
 
-    A smaller `max_tokens` than that of the save evicts entries at the next commit.
+    A smaller `max_tokens` than that of the save evicts entries at the next commit. Token ids must
+    be below `vocab_size`: an index may have been made by somebody else.
 
     Raises:
         StateError: if it is damaged, or of another encoder, tokenizer or key size.
@@ -266,35 +270,79 @@ def load_index(index: EpisodicIndex, folder: Path) -> bool:
             "that it was written with, or another folder"
         )
     try:
-        keys = load_file(newest / _KEYS)["keys"]
-        values = load_file(newest / _VALUES)
-        bounds = itertools.pairwise([0, *values["ends"].tolist()])
-        rows = (newest / _ENTRIES).read_text(encoding="utf-8").splitlines()
-        entries = [
-            Entry(tokens=tuple(values["tokens"][begin:end].tolist()), **json.loads(row))
-            for row, (begin, end) in zip(rows, bounds, strict=True)
-        ]
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        keys, entries = _read_entries(newest)
+        _check_entries(keys, entries, manifest, vocab_size=vocab_size)
+    except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise StateError(f"{newest}: not what this version writes ({error})") from None
-    if not len(keys) == len(entries) == manifest["count"]:
-        raise StateError(
-            f"{newest}: {len(keys)} keys for {len(entries)} entries, and its manifest says "
-            f"{manifest['count']}"
-        )
     index.restore(keys, entries, next_id=manifest["next_id"])
     return True
 
 
+def _read_entries(save: Path) -> tuple[Tensor, list[Entry]]:
+    keys = load_file(save / _KEYS)["keys"]
+    values = load_file(save / _VALUES)
+    tokens, ends = values["tokens"], values["ends"]
+    if tokens.dtype != torch.int64 or tokens.dim() != 1 or ends.dim() != 1:
+        raise ValueError(f"{_VALUES}: tokens and ends must be lists of integers")
+    bounds = list(itertools.pairwise([0, *ends.tolist()]))
+    if any(begin > end for begin, end in bounds) or (bounds and bounds[-1][1] != len(tokens)):
+        raise ValueError(f"{_VALUES}: ends do not cut the tokens into segments")
+    rows = (save / _ENTRIES).read_text(encoding="utf-8").splitlines()
+    if len(rows) != len(bounds):
+        raise ValueError(f"{len(rows)} entries for {len(bounds)} segments")
+    return keys, [
+        Entry(tokens=tuple(tokens[begin:end].tolist()), **json.loads(row))
+        for row, (begin, end) in zip(rows, bounds, strict=True)
+    ]
+
+
+def _check_entries(
+    keys: Tensor, entries: list[Entry], manifest: dict[str, Any], *, vocab_size: int
+) -> None:
+    """Raises ValueError for what a search, an embedding or a terminal could not take."""
+    if keys.shape != (manifest["count"], manifest["key_size"]) or len(keys) != len(entries):
+        raise ValueError(
+            f"keys of shape {list(keys.shape)} for {len(entries)} entries, and its manifest says "
+            f"{manifest['count']} of size {manifest['key_size']}"
+        )
+    if keys.dtype != torch.float32 or not bool(((keys.norm(dim=1) - 1).abs() < 1e-3).all()):
+        raise ValueError(f"{_KEYS}: keys must be unit vectors in float32")
+    last = -1
+    for entry in entries:
+        numbers = (entry.offset, entry.id, entry.last_used, entry.num_reads)
+        # a bool is an int to Python, not here
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"{_ENTRIES}: offset, id, last_used, num_reads are {numbers}")
+        if not isinstance(entry.source, str) or not 0 <= entry.score <= 1:
+            raise ValueError(f"{_ENTRIES}: entry {entry.id} has no source or score of 0 to 1")
+        if not all(0 <= token < vocab_size for token in entry.tokens):
+            raise ValueError(f"{_VALUES}: entry {entry.id} has ids outside of 0 to {vocab_size}")
+        if entry.id <= last:
+            raise ValueError(f"{_ENTRIES}: id {entry.id} follows {last}")
+        last = entry.id
+    if type(manifest["next_id"]) is not int or manifest["next_id"] <= last:
+        raise ValueError(f"{_MANIFEST}: next_id is {manifest['next_id']!r} after id {last}")
+
+
 def _saves(folder: Path) -> list[Path]:
+    """Folders of the saves, the newest last. Raises StateError if one is a link."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if path.name.isdigit() and path.is_dir())
+    saves = [path for path in folder.iterdir() if re.fullmatch("[0-9]{8}", path.name)]
+    for path in saves:
+        if path.is_symlink():  # what it leads to would be read here, and deleted after a save
+            raise StateError(f"{path}: is a link. Replace it by the folder that it points to")
+    return sorted(path for path in saves if path.is_dir())
 
 
 def _read_manifest(save: Path) -> dict[str, Any]:
     """Reads the manifest of a save, and checks its files against their digests."""
     try:
-        manifest = json.loads((save / _MANIFEST).read_text(encoding="utf-8"))
+        for name in (*_FILES, _MANIFEST):
+            if (save / name).is_symlink():
+                raise DataError(f"{save / name}: is a link.")
+            check_regular(save / name)
+        manifest = json.loads(read_regular(save / _MANIFEST, _MAX_MANIFEST_BYTES))
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
         if missing := _REQUIRED - manifest.keys():
@@ -303,7 +351,11 @@ def _read_manifest(save: Path) -> dict[str, Any]:
         changed = [name for name, sha256 in digests.items() if _digest(save / name) != sha256]
     except OSError as error:
         raise StateError(f"{error.filename}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except DataError as error:  # a link leads elsewhere, and a pipe never ends
+        raise StateError(
+            f"{error} Remove the folder {save} to start with an empty memory"
+        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(f"{save / _MANIFEST}: not a manifest ({error})") from None
     if changed:
         raise StateError(

@@ -49,7 +49,9 @@ class ReadingEvent:
 
     def line(self) -> str:
         """One line for a person."""
-        source = f" from {self.source}" if self.source else ""
+        # An index that was handed over may name sources that would move a terminal's cursor.
+        shown = "".join(c if c.isprintable() else "?" for c in self.source)
+        source = f" from {shown}" if shown else ""
         return f"{self.kind:<11} {self.text.strip()!r}{source}"
 
 

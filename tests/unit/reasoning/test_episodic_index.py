@@ -155,7 +155,7 @@ def loaded(folder: Path, **changed: object) -> EpisodicIndex:
         "max_tokens": 1024,
     } | changed
     index = EpisodicIndex(**settings)
-    assert load_index(index, folder)
+    assert load_index(index, folder, vocab_size=100)
     return index
 
 
@@ -225,7 +225,7 @@ def test_an_altered_file_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_missing_or_foreign_memory_is_refused(tmp_path: Path) -> None:
-    assert not load_index(empty(), tmp_path / "nowhere")
+    assert not load_index(empty(), tmp_path / "nowhere", vocab_size=100)
     save = save_index(filled(5), tmp_path)
     (save / "manifest.json").write_text('{"format": 9}')
     with pytest.raises(StateError, match="not a manifest .format 9, this version reads 2"):
