@@ -44,7 +44,6 @@ def run_blocks(
     """Runs consecutive blocks, all of a model or those of a pipeline stage.
 
     Args:
-        blocks: of class `Block`.
         x: residual stream, [B, T, D].
         v_first: value of the first RWKV layer, [B, T, D]; None before it.
         segment_ids, state, return_state: see `Context`.
