@@ -118,10 +118,10 @@ def _split_region(
     region: nn.Module, columns: tuple[str, ...], row: str, topology: Topology
 ) -> None:
     """Cuts the maps into a region by outputs and the one out of it by inputs."""
-    last = getattr(region, row)
-    for linear, dim in [*((getattr(region, name), 0) for name in columns), (last, 1)]:
+    for name in (*columns, row):
+        linear = getattr(region, name)
         # without a bias, which the sum over the ranks would count P times
-        linear.weight = cut_block(linear.weight, topology, dim=dim)
+        linear.weight = cut_block(linear.weight, topology, dim=1 if name == row else 0)
         linear.out_features, linear.in_features = linear.weight.shape
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -131,7 +131,7 @@ def _split_region(
         return sum_over_ranks(part, topology.tensor_group)
 
     region.register_forward_pre_hook(enter)
-    last.register_forward_hook(leave)
+    getattr(region, row).register_forward_hook(leave)
 
 
 def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
