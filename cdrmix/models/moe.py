@@ -160,7 +160,7 @@ class GroupedExperts(nn.Module):
             parameter.group_name = group_name  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Applies experts to their rows of [M, D]; `ends` are the rows behind, [E/P] int32."""
+        """Applies each expert to its rows of [M, D], which end before `ends`, [E/P], int32."""
         inner = squared_relu(F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends))  # [M, F]
         return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
 
@@ -246,7 +246,7 @@ def _sort_by_expert(
 
 
 def _merge_sources(received: Tensor) -> tuple[Tensor, Tensor]:
-    """Orders rows that are counted by source and expert, [P, E/P], by expert; and the inverse."""
+    """Orders rows, counted by source and expert [P, E/P], by expert; gives the inverse too."""
     num_sources, num_local = received.shape
     expert_of_block = torch.arange(num_local, device=received.device).repeat(num_sources)
     expert_of_row = expert_of_block.repeat_interleave(received.reshape(-1))
