@@ -244,7 +244,7 @@ class SplitDataset:
         self._roles = TokenStream(self.folder, shards, "uint8", suffix="roles")
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Reads samples [n] as [n, T + 1], int64; IndexError if there is none of a number."""
+        """Reads samples by number, [n] -> [n, T + 1], int64; an IndexError beyond the last."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_samples:
             raise IndexError(f"samples {indices.min()} to {indices.max()} of {self.num_samples}")
         return self._stream.rows(self._positions(indices).tolist(), self.sequence_length + 1)

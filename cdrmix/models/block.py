@@ -64,15 +64,9 @@ class Block(nn.Module):
         state: BlockState | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, BlockState]:
-        """Runs the block.
+        """Runs the block on the residual stream, [B, T, D]; arguments as of `TimeMix.forward`.
 
-        Args:
-            x: residual stream, [B, T, D].
-            v_first: value of the first RWKV layer, [B, T, D]; None before it.
-            state: this block's state, or None at the start of a sequence.
-            segment_ids: document of each token, [B, T].
-        Returns:
-            residual stream, v_first, router statistics [S] or None, state after token T.
+        Gives residual stream, v_first, router statistics [S] or None, state after token T.
         """
         x, v_first, mixer_state = self.mix(x, v_first, state, segment_ids)
         last = state.channel_last if state else None

@@ -160,22 +160,9 @@ class GroupedExperts(nn.Module):
             parameter.group_name = group_name  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Applies experts to their rows of [M, D]; `ends` are the rows behind, [E/P] int32."""
+        """Applies each expert to its rows of [M, D], which end before `ends`, [E/P], int32."""
         inner = squared_relu(F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends))  # [M, F]
         return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
-
-
-class TokenShares:
-    """Tokens that a rank routes: all that it holds; see `parallel.exchange.TensorShares`."""
-
-    def take(self, tokens: Tensor) -> Tensor:
-        """Returns the tokens that this rank routes, [N, D] -> [n, D]."""
-        return tokens
-
-    def give_back(self, routed: Tensor, num_tokens: int) -> Tensor:
-        """Returns the outputs of all N tokens from those of this rank's, [n, D] -> [N, D]."""
-        assert len(routed) == num_tokens, "no other rank routes a share"
-        return routed
 
 
 class ExpertLayer(MOELayer):
@@ -188,7 +175,8 @@ class ExpertLayer(MOELayer):
         experts = GroupedExperts(local, moe.expert_hidden_size, hidden, group_name=group_name)
         super().__init__(Router(moe, hidden), experts, group_name, expert_parallel_size, local)
         self.moe = moe
-        self.shares = TokenShares()
+        # `parallel.exchange.TensorShares`, where tensor ranks share out the tokens that they hold
+        self.shares: Any = None
 
     def _set_ep_group(self, ep_group: Any) -> None:
         self.ep_group = ep_group
@@ -197,7 +185,7 @@ class ExpertLayer(MOELayer):
         """Routes [B, T, D] -> [B, T, D], with statistics [2E + 3]; see `MoEFeedForward`."""
         moe = self.moe
         all_tokens = x.reshape(-1, x.shape[-1])
-        tokens = self.shares.take(all_tokens)  # [N, D]
+        tokens = self.shares.take(all_tokens) if self.shares else all_tokens  # [N, D]
         experts, weights, probability_sum, z_sum = self.gate(tokens)
         every = torch.arange(moe.num_experts, device=x.device)
         counts = (experts.reshape(-1, 1) == every).sum(0)  # [E], before anything is dropped
@@ -213,7 +201,9 @@ class ExpertLayer(MOELayer):
         dropped = excess if dropping else torch.zeros_like(excess)
         totals = torch.stack([z_sum, excess.float(), dropped.float()])
         statistics = torch.cat([counts.float(), probability_sum, totals])
-        return self.shares.give_back(out, len(all_tokens)).view_as(x), statistics
+        if self.shares:
+            out = self.shares.give_back(out, len(all_tokens))
+        return out.view_as(x), statistics
 
     def _apply_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Computes the experts' outputs of rows sorted by global expert, in the same order."""
@@ -256,7 +246,7 @@ def _sort_by_expert(
 
 
 def _merge_sources(received: Tensor) -> tuple[Tensor, Tensor]:
-    """Orders rows that are counted by source and expert, [P, E/P], by expert; and the inverse."""
+    """Orders rows, counted by source and expert [P, E/P], by expert; gives the inverse too."""
     num_sources, num_local = received.shape
     expert_of_block = torch.arange(num_local, device=received.device).repeat(num_sources)
     expert_of_row = expert_of_block.repeat_interleave(received.reshape(-1))

@@ -44,7 +44,6 @@ def run_blocks(
     """Runs consecutive blocks, all of a model or those of a pipeline stage.
 
     Args:
-        blocks: of class `Block`.
         x: residual stream, [B, T, D].
         v_first: value of the first RWKV layer, [B, T, D]; None before it.
         segment_ids, state, return_state: see `Context`.
@@ -159,12 +158,16 @@ def _mix_then_feed(
     Run again in the backward pass, it stops at the inputs of the spans, which are recomputed from
     those one by one: their feed-forwards are not computed a third time.
     """
+    is_again = again.is_on
+
+    def feed(x: Tensor, last: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return (x, None) if is_again else block.feed(x, last, ids)[:2]
+
     x, v_first, _ = block.mix(x, v_first, None, segment_ids)
     outs = []
     statistics = []
-    run = _nothing if again.is_on else _feed_span
     for inputs in _feed_inputs(block, x, segment_ids, spans):
-        out, part = _recomputed(run, block, *inputs)
+        out, part = _recomputed(feed, *inputs)
         outs.append(out)
         statistics.append(part)
     return torch.cat(outs, 1), v_first, _sum(statistics)
@@ -184,17 +187,6 @@ def _feed_inputs(
         inputs.append((x[:, span], entering[0] if entering else None, ids))
         last = end
     return inputs
-
-
-def _feed_span(
-    block: Block, x: Tensor, last: Tensor | None, segment_ids: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    x, statistics, _ = block.feed(x, last, segment_ids)
-    return x, statistics
-
-
-def _nothing(block: Block, x: Tensor, *_: Any) -> tuple[Tensor, None]:
-    return x, None
 
 
 def _entering(

@@ -25,11 +25,11 @@ from torch.nn import functional as F
 from cdrmix.config.model import ModelConfig
 from cdrmix.models.initialize import orthogonal_, uniform_
 from cdrmix.models.wkv7 import wkv7
+from cdrmix.models.wkv7_reference import DECAY_BOUND
 
 # the arguments and results of `wkv7`
 Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
-_DECAY_BOUND = math.exp(-0.5)
 _MIXES = ("r", "w", "k", "v", "a", "g")
 
 
@@ -215,7 +215,7 @@ class TimeMix(nn.Module):
     def _log_decay(self, x_w: Tensor) -> Tensor:
         """Computes the log decay, float32 in (-exp(-0.5), 0), as the WKV op requires."""
         raw = self.decay_bias + torch.tanh(x_w @ self.decay_down) @ self.decay_up
-        return torch.sigmoid(raw.float()) * -_DECAY_BOUND
+        return torch.sigmoid(raw.float()) * -DECAY_BOUND
 
     def _normalise(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Applies the group norm per head, and adds the bonus of the current token; [B, T, D]."""

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from cdrmix.models.moe import TokenShares
 from cdrmix.parallel.topology import Topology
 
 
@@ -87,7 +86,7 @@ def gather_rows(part: Tensor, topology: Topology) -> Tensor:
     return rows
 
 
-class TensorShares(TokenShares):
+class TensorShares:
     """Division of the tokens to route among the tensor ranks."""
 
     def __init__(self, topology: Topology) -> None:

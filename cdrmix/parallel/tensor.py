@@ -68,21 +68,6 @@ _LOW_RANK_UPS = ("decay_up", "iclr_up", "value_up", "gate_up")  # [R, D]
 _READ_WHOLE = ("mu_", "decay_down", "iclr_down", "value_down", "gate_down")
 
 
-class RowLinear(nn.Linear):
-    """Linear map of which this rank holds the columns for its part, [D_out, D_in / P]."""
-
-    def __init__(self, weight: nn.Parameter, topology: Topology) -> None:
-        # without a bias, which the sum over the ranks would count P times; on meta, because the
-        # weight that the constructor makes is replaced at once
-        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        self.weight = weight
-        self.topology = topology
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Sums the products of all tensor ranks, [..., D_in / P] -> [..., D_out]."""
-        return sum_over_ranks(F.linear(x, self.weight), self.topology.tensor_group)
-
-
 def split_block(block: Block, topology: Topology) -> None:
     """Cuts an initialised whole block to this rank's part of heads and features, in place."""
     if topology.tensor_group is None:
@@ -133,17 +118,20 @@ def _split_region(
     region: nn.Module, columns: tuple[str, ...], row: str, topology: Topology
 ) -> None:
     """Cuts the maps into a region by outputs and the one out of it by inputs."""
-    for name in columns:
+    for name in (*columns, row):
         linear = getattr(region, name)
-        linear.weight = cut_block(linear.weight, topology, dim=0)
-        linear.out_features = linear.weight.shape[0]
-    part = cut_block(getattr(region, row).weight, topology, dim=1)
-    setattr(region, row, RowLinear(part, topology))
+        # without a bias, which the sum over the ranks would count P times
+        linear.weight = cut_block(linear.weight, topology, dim=1 if name == row else 0)
+        linear.out_features, linear.in_features = linear.weight.shape
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return enter_region(args[0], topology), *args[1:]
 
+    def leave(_: nn.Module, args: Any, part: Tensor) -> Tensor:
+        return sum_over_ranks(part, topology.tensor_group)
+
     region.register_forward_pre_hook(enter)
+    getattr(region, row).register_forward_hook(leave)
 
 
 def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
