@@ -13,14 +13,14 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cdrmix import __version__, log
 from cdrmix.config.load import config_hash
 from cdrmix.corpus.encode import SPLITS, EncodeJob, StreamJob, run_encode, split_of, write_stream
 from cdrmix.corpus.inspection import lineage, read_report, write_build_report
-from cdrmix.corpus.recipe import Recipe, identity, is_corpus_step, load_recipe, make_step
-from cdrmix.corpus.remote_jobs import Engine, Pool
+from cdrmix.corpus.recipe import Numbered, Recipe, identity, load_recipe, make_step, passes
+from cdrmix.corpus.remote_jobs import Engine, EngineName, make_engine
 from cdrmix.corpus.source import (
     SourceConfig,
     SourceFile,
@@ -34,7 +34,6 @@ from cdrmix.corpus.steps.filter import Filter
 from cdrmix.corpus.steps.read import count_shards
 from cdrmix.corpus.task_run import (
     Decision,
-    Numbered,
     Task,
     TaskJob,
     leave_out_last,
@@ -60,7 +59,6 @@ from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, tra
 from cdrmix.errors import DataError
 
 DEFAULT_VOCAB_SIZE = 50_272
-EngineName = Literal["local", "slurm", "ray"]
 # Enough tasks for many workers to share a small corpus, and no millions of them for a large one:
 # each is a folder on a shared file system.
 _WANTED_TASKS = 512
@@ -81,7 +79,6 @@ def build_dataset(
     """Builds the token shards of a recipe into `out`, or continues an interrupted build.
 
     Args:
-        recipe_file: YAML of the recipe.
         workers: processes; 1 works in this one. With another engine, most jobs at a time.
         engine: runs the jobs: processes of this machine, SLURM, Ray, or an object of the caller.
         sbatch: options of sbatch, for SLURM.
@@ -119,7 +116,7 @@ def build_dataset(
                     f"{out}: another build is writing there. Wait for it, or give another --out."
                 )
             if isinstance(engine, str):
-                engine = _make_engine(engine, workers, out / "work", sbatch or {})
+                engine = make_engine(engine, workers, out / "work" / "slurm", sbatch or {})
             with engine as running:
                 return _Build(recipe, recipe_file.stem, out, running, task_bytes).run()
     except OSError as error:
@@ -127,27 +124,6 @@ def build_dataset(
             f"{error.filename or out}: {error.strerror}. Finished work stays in {out}: correct "
             "this and start again to continue from there."
         ) from error
-
-
-def _make_engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str, str]) -> Engine:
-    if sbatch and name != "slurm":
-        raise DataError(f"--sbatch {', '.join(sbatch)}: is for --engine slurm")
-    # Imported here, since a core installation has neither datatrove nor Ray.
-    try:
-        if name == "slurm":
-            from cdrmix.corpus.slurm_jobs import SlurmEngine
-
-            return SlurmEngine(work / "slurm", max_tasks=workers, sbatch=sbatch)
-        if name == "ray":
-            from cdrmix.corpus.ray_jobs import RayEngine
-
-            return RayEngine(max_tasks=workers)
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        raise DataError(
-            f"--engine {name} needs the package '{package}': pip install 'cdrmix[{name}]'"
-        ) from None
-    return Pool(workers)
 
 
 def make_tasks(
@@ -211,18 +187,6 @@ def content_key(*parts: Any) -> str:
     # Another version may give another result for the same values.
     text = json.dumps([__version__, *parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _passes(recipe: Recipe) -> Iterator[tuple[list[Numbered], Numbered | None]]:
-    """Cuts the steps of a recipe after each that looks at the whole corpus: (others, that one)."""
-    steps: list[Numbered] = []
-    for numbered in enumerate(recipe.steps):
-        if is_corpus_step(numbered[1]):
-            yield steps, numbered
-            steps = []
-        else:
-            steps.append(numbered)
-    yield steps, None
 
 
 class _Build:
@@ -289,7 +253,7 @@ class _Build:
         """Returns the result folders of each pass, by task in corpus order."""
         results: list[list[Path]] = []
         decisions: list[Decision | None] = [None] * len(self._tasks)
-        for pass_number, (steps, corpus_step) in enumerate(_passes(self._recipe)):
+        for pass_number, (steps, corpus_step) in enumerate(passes(self._recipe)):
             jobs = []
             for place, (task, decision) in enumerate(zip(self._tasks, decisions, strict=True)):
                 domain = task.source.domain

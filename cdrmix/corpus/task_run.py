@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Self, TextIO
 
 from cdrmix import log
-from cdrmix.corpus.recipe import StepConfig, make_step
+from cdrmix.corpus.recipe import Numbered, StepConfig, make_step
 from cdrmix.corpus.source import SetAside, SourceConfig, SourceFile
 from cdrmix.corpus.steps.read import read_file, read_shard, shard_name
 from cdrmix.data.document import Document, Step, parted
@@ -90,9 +90,7 @@ class Task:
                 set_aside(name, None, "takes too long to read", str(error))
 
 
-# A step and its place in the recipe; the same of a step over the corpus, and the file with its
-# decision on one task.
-Numbered = tuple[int, StepConfig]
+# A step over the corpus, its place in the recipe, and the file with its decision on one task.
 Decision = tuple[int, StepConfig, Path]
 
 
