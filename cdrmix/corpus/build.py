@@ -86,7 +86,7 @@ def build_dataset(
     Raises:
         ConfigError: if the recipe is wrong.
         DataError: if a source cannot be used, the steps drop every document, or `out` holds
-            something else, is in use or cannot be written.
+            something else, such as another build, is in use or cannot be written.
     """
     recipe = load_recipe(recipe_file)
     if workers < 1:
@@ -212,12 +212,7 @@ class _Build:
         self._decisions: dict[int, Any] = {}
 
     def run(self) -> Manifest:
-        """Runs all phases; each continues from the results on disk.
-
-        Raises:
-            DataError: if `out` holds the finished build of another recipe or of other sources, or
-                the steps drop every document.
-        """
+        """Runs all phases; each continues from the results on disk."""
         if (self._out / MANIFEST_FILE).exists():
             if read_report(self._out).get("key") != self._key:
                 raise DataError(

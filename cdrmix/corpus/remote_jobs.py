@@ -199,13 +199,9 @@ def _end_with_build(lifeline: Connection) -> None:
 
 
 class RoundsEngine(Engine):
-    """Runs all jobs without a result, and again those that a round leaves without one.
+    """Runs all jobs without a result, and again those that a round leaves without one."""
 
-    Attributes:
-        logs: place of the engine's own messages.
-    """
-
-    logs: str
+    logs: str  # place of the engine's own messages
 
     @abstractmethod
     def run_round(self, function: Function[J], jobs: Sequence[J], show: Callable[[], None]) -> None:

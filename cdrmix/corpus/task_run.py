@@ -190,10 +190,6 @@ def run_task(job: TaskJob) -> None:
 
     A document that a step takes too long for is set aside. The exception ends the steps with all
     that they hold of the task, so the job starts again without that document.
-
-    Raises:
-        DataError: for causes outside: a missing package, a connection that stays broken.
-        OSError: if the result cannot be written.
     """
     slow: dict[str, str] = {}  # id and message of each such document
     while not job.is_done():
