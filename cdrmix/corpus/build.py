@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -97,11 +98,14 @@ def build_dataset(
             raise DataError(
                 f"{out}: exists and is not the folder of a data build. Give another --out."
             )
-        for link in filter(Path.is_symlink, out.rglob("*")):
-            raise DataError(
-                f"{link}: is a symbolic link, which a build never makes; the build would write to "
-                "its target. Remove it, or give another --out."
-            )
+        # Not rglob, which fails where another build removes a folder meanwhile.
+        for parent, folders, files in os.walk(out):
+            paths = (Path(parent, name) for name in (*folders, *files))
+            for link in filter(Path.is_symlink, paths):
+                raise DataError(
+                    f"{link}: is a symbolic link, which a build never makes; the build would write "
+                    "to its target. Remove it, or give another --out."
+                )
     # Checked first: a build would meet these errors hours later.
     if recipe.tokenizer.path is not None:
         load_tokenizer(Path(recipe.tokenizer.path))
@@ -254,8 +258,9 @@ class _Build:
                 domain = task.source.domain
                 before = results[-1][place] if results else None
                 its_steps = tuple(step for step in steps if step[1].takes(domain))
-                takes_notes = corpus_step is not None and corpus_step[1].takes(domain)
-                notes_of = corpus_step[1] if corpus_step and takes_notes else None
+                notes_of = corpus_step[1] if corpus_step else None
+                if notes_of is not None and not notes_of.takes(domain):
+                    notes_of = None
                 # All that the result follows from. The name of the result before has the same of
                 # the earlier passes, so a change of a late step leaves early results valid.
                 key = content_key(

@@ -139,7 +139,7 @@ def notes_path(out: Path) -> Path:
     return out / f"{out.name}.notes"
 
 
-class Timed:
+class TimeLimit:
     """Passes documents on, leaves out slow ones, and raises `TooSlow` at one that takes too long.
 
     Limits the time as a context manager only. Counts processor time of this process, so a busy
@@ -193,7 +193,7 @@ def run_task(job: TaskJob) -> None:
     """
     slow: dict[str, str] = {}  # id and message of each such document
     while not job.is_done():
-        timed = Timed(slow)
+        timed = TimeLimit(slow)
         try:
             with timed:
                 _run_once(job, timed, slow)
@@ -220,7 +220,7 @@ def leave_out_last(job: TaskJob) -> bool:
     return True
 
 
-def _run_once(job: TaskJob, timed: Timed, slow: Mapping[str, str]) -> None:
+def _run_once(job: TaskJob, timed: TimeLimit, slow: Mapping[str, str]) -> None:
     """Runs the steps of a job over all documents but the slow ones, and writes the result."""
     # One entry per file and reason: the first row in detail, then a count. A damaged file of
     # 10^8 rows must not give a report of that size.
