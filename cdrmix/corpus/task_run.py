@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self, TextIO
+from typing import Any, Literal, Self, TextIO
 
 from cdrmix import log
 from cdrmix.corpus.recipe import Numbered, StepConfig, make_step
@@ -118,19 +118,18 @@ class TaskJob:
         """Returns True if the result exists."""
         return self.out.is_dir()
 
-    @property
-    def mark(self) -> Path:
-        """File with the name of the input that is being read; outlives a killed process."""
-        return self.out.with_name(f".{self.out.name}.reading")
+    def beside(self, kind: Literal["reading", "left_out"]) -> Path:
+        """Returns a file beside the result; it outlives a killed process.
 
-    @property
-    def left_out(self) -> Path:
-        """File with the names of inputs that ended a process and are not read again."""
-        return self.out.with_name(f".{self.out.name}.left_out")
+        `reading` holds the name of the input that is being read, `left_out` the names of inputs
+        that ended a process and are not read again.
+        """
+        return self.out.with_name(f".{self.out.name}.{kind}")
 
-    def names_left_out(self) -> list[str]:
-        """Returns the names in `left_out`."""
-        return json.loads(self.left_out.read_bytes()) if self.left_out.exists() else []
+    def left_out(self) -> list[str]:
+        """Returns the names of the inputs that are not read again."""
+        file = self.beside("left_out")
+        return json.loads(file.read_bytes()) if file.exists() else []
 
 
 def notes_path(out: Path) -> Path:
@@ -203,17 +202,18 @@ def run_task(job: TaskJob) -> None:
             _logger.warning("%s: set aside: %s", timed.now, error)
             slow[timed.now] = str(error)
         finally:
-            job.mark.unlink(missing_ok=True)
+            job.beside("reading").unlink(missing_ok=True)
 
 
 def leave_out_last(job: TaskJob) -> bool:
     """Leaves out the input that a job was reading when its process was killed; False if none."""
-    if job.before is not None or not job.mark.exists():
+    mark = job.beside("reading")
+    if job.before is not None or not mark.exists():
         return False
     # Only reading leaves a mark: a later pass has no part of a file that it could leave out.
-    name = json.loads(job.mark.read_bytes())
-    write_file(job.left_out, json.dumps([*job.names_left_out(), name]).encode())
-    job.mark.unlink()
+    name = json.loads(mark.read_bytes())
+    write_file(job.beside("left_out"), json.dumps([*job.left_out(), name]).encode())
+    mark.unlink()
     _logger.warning(
         "%s/%s: ended the process that read it, twice; it is set aside", job.task.source.name, name
     )
@@ -232,14 +232,14 @@ def _run_once(job: TaskJob, timed: TimeLimit, slow: Mapping[str, str]) -> None:
 
     def write_mark(name: str) -> None:
         # Not synced: it must outlive the process, not the machine.
-        with open_new(job.mark) as file:
+        with open_new(job.beside("reading")) as file:
             file.write(json.dumps(name).encode())
 
     for document_id, message in slow.items():
         file, _, row = document_id.removeprefix(f"{job.task.source.name}/").rpartition("#")
         set_aside(file, int(row), "takes too long", message)
     if job.before is None:
-        documents = job.task.read(set_aside, left_out=job.names_left_out(), begin=write_mark)
+        documents = job.task.read(set_aside, left_out=job.left_out(), begin=write_mark)
     else:
         documents = read_documents(job.before, job.task)
     documents = timed(documents)

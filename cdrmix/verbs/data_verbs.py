@@ -12,13 +12,9 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
-from cdrmix.verbs.flags import at_least
-
-if TYPE_CHECKING:
-    from cdrmix.verbs.flags import Verbs
+from cdrmix.verbs.flags import Verbs, at_least
 
 
 def add_data(verbs: Verbs) -> None:
