@@ -21,12 +21,11 @@ from cdrmix import __version__, log
 from cdrmix.errors import EXIT_DONE, TrainingError
 from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm
 from cdrmix.verbs.data_verbs import add_data
-from cdrmix.verbs.flags import add_config_flags, at_least
+from cdrmix.verbs.flags import Verbs, add_config_flags, at_least
 
 if TYPE_CHECKING:
     from cdrmix.config.schema import Config
     from cdrmix.planning.cluster import Cluster
-    from cdrmix.verbs.flags import Verbs
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cdrmix import __version__, log
 from cdrmix.config.load import config_hash
 from cdrmix.corpus.encode import SPLITS, EncodeJob, StreamJob, run_encode, split_of, write_stream
 from cdrmix.corpus.inspection import lineage, read_report, write_build_report
-from cdrmix.corpus.recipe import Recipe, identity, is_corpus_step, load_recipe, make_step
-from cdrmix.corpus.remote_jobs import Engine, Pool
+from cdrmix.corpus.recipe import Numbered, Recipe, identity, load_recipe, make_step, passes
+from cdrmix.corpus.remote_jobs import Engine, EngineName, make_engine
 from cdrmix.corpus.source import (
     SourceConfig,
     SourceFile,
@@ -34,7 +35,6 @@ from cdrmix.corpus.steps.filter import Filter
 from cdrmix.corpus.steps.read import count_shards
 from cdrmix.corpus.task_run import (
     Decision,
-    Numbered,
     Task,
     TaskJob,
     leave_out_last,
@@ -60,7 +60,6 @@ from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, tra
 from cdrmix.errors import DataError
 
 DEFAULT_VOCAB_SIZE = 50_272
-EngineName = Literal["local", "slurm", "ray"]
 # Enough tasks for many workers to share a small corpus, and no millions of them for a large one:
 # each is a folder on a shared file system.
 _WANTED_TASKS = 512
@@ -81,7 +80,6 @@ def build_dataset(
     """Builds the token shards of a recipe into `out`, or continues an interrupted build.
 
     Args:
-        recipe_file: YAML of the recipe.
         workers: processes; 1 works in this one. With another engine, most jobs at a time.
         engine: runs the jobs: processes of this machine, SLURM, Ray, or an object of the caller.
         sbatch: options of sbatch, for SLURM.
@@ -89,7 +87,7 @@ def build_dataset(
     Raises:
         ConfigError: if the recipe is wrong.
         DataError: if a source cannot be used, the steps drop every document, or `out` holds
-            something else, is in use or cannot be written.
+            something else, such as another build, is in use or cannot be written.
     """
     recipe = load_recipe(recipe_file)
     if workers < 1:
@@ -100,11 +98,14 @@ def build_dataset(
             raise DataError(
                 f"{out}: exists and is not the folder of a data build. Give another --out."
             )
-        for link in filter(Path.is_symlink, out.rglob("*")):
-            raise DataError(
-                f"{link}: is a symbolic link, which a build never makes; the build would write to "
-                "its target. Remove it, or give another --out."
-            )
+        # Not rglob, which fails where another build removes a folder meanwhile.
+        for parent, folders, files in os.walk(out):
+            paths = (Path(parent, name) for name in (*folders, *files))
+            for link in filter(Path.is_symlink, paths):
+                raise DataError(
+                    f"{link}: is a symbolic link, which a build never makes; the build would write "
+                    "to its target. Remove it, or give another --out."
+                )
     # Checked first: a build would meet these errors hours later.
     if recipe.tokenizer.path is not None:
         load_tokenizer(Path(recipe.tokenizer.path))
@@ -119,7 +120,7 @@ def build_dataset(
                     f"{out}: another build is writing there. Wait for it, or give another --out."
                 )
             if isinstance(engine, str):
-                engine = _make_engine(engine, workers, out / "work", sbatch or {})
+                engine = make_engine(engine, workers, out / "work" / "slurm", sbatch or {})
             with engine as running:
                 return _Build(recipe, recipe_file.stem, out, running, task_bytes).run()
     except OSError as error:
@@ -127,27 +128,6 @@ def build_dataset(
             f"{error.filename or out}: {error.strerror}. Finished work stays in {out}: correct "
             "this and start again to continue from there."
         ) from error
-
-
-def _make_engine(name: EngineName, workers: int, work: Path, sbatch: Mapping[str, str]) -> Engine:
-    if sbatch and name != "slurm":
-        raise DataError(f"--sbatch {', '.join(sbatch)}: is for --engine slurm")
-    # Imported here, since a core installation has neither datatrove nor Ray.
-    try:
-        if name == "slurm":
-            from cdrmix.corpus.slurm_jobs import SlurmEngine
-
-            return SlurmEngine(work / "slurm", max_tasks=workers, sbatch=sbatch)
-        if name == "ray":
-            from cdrmix.corpus.ray_jobs import RayEngine
-
-            return RayEngine(max_tasks=workers)
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        raise DataError(
-            f"--engine {name} needs the package '{package}': pip install 'cdrmix[{name}]'"
-        ) from None
-    return Pool(workers)
 
 
 def make_tasks(
@@ -213,18 +193,6 @@ def content_key(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _passes(recipe: Recipe) -> Iterator[tuple[list[Numbered], Numbered | None]]:
-    """Cuts the steps of a recipe after each that looks at the whole corpus: (others, that one)."""
-    steps: list[Numbered] = []
-    for numbered in enumerate(recipe.steps):
-        if is_corpus_step(numbered[1]):
-            yield steps, numbered
-            steps = []
-        else:
-            steps.append(numbered)
-    yield steps, None
-
-
 class _Build:
     """One build, under its lock."""
 
@@ -248,12 +216,7 @@ class _Build:
         self._decisions: dict[int, Any] = {}
 
     def run(self) -> Manifest:
-        """Runs all phases; each continues from the results on disk.
-
-        Raises:
-            DataError: if `out` holds the finished build of another recipe or of other sources, or
-                the steps drop every document.
-        """
+        """Runs all phases; each continues from the results on disk."""
         if (self._out / MANIFEST_FILE).exists():
             if read_report(self._out).get("key") != self._key:
                 raise DataError(
@@ -289,14 +252,15 @@ class _Build:
         """Returns the result folders of each pass, by task in corpus order."""
         results: list[list[Path]] = []
         decisions: list[Decision | None] = [None] * len(self._tasks)
-        for pass_number, (steps, corpus_step) in enumerate(_passes(self._recipe)):
+        for pass_number, (steps, corpus_step) in enumerate(passes(self._recipe)):
             jobs = []
             for place, (task, decision) in enumerate(zip(self._tasks, decisions, strict=True)):
                 domain = task.source.domain
                 before = results[-1][place] if results else None
                 its_steps = tuple(step for step in steps if step[1].takes(domain))
-                takes_notes = corpus_step is not None and corpus_step[1].takes(domain)
-                notes_of = corpus_step[1] if corpus_step and takes_notes else None
+                notes_of = corpus_step[1] if corpus_step else None
+                if notes_of is not None and not notes_of.takes(domain):
+                    notes_of = None
                 # All that the result follows from. The name of the result before has the same of
                 # the earlier passes, so a change of a late step leaves early results valid.
                 key = content_key(

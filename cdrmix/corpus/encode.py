@@ -141,12 +141,7 @@ class StreamJob:
         return self.result.exists()
 
     def read(self) -> tuple[list[tuple[ShardInfo, dict[str, int]]], dict[str, Any] | None]:
-        """Reads the result.
-
-        Returns:
-            The shards, each with its number of documents by source, and the result of
-            `ngram_entropy`; None if there are no shards.
-        """
+        """Reads the shards, each with its documents by source, and their `ngram_entropy`."""
         result = json.loads(self.result.read_bytes())
         shards = [ShardInfo.model_validate(shard) for shard in result["shards"]]
         return list(zip(shards, result["sources"], strict=True)), result["ngrams"]

@@ -11,6 +11,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fileinput import FileInput
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,12 +92,12 @@ def write_build_report(
         ngrams: statistics of the training tokens by domain, from `cdrmix.corpus.encode`.
     """
     write_file(out / RECIPE_FILE, recipe_yaml(recipe).encode())
-    with (out / DROPPED_FILE).open("w", encoding="utf-8") as file:
-        lines = _lines(folder / DROPPED_FILE for _, *folders in results for folder in folders)
-        if not recipe.keep_dropped:
-            # Enough to judge a step by; the dropped text of a large corpus fills a disk.
-            lines = (f"{json.dumps(entry)}\n" for entry in first_of_each(map(json.loads, lines)))
-        file.writelines(lines)
+    paths = [folder / DROPPED_FILE for _, *folders in results for folder in folders]
+    new = out / DROPPED_FILE
+    with FileInput(paths, encoding="utf-8") as lines, new.open("w", encoding="utf-8") as file:
+        # Enough to judge a step by; the dropped text of a large corpus fills a disk.
+        examples = (f"{json.dumps(entry)}\n" for entry in first_of_each(map(json.loads, lines)))
+        file.writelines(lines if recipe.keep_dropped else examples)
         close_synced(file)
     records = [(task, [read_record(folder) for folder in folders]) for task, *folders in results]
     set_aside: list[dict[str, Any]] = [
@@ -161,12 +162,6 @@ def _step_counts(
     for number, findings in decisions.items():
         steps[number]["found"] = findings
     return steps
-
-
-def _lines(paths: Iterable[Path]) -> Iterator[str]:
-    for path in paths:
-        with path.open(encoding="utf-8") as file:
-            yield from file
 
 
 def first_of_each(entries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -336,11 +331,7 @@ _ADAPTER = TypeAdapter(Inspection)
 
 
 def parse_inspection(inspected: Mapping[str, Any]) -> Inspection:
-    """Checks and types the plain values of `inspect_folder`.
-
-    Raises:
-        DataError: if a part of them is of another kind than a build writes.
-    """
+    """Types the plain values of `inspect_folder`; a DataError if a build writes other kinds."""
     source = inspected["source"]
     lineage = source if {"sources", "shards"} <= source.keys() else None
     try:

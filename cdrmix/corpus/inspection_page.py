@@ -34,11 +34,7 @@ _LENGTH_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def inspection_table(inspected: Mapping[str, Any]) -> str:
-    """Formats what `inspect_folder` gives as a table for a terminal.
-
-    Raises:
-        DataError: if a part of it is of another kind than a build writes.
-    """
+    """Formats what `inspect_folder` gives as a table for a terminal."""
     inspection = parse_inspection(inspected)
     lines = [f"{'domain':<16}{'split':<12}{'tokens':>16}{'documents':>14}{'bytes of text':>18}"]
     for domain, splits in sorted(inspection.tokens.items()):
@@ -144,11 +140,8 @@ def _mixture_lines(course: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
-    """Writes `report.html` into a built folder and returns its path.
+    """Writes `report.html` into a built folder, from what `inspect_folder` gives; returns its path.
 
-    Args:
-        folder: a built folder; its recipe.yaml is shown, where it has one.
-        inspected: plain values of `cdrmix.corpus.inspection.inspect_folder`.
     Raises:
         StateError: if the page cannot be written.
     """

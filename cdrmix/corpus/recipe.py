@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import importlib
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -56,6 +57,10 @@ class StepConfig(Section):
     def takes(self, domain: str) -> bool:
         """Returns True if documents of the domain take this step."""
         return self.domains is None or domain in self.domains
+
+
+# A step and its place in the recipe.
+Numbered = tuple[int, StepConfig]
 
 
 class TokenizerConfig(Section):
@@ -241,6 +246,18 @@ def make_step(config: StepConfig) -> Any:
 def is_corpus_step(config: StepConfig) -> bool:
     """Returns True if a step looks at the whole corpus: a `dedup_steps.CorpusStep`."""
     return hasattr(step_class(config.name), "decide")
+
+
+def passes(recipe: Recipe) -> Iterator[tuple[list[Numbered], Numbered | None]]:
+    """Cuts the steps after each that looks at the whole corpus; yields (those before, that one)."""
+    steps: list[Numbered] = []
+    for numbered in enumerate(recipe.steps):
+        if is_corpus_step(numbered[1]):
+            yield steps, numbered
+            steps = []
+        else:
+            steps.append(numbered)
+    yield steps, None
 
 
 def identity(config: StepConfig) -> Any:

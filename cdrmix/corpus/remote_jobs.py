@@ -15,12 +15,12 @@ import signal
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from tqdm import tqdm
 
@@ -28,6 +28,7 @@ from cdrmix import errors, log
 from cdrmix.data.shards import write_file
 from cdrmix.errors import DataError, TrainingError
 
+EngineName = Literal["local", "slurm", "ray"]
 # Deaths of worker processes in a row, without a job done between them, that end a build.
 _MAX_DEATHS = 3
 # Deaths of the worker that had a job for itself, after which the job is to blame.
@@ -198,13 +199,9 @@ def _end_with_build(lifeline: Connection) -> None:
 
 
 class RoundsEngine(Engine):
-    """Runs all jobs without a result, and again those that a round leaves without one.
+    """Runs all jobs without a result, and again those that a round leaves without one."""
 
-    Attributes:
-        logs: place of the engine's own messages.
-    """
-
-    logs: str
+    logs: str  # place of the engine's own messages
 
     @abstractmethod
     def run_round(self, function: Function[J], jobs: Sequence[J], show: Callable[[], None]) -> None:
@@ -252,6 +249,30 @@ class RoundsEngine(Engine):
 def _progress(jobs: Sequence[J], what: str) -> tqdm:
     # disable=None: no bar where the output is not a terminal.
     return tqdm(total=len(jobs), desc=what, disable=None, leave=False)
+
+
+def make_engine(
+    name: EngineName, max_tasks: int, folder: Path, sbatch: Mapping[str, str]
+) -> Engine:
+    """Returns the engine of a name; `folder` and `sbatch` are as for `SlurmEngine`."""
+    if sbatch and name != "slurm":
+        raise DataError(f"--sbatch {', '.join(sbatch)}: is for --engine slurm")
+    # Imported here, since a core installation has neither datatrove nor Ray.
+    try:
+        if name == "slurm":
+            from cdrmix.corpus.slurm_jobs import SlurmEngine
+
+            return SlurmEngine(folder, max_tasks=max_tasks, sbatch=sbatch)
+        if name == "ray":
+            from cdrmix.corpus.ray_jobs import RayEngine
+
+            return RayEngine(max_tasks=max_tasks)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        raise DataError(
+            f"--engine {name} needs the package '{package}': pip install 'cdrmix[{name}]'"
+        ) from None
+    return Pool(max_tasks)
 
 
 def pack_job(function: Function[J], job: J) -> bytes:

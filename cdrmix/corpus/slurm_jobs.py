@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from datatrove.executor import SlurmPipelineExecutor
-from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from cdrmix import log
@@ -36,7 +35,7 @@ _MAX_ARRAY_TASKS = 1_000
 # SLURM asks its users not to query the controller in a tight loop.
 _POLL_SECONDS = 2.0
 # A busy controller answers after tens of seconds.
-_SQUEUE_TIMEOUT_SECONDS = 60
+_SQUEUE_SECONDS = 60
 _logger = log.get_logger(__name__)
 
 
@@ -136,7 +135,7 @@ class SlurmEngine(RoundsEngine):
         for path in sorted((folder / "jobs").glob("*.error")):
             raise error_from_json(path.read_bytes())
 
-    def _new_array(self, step: PipelineStep, num_tasks: int, folder: Path) -> PipelineExecutor:
+    def _new_array(self, step: PipelineStep, num_tasks: int, folder: Path) -> _ArrayExecutor:
         return _ArrayExecutor(
             pipeline=[step],
             tasks=num_tasks,
@@ -171,11 +170,7 @@ class SlurmEngine(RoundsEngine):
         command = ["squeue", "--noheader", "--me", "--name", self._job_name, "--format", "%i"]
         try:
             return subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_SQUEUE_TIMEOUT_SECONDS,
+                command, capture_output=True, text=True, check=False, timeout=_SQUEUE_SECONDS
             )
         except subprocess.TimeoutExpired as error:
             return subprocess.CompletedProcess(command, 1, "", str(error))

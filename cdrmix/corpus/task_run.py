@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self, TextIO
+from typing import Any, Literal, Self, TextIO
 
 from cdrmix import log
-from cdrmix.corpus.recipe import StepConfig, make_step
+from cdrmix.corpus.recipe import Numbered, StepConfig, make_step
 from cdrmix.corpus.source import SetAside, SourceConfig, SourceFile
 from cdrmix.corpus.steps.read import read_file, read_shard, shard_name
 from cdrmix.data.document import Document, Step, parted
@@ -90,9 +90,7 @@ class Task:
                 set_aside(name, None, "takes too long to read", str(error))
 
 
-# A step and its place in the recipe; the same of a step over the corpus, and the file with its
-# decision on one task.
-Numbered = tuple[int, StepConfig]
+# A step over the corpus, its place in the recipe, and the file with its decision on one task.
 Decision = tuple[int, StepConfig, Path]
 
 
@@ -120,19 +118,18 @@ class TaskJob:
         """Returns True if the result exists."""
         return self.out.is_dir()
 
-    @property
-    def mark(self) -> Path:
-        """File with the name of the input that is being read; outlives a killed process."""
-        return self.out.with_name(f".{self.out.name}.reading")
+    def beside(self, kind: Literal["reading", "left_out"]) -> Path:
+        """Returns a file beside the result; it outlives a killed process.
 
-    @property
-    def left_out(self) -> Path:
-        """File with the names of inputs that ended a process and are not read again."""
-        return self.out.with_name(f".{self.out.name}.left_out")
+        `reading` holds the name of the input that is being read, `left_out` the names of inputs
+        that ended a process and are not read again.
+        """
+        return self.out.with_name(f".{self.out.name}.{kind}")
 
-    def names_left_out(self) -> list[str]:
-        """Returns the names in `left_out`."""
-        return json.loads(self.left_out.read_bytes()) if self.left_out.exists() else []
+    def left_out(self) -> list[str]:
+        """Returns the names of the inputs that are not read again."""
+        file = self.beside("left_out")
+        return json.loads(file.read_bytes()) if file.exists() else []
 
 
 def notes_path(out: Path) -> Path:
@@ -141,7 +138,7 @@ def notes_path(out: Path) -> Path:
     return out / f"{out.name}.notes"
 
 
-class Timed:
+class TimeLimit:
     """Passes documents on, leaves out slow ones, and raises `TooSlow` at one that takes too long.
 
     Limits the time as a context manager only. Counts processor time of this process, so a busy
@@ -192,14 +189,10 @@ def run_task(job: TaskJob) -> None:
 
     A document that a step takes too long for is set aside. The exception ends the steps with all
     that they hold of the task, so the job starts again without that document.
-
-    Raises:
-        DataError: for causes outside: a missing package, a connection that stays broken.
-        OSError: if the result cannot be written.
     """
     slow: dict[str, str] = {}  # id and message of each such document
     while not job.is_done():
-        timed = Timed(slow)
+        timed = TimeLimit(slow)
         try:
             with timed:
                 _run_once(job, timed, slow)
@@ -209,24 +202,25 @@ def run_task(job: TaskJob) -> None:
             _logger.warning("%s: set aside: %s", timed.now, error)
             slow[timed.now] = str(error)
         finally:
-            job.mark.unlink(missing_ok=True)
+            job.beside("reading").unlink(missing_ok=True)
 
 
 def leave_out_last(job: TaskJob) -> bool:
     """Leaves out the input that a job was reading when its process was killed; False if none."""
-    if job.before is not None or not job.mark.exists():
+    mark = job.beside("reading")
+    if job.before is not None or not mark.exists():
         return False
     # Only reading leaves a mark: a later pass has no part of a file that it could leave out.
-    name = json.loads(job.mark.read_bytes())
-    write_file(job.left_out, json.dumps([*job.names_left_out(), name]).encode())
-    job.mark.unlink()
+    name = json.loads(mark.read_bytes())
+    write_file(job.beside("left_out"), json.dumps([*job.left_out(), name]).encode())
+    mark.unlink()
     _logger.warning(
         "%s/%s: ended the process that read it, twice; it is set aside", job.task.source.name, name
     )
     return True
 
 
-def _run_once(job: TaskJob, timed: Timed, slow: Mapping[str, str]) -> None:
+def _run_once(job: TaskJob, timed: TimeLimit, slow: Mapping[str, str]) -> None:
     """Runs the steps of a job over all documents but the slow ones, and writes the result."""
     # One entry per file and reason: the first row in detail, then a count. A damaged file of
     # 10^8 rows must not give a report of that size.
@@ -238,14 +232,14 @@ def _run_once(job: TaskJob, timed: Timed, slow: Mapping[str, str]) -> None:
 
     def write_mark(name: str) -> None:
         # Not synced: it must outlive the process, not the machine.
-        with open_new(job.mark) as file:
+        with open_new(job.beside("reading")) as file:
             file.write(json.dumps(name).encode())
 
     for document_id, message in slow.items():
         file, _, row = document_id.removeprefix(f"{job.task.source.name}/").rpartition("#")
         set_aside(file, int(row), "takes too long", message)
     if job.before is None:
-        documents = job.task.read(set_aside, left_out=job.names_left_out(), begin=write_mark)
+        documents = job.task.read(set_aside, left_out=job.left_out(), begin=write_mark)
     else:
         documents = read_documents(job.before, job.task)
     documents = timed(documents)

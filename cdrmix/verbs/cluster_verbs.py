@@ -10,13 +10,9 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cdrmix.errors import EXIT_DONE, EXIT_USER_ERROR
-from cdrmix.verbs.flags import add_config_flags, at_least
-
-if TYPE_CHECKING:
-    from cdrmix.verbs.flags import Verbs
+from cdrmix.verbs.flags import Verbs, add_config_flags, at_least
 
 
 def add_launch(verbs: Verbs) -> None:

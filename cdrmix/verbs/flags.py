@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    # argparse has no public name for it.
-    Verbs: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+# argparse has no public name for it, and its class cannot be indexed where Python runs.
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

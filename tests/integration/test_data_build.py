@@ -245,7 +245,7 @@ class Killer:
 
 def run_with_killer(job: task_run.TaskJob) -> None:
     STEPS["killer"] = f"{__name__}:Killer"
-    task_run.Timed = functools.partial(task_run.Timed, seconds=0.2)  # type: ignore[assignment, misc]
+    task_run.TimeLimit = functools.partial(task_run.TimeLimit, seconds=0.2)  # type: ignore[assignment, misc]
     task_run.run_task(job)
 
 
