@@ -30,19 +30,13 @@ from cdrmix.data.tokenizer import ANSWER, FIM_TOKENS, SPECIAL_TOKENS, THOUGHT, T
 
 @dataclass(slots=True)
 class Document:
-    """One text and its origin.
-
-    Attributes:
-        id: unique and stable within the corpus: `<source>/<file>#<row>`.
-        source, domain: name and domain of the source in the recipe.
-        metadata: plain JSON values from a reader or step: url, language, title, ...
-    """
+    """One text and its origin."""
 
     text: str
-    id: str
-    source: str
+    id: str  # unique and stable within the corpus: `<source>/<file>#<row>`
+    source: str  # name in the recipe
     domain: str
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)  # plain JSON values: url, title, ...
 
 
 def draw_by_key(document_id: str, purpose: str) -> float:
@@ -57,13 +51,9 @@ Drop = Callable[[Document, str], None]
 
 
 class Step(Protocol):
-    """One stage of data preparation: picklable, so that it can run in a pool's process.
+    """One stage of data preparation: picklable, so that it can run in a pool's process."""
 
-    Attributes:
-        name: short and stable; reports count by it.
-    """
-
-    name: str
+    name: str  # short and stable; reports count by it
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
         """Passes documents on, one at a time and in order, changed or not."""

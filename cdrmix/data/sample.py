@@ -53,9 +53,9 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SampleDocument:
-    """One text; `path` is its source file, relative to the standard library."""
+    """One text."""
 
-    path: str
+    path: str  # of its source file, relative to the standard library
     domain: str
     text: str
 
@@ -80,7 +80,6 @@ def build_sample(out: Path, vocab_size: int, *, stdlib: Path | None = None) -> N
     """Builds the sample corpus into `out`, unless it is there; all of it appears, or nothing.
 
     Args:
-        vocab_size: most tokens of its tokenizer, special tokens included.
         stdlib: folder of sources; None: the standard library of this Python.
     Raises:
         DataError: if there are no sources, `out` holds something else, or it cannot be written.

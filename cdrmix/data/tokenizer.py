@@ -80,15 +80,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
 
 
 class Tokenizer:
-    """Conversion of text to ids and back.
-
-    Attributes:
-        vocab_size: tokens in use (count); a model may have more rows than that.
-    """
+    """Conversion of text to ids and back."""
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
         self._encoding = encoding
-        self.vocab_size: int = encoding.n_vocab
+        self.vocab_size: int = encoding.n_vocab  # in use; a model may have more rows than that
         self.eos_id, self.pad_id = map(encoding.encode_single_token, (EOS, PAD))
 
     def special_id(self, token: str) -> int:
@@ -133,11 +129,7 @@ def _cut(text: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Loads the tokenizer of a built folder.
-
-    Raises:
-        DataError: if tokenizer.json is missing, broken, or not one that `train_tokenizer` makes.
-    """
+    """Loads the tokenizer of a built folder, of the kind that `train_tokenizer` makes."""
     path = Path(folder) / TOKENIZER_FILE
     try:
         content = json.loads(read_regular(path, MAX_TOKENIZER_BYTES))

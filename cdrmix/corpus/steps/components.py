@@ -40,8 +40,6 @@ class Disk:
     def sort(self, chunks: Chunks, *, num_keys: int | None = None) -> Chunks:
         """Gives records in order, in chunks of bounded size; no temporary file is left.
 
-        Memory is bounded whatever the number of records and however many are equal.
-
         Args:
             num_keys: columns to sort by, from the first; the order of records that are equal in
                 them is not defined. None: all.
@@ -109,11 +107,7 @@ def _read(path: Path, num_columns: int, rows: int) -> Chunks:
 
 
 def _merged(runs: list[Path], num_columns: int, num_keys: int | None, capacity: int) -> Chunks:
-    """Merges sorted runs into sorted chunks.
-
-    A chunk holds the records that are not beyond the end of any run's block: the next records
-    of that run may come before the rest.
-    """
+    """Merges sorted runs into sorted chunks."""
     block = max(_SMALLEST_BLOCK, capacity // len(runs))
     heads = [np.empty((0, num_columns), np.uint64) for _ in runs]
     with contextlib.ExitStack() as stack:
@@ -128,6 +122,7 @@ def _merged(runs: list[Path], num_columns: int, num_keys: int | None, capacity: 
             full = [head for head in heads if len(head) == block]
             if not full:
                 break
+            # The next records of a run may come before what is beyond the end of its block.
             cut = min(tuple(head[-1, :num_keys].tolist()) for head in full)
             counts = [_count_up_to(head, cut) for head in heads]
             parts = [head[:count] for head, count in zip(heads, counts, strict=True)]
@@ -151,11 +146,7 @@ def _count_up_to(records: Records, last: tuple[int, ...]) -> int:
 
 
 def changes(records: Records, before: Records) -> NDArray[np.bool_]:
-    """Tells for each record if it differs from the one before it.
-
-    Args:
-        before: record before the first, [1, columns]; [0, columns] if there is none.
-    """
+    """Tells which records differ from the one before them; `before` [0 or 1, columns] the first."""
     differ = np.ones(len(records), dtype=bool)
     differ[1:] = (records[1:] != records[:-1]).any(axis=1)
     if len(before):
@@ -164,18 +155,12 @@ def changes(records: Records, before: Records) -> NDArray[np.bool_]:
 
 
 class Grouped(NamedTuple):
-    """A chunk of records sorted by key and value; a group has equal keys.
+    """A chunk of n records sorted by key and value; a group has equal keys."""
 
-    Attributes:
-        keys: [n, columns - 1]; values: [n].
-        leaders: smallest value of each record's group, [n].
-        previous: value before it in its group, or its own if it is the first, [n].
-    """
-
-    keys: Records
-    values: Records
-    leaders: Records
-    previous: Records
+    keys: Records  # [n, columns - 1]
+    values: Records  # [n]
+    leaders: Records  # smallest value of each record's group, [n]
+    previous: Records  # value before it in its group, or its own if it is the first, [n]
 
 
 def grouped(chunks: Chunks) -> Iterator[Grouped]:
@@ -229,18 +214,13 @@ class Cursor:
 
 
 class RecordFile:
-    """Sorted pairs on disk, read as often as needed.
-
-    Attributes:
-        num_records: records written.
-        checksum: equal for equal records, 64 bits.
-    """
+    """Sorted pairs on disk, read as often as needed."""
 
     def __init__(self, disk: Disk, name: str, pairs: Chunks) -> None:
         self._path = disk.folder / name
         self._rows = max(1, disk.memory_bytes // 16)
         self.num_records = 0
-        self.checksum = 0
+        self.checksum = 0  # equal for equal records, 64 bits
         with self._path.open("wb") as file:
             for chunk in pairs:
                 chunk.tofile(file)
@@ -255,12 +235,10 @@ class RecordFile:
 
 
 def components(edges: Chunks, disk: Disk) -> RecordFile:
-    """Finds the components of a graph, as stars.
+    """Finds the components of a graph: (node, smallest node of its component), sorted.
 
     Args:
         edges: (larger node, smaller node), in any order, each any number of times.
-    Returns:
-        (node, smallest node of its component) for every other node, sorted by node.
     """
 
     def large_star(edges: Chunks) -> Chunks:

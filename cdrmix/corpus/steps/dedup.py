@@ -70,12 +70,9 @@ _URL_SHARES = 4  # two sorts, a chunk of notes and copies
 
 
 class Deduplicate:
-    """Drops the documents on a list of `find_duplicates` or `find_same_urls`.
+    """Drops the documents on a task's list of `find_duplicates` or `find_same_urls`.
 
     Holds that list in memory, 17 bytes per document.
-
-    Args:
-        drops: the list of this task, `drops_path` of its signature file.
     """
 
     name = "dedup"
@@ -84,19 +81,14 @@ class Deduplicate:
         self.drops = Path(drops)
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Passes on all documents that are not on the list.
-
-        Raises:
-            DataError: if the list is missing, or is not one of these documents.
-        """
+        """Passes on all documents that are not on the list, if it is one of these documents."""
         try:
             drops = np.load(self.drops)
         except OSError as error:
             raise DataError(f"{self.drops}: cannot be read: {error.strerror}.") from error
         except ValueError as error:
-            raise DataError(
-                f"{self.drops}: damaged: {error}. Delete it; it is made anew."
-            ) from error
+            advice = "Delete it; it is made anew."
+            raise DataError(f"{self.drops}: damaged: {error}. {advice}") from error
         if drops.dtype != DROPS:
             raise DataError(f"{self.drops}: not a list of duplicates. Delete it; it is made anew.")
         num_dropped = 0
@@ -143,37 +135,22 @@ def _new_disk(folder: Path, memory_bytes: int) -> Iterator[Disk]:
 
 @dataclass(frozen=True)
 class ClusterSizes:
-    """Clusters of one kind.
-
-    Attributes:
-        clusters: number of clusters.
-        dropped: documents in them except the first of each.
-        sizes: clusters by number of documents: '2', '3-4', '5-8', ...
-        largest: (documents, file, row of the first) of the largest clusters.
-    """
+    """Clusters of one kind."""
 
     clusters: int
-    dropped: int
-    sizes: dict[str, int]
-    largest: list[tuple[int, int, int]]
+    dropped: int  # documents in them except the first of each
+    sizes: dict[str, int]  # clusters by number of documents: '2', '3-4', '5-8', ...
+    largest: list[tuple[int, int, int]]  # (documents, file and row of the first)
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Result of the search, for the report.
-
-    Attributes:
-        documents: documents examined.
-        exact: groups of equal text.
-        candidates: pairs with a key in common, among the firsts of equal texts.
-        verified: number of these whose sketches agree.
-        near: clusters of near-duplicates among the firsts of equal texts.
-    """
+    """Result of the search, for the report; all but `exact` of the firsts of equal texts."""
 
     documents: int
-    exact: ClusterSizes
-    candidates: int
-    verified: int
+    exact: ClusterSizes  # groups of equal text
+    candidates: int  # pairs with a key in common
+    verified: int  # number of these whose sketches agree
     near: ClusterSizes
 
 
@@ -185,7 +162,6 @@ def find_duplicates(
     Args:
         signature_files: in the order of the corpus; see `SignatureFiles`.
         out: folder of the lists and of temporary files; made if it does not exist.
-        memory_bytes: most memory used for records.
     Raises:
         DataError: if a signature file is missing, truncated or of another method.
     """
@@ -221,17 +197,13 @@ def _joined(chunks: Chunks, num_columns: int = 2) -> Records:
 
 
 class _Search:
-    """One search for duplicates.
-
-    Attributes:
-        num_candidates, num_verified: pairs seen by `near_links`.
-    """
+    """One search for duplicates."""
 
     def __init__(self, files: SignatureFiles, method: Method, disk: Disk) -> None:
         self._files = files
         self._method = method
         self._disk = disk
-        self.num_candidates = 0
+        self.num_candidates = 0  # pairs seen by `near_links`
         self.num_verified = 0
 
     def exact_links(self) -> RecordFile:
@@ -269,11 +241,9 @@ class _Search:
             yield rows[rows[:, 0] != NO_KEY]
 
     def _verified(self, candidates: Chunks) -> Chunks:
-        """Pairs whose sketches agree.
-
-        Two passes over the signatures find the sketches: the first document's are stored beside
-        the pairs, which are sorted anew for the second document's.
-        """
+        """Pairs whose sketches agree."""
+        # Two passes over the signatures find the sketches: the first document's are stored beside
+        # the pairs, which are sorted anew for the second document's.
         width = -(-self._method.sketch_bytes // 8)  # columns
 
         def with_first() -> Chunks:
@@ -356,8 +326,6 @@ def find_same_urls(
     Args:
         notes: files of `SignUrls` in the order of the corpus.
         out: an existing folder for the lists, and for temporary files.
-        max_per_host: most pages of a host; None: all.
-        memory_bytes: most memory used for records.
     Returns:
         `documents` with an address, different `pages` and `hosts` among these, and documents
         dropped for the `same_url` or a `full_host` (counts).
@@ -400,8 +368,7 @@ def _same_urls(chunks: Chunks, max_per_host: int | None, counts: Counter[str]) -
     for chunk in chunks:
         new_host = changes(chunk[:, :1], last[:, :1])
         new_page = changes(chunk[:, :2], last[:, :2])
-        # Number of each record's page among those of its host, which may have begun in an earlier
-        # chunk.
+        # Number of each record's page among those of its host, maybe begun in an earlier chunk.
         num_pages = np.cumsum(new_page)
         pages_before = np.where(new_host, num_pages - 1, -last_rank)
         ranks: NDArray[np.int64] = num_pages - np.maximum.accumulate(pages_before)

@@ -65,10 +65,9 @@ class Statistics:
 
     @cached_property
     def words(self) -> list[str]:
-        """Runs of characters between white space, punctuation included.
+        """Runs of characters between white space, for which Gopher's heuristics are written.
 
-        The definition that Gopher's heuristics are written for, and the same for prose and code.
-        Case counts. Languages that are written without spaces have no such words.
+        Languages that are written without spaces have no such words.
         """
         return self.text.split()
 
@@ -137,7 +136,7 @@ class Statistics:
     def top_ngram_fractions(self) -> Mapping[int, float]:
         """n (2 to 4) -> characters in the most frequent n-gram, of those of all words.
 
-        Zero if none occurs twice; the longest of those that are equally frequent.
+        The longest of those that are equally frequent.
         """
         # Fewer than n + 1 words hold one n-gram, which repeats nothing.
         fractions = dict.fromkeys((2, 3, 4), 0.0)
@@ -145,13 +144,11 @@ class Statistics:
             if len(self.words) < n + 1:
                 continue
             keys = self._ngrams(n)
-            ordered = np.sort(keys)
-            starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-            counts = np.diff(starts, append=len(ordered))
+            distinct, counts = np.unique(keys, return_counts=True)
             most = int(counts.max())
             if most == 1:
                 continue
-            positions = np.flatnonzero(np.isin(keys, ordered[starts[counts == most]]))
+            positions = np.flatnonzero(np.isin(keys, distinct[counts == most]))
             sizes = np.sum([self.lengths[positions + i] for i in range(n)], axis=0)
             fractions[n] = most * int(sizes.max()) / int(self.lengths.sum())
         return fractions
@@ -237,18 +234,11 @@ Profile = Literal["web", "prose", "reference", "code"]
 Limit = tuple[float, float] | None
 PROFILES: tuple[Profile, ...] = get_args(Profile)
 # Profile of each domain that a recipe usually has.
-_PROFILE_OF_DOMAIN: dict[str, Profile] = {
+_PROFILE_OF_DOMAIN: dict[str, str] = {
     **{profile: profile for profile in PROFILES},
-    "books": "prose",
-    "documents": "prose",
-    "papers": "prose",
-    "government": "prose",
-    "wiki": "prose",
-    "forum": "reference",  # questions and answers about code hold brackets, lists and quotations
-    "docs": "reference",
-    "maths": "reference",
-    "math": "reference",
-    "tables": "reference",
+    **dict.fromkeys(("books", "documents", "papers", "government", "wiki"), "prose"),
+    # A forum's questions and answers about code hold brackets, lists and quotations.
+    **dict.fromkeys(("forum", "docs", "maths", "math", "tables"), "reference"),
 }
 _GOPHER = "Gopher: Rae et al. 2021, arXiv 2112.11446, A.1.1"
 _GOPHER_REPETITION = "Gopher: Rae et al. 2021, arXiv 2112.11446, table A1"
@@ -265,20 +255,16 @@ class FilterRule:
     """One heuristic: the least or most that a figure of a text may be.
 
     Attributes:
-        bound: the limits are the least or the most allowed.
-        reason: reason to drop a text that fails.
-        figure: figure of the text that is compared, a key of FIGURES.
         source: source of the value at strictness 0 of the first profile that has one; `ours` if
             we chose it. Profiles that differ from it are ours.
-        n: key into the figure, if it holds one value per n-gram length.
         web, prose, reference, code: limits of the profiles; None where the rule does not apply.
     """
 
     bound: Literal["least", "most"]
-    reason: str
-    figure: str
+    reason: str  # to drop a text that fails
+    figure: str  # a key of FIGURES
     source: str
-    n: int | None = None
+    n: int | None = None  # key into the figure, if it holds one value per n-gram length
     web: Limit = None
     prose: Limit = None
     reference: Limit = None
@@ -387,13 +373,10 @@ class Filter(DocumentStep):
         self.stop_words = frozenset(stop_words)
         # Computed once, as every document needs them.
         self._limits: dict[str, list[tuple[FilterRule, float]]] = {}
+        rules = [rule for rule in RULES if stop_words or rule.figure != "num_stop_words"]
         for known_profile in PROFILES:
-            limits = ((rule, rule.limit(known_profile, strictness)) for rule in RULES)
-            self._limits[known_profile] = [
-                (rule, limit)
-                for rule, limit in limits
-                if limit is not None and (stop_words or rule.figure != "num_stop_words")
-            ]
+            limits = ((rule, rule.limit(known_profile, strictness)) for rule in rules)
+            self._limits[known_profile] = [pair for pair in limits if pair[1] is not None]
 
     def check_domains(self, domains: Iterable[str]) -> None:
         """Raises a DataError that names the first domain without a profile."""
@@ -411,13 +394,9 @@ class Filter(DocumentStep):
         return None
 
     def profile_of(self, domain: str) -> str:
-        """Name of the profile that judges documents of a domain.
-
-        Raises:
-            DataError: if the domain has none; no text is judged by rules that nobody chose.
-        """
+        """Name of the profile that judges documents of a domain."""
         profile = self.profile or self.profiles.get(domain) or _PROFILE_OF_DOMAIN.get(domain)
-        if profile is None:
+        if profile is None:  # no text is judged by rules that nobody chose
             known = ", ".join(sorted(_PROFILE_OF_DOMAIN))
             raise DataError(
                 f"filter: domain {domain!r} has no profile. Known: {known}. Name one of these as "

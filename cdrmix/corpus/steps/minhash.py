@@ -24,6 +24,9 @@ from rensa import RMinHash
 from cdrmix.errors import DataError
 
 T = TypeVar("T")
+Hashes = NDArray[np.uint64]
+Integers = NDArray[np.int64]
+Sketches = NDArray[np.uint8]
 # Most characters of a call: arrays of 8 bytes per character then stay within a core's cache.
 MAX_CHARACTERS = 2**17
 _SEPARATOR = 0
@@ -58,14 +61,13 @@ def in_batches(
         yield batch
 
 
-def shingle_hashes(
-    texts: Sequence[str], num_words: int
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def shingle_hashes(texts: Sequence[str], num_words: int) -> tuple[Hashes, Integers]:
     """Hashes all runs of `num_words` words in each text, the same on every machine.
+
+    A text with fewer words has one shingle of all its words.
 
     Args:
         texts: n texts, of at most `MAX_CHARACTERS` together or a single longer one.
-        num_words: words per shingle; a text with fewer has one shingle of all its words.
     Returns:
         Hashes of all texts [N], with repetitions, and the first shingle of each text [n + 1].
     """
@@ -92,7 +94,7 @@ def shingle_hashes(
     return mix(hashes[complete]), np.concatenate([[0], np.cumsum(per_text)])
 
 
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: Hashes) -> Hashes:
     """Scatters values over 64 bits, one to one; uint64 arithmetic wraps around by intent."""
     mixed = values ^ (values >> _SHIFT)
     mixed *= _MURMUR
@@ -100,9 +102,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed
 
 
-def _word_hashes(
-    codes: NDArray[np.uint32],
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def _word_hashes(codes: NDArray[np.uint32]) -> tuple[Hashes, Integers]:
     """Hash and first character of each word: differences of prefix sums of code * base^place."""
     kinds = np.zeros(len(codes) + 2, dtype=np.uint8)  # a separator before and behind the text
     kinds[1:-1] = _character_kinds()[codes]
@@ -129,14 +129,11 @@ def _character_kinds() -> NDArray[np.uint8]:
 
 
 @lru_cache(maxsize=2)
-def _powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """base^i and base^-i modulo 2^64 for i < count."""
-    both = []
-    for base in (_BASE, _BASE_INVERSE):
-        factors = np.full(count, base, dtype=np.uint64)
-        factors[0] = 1
-        both.append(np.cumprod(factors))
-    return both[0], both[1]
+def _powers(count: int) -> Hashes:
+    """base^i and base^-i modulo 2^64 for i < count, [2, count]."""
+    factors = np.full((2, count), [[_BASE], [_BASE_INVERSE]], dtype=np.uint64)
+    factors[:, 0] = 1
+    return np.cumprod(factors, axis=1)
 
 
 NO_KEY = 0  # of a text without words, which is a duplicate of nothing
@@ -153,20 +150,13 @@ _BLOCK_MASKS = [
     for size, end in zip(_BLOCKS, accumulate(_BLOCKS), strict=True)
 ]
 _KEY_MASKS = np.array([sum(some) for some in combinations(_BLOCK_MASKS, _WHOLE_BLOCKS)], np.uint64)
-# (hashes, bounds) of shingles of p pieces -> one row per piece
-_Summarise = Callable[[NDArray[np.uint64], NDArray[np.int64]], NDArray[Any]]
 
 
 class Signatures(NamedTuple):
-    """Signatures of n texts.
+    """Signatures of n texts."""
 
-    Attributes:
-        keys: [n, K] uint64; `NO_KEY` in those of a text without words.
-        sketches: [n, S] uint8.
-    """
-
-    keys: NDArray[np.uint64]
-    sketches: NDArray[np.uint8]
+    keys: Hashes  # [n, K]; `NO_KEY` in those of a text without words
+    sketches: Sketches  # [n, S]
 
 
 @dataclass(frozen=True)
@@ -207,7 +197,7 @@ class MinHash:
     def sign(self, texts: Sequence[str]) -> Signatures:
         """Keys are hashes of bands; the sketch is one byte of each minimum."""
 
-        def minima_of(hashes: NDArray[np.uint64], bounds: NDArray[np.int64]) -> NDArray[np.uint64]:
+        def minima_of(hashes: Hashes, bounds: Integers) -> Hashes:
             # 32 bits each, [pieces, P]; the largest number for a piece without words.
             matrix = RMinHash.digest_matrix_from_flat_token_hashes(
                 hashes, bounds.astype(np.uint64), self.sketch_bytes, _SEED
@@ -226,7 +216,7 @@ class MinHash:
         keys[np.add.reduceat(counts, firsts) == 0] = NO_KEY
         return Signatures(keys, (mix(minima * _GOLDEN) & np.uint64(0xFF)).astype(np.uint8))
 
-    def agree(self, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def agree(self, a: Sketches, b: Sketches) -> NDArray[np.bool_]:
         """Compares sketches: true where enough bytes are equal for `min_jaccard`."""
         share = _BYTE_COLLISION + self.min_jaccard * (1 - _BYTE_COLLISION)
         return (a == b).mean(axis=1) >= (share if self.min_jaccard else 0)
@@ -266,7 +256,7 @@ class SimHash:
     def sign(self, texts: Sequence[str]) -> Signatures:
         """Keys are the bits of three blocks out of six, a key per choice."""
 
-        def votes_of(hashes: NDArray[np.uint64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+        def votes_of(hashes: Hashes, bounds: Integers) -> Integers:
             # Number of shingles of each piece that have each bit set, [pieces, 64].
             votes = np.zeros((len(bounds) - 1, 64), dtype=np.int64)
             bits = np.unpackbits(hashes.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1)
@@ -286,7 +276,7 @@ class SimHash:
         keys[counts == 0] = NO_KEY
         return Signatures(keys, sketches)
 
-    def agree(self, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def agree(self, a: Sketches, b: Sketches) -> NDArray[np.bool_]:
         """Compares sketches: true where at most `max_distance` bits differ."""
         return np.unpackbits(a ^ b, axis=1).sum(axis=1) <= self.max_distance
 
@@ -296,12 +286,14 @@ class SimHash:
 
 
 def _summaries_of_pieces(
-    texts: Sequence[str], num_words: int, summarise: _Summarise
-) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
+    texts: Sequence[str], num_words: int, summarise: Callable[[Hashes, Integers], NDArray[Any]]
+) -> tuple[NDArray[Any], Integers, Integers]:
     """Summarises texts in pieces of bounded size, so that any length takes bounded memory.
 
     A cut loses a few shingles of some ten thousand.
 
+    Args:
+        summarise: from hashes and bounds of the shingles of p pieces to one row per piece.
     Returns:
         Summary of each piece [p, ...], its number of shingles [p], first piece of each text [n].
     """

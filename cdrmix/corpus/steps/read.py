@@ -35,9 +35,6 @@ def read_file(file: SourceFile, source: SourceConfig, set_aside: SetAside) -> It
     """Reads the documents of one file in order, ids `<source>/<file>#<row>`.
 
     Documents before a damage are given; the rest of the file is set aside.
-
-    Args:
-        set_aside: called for each row, or the rest of the file, that cannot be read.
     """
     try:
         if file.kind in _WHOLE_FILES and source.chain_of_thought is not None:
@@ -50,9 +47,7 @@ def read_file(file: SourceFile, source: SourceConfig, set_aside: SetAside) -> It
     except Unreadable as error:
         set_aside(file.name, None, error.reason, error.detail)
     except OSError as error:
-        # pyarrow raises an OSError without a number for damaged data.
-        damaged = error.errno is None
-        reason = "damaged file" if damaged else f"cannot be read: {error.strerror}"
+        reason = "damaged file" if _is_damage(error) else f"cannot be read: {error.strerror}"
         set_aside(file.name, None, reason, str(error))
 
 
@@ -124,13 +119,7 @@ def shard_name(shard: int) -> str:
 def read_shard(
     source: SourceConfig, shard: int, num_shards: int, set_aside: SetAside
 ) -> Iterator[Document]:
-    """Reads the documents of one shard of the stream, ids `<source>/shard-<number>#<row>`.
-
-    Args:
-        set_aside: called for each row, or the rest of the shard, that cannot be read.
-    Raises:
-        DataError: if the connection stays broken after `source.retries` attempts.
-    """
+    """Reads the documents of one shard of the stream, ids `<source>/shard-<number>#<row>`."""
     name = shard_name(shard)
 
     def rows_from(row: int) -> Iterator[Any]:
@@ -161,8 +150,6 @@ def retry_rows(
         rows_from: opens the stream at a row.
         retries: consecutive failures allowed, with pauses of 1, 2, 4 ... 60 seconds between.
         what: name of the stream in messages.
-    Raises:
-        DataError: after one failure more than `retries`.
     """
     row = 0
     failures = 0

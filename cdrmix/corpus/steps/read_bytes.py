@@ -18,17 +18,12 @@ _GZIP = 31  # zlib's way to ask for gzip's header and checksum
 
 
 class Unreadable(Exception):
-    """A row or the rest of a file cannot be read.
-
-    Attributes:
-        reason: a few words, the same for the same cause.
-        detail: particulars of this file.
-    """
+    """A row or the rest of a file cannot be read."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
+        self.reason = reason  # a few words, the same for the same cause
+        self.detail = detail  # particulars of this file
 
 
 def from_extra(module: str, what: str) -> Any:
@@ -63,16 +58,12 @@ class _Decompressed(io.RawIOBase):
 
     Gives all content before a damage and raises then: gzip's reader loses its read-ahead, and
     zstandard's takes a truncated file for a whole one.
-
-    Args:
-        new_member: makes a decompressor with `decompress`, `eof` and `unused_data`.
-        damage: class of its errors at damaged data.
     """
 
     def __init__(self, path: Path, new_member: Callable[[], Any], damage: type[Exception]) -> None:
         self._file = path.open("rb")
-        self._new_member = new_member
-        self._damage = damage
+        self._new_member = new_member  # makes a decompressor
+        self._damage = damage  # class of its errors
         self._member: Any = None
         self._ready = b""
 
@@ -119,14 +110,12 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def bounded_lines(file: BinaryIO, limit: int) -> Iterator[bytes | None]:
-    """Reads lines with their ends; None for a line longer than `limit` bytes.
-
-    Such a line is skipped piece by piece, so that it never stands in memory as a whole.
-    """
+    """Reads lines with their ends; None for a line longer than `limit` bytes."""
     while line := file.readline(limit + 1):
         if len(line) <= limit or line.endswith(b"\n"):
             yield line
             continue
+        # Skipped piece by piece, so that it never stands in memory as a whole.
         while line and not line.endswith(b"\n"):
             line = file.readline(_CHUNK_BYTES)
         yield None

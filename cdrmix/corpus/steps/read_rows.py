@@ -41,12 +41,7 @@ _HEADER_TYPES = {
 
 
 def read_rows(file: SourceFile, source: SourceConfig) -> Rows:
-    """Reads the rows of a file.
-
-    Raises:
-        Unreadable: if the rest of the file cannot be read.
-        OSError: if it cannot be opened.
-    """
+    """Reads the rows of a file; raises Unreadable if the rest of it cannot be read."""
     readers: dict[str, Callable[[Path, SourceConfig], Rows]] = {
         "json": _json_file,
         "jsonl": _json_lines,
@@ -60,12 +55,9 @@ def read_rows(file: SourceFile, source: SourceConfig) -> Rows:
 
 
 def text_and_metadata(value: Any, source: SourceConfig) -> tuple[str, dict[str, Any]]:
-    """Text and metadata of a row: its fields that the source names.
+    """Text and metadata of a row: its fields that the source names; Unreadable if there is none.
 
     The parts of a chain of thought become one text.
-
-    Raises:
-        Unreadable: if the row has no text.
     """
     if isinstance(value, Unreadable):
         raise value
@@ -272,7 +264,7 @@ def _tar_sample(contents: dict[str, bytes | None], source: SourceConfig) -> dict
 def _tar_members(path: Path, limit: int) -> Iterator[tuple[str, str, bytes | None]]:
     """Reads the files of an archive: name up to its first dot, ending, and content.
 
-    The content is None in a file larger than `limit` bytes or of an ending that is not used.
+    The content of a file larger than `limit` bytes, or of an ending that is not used, is None.
     """
     try:
         with (
@@ -332,11 +324,9 @@ def _parquet_batches(path: Path, source: SourceConfig) -> Iterator[Any]:
 
 
 def _parquet_batch_rows(metadata: Any, columns: list[str], source: SourceConfig) -> int:
-    """Number of rows of a parquet file to decode together.
-
-    A value that stands once in a column's dictionary may be that of every row: a file of 750 bytes
-    holds 64 rows of 10 MB. So each row is taken to be as large as the largest column chunk.
-    """
+    """Number of rows of a parquet file to decode together."""
+    # A value that stands once in a column's dictionary may be that of every row: a file of 750
+    # bytes holds 64 rows of 10 MB. So each row is taken to be as large as the largest chunk.
     limit = _BATCH_DOCUMENTS * source.max_document_bytes
     largest = 1
     for group in map(metadata.row_group, range(metadata.num_row_groups)):

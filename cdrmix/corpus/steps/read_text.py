@@ -103,7 +103,6 @@ def extract_text(html: str) -> tuple[str, str]:
 
     Raises:
         Unreadable: if the page takes more time or memory than any page of its size should.
-        DataError: if resiliparse is not installed.
     """
     return _parser.extract(html)
 
@@ -161,12 +160,7 @@ def _answer_pages() -> None:
 
 
 def read_text(file: SourceFile, source: SourceConfig) -> tuple[str, dict[str, Any]]:
-    """Reads the text of a file, and metadata from within it.
-
-    Raises:
-        Unreadable: if it is too large, binary or damaged.
-        OSError: if it cannot be opened.
-    """
+    """Reads the text of a file, and metadata from within it; Unreadable if it is damaged."""
     if file.kind == "docx":
         return _docx_text(file.path, source.max_document_bytes), {}
     content = read_bounded(file.path, source.max_document_bytes)

@@ -36,9 +36,6 @@ class _Signer(ABC):
 
     The file appears after the last document, whole or not at all. Documents wait until their batch
     is written: at most 512, and 131,072 characters or one longer document.
-
-    Args:
-        path: the task's file.
     """
 
     header = b""
@@ -51,11 +48,7 @@ class _Signer(ABC):
         """Records of consecutive documents, the first of which has this number in its task."""
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Gives the documents unchanged and in order.
-
-        Raises:
-            DataError: if the file cannot be written.
-        """
+        """Gives the documents unchanged and in order."""
         partial = self.path.with_name(f"{self.path.name}.partial")  # a killed run's is overwritten
         row = 0
         try:
@@ -90,7 +83,7 @@ class _Signer(ABC):
 
 
 class Sign(_Signer):
-    """Passes all documents on and writes their signatures into a file, by some method."""
+    """Passes all documents on and writes their signatures into a task's file."""
 
     name = "sign"
 
@@ -110,7 +103,7 @@ class Sign(_Signer):
 
 
 class SignUrls(_Signer):
-    """Passes all documents on and writes the hashes of their addresses into a file."""
+    """Passes all documents on and writes the hashes of their addresses into a task's file."""
 
     name = "sign urls"
 
@@ -132,15 +125,13 @@ class SignatureFiles:
     Args:
         paths: one file per task: sources in the recipe's order, and within a source the tasks in
             reading order. The first document of a cluster in this order survives.
-    Attributes:
-        num_records: records of each file.
     Raises:
         DataError: if a file is missing, truncated, or of another method.
     """
 
     def __init__(self, paths: Sequence[Path], method: Method) -> None:
         self.paths = [Path(path) for path in paths]
-        self.num_records: list[int] = []
+        self.num_records: list[int] = []  # of each file
         self._type = record_type(method)
         header = _header(method)
         for path in self.paths:

@@ -65,10 +65,9 @@ def host_of(url: str) -> str:
 
 
 def url_key(url: str) -> str:
-    """16 hexadecimal digits, equal for addresses of one page.
+    """16 hexadecimal digits, equal for canonical addresses of one page.
 
-    Beyond the canonical spelling: http and https, www and none, a slash at the end and none,
-    index.html and none are the same page.
+    http and https, www and none, a slash at the end and none, index.html and none are the same.
     """
     parts = urlsplit(url)
     path = _DEFAULT_PAGE.sub("/", parts.path).rstrip("/")
