@@ -11,8 +11,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.model import ModelConfig
@@ -33,20 +32,21 @@ LARGEST_ACTIVE = 1e15
 SEARCHED = 0.35
 _SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)([kmbt]?)$", re.IGNORECASE)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_COLUMNS = (
-    "name",
-    "hidden",
-    "layers",
-    "heads",
-    "expert width",
-    "total B",
-    "active B",
-    "GFLOP/token",
+# Columns of the table of sizes: title, key of `sizes_json`, unit; None: a plain value.
+_COLUMNS: tuple[tuple[str, str, float | None], ...] = (
+    ("name", "name", None),
+    ("hidden", "hidden_size", None),
+    ("layers", "num_layers", None),
+    ("heads", "num_heads", None),
+    ("expert width", "expert_hidden_size", None),
+    ("total B", "total_params", 1e9),
+    ("active B", "active_params", 1e9),
+    ("GFLOP/token", "train_flops_per_token", 1e9),
+    ("Stage B M", "stage_b_params", 1e6),
 )
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """One row of the size table: a named model, its counts, and those of Stage B if it has one."""
 
     name: str
@@ -56,11 +56,7 @@ class Size:
 
 
 def parse_size(text: str) -> float:
-    """Parses a number of parameters such as '3B', '1.5b', '500M' or '3e9'.
-
-    Raises:
-        ConfigError: if it is not a positive size.
-    """
+    """Parses a number of parameters such as '3B' or '3e9'; raises ConfigError if it is none."""
     match = _SIZE.match(text.strip())
     size = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
     if not 0 < size <= LARGEST_ACTIVE:
@@ -84,10 +80,8 @@ def variant_sizes(family: Family) -> list[Size]:
 def size_for_active(family: Family, target_active: float) -> Size:
     """Sizes a new model with about `target_active` active parameters, within 3 %.
 
-    The number of experts, the vocabulary and Stage B are those of the nearest variant.
-
-    Raises:
-        ConfigError: if no model of the family's shape is within 3 % of the target.
+    The number of experts, the vocabulary and Stage B are those of the nearest variant. Raises
+    ConfigError if no model of the family's shape is within 3 % of the target.
     """
     configs = [variant(family, scale) for scale in SCALES]
     active = [math.log(_size(config).counts.active_params) for config in configs]
@@ -115,10 +109,8 @@ def _size(config: Config) -> Size:
 def _interpolated(x: float, xs: list[float], ys: list[float] | list[int]) -> float:
     """Interpolates log y linearly between the two nearest points, and extrapolates beyond them."""
     right = next((i for i in range(1, len(xs) - 1) if x < xs[i]), len(xs) - 1)
-    x0 = xs[right - 1]
-    x1 = xs[right]
-    y0 = math.log(ys[right - 1])
-    y1 = math.log(ys[right])
+    x0, x1 = xs[right - 1 : right + 1]
+    y0, y1 = map(math.log, ys[right - 1 : right + 1])
     return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
 
 
@@ -127,12 +119,8 @@ def _nearest_model(
 ) -> ModelConfig:
     """Searches the models within tolerance for the one nearest to a shape.
 
-    Args:
-        template: model with the other settings.
-        target_active: active parameters.
-        width: hidden size of the shape.
-        depth: number of blocks of the shape.
-        ratio: expert width over hidden size.
+    The shape is a hidden size, a number of blocks, and expert width over hidden size; `template`
+    has the other settings.
     """
     # Wider models get a number of heads with more factors of two, for tensor and sequence
     # parallelism to split: 16 heads go by 2, 96 by 8.
@@ -140,12 +128,12 @@ def _nearest_model(
     multiple = HEAD_DIM * 2 ** math.floor(math.log2(eighths))
     assert template.moe is not None, "every shipped variant has experts"
     step = EXPERT_WIDTH_MULTIPLE
-    best: tuple[float, ModelConfig] | None = None
+    found: list[tuple[float, int, int, int]] = []
     for hidden in _around(width, multiple):
         # Groups of four blocks are alike, so the count of any depth follows from two counts.
         shallow, deeper = (
-            count(_resized(template, hidden, blocks * LAYER_MULTIPLE, step), 1).active_params
-            for blocks in (1, 2)
+            count(_resized(template, hidden, blocks, step), 1).active_params
+            for blocks in (LAYER_MULTIPLE, 2 * LAYER_MULTIPLE)
         )
         for layers in _around(depth, LAYER_MULTIPLE):
             narrowest = shallow + (deeper - shallow) * (layers // LAYER_MULTIPLE - 1)
@@ -156,16 +144,16 @@ def _nearest_model(
             inner = step * (1 + more_steps)
             pairs = ((hidden, width), (layers, depth), (inner / hidden, ratio))
             distance = sum(math.log(value / goal) ** 2 for value, goal in pairs)
-            if best is None or distance < best[0]:
-                best = distance, _resized(template, hidden, layers, inner)
-    if best is None:
+            found.append((distance, hidden, layers, inner))
+    if not found:
         raise ConfigError(
             f"no model within {TOLERANCE:.0%} of {_short(target_active)} active parameters: "
             f"{template.vocab_size} vocabulary rows, heads of {HEAD_DIM}, blocks by "
             f"{LAYER_MULTIPLE} and expert widths by {EXPERT_WIDTH_MULTIPLE} leave nothing so "
             f"small. Try a target from {_short(SMALLEST_ACTIVE)}"
         )
-    return best[1]
+    _, hidden, layers, inner = min(found, key=lambda each: each[0])
+    return _resized(template, hidden, layers, inner)
 
 
 def _around(wanted: float, multiple: int) -> range:
@@ -215,67 +203,37 @@ def autosizer(family: Family, argv: Sequence[str] | None = None) -> None:
         print(json.dumps([sizes_json(size) for size in ([new] if new else variant_sizes(family))]))
         return
     print(sizes_text([*variant_sizes(family), *([new] if new else [])]))
-    if new:
-        print(f"\n{model_yaml(new)}", end="")
+    if new:  # the section of a configuration file
+        print(f"\n{dump_yaml({'model': new.model.model_dump()})}", end="")
 
 
 def sizes_json(size: Size) -> dict[str, Any]:
     """Returns a size as plain values; total_params counts the backbone without Stage B."""
     model = size.model
-    counts = size.counts
     row: dict[str, Any] = {
         "name": size.name,
-        "total_params": counts.total_params,
-        "active_params": counts.active_params,
-        "train_flops_per_token": counts.train_flops_per_token,
+        **size.counts._asdict(),
         "hidden_size": model.hidden_size,
         "num_layers": model.num_layers,
         "num_heads": model.num_heads,
         "expert_hidden_size": model.moe.expert_hidden_size if model.moe else None,
     }
     if size.stage_b is not None:
-        row["stage_b_params"] = size.stage_b.total_params
-        row["stage_b"] = {
-            "adapters": size.stage_b.adapters,
-            "gates": size.stage_b.gates,
-            "heads": size.stage_b.heads,
-            "summariser": size.stage_b.summariser,
-            "retrieval": size.stage_b.retrieval,
-            "plastic_state_per_sequence": size.stage_b.plastic_state,
-        }
+        parts = size.stage_b._asdict()
+        parts["plastic_state_per_sequence"] = parts.pop("plastic_state")
+        row |= {"stage_b_params": size.stage_b.total_params, "stage_b": parts}
     return row
 
 
 def sizes_text(sizes: Sequence[Size]) -> str:
-    """Formats sizes as a table; reasoning variants have a column for Stage B (M parameters)."""
-    has_stage_b = any(size.stage_b is not None for size in sizes)
-    rows = [[*_COLUMNS, *(["Stage B M"] if has_stage_b else [])]]
-    for size in sizes:
-        model = size.model
-        counts = size.counts
-        cells = [
-            size.name,
-            str(model.hidden_size),
-            str(model.num_layers),
-            str(model.num_heads),
-            str(model.moe.expert_hidden_size) if model.moe else "-",
-            f"{counts.total_params / 1e9:.2f}",
-            f"{counts.active_params / 1e9:.2f}",
-            f"{counts.train_flops_per_token / 1e9:.2f}",
-        ]
-        if size.stage_b is not None:
-            cells.append(f"{size.stage_b.total_params / 1e6:.2f}")
-        rows.append(cells)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        )
-        for row in rows
-    )
-
-
-def model_yaml(size: Size) -> str:
-    """Formats the `model` section of a size for a config file."""
-    return dump_yaml({"model": size.model.model_dump()})
+    """Formats sizes as a table; only reasoning variants have the column of Stage B."""
+    rows = [sizes_json(size) for size in sizes]
+    columns = []
+    for title, key, unit in _COLUMNS:
+        values = [row[key] for row in rows if key in row]
+        if values:
+            cells = [str(value) if unit is None else f"{value / unit:.2f}" for value in values]
+            width = max(map(len, [title, *cells]))
+            justify = str.ljust if key == "name" else str.rjust
+            columns.append([justify(cell, width) for cell in (title, *cells)])
+    return "\n".join("  ".join(cells) for cells in zip(*columns, strict=True))

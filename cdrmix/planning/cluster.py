@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cdrmix.errors import PlanError
 
 GIB = 2**30
-Precision = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices.
+    """Equal nodes of equal devices."""
 
-    Attributes:
-        name: name of the preset, or a description of custom sizes.
-        device: "cuda" (also for ROCm) or "cpu".
-        nodes: number of nodes.
-        gpus_per_node: ranks of a node, one per device.
-        memory_gib: memory of one device as torch reports it (GiB).
-        intra_bandwidth: within a node, per device and direction (bytes per second).
-        inter_bandwidth: between nodes, per device and direction (bytes per second).
-        peak_flops: dense matrix products by precision, sums in float32 (FLOP per second).
-        host_memory_gib: host memory of one node, for offloading and copies (GiB).
-    """
-
-    name: str
-    device: Literal["cuda", "cpu"]
-    nodes: int
-    gpus_per_node: int
-    memory_gib: float
-    intra_bandwidth: float
-    inter_bandwidth: float
+    name: str  # name of the preset, or a description of custom sizes
+    device: Literal["cuda", "cpu"]  # "cuda" (also for ROCm) or "cpu"
+    nodes: int  # number of nodes
+    gpus_per_node: int  # ranks of a node, one per device
+    memory_gib: float  # memory of one device as torch reports it (GiB)
+    intra_bandwidth: float  # within a node, per device and direction (bytes per second)
+    inter_bandwidth: float  # between nodes, per device and direction (bytes per second)
+    # dense matrix products by precision, sums in float32 (FLOP per second)
     peak_flops: dict[str, float]
-    host_memory_gib: float
+    host_memory_gib: float  # host memory of one node, for offloading and copies (GiB)
 
     @property
     def world_size(self) -> int:
@@ -103,17 +90,9 @@ def make_cluster(
 ) -> Cluster:
     """Builds a cluster from a preset, from a memory size, or from a preset with another size.
 
-    A memory size alone takes the speed of the smallest accelerator preset that has as much, less
-    5 % for the driver's share; above all presets, that of the largest.
-
-    Args:
-        nodes: number of nodes.
-        gpus_per_node: devices of a node.
-        gpu: name of a preset.
-        gpu_memory_gib: memory of one device as torch reports it (GiB).
-
-    Raises:
-        PlanError: if the preset is unknown or a size is not positive, with all problems.
+    A memory size (GiB of a device, as torch reports it) alone takes the speed of the smallest
+    accelerator preset that has as much, less 5 % for the driver's share; above all presets, that of
+    the largest. Raises PlanError with all problems, of an unknown preset and sizes not positive.
     """
     problems = [
         f"--{name} {value:g}: allowed is a number from 1"
@@ -158,25 +137,17 @@ def processes(number: int) -> Cluster:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank.
+    """Bytes on the fullest rank."""
 
-    Attributes:
-        weights: flat buffers of the weights.
-        gradients: gradients that last from one micro-step to the next.
-        optimizer: float32 masters and both moments.
-        activations: tensors that autograd saves for the micro-batches in flight.
-        buffers: temporary allocations of a step by kind, and allowances.
-        host: offloaded states in host memory.
-        checkpoint: copy of a checkpoint in host memory, which is written in the background; on CPUs
-            it is among the buffers.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: dict[str, int]
-    host: int = 0
+    weights: int  # flat buffers of the weights
+    gradients: int  # gradients that last from one micro-step to the next
+    optimizer: int  # float32 masters and both moments
+    activations: int = 0  # tensors that autograd saves for the micro-batches in flight
+    # temporary allocations of a step by kind, and allowances
+    buffers: dict[str, int] = field(default_factory=dict)
+    host: int = 0  # offloaded states in host memory
+    # copy of a checkpoint in host memory, which is written in the background; on CPUs it is among
+    # the buffers
     checkpoint: int = 0
 
     @property
@@ -213,12 +184,3 @@ class Memory:
             "buffers": sum(self.buffers.values()),
             "total": self.total,
         }
-
-    def described(self) -> Iterator[tuple[str, int]]:
-        """Lists each part with its bytes, buffers by kind."""
-        yield "weights", self.weights
-        yield "gradients", self.gradients
-        yield "optimizer", self.optimizer
-        yield "activations", self.activations
-        for kind, size in self.buffers.items():
-            yield f"buffers: {kind.replace('_', ' ')}", size

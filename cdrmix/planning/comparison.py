@@ -8,18 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import PlanError
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.plan import Plan
-from cdrmix.planning.profile import (
-    all_plans,
-    combination_of,
-    explained,
-    memory_reason,
-    with_stage_b,
-)
+from cdrmix.planning.profile import all_plans, combination_of, explained
 from cdrmix.planning.rules import UNAVAILABLE
 from cdrmix.planning.search import search
 
@@ -30,24 +23,15 @@ _DOUBLINGS = 5
 
 @dataclass(frozen=True)
 class Comparison:
-    """Best plan of a run on a cluster, and its alternatives.
-
-    Attributes:
-        config: of the run.
-        cluster: devices and links.
-        plan: plan to run with, or the nearest one if none fits.
-        runners_up: other plans that this version can run, best first.
-        later: best plans that this version cannot run.
-        num_layouts: number of legal layouts compared.
-        changes: changes that would make the plan fit, one line each; empty if it fits.
-    """
+    """Best plan of a run on a cluster, and its alternatives."""
 
     config: Config
     cluster: Cluster
-    plan: Plan
-    runners_up: tuple[Plan, ...]
-    later: tuple[Plan, ...]
-    num_layouts: int
+    plan: Plan  # plan to run with, or the nearest one if none fits
+    runners_up: tuple[Plan, ...]  # other plans that this version can run, best first
+    later: tuple[Plan, ...]  # best plans that this version cannot run
+    num_layouts: int  # number of legal layouts compared
+    # changes that would make the plan fit, one line each; empty if it fits
     changes: tuple[str, ...]
 
     @property
@@ -62,7 +46,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values for `cdrmix plan --json`."""
-        cluster = self.cluster
+        sizes = ("name", "nodes", "gpus_per_node", "memory_gib")
         stage_b = {}
         if self.plan.stage_b is not None:
             stage_b["stage_b"] = {
@@ -72,12 +56,7 @@ class Comparison:
             }
         return {
             "name": self.config.name,
-            "cluster": {
-                "name": cluster.name,
-                "nodes": cluster.nodes,
-                "gpus_per_node": cluster.gpus_per_node,
-                "memory_gib": cluster.memory_gib,
-            },
+            "cluster": {size: getattr(self.cluster, size) for size in sizes},
             **self.plan.estimates_to_json(),
             **stage_b,
             "reasons": [*self.plan.reasons, *self.changes],
@@ -88,29 +67,17 @@ class Comparison:
 
 
 def compare(config: Config, cluster: Cluster) -> Comparison:
-    """Compares all legal plans of a run on a cluster, with the settings that `config` fixes.
-
-    Raises:
-        PlanError: if there is none, with the reasons that rule out the plainest one.
-    """
-    plans = all_plans(config, cluster)
-    best = plans[0]
-    others = plans[1:]
-    available = [plan for plan in others if not plan.missing]
+    """Compares all legal plans of a run on a cluster; raises PlanError if there is none."""
+    best, *others = all_plans(config, cluster)
     later = [plan for plan in others if plan.missing]
     later.sort(key=lambda plan: not plan.fits)  # stable: the best that fit come first
-    if best.missing:
-        reasons = (*unavailable(best, config, cluster), memory_reason(best, config, cluster))
-        plan = with_stage_b(replace(best, reasons=reasons), config, cluster)
-    else:
-        plan = explained(best, config, cluster)
     compared = Comparison(
         config=config,
         cluster=cluster,
-        plan=plan,
-        runners_up=_unlike(available)[:RUNNERS_UP],
-        later=_unlike(later)[:RUNNERS_UP],
-        num_layouts=len(plans),
+        plan=explained(best, config, cluster),
+        runners_up=_unlike([plan for plan in others if not plan.missing]),
+        later=_unlike(later),
+        num_layouts=1 + len(others),
         changes=(),
     )
     return compared if compared.fits else replace(compared, changes=tuple(_changes(compared)))
@@ -118,19 +85,15 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
 
 def unavailable(plan: Plan, config: Config, cluster: Cluster) -> list[str]:
     """Messages about the features that this version lacks for a plan."""
-    try:
-        rules.check(combination_of(plan, config, cluster))
-    except PlanError as error:
-        return str(error).splitlines()
-    return []
+    return rules.broken(combination_of(plan, config, cluster))
 
 
 def _unlike(plans: list[Plan]) -> tuple[Plan, ...]:
-    """The first plan of each profile and set of degrees."""
+    """The first plans, one of each profile and set of degrees."""
     first: dict[tuple[str, Degrees], Plan] = {}
     for plan in plans:
         first.setdefault((plan.profile, plan.degrees), plan)
-    return tuple(first.values())
+    return tuple(first.values())[:RUNNERS_UP]
 
 
 def _changes(compared: Comparison) -> Iterator[str]:
@@ -143,7 +106,7 @@ def _changes(compared: Comparison) -> Iterator[str]:
     fitting = next((other for other in compared.later if other.fits), None)
     if fitting is not None:
         needed = " and ".join(fitting.missing)
-        (memory, cost) = fitting.estimates()
+        memory, cost = fitting.estimates()
         yield (
             f"fits with {fitting.describe()}: {memory.total / GIB:.1f} GiB a device, "
             f"{cost.tokens_per_second:,.0f} tokens per second; {needed}: {UNAVAILABLE}"
@@ -182,12 +145,7 @@ _ASSUMPTIONS = (
 
 
 def plan_text(compared: Comparison, *, explain: bool = False) -> str:
-    """Formats a comparison as a page of text.
-
-    Args:
-        compared: plan and its alternatives.
-        explain: True adds every buffer, the traffic, and the assumptions.
-    """
+    """Formats a comparison as a page; `explain` adds buffers, traffic and assumptions."""
     plan = compared.plan
     fits = {True: "fits", False: "does NOT fit"}
     verdict = UNAVAILABLE if plan.fits and not compared.fits else fits[compared.fits]
@@ -195,7 +153,10 @@ def plan_text(compared: Comparison, *, explain: bool = False) -> str:
         verdict = f"Stage A {verdict}, Stage B {fits[compared.stage_b_fits]}"
     memory, _ = plan.estimates()
     usable = compared.config.training.memory_share * compared.cluster.memory_bytes
-    parts = dict(memory.described()) if explain else memory.to_json()
+    parts = memory.to_json()
+    if explain:
+        del parts["buffers"], parts["total"]
+        parts |= {f"buffers: {kind.replace('_', ' ')}": n for kind, n in memory.buffers.items()}
     parts |= {"total": memory.total, "may be filled": usable}
     if memory.on_host:
         parts["on the host"] = memory.on_host
@@ -224,25 +185,25 @@ def plan_text(compared: Comparison, *, explain: bool = False) -> str:
 
 
 def _time_lines(compared: Comparison, *, explain: bool) -> list[str]:
-    (_, cost) = compared.plan.estimates()
+    _, cost = compared.plan.estimates()
     training = compared.config.training
     lines = [
-        f"  a step      {cost.step_seconds:.3g} s, {cost.flops:.3g} FLOPs, "
+        f"  a step      {cost.step_seconds:.3g} s, {cost.flops_per_step:.3g} FLOPs, "
         f"{training.tokens_per_step:,} tokens",
         f"  speed       {cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%}, "
         f"scaling efficiency {cost.scaling_efficiency:.0%}",
         f"  {'Stage A' if compared.plan.stage_b else 'the run':11} {training.num_steps:,} steps, "
         f"{cost.days:,.1f} days",
-        f"  waiting     {cost.bubble:.1%} pipeline bubble",
+        f"  waiting     {cost.pipeline_bubble:.1%} pipeline bubble",
     ]
     if compared.plan.stage_b is not None and compared.config.stage_b is not None:
         steps = compared.config.stage_b.training.num_steps
         lines.append(f"  Stage B     {steps:,} steps, which are not timed")
     if explain:
         lines += [
-            f"  exchanged   {traffic.payload / GIB:8.2f} GiB a step, {traffic.seconds:.3g} s: "
-            f"{kind.replace('_', ' ')}"
-            for kind, traffic in cost.traffic.items()
+            f"  exchanged   {payload / GIB:8.2f} GiB a step, "
+            f"{cost.communication_seconds[kind]:.3g} s: {kind.replace('_', ' ')}"
+            for kind, payload in cost.communication_bytes.items()
         ]
     return lines
 

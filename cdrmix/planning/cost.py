@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.counts import count, forward_flops_by_layer, head_flops, parameters
 from cdrmix.planning.layout import (
@@ -23,7 +21,6 @@ from cdrmix.planning.layout import (
     state_bytes,
 )
 from cdrmix.planning.memory import MemoryModel
-from cdrmix.planning.zero import gathered_in_a_micro_step
 
 # Share of the peak that a block's kernels reach while they run: assumed for GPUs, where nothing has
 # been measured yet; tools/benchmark/step.py finds about this on a CPU core.
@@ -38,63 +35,29 @@ HOST_PARAMS_PER_SECOND = 1e9
 _PARTIAL_GRADIENTS = (".mixer.mu_", "_down", ".router.weight")
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Communication of a rank in one step for one purpose: payload (bytes), time (seconds)."""
-
-    payload: int
-    seconds: float
+# Communication of a rank in one step by purpose: payload (bytes), time (seconds).
+_Traffic = dict[str, tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One optimizer step.
+    """One optimizer step; as a dict, the plain values of `cdrmix plan --json`."""
 
-    Attributes:
-        flops: of the model per step, all ranks, no recomputation.
-        compute_seconds: of the busiest stage over all micro-steps, recomputation included.
-        traffic: by purpose, of the busiest rank.
-        bubble: share of the step in which a pipeline stage is idle.
-        step_seconds: of the whole step.
-        tokens_per_second: all ranks.
-        mfu: model FLOPs over the peak of all devices.
-        scaling_efficiency: speed over that of the same devices without communication and bubble.
-        days: of the whole run.
-    """
-
-    flops: int
-    compute_seconds: float
-    traffic: dict[str, Traffic]
-    bubble: float
-    step_seconds: float
-    tokens_per_second: float
-    mfu: float
+    flops_per_step: int  # of the model, all ranks, no recomputation
+    compute_seconds: float  # of the busiest stage over all micro-steps, recomputation included
+    communication_bytes: dict[str, int]  # payload by purpose, of the busiest rank
+    communication_seconds: dict[str, float]  # time by purpose, of the busiest rank
+    pipeline_bubble: float  # share of the step in which a pipeline stage is idle
+    step_seconds: float  # of the whole step
+    tokens_per_second: float  # all ranks
+    mfu: float  # model FLOPs over the peak of all devices
+    # speed over that of the same devices without communication and bubble
     scaling_efficiency: float
-    days: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain values for JSON."""
-        return {
-            "flops_per_step": self.flops,
-            "compute_seconds": self.compute_seconds,
-            "communication_bytes": {kind: t.payload for kind, t in self.traffic.items()},
-            "communication_seconds": {kind: t.seconds for kind, t in self.traffic.items()},
-            "pipeline_bubble": self.bubble,
-            "step_seconds": self.step_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu,
-            "scaling_efficiency": self.scaling_efficiency,
-            "days": self.days,
-        }
+    days: float  # of the whole run
 
 
 class CostModel:
-    """Time estimates for one configuration on one cluster.
-
-    Args:
-        memory: memory model of the configuration, which lists the parameters of each stage.
-        cluster: devices and links.
-    """
+    """Time estimates for the configuration of a memory model on one cluster."""
 
     def __init__(self, memory: MemoryModel, cluster: Cluster) -> None:
         config = memory.config
@@ -103,10 +66,11 @@ class CostModel:
         self.cluster = cluster
         self.model = config.model
         self.training = config.training
-        self.size = ELEMENT_BYTES[self.training.precision]
+        self.size = memory.element_bytes
         length = self.training.sequence_length
+        self.is_rwkv = [kind == "rwkv" for kind in self.model.layer_kinds()]
         self.layer_flops = forward_flops_by_layer(self.model, length)
-        self.flops_per_token = count(self.model, length).train_flops_per_token
+        self.counts = count(self.model, length)
         self.peak = cluster.peak_flops[self.training.precision]
         self.partial_gradients = [0] * self.model.num_layers  # elements by layer
         for p in parameters(self.model):
@@ -124,8 +88,8 @@ class CostModel:
         if self.activations.sequence_form(degrees) == "state":
             # a token and RWKV layer: the op over K values more, and the entering state added to y
             state_flops = 10 * self.model.hidden_size * self.model.head_dim
-            for stage in range(pipeline):
-                forward[stage] += self._rwkv_layers(degrees, stage) * state_flops
+            for stage, layers in enumerate(stages):
+                forward[stage] += sum(self.is_rwkv[layer] for layer in layers) * state_flops
         forward[-1] += head_flops(self.model)
         # in units of a forward pass: one forward, two backward, one recomputed
         passes = 4 if layout.activation_checkpointing else 3
@@ -134,29 +98,25 @@ class CostModel:
         launches *= self.activations.spans(layout)[0]
         compute = flops / (self.peak * KERNEL_EFFICIENCY) + launches * passes / 3
         traffic = self._per_micro_step(layout)
-        passing = sum(t.seconds for t in traffic.values()) / steps
-        traffic |= (
-            self._zero3_traffic(layout)
-            if layout.zero_stage == 3
-            else self._gradients_and_weights(layout)
-        )
-        once = sum(t.seconds for t in traffic.values()) - passing * steps
+        passing = sum(seconds for _, seconds in traffic.values()) / steps
+        traffic |= self._gradients_and_weights(layout)
+        once = sum(seconds for _, seconds in traffic.values()) - passing * steps
         if layout.offloads_optimizer:
-            parameters = sum(self._held_by_fullest(degrees).values())
-            shared = parameters / degrees.data
+            shared = sum(self._held_by_fullest(degrees).values()) / degrees.data
             once += shared * self.cluster.gpus_per_node / HOST_PARAMS_PER_SECOND
         # the last stage starts after pipeline - 1 micro-steps of the others
         seconds = (compute + passing) * (steps + pipeline - 1) + once
         tokens = self.training.tokens_per_step
         rate = tokens / seconds
         return Cost(
-            flops=self.flops_per_token * tokens,
+            flops_per_step=self.counts.train_flops_per_token * tokens,
             compute_seconds=compute * steps,
-            traffic=traffic,
-            bubble=(pipeline - 1) / (steps + pipeline - 1),
+            communication_bytes={kind: payload for kind, (payload, _) in traffic.items()},
+            communication_seconds={kind: taken for kind, (_, taken) in traffic.items()},
+            pipeline_bubble=(pipeline - 1) / (steps + pipeline - 1),
             step_seconds=seconds,
             tokens_per_second=rate,
-            mfu=rate * self.flops_per_token / (self.cluster.world_size * self.peak),
+            mfu=rate * self.counts.train_flops_per_token / (self.cluster.world_size * self.peak),
             scaling_efficiency=compute * steps / seconds,
             days=self.training.num_steps * seconds / 86_400,
         )
@@ -166,18 +126,18 @@ class CostModel:
         inside = ranks <= self.cluster.gpus_per_node
         return self.cluster.intra_bandwidth if inside else self.cluster.inter_bandwidth
 
-    def _per_micro_step(self, layout: Layout) -> dict[str, Traffic]:
+    def _per_micro_step(self, layout: Layout) -> _Traffic:
         """Communication of blocks and stages in all micro-steps of a step."""
         degrees = layout.degrees
         steps = layout.gradient_accumulation_steps
         layers = max(map(len, self.memory.stages(degrees.pipeline)))
         again = 1 if layout.activation_checkpointing else 0
         stream = self.activations.tokens(layout) * self.model.hidden_size * self.size
-        traffic: dict[str, Traffic] = {}
+        traffic: _Traffic = {}
 
         def add(kind: str, payload: float, *, moved: float, ranks: int) -> None:
             total = payload * steps
-            traffic[kind] = Traffic(int(total), total * moved / self._bandwidth(ranks))
+            traffic[kind] = (int(total), total * moved / self._bandwidth(ranks))
 
         tensor = degrees.tensor
         expert = degrees.expert
@@ -226,10 +186,6 @@ class CostModel:
             return (mixers + feed_forwards + ends) * stream + partial, scores
         return (mixers + ends) * stream + partial, feed_forwards * stream + scores
 
-    def _rwkv_layers(self, degrees: Degrees, stage: int) -> int:
-        kinds = self.activations.kinds_on(degrees.pipeline, stage)
-        return sum(number for block, number in kinds.items() if block.kind == "rwkv")
-
     def _between_sequence_ranks(self, layout: Layout) -> tuple[float, float, float]:
         """Bytes of the busiest stage in a micro-step: exchange of tokens for heads in a forward
         pass, last tokens of the rank before (for shifts) in all passes, gathered states."""
@@ -239,8 +195,8 @@ class CostModel:
         form = self.activations.sequence_form(degrees)
         most = (0.0, 0.0, 0.0)
         passes = 6 if layout.activation_checkpointing else 4
-        for stage, layers in enumerate(self.memory.stages(degrees.pipeline)):
-            rwkv = self._rwkv_layers(degrees, stage)
+        for layers in self.memory.stages(degrees.pipeline):
+            rwkv = sum(self.is_rwkv[layer] for layer in layers)
             heads = (len(layers) - rwkv) * attention_bytes(self.model, tokens, self.size)
             states = 0
             if form == "heads":
@@ -251,12 +207,14 @@ class CostModel:
             most = max(most, (heads / degrees.tensor, halos, states / degrees.tensor), key=sum)
         return most
 
-    def _gradients_and_weights(self, layout: Layout) -> dict[str, Traffic]:
-        """Communication of gradients and weights under ZeRO-1 and ZeRO-2.
+    def _gradients_and_weights(self, layout: Layout) -> _Traffic:
+        """Communication of gradients and weights.
 
         DeepSpeed 0.19.8 all-reduces gradients in the type of the weights, under ZeRO-1 once a step,
         under ZeRO-2 in each micro-step; updated weights are gathered once.
         """
+        if layout.zero_stage == 3:
+            return self._zero3_traffic(layout)
         degrees = layout.degrees
         reductions = 1 if layout.zero_stage == 1 else layout.gradient_accumulation_steps
         reduced = gathered = reducing = gathering = 0.0
@@ -271,19 +229,18 @@ class CostModel:
             gathered += self.size * elements
             gathering += moved
         traffic = {
-            "gradients_all_reduce": Traffic(int(reduced), reducing),
-            "weights_all_gather": Traffic(int(gathered), gathering),
+            "gradients_all_reduce": (int(reduced), reducing),
+            "weights_all_gather": (int(gathered), gathering),
         }
         if degrees.pipeline > 1:
             # first and last stage sum the tied embedding's gradients, in float32, and after the
             # step the last one receives the first one's weights
             elements = self.model.vocab_size * self.model.hidden_size // degrees.tensor
             bandwidth = self._bandwidth(degrees.world_size)
-            for kind, payload in (
-                ("embedding_all_reduce", 4 * elements),
-                ("embedding_broadcast", self.size * elements),
-            ):
-                traffic[kind] = Traffic(payload, payload / bandwidth)
+            summed = 4 * elements
+            sent = self.size * elements
+            traffic["embedding_all_reduce"] = (summed, summed / bandwidth)
+            traffic["embedding_broadcast"] = (sent, sent / bandwidth)
         return traffic
 
     def _held_by_fullest(self, degrees: Degrees) -> dict[Group, int]:
@@ -293,7 +250,7 @@ class CostModel:
         stages = sorted({0, sizes.index(max(sizes)), len(sizes) - 1})
         return max((self.memory.held(degrees, s) for s in stages), key=lambda h: sum(h.values()))
 
-    def _zero3_traffic(self, layout: Layout) -> dict[str, Traffic]:
+    def _zero3_traffic(self, layout: Layout) -> _Traffic:
         """Communication of gradients and weights under ZeRO-3.
 
         Each micro-step gathers the weights and reduce-scatters the gradients; parameters that stay
@@ -303,13 +260,11 @@ class CostModel:
         steps = layout.gradient_accumulation_steps
         if data == 1:
             return {}
-        cut = self.memory.cut_by_zero3()
-        gathered = gathered_in_a_micro_step(
-            cut.blocks, embedding=cut.embedding, recompute=layout.activation_checkpointing
-        )
+        recompute = layout.activation_checkpointing
+        gathered, persistent = self.memory.gathered_by_zero3(recompute=recompute)
         payloads = {
-            "gradients_reduce_scatter": steps * self.size * cut.total,
-            "weights_all_gather": self.size * (steps * gathered + cut.persistent),
+            "gradients_reduce_scatter": steps * self.size * self.counts.total_params,
+            "weights_all_gather": self.size * (steps * gathered + persistent),
         }
         share = (1 - 1 / data) / self._bandwidth(data)
-        return {kind: Traffic(payload, payload * share) for kind, payload in payloads.items()}
+        return {kind: (payload, payload * share) for kind, payload in payloads.items()}

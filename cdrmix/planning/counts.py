@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from cdrmix.config.model import ModelConfig
@@ -20,19 +21,12 @@ Part = Literal[
 
 
 class Parameter(NamedTuple):
-    """One tensor of the backbone.
+    """One tensor of the backbone."""
 
-    Attributes:
-        name: name in checkpoints; the experts of a layer are stacked in one tensor.
-        shape: logical, unsharded.
-        part: part of the model.
-        layer: index of the block from the input; None outside the blocks.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    part: Part
-    layer: int | None = None
+    name: str  # name in checkpoints; the experts of a layer are stacked in one tensor
+    shape: tuple[int, ...]  # logical, unsharded
+    part: Part  # part of the model
+    layer: int | None = None  # index of the block from the input; None outside the blocks
 
     @property
     def num_elements(self) -> int:
@@ -41,18 +35,13 @@ class Parameter(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Sizes of a backbone.
+    """Sizes of a backbone."""
 
-    Attributes:
-        total_params: all parameters, the tied embedding and head counted once.
-        active_params: parameters used by one token: of the experts top_k per layer, and the whole
-            embedding, which the head multiplies with.
-        train_flops_per_token: forward and backward of one token without recomputation.
-    """
-
-    total_params: int
+    total_params: int  # all parameters, the tied embedding and head counted once
+    # parameters used by one token: of the experts top_k per layer, and the whole embedding, which
+    # the head multiplies with
     active_params: int
-    train_flops_per_token: int
+    train_flops_per_token: int  # forward and backward of one token without recomputation
 
 
 def count(model: ModelConfig, sequence_length: int) -> Counts:
@@ -66,18 +55,24 @@ def count(model: ModelConfig, sequence_length: int) -> Counts:
         num_experts = model.moe.num_experts
         top_k = model.moe.top_k
         idle_experts = parts["experts"] * (num_experts - top_k) // num_experts
-    total = sum(parts.values())
+    total = parts.total()
     forward = sum(forward_flops_by_layer(model, sequence_length)) + head_flops(model)
     # the backward pass has twice the FLOPs of the forward pass
     return Counts(total, total - idle_experts, train_flops_per_token=3 * forward)
 
 
+@lru_cache(maxsize=16)  # a search asks for each of its layouts
 def params_by_part(model: ModelConfig) -> Counter[Part]:
     """Parameters of each part of the backbone (count)."""
     parts: Counter[Part] = Counter()
     for parameter in parameters(model):
         parts[parameter.part] += parameter.num_elements
     return parts
+
+
+def total_params(model: ModelConfig) -> int:
+    """All parameters of the backbone, the tied embedding and head counted once."""
+    return params_by_part(model).total()
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
@@ -164,23 +159,14 @@ def head_flops(model: ModelConfig) -> int:
 
 
 class StageBCounts(NamedTuple):
-    """Parameters that reasoning enablement adds to a backbone.
+    """Parameters that reasoning enablement adds to a backbone."""
 
-    Attributes:
-        adapters: low-rank factors of the plastic adapters (parameters).
-        gates: gain, modulator and trace of every adapter (parameters).
-        heads: policy head over four memory actions, and value head (parameters).
-        summariser: projections into and out of the summary slots, and their gate (parameters).
-        retrieval: projections to keys and queries of episodic memory (parameters).
-        plastic_state: fast weights of one sequence (float32 values, not parameters).
-    """
-
-    adapters: int
-    gates: int
-    heads: int
-    summariser: int
-    retrieval: int
-    plastic_state: int
+    adapters: int  # low-rank factors of the plastic adapters (parameters)
+    gates: int  # gain, modulator and trace of every adapter (parameters)
+    heads: int  # policy head over four memory actions, and value head (parameters)
+    summariser: int  # projections into and out of the summary slots, and their gate (parameters)
+    retrieval: int  # projections to keys and queries of episodic memory (parameters)
+    plastic_state: int  # fast weights of one sequence (float32 values, not parameters)
 
     @property
     def total_params(self) -> int:

@@ -138,11 +138,7 @@ _KINDS = {
 
 
 def profile_path(profile: str) -> Path:
-    """Returns the file of a profile from its shipped name, or from a path to a JSON file.
-
-    Raises:
-        PlanError: if there is no shipped profile of that name.
-    """
+    """Returns the file of a profile; raises PlanError if none of that name is shipped."""
     if profile.endswith(".json") or "/" in profile:
         return Path(profile)
     known = {file.stem: file for file in sorted(shipped("ds_configs").glob("*.json"))}
@@ -156,22 +152,14 @@ def profile_path(profile: str) -> Path:
     )
 
 
-class _DuplicateKeyError(Exception):
-    """Key that stands twice in a JSON object."""
-
-
 def read_profile(path: Path) -> dict[str, Any]:
-    """Reads the DeepSpeed settings of a profile.
-
-    Raises:
-        PlanError: naming everything in the file that is no setting of a profile, one to a line.
-    """
+    """Reads the settings of a profile; raises PlanError with all in the file that is none."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, value in pairs:
             if key in values:
-                raise _DuplicateKeyError(key)
+                raise PlanError(f"{path}: {key}: this key stands here a second time")
             values[key] = value
         return values
 
@@ -188,8 +176,6 @@ def read_profile(path: Path) -> dict[str, Any]:
         lines = text.splitlines()[error.lineno - 1 : error.lineno]
         where = f"{path}: line {error.lineno}, column {error.colno}: {error.msg}"
         raise PlanError("\n  ".join([where, *lines])) from None
-    except _DuplicateKeyError as error:
-        raise PlanError(f"{path}: {error}: this key stands here a second time") from None
     if not isinstance(values, dict):
         raise PlanError(f"{path}: given {shown(values)}, allowed is an object of settings")
     problems = list(_problems(values, PROFILE_KEYS, ""))

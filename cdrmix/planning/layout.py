@@ -59,10 +59,11 @@ class Degrees:
         """Data ranks that read different samples; the ranks of a sequence group share one."""
         return max(1, self.data // self.sequence)
 
-    @property
-    def num_model_axes(self) -> int:
-        """Number of axes above one, the data axis left out."""
-        return sum(getattr(self, axis) > 1 for axis in AXES if axis != "data")
+    def describe(self, axes: tuple[str, ...] = AXES) -> str:
+        """Describes the axes above one in one line: 'data 4 x tensor 2'."""
+        degrees = {axis: getattr(self, axis) for axis in axes}
+        parts = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+        return " x ".join(parts) or "one rank"
 
     def split_ranks(self, group: Group) -> int:
         """Ranks over which the parameters of an optimizer group are split."""
@@ -75,23 +76,14 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Combination:
-    """Configuration, degrees and DeepSpeed settings that are checked together.
-
-    Attributes:
-        config: of the run.
-        degrees: parallel degrees, configured or chosen.
-        deepspeed: settings of the profile.
-        profile: name or file of the profile, for messages.
-        world_size: number of ranks, started or planned.
-        device: "cpu" or "cuda"; None: unknown.
-    """
+    """Configuration, degrees and DeepSpeed settings that are checked together."""
 
     config: Config
-    degrees: Degrees
-    deepspeed: dict[str, Any]
-    profile: str
-    world_size: int
-    device: str | None = None
+    degrees: Degrees  # parallel degrees, configured or chosen
+    deepspeed: dict[str, Any]  # settings of the profile
+    profile: str  # name or file of the profile
+    world_size: int  # number of ranks, started or planned
+    device: str | None = None  # "cpu" or "cuda"; None: unknown
 
     @property
     def model(self) -> ModelConfig:
@@ -104,40 +96,35 @@ class Combination:
         return self.config.training
 
     @property
+    def zero(self) -> dict[str, Any]:
+        """DeepSpeed's settings of ZeRO."""
+        section: dict[str, Any] = self.deepspeed.get("zero_optimization", {})
+        return section
+
+    @property
     def zero_stage(self) -> int:
         """ZeRO stage; DeepSpeed's default is 0."""
-        return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
+        return int(self.zero.get("stage", 0))
 
     def offloads(self, what: str) -> bool:
         """True if `what` (`offload_optimizer` or `offload_param`) moves states off the device."""
-        section = self.deepspeed.get("zero_optimization", {}).get(what, {})
-        return bool(section.get("device", "none") != "none")
+        return bool(self.zero.get(what, {}).get("device", "none") != "none")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Settings of a run that determine its memory and its time.
-
-    Attributes:
-        degrees: parallel degrees.
-        zero_stage: 1, 2 or 3.
-        micro_batch_size: samples per data rank and forward pass.
-        gradient_accumulation_steps: forward passes per optimizer step.
-        activation_checkpointing: True if blocks are recomputed in the backward pass.
-        sequence_checkpoint_tokens: tokens of a sample that are recomputed together; None: all.
-        offloads_optimizer: True if master weights and moments are on the host.
-        offloads_parameters: True if partitions of the weights are too (ZeRO-3).
-        bucket_elements: DeepSpeed's `reduce_bucket_size` (elements).
-    """
+    """Settings of a run that determine its memory and its time."""
 
     degrees: Degrees
     zero_stage: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    activation_checkpointing: bool
+    micro_batch_size: int  # samples per data rank and forward pass
+    gradient_accumulation_steps: int  # forward passes per optimizer step
+    activation_checkpointing: bool  # True if blocks are recomputed in the backward pass
+    # tokens of a sample that are recomputed together; None: all
     sequence_checkpoint_tokens: int | None = None
-    offloads_optimizer: bool = False
-    offloads_parameters: bool = False
+    offloads_optimizer: bool = False  # True if master weights and moments are on the host
+    offloads_parameters: bool = False  # True if partitions of the weights are too (ZeRO-3)
+    # DeepSpeed's `reduce_bucket_size` (elements)
     bucket_elements: int = 500_000_000  # DeepSpeed's default
 
 
@@ -173,13 +160,7 @@ def sequence_form(
 
 
 def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> list[range]:
-    """Cuts the blocks into contiguous stages of about equal FLOPs, each with at least one block.
-
-    Args:
-        model: dimensions.
-        sequence_length: tokens of a sample, on which the FLOPs of attention depend.
-        pipeline: number of stages, at most the number of blocks.
-    """
+    """Cuts the blocks into contiguous stages of about equal FLOPs, each with at least one block."""
     flops = forward_flops_by_layer(model, sequence_length)
     head = head_flops(model)  # computed by the last stage
     reached = list(accumulate(flops))
@@ -195,12 +176,8 @@ def stage_layers(model: ModelConfig, sequence_length: int, pipeline: int) -> lis
 def boundary_values(model: ModelConfig, stages: list[range], degrees: Degrees) -> list[int]:
     """Values per token that cross the boundary before each stage, and after the last one (0).
 
-    They are the residual stream, and v_first behind the RWKV block that creates it.
-
-    Args:
-        model: dimensions.
-        stages: blocks of each stage.
-        degrees: layout; tensor ranks split the heads of v_first.
+    They are the residual stream, and v_first behind the RWKV block that creates it, whose heads are
+    split over tensor ranks.
     """
     kinds = model.layer_kinds()
     width = model.hidden_size

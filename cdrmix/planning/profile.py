@@ -14,12 +14,10 @@ from cdrmix.errors import PlanError
 from cdrmix.planning import rules, zero
 from cdrmix.planning.activations import ELEMENT_BYTES
 from cdrmix.planning.cluster import GIB, Cluster
-from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import (
     Combination,
     Degrees,
-    Layout,
     recurrence_bytes,
     sequence_form,
     state_bytes,
@@ -32,13 +30,8 @@ from cdrmix.planning.search import combinations, search
 def choose(config: Config, cluster: Cluster, *, profile: str | None = None) -> Plan:
     """Chooses the best plan of a run on a cluster, with the settings that the configuration fixes.
 
-    Args:
-        config: of the run.
-        cluster: devices and links.
-        profile: name of a shipped profile or path of a JSON file; None: chosen.
-
-    Raises:
-        PlanError: if the combination cannot run, with all reasons.
+    `profile` is the name of a shipped profile or the path of a JSON file; None: chosen. Raises
+    PlanError if the combination cannot run, with all reasons.
     """
     best = all_plans(config, cluster, profile)[0]
     rules.check(combination_of(best, config, cluster))
@@ -50,41 +43,28 @@ def check_legal(
 ) -> None:
     """Checks a run against the rules, before the memory of the devices is known.
 
-    Neither memory nor time is estimated.
-
-    Args:
-        config: of the run.
-        world_size: number of ranks.
-        profile: name or path of a DeepSpeed profile; None: any.
-        device: "cpu" or "cuda"; None: unknown.
-    Raises:
-        PlanError: if the run is impossible on these ranks, with all reasons.
+    Neither memory nor time is estimated. Without `profile` (name or path) any may be taken; without
+    `device` ("cpu" or "cuda") rules about it are left out. Raises PlanError with all reasons if the
+    run is impossible on these ranks.
     """
     plainest = _plainest(config, world_size, profile, device)
     # the shape of the cluster is unknown here, so that all ranks count as one node
-    legal = list(
-        combinations(config, world_size=world_size, gpus_per_node=world_size, profile=profile)
-    )
+    found = combinations(config, world_size=world_size, gpus_per_node=world_size, profile=profile)
+    legal = list(found)
     _check_some_are_legal(legal, plainest)
-    if all(each.missing for each in legal):
-        nearest = min(legal, key=lambda each: each.combination.degrees != plainest.degrees)
-        rules.check(
-            _combination(config, nearest.combination.degrees, nearest.profile, world_size, device)
-        )
+    if all(missing for _, missing in legal):
+        nearest, _ = min(legal, key=lambda each: each[0].degrees != plainest.degrees)
+        rules.check(replace(nearest, device=device))
     if device is not None:  # a rule about the device holds for all combinations alike
-        rules.check(replace(legal[0].combination, device=device), of_this_version=False)
+        rules.check(replace(legal[0][0], device=device), of_this_version=False)
     if config.stage_b is not None:  # a run without Stage B imports none of its modules
-        from cdrmix.planning.stage_b_memory import check_stage_b
+        from cdrmix.planning.stage_b import check_stage_b
 
         check_stage_b(config, world_size)
 
 
 def all_plans(config: Config, cluster: Cluster, profile: str | None = None) -> list[Plan]:
-    """Returns every legal plan on a cluster, best first.
-
-    Raises:
-        PlanError: if there is none, with the reasons that rule out the plainest one.
-    """
+    """Returns every legal plan on a cluster, best first; raises PlanError if there is none."""
     plans = search(config, cluster, profile=profile)
     _check_some_are_legal(plans, _plainest(config, cluster.world_size, profile, cluster.device))
     return plans
@@ -108,65 +88,52 @@ def _plainest(
 ) -> Combination:
     """Combination with the configured degrees; without them, data ranks and usual experts."""
     parallel = config.parallel
-    degrees = Degrees(
-        tensor=parallel.tensor, pipeline=parallel.pipeline, sequence=parallel.sequence
-    )
-    degrees = replace(degrees, data=parallel.data or max(1, world_size // degrees.model_ranks))
+    data = parallel.data or max(1, world_size // (parallel.tensor * parallel.pipeline))
+    degrees = Degrees(data, parallel.tensor, parallel.pipeline, parallel.sequence)
     degrees = replace(degrees, expert=zero.expert_degree(config, degrees)[0])
-    total = count(config.model, config.training.sequence_length).total_params
-    stage, _ = zero.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
+    stage, _ = zero.zero_stage(config.model, degrees)
     name = profile or zero.profile_name(stage, degrees)
-    return _combination(config, degrees, name, world_size, device)
+    settings = read_profile(profile_path(name))
+    return Combination(config, degrees, settings, name, world_size, device)
 
 
 def explained(plan: Plan, config: Config, cluster: Cluster, profile: str | None = None) -> Plan:
     """Completes a plan of the search with reasons, warnings and the layout of Stage B."""
-    warnings = rules.advise(combination_of(plan, config, cluster))
+    combination = combination_of(plan, config, cluster)
+    stage_b = None
+    if config.stage_b is not None:
+        from cdrmix.planning.stage_b import stage_b_layout, stage_b_reason
+
+        stage_b = stage_b_layout(config, cluster, zero_stage=plan.zero_stage)
+    if plan.missing:
+        reasons = [*rules.broken(combination), memory_reason(plan, config, cluster)]
+        return replace(plan, reasons=tuple(reasons), stage_b=stage_b)
+    warnings = rules.advise(combination)
     if not plan.fits:
         warnings.append(memory_reason(plan, config, cluster))
     reasons = _reasons(plan, config, cluster, profile)
-    plan = with_stage_b(plan, config, cluster)
-    if plan.stage_b is not None:
-        from cdrmix.planning.stage_b_memory import stage_b_reason
-
-        reasons.append(stage_b_reason(config, cluster, plan.stage_b))
-        if not plan.stage_b.fits:  # a warning before Stage A saves the time of training it
+    if stage_b is not None:
+        reasons.append(stage_b_reason(config, cluster, stage_b))
+        if not stage_b.fits:  # a warning before Stage A saves the time of training it
             warnings.append(reasons[-1])
-    return replace(plan, reasons=tuple(reasons), warnings=tuple(warnings))
-
-
-def with_stage_b(plan: Plan, config: Config, cluster: Cluster) -> Plan:
-    """Adds the layout of Stage B to a plan, if the run has a Stage B."""
-    if config.stage_b is None:
-        return plan
-    from cdrmix.planning.stage_b_memory import stage_b_layout
-
-    return replace(plan, stage_b=stage_b_layout(config, cluster, zero_stage=plan.zero_stage))
+    return replace(plan, reasons=tuple(reasons), warnings=tuple(warnings), stage_b=stage_b)
 
 
 def combination_of(plan: Plan, config: Config, cluster: Cluster) -> Combination:
     """Combination of a plan, for the rules."""
-    return _combination(config, plan.degrees, plan.profile, cluster.world_size, cluster.device)
-
-
-def _combination(
-    config: Config, degrees: Degrees, profile: str, world_size: int, device: str | None
-) -> Combination:
-    path = profile_path(profile)
-    label = f"ds_configs/{path.name}" if profile == path.stem else profile
-    return Combination(config, degrees, read_profile(path), label, world_size, device)
+    settings = read_profile(profile_path(plan.profile))
+    world_size = cluster.world_size
+    return Combination(config, plan.degrees, settings, plan.profile, world_size, cluster.device)
 
 
 def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) -> list[str]:
     """Explains each part of a layout, one line each."""
-    layout = plan.layout
     degrees = plan.degrees
     training = config.training
-    total = count(config.model, training.sequence_length).total_params
-    stage, by_size = zero.zero_stage(total, data=degrees.data, pipeline=degrees.pipeline)
+    stage, by_size = zero.zero_stage(config.model, degrees)
     if profile is not None:
         by_size = "--profile as given"
-    elif layout.zero_stage != stage or layout.offloads_optimizer:
+    elif plan.zero_stage != stage or plan.offloads_optimizer:
         by_size = "takes less memory"
     expert, by_experts = zero.expert_degree(config, degrees)
     if degrees.expert != expert:
@@ -179,30 +146,27 @@ def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) 
         f"degrees: data {degrees.data} = {cluster.world_size} ranks / (tensor {degrees.tensor} * "
         f"pipeline {degrees.pipeline}), sequence {degrees.sequence}",
         f"expert {degrees.expert}: {by_experts}",
-        f"micro batch {layout.micro_batch_size}: {by_speed}",
+        f"micro batch {plan.micro_batch_size}: {by_speed}",
         memory_reason(plan, config, cluster),
     ]
-    if layout.activation_checkpointing:
+    recompute = plan.activation_checkpointing
+    if recompute:
         why = "what it saves lets a larger micro batch fit, which is faster"
         if training.activation_checkpointing:
             why = "training.activation_checkpointing as given"
         reasons.append(f"activation checkpointing: {why}")
     if config.checkpoint.background is None and not plan.saves_in_background:
-        reasons.append(f"checkpoints: {_saving_reason(layout, config, cluster)}")
-    if layout.sequence_checkpoint_tokens is not None:
-        span, why = zero.sequence_checkpoint_tokens(
-            config,
-            sequence=degrees.sequence,
-            recompute=layout.activation_checkpointing,
-            total_params=total,
-        )
+        reasons.append(f"checkpoints: {_saving_reason(plan, config, cluster)}")
+    if plan.sequence_checkpoint_tokens is not None:
+        span, why = zero.sequence_checkpoint_tokens(config, degrees, recompute=recompute)
         reasons.append(f"sequence checkpointing by {span:,} tokens: {why}")
+    shared = ""
     if degrees.sequence > 1:
+        shared = f" / sequence {degrees.sequence}"
         reasons.append(_sequence_reason(config, degrees.sequence))
-    shared = f" / sequence {degrees.sequence}" if degrees.sequence > 1 else ""
     reasons.append(
-        f"accumulation {layout.gradient_accumulation_steps} = global batch "
-        f"{training.global_batch_size} / (micro batch {layout.micro_batch_size} * {degrees.data} "
+        f"accumulation {plan.gradient_accumulation_steps} = global batch "
+        f"{training.global_batch_size} / (micro batch {plan.micro_batch_size} * {degrees.data} "
         f"data ranks{shared})"
     )
     return reasons
@@ -240,9 +204,9 @@ def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     return f"{of_device}; {used:.1f} GiB of {cluster.host_memory_gib:g} GiB a host, {verdict} it"
 
 
-def _saving_reason(layout: Layout, config: Config, cluster: Cluster) -> str:
+def _saving_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     """Explains that no copy of a checkpoint fits, so that training waits for each save."""
-    copied = MemoryModel(config, cluster.device).estimate(layout, has_copy=True)
+    copied = MemoryModel(config, cluster.device).estimate(plan, has_copy=True)
     used = copied.on_host * cluster.gpus_per_node
     limit = f"{cluster.host_memory_gib:g} GiB a host"
     if cluster.device == "cpu":
@@ -265,23 +229,17 @@ def smaller_micro_batch(plan: Plan, micro: int) -> int:
 def with_micro_batch(plan: Plan, config: Config, micro: int, *, device: str, reason: str) -> Plan:
     """Changes the micro batch of a plan; the global batch and the order of samples stay.
 
-    Args:
-        plan: of the run.
-        config: of the run.
-        micro: samples per data rank and forward pass; divides a rank's samples of a step.
-        device: "cpu" or "cuda".
-        reason: of the change, for the plan's reasons.
+    `micro` (samples per data rank and forward pass) divides a rank's samples of a step; `device` is
+    "cpu" or "cuda"; `reason` joins those of the plan.
     """
     steps, rest = divmod(plan.micro_batch_size * plan.gradient_accumulation_steps, micro)
     assert rest == 0, f"micro batch {micro} does not divide a rank's samples"
+    plan = replace(plan, micro_batch_size=micro, gradient_accumulation_steps=steps)
+    model = MemoryModel(config, "cpu" if device == "cpu" else "cuda")
     batches = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
-    layout = replace(plan.layout, micro_batch_size=micro, gradient_accumulation_steps=steps)
     return replace(
         plan,
-        layout=layout,
-        memory=MemoryModel(config, "cpu" if device == "cpu" else "cuda").estimate(
-            layout, has_copy=plan.saves_in_background
-        ),
+        memory=model.estimate(plan, has_copy=plan.saves_in_background),
         deepspeed=plan.deepspeed | batches,
         reasons=(*plan.reasons, f"micro batch {micro} instead, accumulation {steps}: {reason}"),
         cost=None,  # its estimate was for the planned batches

@@ -9,65 +9,73 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from cdrmix.errors import PlanError
 from cdrmix.planning import zero
-from cdrmix.planning.counts import count
+from cdrmix.planning.counts import total_params
+from cdrmix.planning.deepspeed_json import profile_path
 from cdrmix.planning.layout import Combination
 
 UNAVAILABLE = "not available in this version"
 # Sources of rules that no library states.
 _OF_RANKS = "layout of ranks"
+# Sections of a DeepSpeed profile, with which a message about one begins.
+_SECTIONS = ("zero_optimization.", "pipeline.")
 THIS_VERSION = "this version"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of combination that is refused, or warned of.
+    """A kind of combination that is refused, or warned of."""
 
-    Attributes:
-        id: short stable name for tests and documents.
-        applies: function that is True for such a combination.
-        message: function that returns the settings, the reason and advice.
-        source: origin of the reason.
-        about: place named in the message: the configuration or the profile.
-    """
-
-    id: str
-    applies: Callable[[Combination], bool]
-    message: Callable[[Combination], str]
-    source: str
-    about: Literal["config", "profile"] = "config"
+    id: str  # short stable name for tests and documents
+    applies: Callable[[Combination], object]  # function that is true of such a combination
+    # settings, reason and advice, with the names `x` (the combination), `found` (what `applies`
+    # returns) and `unavailable`; or a function that returns all this
+    text: str | Callable[[Combination], str]
+    source: str  # origin of the reason
 
     @property
     def is_about_this_version(self) -> bool:
         """True if the combination is valid but not implemented yet."""
         return self.source == THIS_VERSION
 
+    def message(self, combination: Combination) -> str:
+        """Returns the settings of a combination that are refused, the reason and advice."""
+        if not isinstance(self.text, str):
+            return self.text(combination)
+        found = self.applies(combination)
+        return self.text.format(x=combination, found=found, unavailable=UNAVAILABLE)
+
     def report(self, combination: Combination) -> str:
-        """Returns the message with its place: name of the configuration, or profile."""
-        place = combination.config.name if self.about == "config" else combination.profile
-        return f"{place}: {self.message(combination)}"
+        """Returns the message with its place: the profile if it is about DeepSpeed's settings, else
+        the configuration."""
+        message = self.message(combination)
+        place = combination.config.name
+        if message.startswith(_SECTIONS):
+            place = combination.profile
+            path = profile_path(place)
+            if place == path.stem:
+                place = f"ds_configs/{path.name}"
+        return f"{place}: {message}"
 
 
 def check(combination: Combination, *, of_this_version: bool = True) -> None:
-    """Checks that a combination can run.
+    """Raises PlanError with the messages of all `broken` rules, one to a line."""
+    messages = broken(combination, of_this_version=of_this_version)
+    if messages:
+        raise PlanError("\n".join(messages))
 
-    Args:
-        combination: settings of a run.
-        of_this_version: False lets pass combinations that are valid but not implemented yet.
 
-    Raises:
-        PlanError: with the messages of all broken rules, one to a line.
-    """
+def broken(combination: Combination, *, of_this_version: bool = True) -> list[str]:
+    """Messages of all rules that a combination breaks; without `of_this_version` those are left out
+    that only refuse what is valid but not implemented yet."""
     rules = [rule for rule in RULES if of_this_version or not rule.is_about_this_version]
-    broken = [rule for rule in rules if rule.applies(combination)]
-    if any(rule.source == _OF_RANKS for rule in broken):
+    found = [rule for rule in rules if rule.applies(combination)]
+    if any(rule.source == _OF_RANKS for rule in found):
         # the number of ranks that read samples follows from the degrees
-        broken = [rule for rule in broken if rule.id != "batch-divides"]
-    if broken:
-        raise PlanError("\n".join(rule.report(combination) for rule in broken))
+        found = [rule for rule in found if rule.id != "batch-divides"]
+    return [rule.report(combination) for rule in found]
 
 
 def advise(combination: Combination) -> list[str]:
@@ -212,28 +220,21 @@ _ZERO_PLUS_PLUS = (
 )
 
 
-def _zero(combination: Combination) -> dict[str, Any]:
-    section: dict[str, Any] = combination.deepspeed.get("zero_optimization", {})
-    return section
-
-
 def _withheld_from_experts(combination: Combination) -> list[str]:
-    return [name for name in _NEEDED_BY_EXPERTS if not _zero(combination).get(name, True)]
+    names = _NEEDED_BY_EXPERTS if combination.model.moe is not None else ()
+    return [name for name in names if not combination.zero.get(name, True)]
 
 
 def _zero_plus_plus(combination: Combination) -> list[str]:
     # a group of one rank is DeepSpeed's default
-    values = {name: _zero(combination).get(name, 0) for name in _ZERO_PLUS_PLUS}
+    values = {name: combination.zero.get(name, 0) for name in _ZERO_PLUS_PLUS}
     return [name for name, value in values.items() if value > name.endswith("size")]
 
 
 def _offloads(combination: Combination, device: str | None = None) -> list[str]:
     """Sections of DeepSpeed's settings that offload, to any device or to the given one."""
-    sections = [
-        name for name in ("offload_optimizer", "offload_param") if combination.offloads(name)
-    ]
-    zero_settings = _zero(combination)
-    return [name for name in sections if device in (None, zero_settings[name]["device"])]
+    names = [name for name in ("offload_optimizer", "offload_param") if combination.offloads(name)]
+    return [name for name in names if device in (None, combination.zero[name]["device"])]
 
 
 def _stores_a_large_models_activations(combination: Combination) -> bool:
@@ -242,11 +243,7 @@ def _stores_a_large_models_activations(combination: Combination) -> bool:
         return False
     if training.activation_checkpointing or training.stage == "b":  # Stage B trains little of it
         return False
-    return _total_params(combination) >= zero.STAGED_PARAMS
-
-
-def _total_params(combination: Combination) -> int:
-    return count(combination.model, combination.training.sequence_length).total_params
+    return total_params(combination.model) >= zero.STAGED_PARAMS
 
 
 RULES: tuple[Rule, ...] = (
@@ -260,19 +257,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "experts-of-a-dense-model",
         lambda x: x.model.moe is None and x.degrees.expert > 1,
-        lambda x: (
-            f"parallel.expert = {x.degrees.expert}: the model has no experts (model.moe is null). "
-            "Try parallel.expert = 1"
-        ),
+        "parallel.expert = {x.degrees.expert}: the model has no experts (model.moe is null). Try "
+        "parallel.expert = 1",
         _OF_RANKS,
     ),
     Rule(
         "stage-without-blocks",
         lambda x: x.degrees.pipeline > x.model.num_layers,
-        lambda x: (
-            f"parallel.pipeline = {x.degrees.pipeline} is more than model.num_layers = "
-            f"{x.model.num_layers}, and a stage needs a block. Try at most that"
-        ),
+        "parallel.pipeline = {x.degrees.pipeline} is more than model.num_layers = "
+        "{x.model.num_layers}, and a stage needs a block. Try at most that",
         "a stage without MoE layers hangs: DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py",
     ),
     Rule(
@@ -289,7 +282,7 @@ RULES: tuple[Rule, ...] = (
         "large-without-recomputation",
         _stores_a_large_models_activations,
         lambda x: (
-            f"training.activation_checkpointing = false with {_total_params(x) / 1e9:.3g}B "
+            f"training.activation_checkpointing = false with {total_params(x.model) / 1e9:.3g}B "
             f"parameters: from {zero.STAGED_PARAMS / 1e9:.0f}B on every block is recomputed, as "
             "what blocks keep outgrows the weights. Try true, or leave it out"
         ),
@@ -298,34 +291,25 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "moe-with-stage-3",
         lambda x: x.zero_stage == 3 and x.model.moe is not None,
-        lambda x: (
-            "zero_optimization.stage = 3 cannot run with model.moe (DeepSpeed's MoE layer allows "
-            "stages up to 2). Try profile 'zero2', or model.moe = null"
-        ),
+        "zero_optimization.stage = 3 cannot run with model.moe (DeepSpeed's MoE layer allows "
+        "stages up to 2). Try profile 'zero2', or model.moe = null",
         "DeepSpeed 0.19.8 runtime/engine.py",
-        about="profile",
     ),
     Rule(
         "pipeline-with-stage-2-or-3",
         lambda x: x.zero_stage >= 2 and x.degrees.pipeline > 1,
-        lambda x: (
-            f"zero_optimization.stage = {x.zero_stage} cannot run with "
-            f"parallel.pipeline = {x.degrees.pipeline} (DeepSpeed's pipeline engine allows 0 or "
-            "1). Try profile 'pipeline', or parallel.pipeline = 1"
-        ),
+        "zero_optimization.stage = {x.zero_stage} cannot run with parallel.pipeline = "
+        "{x.degrees.pipeline} (DeepSpeed's pipeline engine allows 0 or 1). Try profile "
+        "'pipeline', or parallel.pipeline = 1",
         "DeepSpeed 0.19.8 runtime/pipe/engine.py",
-        about="profile",
     ),
     Rule(
         "split-borders",
         _splits_boundaries,
-        lambda x: (
-            "pipeline.pipe_partitioned and grad_partitioned must be false with "
-            f"parallel.pipeline = {x.degrees.pipeline} and parallel.tensor = {x.degrees.tensor}: "
-            "each tensor rank sends heads and counts of its own. Try profile 'pipeline'"
-        ),
+        "pipeline.pipe_partitioned and grad_partitioned must be false with parallel.pipeline = "
+        "{x.degrees.pipeline} and parallel.tensor = {x.degrees.tensor}: each tensor rank sends "
+        "heads and counts of its own. Try profile 'pipeline'",
         "DeepSpeed 0.19.8 runtime/pipe/engine.py shares out the first tensor among tensor ranks",
-        about="profile",
     ),
     Rule(
         "stage-0-clips-wrongly",
@@ -337,135 +321,98 @@ RULES: tuple[Rule, ...] = (
             "training.gradient_clipping = 0"
         ),
         "DeepSpeed 0.19.8 runtime/utils.py averages norms of ranks; DeepSpeed issue 8475",
-        about="profile",
     ),
     Rule(
         "stage-0-in-half-precision",
         _is_unfused,
-        lambda x: (
-            f"zero_optimization.stage = 0 with training.precision = {x.training.precision} takes "
-            "DeepSpeed's unfused fp16 optimizer, which leaves experts out of the gradient norm. "
-            "Try profile 'zero1', or training.precision = fp32"
-        ),
+        "zero_optimization.stage = 0 with training.precision = {x.training.precision} takes "
+        "DeepSpeed's unfused fp16 optimizer, which leaves experts out of the gradient norm. Try "
+        "profile 'zero1', or training.precision = fp32",
         "DeepSpeed 0.19.8 runtime/fp16/unfused_optimizer.py; DeepSpeed pull request 8613",
-        about="profile",
     ),
     Rule(
         "fp16-on-cpu",
         lambda x: x.device == "cpu" and x.training.precision == "fp16",
-        lambda x: (
-            "training.precision = fp16 is not supported on CPUs by DeepSpeed. "
-            "Try training.precision = fp32"
-        ),
+        "training.precision = fp16 is not supported on CPUs by DeepSpeed. Try training.precision "
+        "= fp32",
         "DeepSpeed 0.19.8 accelerator/cpu_accelerator.py",
     ),
     Rule(
         "round-robin-gradients",
-        lambda x: bool(_zero(x).get("round_robin_gradients")),
-        lambda x: (
-            "zero_optimization.round_robin_gradients = true makes DeepSpeed lose track of which "
-            "rank holds which weights, so that no checkpoint could be trusted. Try false"
-        ),
+        lambda x: x.zero.get("round_robin_gradients"),
+        "zero_optimization.round_robin_gradients = true makes DeepSpeed lose track of which rank "
+        "holds which weights, so that no checkpoint could be trusted. Try false",
         "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py: _hp_mapping, seen in a run",
-        about="profile",
     ),
     Rule(
         "experts-need-reduce-scatter",
-        lambda x: x.model.moe is not None and bool(_withheld_from_experts(x)),
-        lambda x: (
-            f"zero_optimization.{_withheld_from_experts(x)[0]} = false cannot run with model.moe: "
-            "DeepSpeed reduces the gradients of experts in their own groups on that path only. "
-            "Try true, or profile 'expert'"
-        ),
+        _withheld_from_experts,
+        "zero_optimization.{found[0]} = false cannot run with model.moe: DeepSpeed reduces the "
+        "gradients of experts in their own groups on that path only. Try true, or profile 'expert'",
         "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py: _configure_moe_settings",
-        about="profile",
     ),
     Rule(
         "stage-3-with-tensor",
         lambda x: x.zero_stage == 3 and x.degrees.tensor > 1,
-        lambda x: (
-            f"zero_optimization.stage = 3 cannot run with parallel.tensor = {x.degrees.tensor}: "
-            "parameters are shared out over all ranks, and tensor ranks hold different ones. "
-            "Try profile 'zero2', or parallel.tensor = 1"
-        ),
+        "zero_optimization.stage = 3 cannot run with parallel.tensor = {x.degrees.tensor}: "
+        "parameters are shared out over all ranks, and tensor ranks hold different ones. Try "
+        "profile 'zero2', or parallel.tensor = 1",
         "DeepSpeed 0.19.8 runtime/zero/partition_parameters.py: Init without a group",
-        about="profile",
     ),
     Rule(
         "offload-param-below-stage-3",
         lambda x: x.offloads("offload_param") and x.zero_stage < 3,
-        lambda x: (
-            f"zero_optimization.offload_param with stage = {x.zero_stage}: below stage 3 every "
-            "rank keeps all parameters on its device, and DeepSpeed passes over this setting. "
-            "Try profile 'zero3_offload', or leave it out"
-        ),
+        "zero_optimization.offload_param with stage = {x.zero_stage}: below stage 3 every rank "
+        "keeps all parameters on its device, and DeepSpeed passes over this setting. Try profile "
+        "'zero3_offload', or leave it out",
         "DeepSpeed 0.19.8 runtime/engine.py: only its third stage is given the section",
-        about="profile",
     ),
     Rule(
         "partly-offloaded",
         lambda x: (
             x.offloads("offload_optimizer")
             and (
-                _zero(x)["offload_optimizer"].get("ratio", 1.0) != 1.0
-                or _zero(x)["offload_optimizer"].get("super_offload", False)
+                x.zero["offload_optimizer"].get("ratio", 1.0) != 1.0
+                or x.zero["offload_optimizer"].get("super_offload", False)
             )
         ),
-        lambda x: (
-            "zero_optimization.offload_optimizer with ratio below 1 or super_offload needs "
-            "DeepSpeed's own Adam, and the loop's is torch's. Try ratio = 1 without super_offload"
-        ),
+        "zero_optimization.offload_optimizer with ratio below 1 or super_offload needs "
+        "DeepSpeed's own Adam, and the loop's is torch's. Try ratio = 1 without super_offload",
         "DeepSpeed 0.19.8 runtime/zero/stage3.py: Hybrid Optimizer Only Supports DeepSpeedCPUAdam",
-        about="profile",
     ),
     Rule(
         "nvme-unavailable",
-        lambda x: bool(_offloads(x, "nvme")),
-        lambda x: (
-            f"zero_optimization.{_offloads(x, 'nvme')[0]}.device = nvme: offloading to a disk is "
-            f"{UNAVAILABLE}. Try device = cpu"
-        ),
+        lambda x: _offloads(x, "nvme"),
+        "zero_optimization.{found[0]}.device = nvme: offloading to a disk is {unavailable}. Try "
+        "device = cpu",
         THIS_VERSION,
-        about="profile",
     ),
     Rule(
         "offload-in-a-pipeline-unavailable",
-        lambda x: bool(_offloads(x)) and x.degrees.pipeline > 1,
-        lambda x: (
-            f"zero_optimization.{_offloads(x)[0]} with parallel.pipeline = {x.degrees.pipeline} is "
-            f"{UNAVAILABLE}. Try parallel.pipeline = 1, or a profile that does not offload"
-        ),
+        lambda x: _offloads(x) if x.degrees.pipeline > 1 else [],
+        "zero_optimization.{found[0]} with parallel.pipeline = {x.degrees.pipeline} is "
+        "{unavailable}. Try parallel.pipeline = 1, or a profile that does not offload",
         THIS_VERSION,
-        about="profile",
     ),
     Rule(
         "zero-plus-plus-unavailable",
-        lambda x: bool(_zero_plus_plus(x)),
-        lambda x: (
-            f"zero_optimization.{_zero_plus_plus(x)[0]}: ZeRO++ is {UNAVAILABLE}. "
-            "Try leaving it out"
-        ),
+        _zero_plus_plus,
+        "zero_optimization.{found[0]}: ZeRO++ is {unavailable}. Try leaving it out",
         THIS_VERSION,
-        about="profile",
     ),
     Rule(
         "fp16-in-a-pipeline-unavailable",
         lambda x: x.training.precision == "fp16" and x.degrees.pipeline > 1,
-        lambda x: (
-            f"training.precision = fp16 with parallel.pipeline = {x.degrees.pipeline} is "
-            f"{UNAVAILABLE}. Try training.precision = bf16"
-        ),
+        "training.precision = fp16 with parallel.pipeline = {x.degrees.pipeline} is "
+        "{unavailable}. Try training.precision = bf16",
         THIS_VERSION,
     ),
     Rule(
         "stage-0-unavailable",
         lambda x: x.zero_stage == 0 and not _clips_wrongly(x) and not _is_unfused(x),
-        lambda x: (
-            f"zero_optimization.stage = 0: checkpoints of unpartitioned optimizers are "
-            f"{UNAVAILABLE}. Try profile 'zero1', which holds the same on one rank"
-        ),
+        "zero_optimization.stage = 0: checkpoints of unpartitioned optimizers are {unavailable}. "
+        "Try profile 'zero1', which holds the same on one rank",
         THIS_VERSION,
-        about="profile",
     ),
 )
 
@@ -483,10 +430,8 @@ WARNINGS: tuple[Rule, ...] = (
     Rule(
         "half-precision-on-cpu",
         lambda x: x.device == "cpu" and x.training.precision == "bf16",
-        lambda x: (
-            f"training.precision = {x.training.precision} on CPUs: those without native support "
-            "multiply in it 60 times slower than in fp32. Try training.precision = fp32"
-        ),
+        "training.precision = {x.training.precision} on CPUs: those without native support "
+        "multiply in it 60 times slower than in fp32. Try training.precision = fp32",
         "measured on two AVX2 cores: 1.2 GFLOP/s in bf16, 80 in fp32",
     ),
 )

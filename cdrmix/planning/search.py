@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from cdrmix.config.schema import Config
 from cdrmix.planning import rules, zero
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.cost import CostModel
-from cdrmix.planning.counts import count
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Combination, Degrees, Layout
+from cdrmix.planning.layout import AXES, Combination, Degrees, Layout
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
 
@@ -30,72 +29,48 @@ LARGEST_MICRO_BATCH = 16
 SPEED_STEP = 1.03
 
 
-class Legal(NamedTuple):
-    """Combination that breaks no rule but those about this version.
-
-    Attributes:
-        profile: DeepSpeed profile: shipped name, or path of the user's file.
-        combination: degrees and the settings of the profile.
-        missing: features that this version lacks for it; empty if it can run.
-    """
-
-    profile: str
-    combination: Combination
-    missing: tuple[str, ...]
-
-
 def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> list[Plan]:
     """Returns every legal layout with its memory and time, best first.
 
-    Args:
-        config: of the run; its settings are fixed.
-        cluster: devices and links; its number of ranks is the run's.
-        profile: name or path; None: all shipped profiles.
+    The settings of `config` are fixed, and the profile (name or path; None: all shipped ones).
     """
     memory_model = MemoryModel(config, cluster.device)
     cost_model = CostModel(memory_model, cluster)
-    total = count(config.model, config.training.sequence_length).total_params
     share = config.training.memory_share
-    usual: dict[tuple[Degrees, int, bool], bool] = {}
-    ranked = []
     legal = combinations(
-        config,
-        world_size=cluster.world_size,
-        gpus_per_node=cluster.gpus_per_node,
-        profile=profile,
+        config, world_size=cluster.world_size, gpus_per_node=cluster.gpus_per_node, profile=profile
     )
-    for name, combination, missing in legal:
-        for layout in _layouts(combination, total):
+    ranked = []
+    for combination, missing in legal:
+        is_usual = zero.is_usual(combination)
+        for layout in _layouts(combination):
             memory = memory_model.estimate(layout)
             # on CPUs, the ranks' memory is the host's
             fits = memory.fits if cluster.device == "cpu" else memory.fits_host
             if not fits(cluster, share=share) and config.checkpoint.background is None:
                 memory = memory_model.estimate(layout, has_copy=False)
-            key = (layout.degrees, layout.zero_stage, layout.offloads_optimizer)
-            if key not in usual:
-                usual[key] = _is_usual(config, layout, total)
             cost = cost_model.estimate(layout)
             plan = Plan(
-                profile=name,
-                layout=layout,
+                **vars(layout),
+                profile=combination.profile,
                 memory=memory,
                 cost=cost,
                 saves_in_background=memory.saves_in_background,
                 deepspeed=combination.deepspeed | _run_settings(combination, layout),
                 fits=memory.fits(cluster, share=share),
                 missing=missing,
-                is_usual=usual[key],
             )
             # Nearly equal speeds are equal here, and the simpler layout wins.
             speed = round(math.log(cost.tokens_per_second) / math.log(SPEED_STEP))
-            complexity = layout.degrees.num_model_axes + layout.zero_stage
-            complexity += layout.activation_checkpointing + layout.offloads_optimizer
+            cut = sum(getattr(layout.degrees, axis) > 1 for axis in AXES if axis != "data")
+            asked = layout.activation_checkpointing + layout.offloads_optimizer
+            complexity = cut + layout.zero_stage + asked
             rank = (
                 bool(missing),
                 not plan.fits,
                 0 if plan.fits else memory.total,  # among those that do not fit, the smallest
                 not plan.saves_in_background,  # there is room for a copy to write from
-                not plan.is_usual,
+                not is_usual,
                 # the speed of a host's optimizer is assumed, so offloading is a last resort
                 layout.offloads_optimizer,
                 (-speed, complexity, memory.total),
@@ -105,35 +80,13 @@ def search(config: Config, cluster: Cluster, *, profile: str | None = None) -> l
     return [plan for _, plan in sorted(ranked, key=lambda each: each[0])]
 
 
-def _is_usual(config: Config, layout: Layout, total_params: int) -> bool:
-    """True if ZeRO stage and degrees follow the rules by model size."""
-    degrees = layout.degrees
-    is_dense = config.model.moe is None
-    stage, _ = zero.zero_stage(total_params, data=degrees.data, pipeline=degrees.pipeline)
-    # a dense model that does not fit with ZeRO-2 takes ZeRO-3 before tensor parallelism
-    stages = {stage, 3} if is_dense and degrees.data > 1 else {stage}
-    if layout.zero_stage not in stages or layout.offloads_optimizer:
-        return False
-    if not zero.has_axes_of_its_size(config, degrees, total_params):
-        return False
-    if total_params >= zero.STAGED_PARAMS:
-        return True
-    expert, _ = zero.expert_degree(config, degrees)
-    return degrees.expert == expert
-
-
 def combinations(
     config: Config, *, world_size: int, gpus_per_node: int, profile: str | None = None
-) -> Iterator[Legal]:
-    """Enumerates legal combinations of degrees and profile, without memory and time.
+) -> Iterator[tuple[Combination, tuple[str, ...]]]:
+    """Enumerates combinations that break no rule but those about this version.
 
-    Args:
-        config: of the run; the degrees that it sets are fixed.
-        world_size: number of ranks.
-        gpus_per_node: ranks of a node, which tensor groups do not leave.
-        profile: name or path; None: all shipped profiles.
-    Raises:
-        PlanError: if a profile cannot be read.
+    With each come the features that this version lacks for it; none if it can run. Tensor groups
+    do not leave a node. Raises PlanError if a profile cannot be read.
     """
     read = cache(lambda name: read_profile(profile_path(name)))  # files may change between searches
     for degrees in _degrees(config, world_size, gpus_per_node):
@@ -146,11 +99,10 @@ def combinations(
             combination = Combination(config, degrees, read(name), name, world_size)
             broken = [rule for rule in rules.RULES if rule.applies(combination)]
             if all(rule.is_about_this_version for rule in broken):
-                missing = tuple(rule.id.removesuffix("-unavailable") for rule in broken)
-                yield Legal(name, combination, missing)
+                yield combination, tuple(rule.id.removesuffix("-unavailable") for rule in broken)
 
 
-def _layouts(combination: Combination, total_params: int) -> Iterator[Layout]:
+def _layouts(combination: Combination) -> Iterator[Layout]:
     """Layouts of a combination: every micro batch, with and without recomputation."""
     config = combination.config
     training = config.training
@@ -165,15 +117,10 @@ def _layouts(combination: Combination, total_params: int) -> Iterator[Layout]:
     checkpointing = [False, True]
     if "activation_checkpointing" in training.model_fields_set:
         checkpointing = [training.activation_checkpointing]
-    section = combination.deepspeed.get("zero_optimization", {})
+    bucket = combination.zero.get("reduce_bucket_size", Layout.bucket_elements)
     for micro in micros:
         for recompute in checkpointing:
-            span, _ = zero.sequence_checkpoint_tokens(
-                config,
-                sequence=degrees.sequence,
-                recompute=recompute,
-                total_params=total_params,
-            )
+            span, _ = zero.sequence_checkpoint_tokens(config, degrees, recompute=recompute)
             yield Layout(
                 degrees,
                 combination.zero_stage,
@@ -183,7 +130,7 @@ def _layouts(combination: Combination, total_params: int) -> Iterator[Layout]:
                 span,
                 offloads_optimizer=combination.offloads("offload_optimizer"),
                 offloads_parameters=combination.offloads("offload_param"),
-                bucket_elements=int(section.get("reduce_bucket_size", Layout.bucket_elements)),
+                bucket_elements=int(bucket),
             )
 
 

@@ -8,16 +8,16 @@ lengths and numbers of texts shrink.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from cdrmix.config.reasoning import StageBConfig, StageBTraining
+from cdrmix.config.reasoning import StageBTraining
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import Cluster, processes
 from cdrmix.planning.layout import AXES, Degrees, Layout
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import choose
-from cdrmix.planning.stage_b import stage_b_plan
+from cdrmix.planning.stage_b import stage_b_plan, stage_b_section
 
 # Processes that a laptop runs at once.
 MOST_RANKS = 8
@@ -43,21 +43,13 @@ MEMORY_TOKENS = 512
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Small run that covers a plan, or a part of it.
+    """Small run that covers a plan, or a part of it."""
 
-    Attributes:
-        config: of the small run, with its degrees.
-        profile: DeepSpeed profile of the plan.
-        degrees: of the small run.
-        last_step: last step that it trains.
-        saved_step: step after which it writes a checkpoint on the way.
-    """
-
-    config: Config
-    profile: str
-    degrees: Degrees
-    last_step: int = STEPS
-    saved_step: int = SAVED_STEP
+    config: Config  # of the small run, with its degrees
+    profile: str  # DeepSpeed profile of the plan
+    degrees: Degrees  # of the small run
+    last_step: int = STEPS  # last step that it trains
+    saved_step: int = SAVED_STEP  # step after which it writes a checkpoint on the way
 
     def describe(self) -> str:
         """Describes the layout in one line."""
@@ -66,21 +58,15 @@ class Rehearsal:
 
 def rehearsal_text(profile: str, degrees: Degrees) -> str:
     """Describes a layout in one line."""
-    axes = ("pipeline", "tensor", "data", "sequence", "expert")
-    sizes = {axis: getattr(degrees, axis) for axis in axes}
-    parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-    return f"{profile}, {' x '.join(parts) or 'one rank'}"
+    spread = degrees.describe(("pipeline", "tensor", "data", "sequence", "expert"))
+    return f"{profile}, {spread}"
 
 
 @dataclass(frozen=True)
 class Aspect:
     """Property of a plan, with its values in the plan and in each rehearsal.
 
-    Attributes:
-        name: of the property.
-        planned: value in the plan.
-        rehearsed: value in each rehearsal.
-        is_exercised: True if a rehearsal covers the property; None if the plan does not have it.
+    `is_exercised` is True if a rehearsal covers the property, None if the plan does not have it.
     """
 
     name: str
@@ -93,17 +79,15 @@ def rehearsals(config: Config, plan: Plan) -> list[Rehearsal]:
     """Returns small runs that together have every axis of a plan: one, or two where one would need
     more processes than a laptop runs."""
     return [
-        Rehearsal(_small_config(config, plan.layout, degrees), plan.profile, degrees)
+        Rehearsal(_small_config(config, plan, degrees), plan.profile, degrees)
         for degrees in small_degrees(plan.degrees)
     ]
 
 
 def small_degrees(planned: Degrees) -> list[Degrees]:
     """Reduces each degree to two at most; splits the axes over two layouts past MOST_RANKS."""
-    pipeline = min(2, planned.pipeline)
-    tensor = min(2, planned.tensor)
-    sequence = min(2, planned.sequence)
-    samples = min(2, planned.sample_ranks)
+    wanted = (planned.pipeline, planned.tensor, planned.sequence, planned.sample_ranks)
+    pipeline, tensor, sequence, samples = (min(2, degree) for degree in wanted)
     layouts = [(pipeline, tensor, sequence, samples)]
     if math.prod(layouts[0]) > MOST_RANKS:  # pipeline and sequence are in both
         layouts = [(pipeline, tensor, sequence, 1), (pipeline, 1, sequence, samples)]
@@ -121,8 +105,7 @@ def small_degrees(planned: Degrees) -> list[Degrees]:
 
 def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
     model = config.model
-    shares_keys = model.num_kv_heads < model.num_heads
-    heads = 8 if shares_keys else 4
+    heads = 8 if model.num_kv_heads < model.num_heads else 4
     fraction = model.transformer_fraction
     layers_of_both_kinds = math.ceil(1 / fraction) if 0 < fraction < 1 else 1
     experts = None
@@ -177,54 +160,54 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
     return Config.model_validate(values)
 
 
+# Name, value in the plan, value in every rehearsal.
+_Row = tuple[str, str, str]
+
+
 def aspects(config: Config, plan: Plan, small: list[Rehearsal]) -> list[Aspect]:
     """Lists the properties of a plan that its rehearsals cover, and those they do not."""
-    layout = plan.layout
-    degrees = layout.degrees
+    axes = {axis: axis for axis in ("pipeline", "tensor", "sequence", "expert")}
+    axes["ranks with samples of their own"] = "sample_ranks"
     schedule = f"{config.model.schedule}, both kinds of blocks"
-    recomputes = "on" if layout.activation_checkpointing else "off"
-    accumulated = min(2, layout.gradient_accumulation_steps)
-    # name, value in the plan, value in every rehearsal
+    recomputes = "on" if plan.activation_checkpointing else "off"
+    steps = plan.gradient_accumulation_steps
     covered = [
-        ("accumulation", str(layout.gradient_accumulation_steps), str(accumulated)),
+        ("accumulation", str(steps), str(min(2, steps))),
         ("DeepSpeed profile", plan.profile, plan.profile),
         ("activation checkpointing", recomputes, recomputes),
     ]
-    if layout.sequence_checkpoint_tokens is not None:
-        planned = f"spans of {layout.sequence_checkpoint_tokens:,} tokens"
+    if plan.sequence_checkpoint_tokens is not None:
+        planned = f"spans of {plan.sequence_checkpoint_tokens:,} tokens"
         covered.append(("sequence checkpointing", planned, f"spans of {SMALL_SPAN_TOKENS} tokens"))
     covered.append(("schedule", schedule, schedule))
     ranks = tuple(str(each.degrees.world_size) for each in small)
-    planned_ranks = f"{degrees.world_size:,}"
+    planned_ranks = f"{plan.degrees.world_size:,}"
     return [
-        *(
-            degree_aspect(
-                axis, getattr(degrees, axis), [getattr(each.degrees, axis) for each in small]
-            )
-            for axis in ("pipeline", "tensor", "sequence", "expert")
-        ),
-        degree_aspect(
-            "ranks with samples of their own",
-            degrees.sample_ranks,
-            [each.degrees.sample_ranks for each in small],
-        ),
-        *(Aspect(name, there, (here,) * len(small), True) for name, there, here in covered),
-        *(
-            Aspect(name, there, (here,) * len(small), there == here)
-            for name, there, here in _reduced(config, small)
-        ),
+        *_of_degrees(axes, plan.degrees, small),
+        *_of_rows(covered, _reduced(config, small), len(small)),
         Aspect("ranks", planned_ranks, ranks, planned_ranks in ranks),
     ]
 
 
-def degree_aspect(name: str, planned: int, rehearsed: list[int]) -> Aspect:
-    """Aspect of a parallel degree, which a rehearsal covers with a degree above one."""
-    is_exercised = any(number > 1 for number in rehearsed) if planned > 1 else None
-    return Aspect(name, str(planned), tuple(map(str, rehearsed)), is_exercised)
+def _of_degrees(axes: dict[str, str], planned: Degrees, small: list[Rehearsal]) -> Iterator[Aspect]:
+    """Aspects of parallel degrees by name, each covered by a rehearsal with a degree above one."""
+    for name, axis in axes.items():
+        degree = getattr(planned, axis)
+        rehearsed = [getattr(each.degrees, axis) for each in small]
+        is_exercised = max(rehearsed) > 1 if degree > 1 else None
+        yield Aspect(name, str(degree), tuple(map(str, rehearsed)), is_exercised)
 
 
-def _reduced(config: Config, small: list[Rehearsal]) -> Iterator[tuple[str, str, str]]:
-    """Properties that only the cluster itself can cover: name, value there, value in rehearsals."""
+def _of_rows(covered: Iterable[_Row], reduced: Iterable[_Row], number: int) -> Iterator[Aspect]:
+    """Aspects that `number` rehearsals cover alike, and those covered only if values are equal."""
+    for name, planned, rehearsed in covered:
+        yield Aspect(name, planned, (rehearsed,) * number, True)
+    for name, planned, rehearsed in reduced:
+        yield Aspect(name, planned, (rehearsed,) * number, planned == rehearsed)
+
+
+def _reduced(config: Config, small: list[Rehearsal]) -> Iterator[_Row]:
+    """Properties that only the cluster itself can cover."""
     model = config.model
     small_model = small[0].config.model
     yield "precision", config.training.precision, "fp32"
@@ -247,7 +230,7 @@ def _reduced(config: Config, small: list[Rehearsal]) -> Iterator[tuple[str, str,
 
 
 def planned_stage_b(config: Config, plan: Plan, cluster: Cluster) -> Plan | None:
-    """Derives the plan of Stage B from that of Stage A; None if the run has no Stage B."""
+    """Derives the plan of Stage B from that of Stage A; None if the run has none."""
     if config.stage_b is None or config.training.stage == "a":
         return None
     return stage_b_plan(config, plan, world_size=cluster.world_size)
@@ -256,13 +239,10 @@ def planned_stage_b(config: Config, plan: Plan, cluster: Cluster) -> Plan | None
 def stage_b_rehearsal(config: Config, planned: Plan, stage_a: Rehearsal) -> Rehearsal:
     """Shrinks Stage B to a run on the backbone of a small Stage A.
 
-    Args:
-        config: of the run, with a Stage B.
-        planned: plan of Stage B.
-        stage_a: rehearsal of the same run, whose last checkpoint is the backbone.
+    `planned` is the plan of Stage B, `stage_a` the rehearsal whose last checkpoint is the backbone.
     """
     (degrees,) = small_degrees(planned.degrees)
-    stage_b = _stage_b(config)
+    stage_b = stage_b_section(config)
     training = stage_b.training
     memory = stage_b.memory
     lengths = ("memory_steps", "adapter_steps", "joint_steps", "policy_steps")
@@ -270,21 +250,18 @@ def stage_b_rehearsal(config: Config, planned: Plan, stage_a: Rehearsal) -> Rehe
     slots = 2 if is_uneven else min(2, planned.gradient_accumulation_steps)
     steps = PHASE_STEPS * len(training.phases)
     values = stage_a.config.model_dump(mode="json", exclude_unset=True)
-    values["parallel"] = {"data": degrees.world_size}  # of Stage A, which does not run here
-    values["training"] |= {
-        "stage": "b",
-        "global_batch_size": degrees.world_size,
-        "micro_batch_size": 1,
-    }
+    ranks = degrees.world_size
+    values["parallel"] = {"data": ranks}  # of Stage A, which does not run here
+    values["training"] |= {"stage": "b", "global_batch_size": ranks, "micro_batch_size": 1}
     # in the middle, at the first of the two steps of a phase
     values["checkpoint"]["every_steps"] = STEPS + (steps // 2 | 1)
     values["evaluation"]["reasoning_examples"] = 0
+    small_memory = {
+        "summary_dim": min(SUMMARY_DIM, memory.summary_dim),
+        "max_tokens": min(MEMORY_TOKENS, memory.max_tokens),
+    }
     values["stage_b"] = stage_b.model_dump(mode="json") | {
-        "memory": memory.model_dump()
-        | {
-            "summary_dim": min(SUMMARY_DIM, memory.summary_dim),
-            "max_tokens": min(MEMORY_TOKENS, memory.max_tokens),
-        },
+        "memory": memory.model_dump() | small_memory,
         "training": training.model_dump(mode="json")
         | {name: PHASE_STEPS if getattr(training, name) else 0 for name in lengths}
         | {
@@ -299,35 +276,27 @@ def stage_b_rehearsal(config: Config, planned: Plan, stage_a: Rehearsal) -> Rehe
     if degrees.pipeline > 1:
         values["stage_b"]["pipeline"] = degrees.pipeline
     small = Config.model_validate(values)
-    plan = choose(small, processes(degrees.world_size), profile=planned.name)
-    plan = stage_b_plan(small, plan, world_size=degrees.world_size)
-    assert small.checkpoint.every_steps is not None, "set in the small configuration"
+    plan = choose(small, processes(ranks), profile=planned.name)
+    plan = stage_b_plan(small, plan, world_size=ranks)
     return Rehearsal(
         config=small,
         profile=planned.name,
         degrees=plan.degrees,
-        last_step=STEPS + _stage_b(small).training.num_steps,
-        saved_step=small.checkpoint.every_steps,
+        last_step=STEPS + stage_b_section(small).training.num_steps,
+        saved_step=values["checkpoint"]["every_steps"],
     )
 
 
 def stage_b_aspects(config: Config, planned: Plan, small: Rehearsal) -> list[Aspect]:
-    """Lists the properties of a planned Stage B that its rehearsal covers, and those it does not.
-
-    Args:
-        config: of the run, with a Stage B.
-        planned: plan of Stage B.
-        small: its rehearsal.
-    """
-    axes = (("ranks with lessons of their own", "data"), ("pipeline", "pipeline"))
-    there = _stage_b(config)
-    here = _stage_b(small.config)
+    """Lists the properties of a planned Stage B that its rehearsal covers, and the others."""
+    there = stage_b_section(config)
+    here = stage_b_section(small.config)
     slots = planned.gradient_accumulation_steps
     small_slots = -(-here.training.lessons_per_step // small.degrees.data)
     phases = ", ".join(phase for phase, _ in there.training.phases)
     trains = there.training.backbone_lr_scale > 0
     backbone = "trained in the joint phase" if trains else "frozen"
-    covered = [  # name, value in the plan, value in the rehearsal
+    covered = [
         ("DeepSpeed profile", planned.name, small.profile),
         ("accumulation", str(slots), str(small_slots)),
         ("phases", phases, phases),
@@ -339,32 +308,17 @@ def stage_b_aspects(config: Config, planned: Plan, small: Rehearsal) -> list[Asp
     if empty:
         small_empty = _empty_slots(here.training, small.degrees, small_slots)
         covered.insert(2, ("micro-steps without a lesson", str(empty), str(small_empty)))
-    return [
-        *(
-            degree_aspect(name, getattr(planned.degrees, axis), [getattr(small.degrees, axis)])
-            for name, axis in axes
-        ),
-        *(
-            Aspect(name, value, (small_value,), is_exercised=True)
-            for name, value, small_value in covered
-        ),
-        *(
-            Aspect(name, value, (small_value,), value == small_value)
-            for name, value, small_value in _reduced_of_stage_b(
-                config, small, planned.degrees.world_size
-            )
-        ),
-    ]
+    axes = {"ranks with lessons of their own": "data", "pipeline": "pipeline"}
+    reduced = _reduced_of_stage_b(config, small, planned.degrees.world_size)
+    return [*_of_degrees(axes, planned.degrees, [small]), *_of_rows(covered, reduced, 1)]
 
 
-def _reduced_of_stage_b(
-    config: Config, small: Rehearsal, world_size: int
-) -> Iterator[tuple[str, str, str]]:
+def _reduced_of_stage_b(config: Config, small: Rehearsal, world_size: int) -> Iterator[_Row]:
     """Properties that only the cluster itself, or a whole run, can cover."""
-    there = _stage_b(config).training
-    here = _stage_b(small.config).training
-    memory = _stage_b(config).memory
-    small_memory = _stage_b(small.config).memory
+    there = stage_b_section(config).training
+    here = stage_b_section(small.config).training
+    memory = stage_b_section(config).memory
+    small_memory = stage_b_section(small.config).memory
     window = there.window_tokens or config.training.sequence_length
     yield "precision", config.training.precision, small.config.training.precision
     yield "tokens a window", f"{window:,}", str(here.window_tokens)
@@ -388,8 +342,3 @@ def _reduced_of_stage_b(
 def _empty_slots(training: StageBTraining, degrees: Degrees, slots: int) -> int:
     """Micro-steps of a step, over all ranks, that have no lesson."""
     return slots * degrees.data - training.lessons_per_step
-
-
-def _stage_b(config: Config) -> StageBConfig:
-    assert config.stage_b is not None, "called for runs with Stage B"
-    return config.stage_b

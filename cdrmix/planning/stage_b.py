@@ -1,17 +1,121 @@
-"""Layout of Stage B: data ranks with different lessons, or pipelines over a frozen backbone.
+"""Plan of Stage B: tokens of a lesson, bytes per rank, number of pipeline stages.
 
-The checkpoint of Stage A is read into this layout whatever its own layout was.
+A lesson keeps its graph until its one backward pass, so its activations follow from the tokens that
+it learns from: some segments of each text, two windows with a question, and rows of the corpus.
+Whole texts are read without a graph, when the agent plays.
+
+Data ranks take different lessons. Each holds the whole backbone if it fits; a frozen backbone that
+does not fit is split over pipeline stages. The embedding, which is also the head, and the parts of
+Stage B are on every stage, but for the adapters, which are with their layers. The checkpoint of
+Stage A is read into this layout whatever its own layout was.
+
+Weights, gradients and optimizer are those of the trained parameters, the backbone's among them if
+it has a learning rate. Blocks are not recomputed. Activations are those of a trained backbone for
+the largest lesson: a frozen one saves less, its adapters about as much more
+(tests/parity/test_stage_b_memory.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 
+from cdrmix.config.reasoning import StageBConfig
 from cdrmix.config.schema import Config
+from cdrmix.errors import PlanError
+from cdrmix.planning.cluster import GIB, Cluster, Memory
+from cdrmix.planning.counts import parameters, stage_b_params
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
-from cdrmix.planning.layout import Degrees, stage_layers
+from cdrmix.planning.layout import Degrees, Layout, boundary_values, stage_layers
+from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.plan import Plan
-from cdrmix.planning.stage_b_memory import stage_b_window
+from cdrmix.planning.rules import nearest_divisors
+
+LARGEST_SEGMENT = 64  # tokens
+SEGMENTS_PER_WINDOW = 4
+# Segments of a text in all phases but the policy's: enough that retrieval can pick a wrong one.
+TRAINED_SEGMENTS = 6
+# Tasks of a lesson for each row of plain text.
+TASKS_PER_ROW = 8
+# Further windows for each task, of evidence, question and answer, where the backbone is trained:
+# learning to answer from a window takes many times the examples that retrieval takes.
+DRILLS_PER_TASK = 4
+# Largest number of windows of a row of plain text.
+_WINDOWS_OF_TEXT = 4
+# Approximate tokens of a question, an answer and the marks around them.
+_QUESTION_TOKENS = 64
+_STATE_BYTES = 4  # fast weights are float32
+
+
+def segment_tokens(window_tokens: int) -> int:
+    """Length of the longest segment, of which several fit into a window (tokens)."""
+    return min(LARGEST_SEGMENT, window_tokens // SEGMENTS_PER_WINDOW)
+
+
+def rows_of_text(texts: int) -> int:
+    """Number of rows of plain text in a lesson of `texts` texts."""
+    return max(1, texts // TASKS_PER_ROW)
+
+
+def row_tokens(window_tokens: int, sequence_length: int) -> int:
+    """Tokens of a row of plain text: the first windows of a row of the corpus."""
+    return min(sequence_length, _WINDOWS_OF_TEXT * window_tokens)
+
+
+def stage_b_section(config: Config) -> StageBConfig:
+    """Section of Stage B, of a run that has one."""
+    assert config.stage_b is not None, "Stage B has its section"
+    return config.stage_b
+
+
+@dataclass(frozen=True)
+class StageBLayout:
+    """Layout of Stage B with its memory."""
+
+    degrees: Degrees  # data ranks for lessons, pipeline stages for the blocks of the backbone
+    memory: Memory  # bytes on the fullest rank
+    fits: bool  # True if `memory` is within the usable share of device and host
+    whole: Memory  # bytes on a rank that would hold the whole backbone
+
+
+def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> StageBLayout | None:
+    """Chooses the fewest stages that fit, or, if none do, those with the least memory.
+
+    None if the run has no Stage B, which uses ZeRO-1 if Stage A does, else ZeRO-2. Raises PlanError
+    if stage_b.pipeline, which fixes the number, is impossible on these ranks.
+    """
+    stage_b = config.stage_b
+    if stage_b is None or config.training.stage == "a":
+        return None
+    check_stage_b(config, cluster.world_size)
+    world = cluster.world_size
+    share = config.training.memory_share
+    is_frozen = stage_b.training.backbone_lr_scale == 0
+    most = config.model.num_layers if is_frozen else 1
+    # data ranks need equal pipelines, so stages divide the ranks
+    sizes = [n for n in range(1, most + 1) if world % n == 0]
+    if stage_b.pipeline is not None:
+        sizes = [stage_b.pipeline]
+    model = _Model(config, cluster, zero_stage)
+    memories: dict[int, Memory] = {}
+    for pipeline in sizes:
+        memories[pipeline] = model.estimate(pipeline)
+        if memories[pipeline].fits(cluster, share=share):
+            break
+    else:
+        pipeline = min(memories, key=lambda size: memories[size].total)
+    memory = memories[pipeline]
+    return StageBLayout(
+        degrees=Degrees(data=world // pipeline, pipeline=pipeline),
+        memory=memory,
+        fits=memory.fits(cluster, share=share),
+        whole=memories[1] if 1 in memories else model.estimate(1),
+    )
+
+
+def stage_b_window(config: Config) -> int:
+    """Tokens of a window in Stage B."""
+    return stage_b_section(config).training.window_tokens or config.training.sequence_length
 
 
 def stage_b_layers(config: Config, pipeline: int) -> list[range]:
@@ -19,17 +123,145 @@ def stage_b_layers(config: Config, pipeline: int) -> list[range]:
     return stage_layers(config.model, stage_b_window(config), pipeline)
 
 
-def stage_b_plan(config: Config, plan: Plan, *, world_size: int) -> Plan:
-    """Derives the plan of Stage B from that of Stage A.
+def check_stage_b(config: Config, world_size: int) -> None:
+    """Raises PlanError if `stage_b.pipeline` is set to what is impossible on these ranks."""
+    if config.stage_b is None or config.stage_b.pipeline is None or config.training.stage == "a":
+        return
+    pipeline = config.stage_b.pipeline
+    layers = config.model.num_layers
+    if pipeline > layers:
+        raise PlanError(
+            f"{config.name}: stage_b.pipeline = {pipeline} is more than model.num_layers = "
+            f"{layers}, and a stage needs a block. Try at most that"
+        )
+    if world_size % pipeline:
+        raise PlanError(
+            f"{config.name}: stage_b.pipeline = {pipeline} does not divide the {world_size} ranks. "
+            f"Try stage_b.pipeline = {nearest_divisors(world_size, pipeline)}, or leave it out"
+        )
 
-    Args:
-        config: of the run, with a Stage B.
-        plan: of Stage A on the same ranks; ZeRO-3 becomes ZeRO-2.
-        world_size: number of ranks, a multiple of the stages of Stage B.
-    """
-    assert config.stage_b is not None, "called for runs with Stage B"
-    lessons = config.stage_b.training.lessons_per_step
-    pipeline = plan.stage_b_pipeline
+
+class _Model:
+    """Memory estimates of Stage B for one configuration on one cluster."""
+
+    def __init__(self, config: Config, cluster: Cluster, zero_stage: int) -> None:
+        self._model = config.model
+        self._stage_b = stage_b_section(config)
+        self._cluster = cluster
+        self._zero_stage = zero_stage
+        self._is_frozen = self._stage_b.training.backbone_lr_scale == 0
+        self._window = stage_b_window(config)
+        self._tokens = self._lesson_tokens(config.training.sequence_length)
+        one_window = config.training.model_copy(update={"sequence_length": self._window})
+        # a lesson reads single texts, so there are no documents to separate
+        data = config.data.model_copy(update={"segment_documents": False})
+        lessons = config.model_copy(update={"training": one_window, "data": data})
+        self._memory = MemoryModel(lessons, cluster.device)
+        self._whole = self._memory.on_stage(_layout(1), 0)
+        # Activations of a window outside the blocks
+        in_blocks = self._memory.activations.of_blocks(_layout(1), 0)
+        self._outside = self._whole.activations - in_blocks
+        if self._is_frozen:  # the head's gradient, which the loss forms, is absent too
+            self._outside -= 4 * config.model.vocab_size * config.model.hidden_size
+        self._params = Counter[int | None]()  # by block; None: outside the blocks
+        for parameter in parameters(config.model):
+            self._params[parameter.layer] += parameter.num_elements
+
+    def _lesson_tokens(self, sequence_length: int) -> int:
+        """Upper bound of the tokens read in a lesson of the joint phase, the largest phase."""
+        segment = segment_tokens(self._window)
+        texts = self._stage_b.training.texts_per_lesson
+        window = min(self._window, TRAINED_SEGMENTS * (segment + 1) + _QUESTION_TOKENS)
+        tokens = texts * (TRAINED_SEGMENTS * segment + 2 * window)
+        plain = rows_of_text(texts) * row_tokens(self._window, sequence_length)
+        if self._is_frozen:
+            return tokens + plain
+        # plain text twice more, so that it keeps its language, and drills without memory
+        return tokens + 2 * plain + texts * DRILLS_PER_TASK * window
+
+    def estimate(self, pipeline: int) -> Memory:
+        """Bytes on the fullest rank of a number of stages."""
+        stages = self._memory.stages(pipeline)
+        boundaries = boundary_values(self._model, stages, Degrees())
+        estimates = [
+            self._on_stage(_layout(pipeline), stage, layers, entering=boundaries[stage])
+            for stage, layers in enumerate(stages)
+        ]
+        return max(estimates, key=lambda memory: memory.total)
+
+    def _on_stage(self, layout: Layout, stage: int, layers: range, *, entering: int) -> Memory:
+        """Bytes on a rank of one stage, which `entering` values of each token enter."""
+        training = self._stage_b.training
+        size = self._memory.element_bytes
+        data = self._cluster.world_size // layout.degrees.pipeline
+        rollouts = training.texts_per_lesson * training.group_size  # of the policy phase
+        backbone = self._params[None] + sum(self._params[layer] for layer in layers)
+        sizes = stage_b_params(self._model, self._stage_b, layers)
+        trained = sizes.total_params + (0 if self._is_frozen else backbone)
+        gradients = 4 * -(-trained // data)
+        if self._zero_stage <= 1:
+            # DeepSpeed accumulates half-precision gradients in float32, besides those of the
+            # backward pass
+            gradients = size * trained + (4 * trained if size == 2 else 0)
+        # of a window: the blocks of the stage, their input, and all outside the blocks
+        in_blocks = self._memory.activations.of_blocks(layout, stage)
+        of_window = int(self._outside + in_blocks) + entering * self._window * size
+        saved = of_window * self._tokens // self._window
+        buffers = {
+            "plastic_state": _STATE_BYTES * rollouts * sizes.plastic_state,
+            "workspace": self._memory.on_stage(layout, stage).buffers["workspace"],
+            "logits": self._whole.buffers["logits"],  # on every stage
+        }
+        if self._is_frozen:
+            buffers["workspace"] -= self._memory.block_gradients(layout, stage)
+            buffers["logits"] -= self._memory.head_gradient(layout.degrees)
+        buffers |= self._memory.allowances(saved + sum(buffers.values()))
+        return Memory(
+            weights=size * (backbone + sizes.total_params),
+            gradients=gradients,
+            optimizer=12 * -(-trained // data),
+            activations=saved,
+            buffers=buffers,
+        )
+
+
+def _layout(pipeline: int) -> Layout:
+    return Layout(Degrees(pipeline=pipeline), 1, 1, 1, activation_checkpointing=False)
+
+
+def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> str:
+    """Describes the memory of Stage B on a device, with advice where it does not fit."""
+    memory = layout.memory
+    share = config.training.memory_share
+    held = "as every rank holds the whole backbone"
+    if layout.degrees.pipeline > 1:
+        why = f"whole it would take {layout.whole.total / GIB:.1f} GiB"
+        if stage_b_section(config).pipeline is not None:
+            why = "stage_b.pipeline as given"
+        held = f"as {layout.degrees.pipeline} stages share out the frozen backbone ({why})"
+    text = (
+        f"Stage B: {memory.total / GIB:.1f} GiB of {cluster.memory_bytes / GIB:.1f} GiB a device: "
+        f"{memory.weights / GIB:.1f} of weights, {held}, "
+        f"{memory.activations / GIB:.1f} of activations of a lesson"
+    )
+    if layout.fits:
+        return f"{text}: within the {100 * share:g} % that a plan may fill"
+    text += f": NOT within the {100 * share:g} % that a plan may fill"
+    if stage_b_section(config).training.backbone_lr_scale > 0:
+        text += ". A frozen backbone (backbone_lr_scale = 0) can be shared out over stages"
+    least = (memory.total - memory.activations) / share
+    if least < cluster.memory_bytes:
+        return f"{text}. Try fewer stage_b.training.texts_per_lesson or a smaller window_tokens"
+    return (
+        f"{text}. It takes devices of more than {least / GIB:.0f} GiB; training.stage = a leaves "
+        "it out"
+    )
+
+
+def stage_b_plan(config: Config, plan: Plan, *, world_size: int) -> Plan:
+    """Derives the plan of Stage B from that of Stage A on the same ranks; ZeRO-3 becomes ZeRO-2."""
+    lessons = stage_b_section(config).training.lessons_per_step
+    pipeline = plan.stage_b.degrees.pipeline if plan.stage_b else 1
     data = world_size // pipeline
     # some micro-steps are empty where the data ranks do not divide the lessons
     slots = -(-lessons // data)
@@ -44,32 +276,26 @@ def stage_b_plan(config: Config, plan: Plan, *, world_size: int) -> Plan:
     held = f"data {data}: every rank holds the whole backbone"
     if pipeline > 1:
         held = f"data {data}, pipeline {pipeline}: a rank holds its stage's blocks of the backbone"
-    reasons = [f"Stage B: {name}, {held}"]
     empty = slots * data - lessons
-    warnings = []
-    if empty:
-        warnings.append(
-            f"Stage B: {lessons} lessons of a step leave {empty} of {slots * data} "
-            f"micro-steps empty. Try stage_b.training.lessons_per_step = {slots * data}"
-        )
+    warning = (
+        f"Stage B: {lessons} lessons of a step leave {empty} of {slots * data} micro-steps empty. "
+        f"Try stage_b.training.lessons_per_step = {slots * data}"
+    )
     return replace(
         plan,
         profile=name,
-        layout=replace(
-            plan.layout,
-            degrees=Degrees(data=data, pipeline=pipeline),
-            zero_stage=1 if name == "zero1" else 2,
-            micro_batch_size=1,
-            gradient_accumulation_steps=slots,
-            activation_checkpointing=False,
-            sequence_checkpoint_tokens=None,
-            offloads_optimizer=False,
-            offloads_parameters=False,
-        ),
+        degrees=Degrees(data=data, pipeline=pipeline),
+        zero_stage=1 if name == "zero1" else 2,
+        micro_batch_size=1,
+        gradient_accumulation_steps=slots,
+        activation_checkpointing=False,
+        sequence_checkpoint_tokens=None,
+        offloads_optimizer=False,
+        offloads_parameters=False,
         memory=None,
         cost=None,
         fits=plan.stage_b is None or plan.stage_b.fits,
         deepspeed=read_profile(profile_path(name)) | settings,
-        reasons=tuple(reasons),
-        warnings=tuple(warnings),
+        reasons=(f"Stage B: {name}, {held}",),
+        warnings=(warning,) if empty else (),
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 from cdrmix.config.reasoning import Phase, StageBTraining
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.errors import DataError
-from cdrmix.planning.stage_b_memory import (
+from cdrmix.planning.stage_b import (
     DRILLS_PER_TASK,
     TRAINED_SEGMENTS,
     row_tokens,

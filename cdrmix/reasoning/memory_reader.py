@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.models.backbone import Backbone, Output
-from cdrmix.planning.stage_b_memory import segment_tokens
+from cdrmix.planning.stage_b import segment_tokens
 from cdrmix.reasoning.hebbian import EpisodeState, PlasticBackbone
 from cdrmix.reasoning.policy import NUM_ACTIONS, MemoryPolicy
 from cdrmix.reasoning.segments import Marks, Texts, fitting, window_tokens

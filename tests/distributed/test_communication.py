@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cdrmix import runtime
-from cdrmix.planning import zero
+from cdrmix.planning import memory
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.cost import CostModel
 from cdrmix.planning.memory import MemoryModel
@@ -102,9 +102,9 @@ def exchanged(
 def planned(case: Case) -> dict[str, int]:
     config = make_config(case)
     cluster = processes(case.world)
-    made = choose(config, cluster, profile=case.profile).layout
+    made = choose(config, cluster, profile=case.profile)
     cost = CostModel(MemoryModel(config, "cpu"), cluster).estimate(made)
-    return {kind: traffic.payload for kind, traffic in cost.traffic.items() if traffic.payload}
+    return {kind: payload for kind, payload in cost.communication_bytes.items() if payload}
 
 
 # Samples enough for the tokens that shifts take from other ranks to count.
@@ -204,7 +204,7 @@ def test_what_zero3_lets_go_of_it_gathers_again(
         "large", world=2, profile="zero3", moe=False, hidden=512, checkpointing=recompute
     )  # 14e6 elements
     small = {"stage3_max_reuse_distance": distance, "stage3_prefetch_bucket_size": 0}
-    monkeypatch.setattr(zero, "REUSE_DISTANCE", distance)
+    monkeypatch.setattr(memory, "REUSE_DISTANCE", distance)
     _, found = run_ranks(exchanged, case.world, asdict(case), small)[0]
     # whole modules are let go of, the largest of which has a fifteenth of the elements
     assert found["weights_all_gather"] == pytest.approx(

@@ -14,8 +14,7 @@ from cdrmix.parallel.topology import Topology
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.counts import stage_b_params
 from cdrmix.planning.layout import Degrees
-from cdrmix.planning.stage_b import stage_b_layers
-from cdrmix.planning.stage_b_memory import stage_b_layout
+from cdrmix.planning.stage_b import stage_b_layers, stage_b_layout
 from cdrmix.reasoning.hebbian import PlasticBackbone
 from cdrmix.reasoning.memory_reader import NUM_FEATURES
 from cdrmix.reasoning.policy import MemoryPolicy

@@ -114,9 +114,9 @@ def planned_bytes(name: str) -> dict[str, int]:
     degrees, profile = LAYOUTS[name]
     config = make_config(degrees)
     cluster = processes(RANKS)
-    made = choose(config, cluster, profile=profile).layout
+    made = choose(config, cluster, profile=profile)
     cost = CostModel(MemoryModel(config, "cpu"), cluster).estimate(made)
-    return {kind: traffic.payload for kind, traffic in cost.traffic.items() if traffic.payload}
+    return {kind: payload for kind, payload in cost.communication_bytes.items() if payload}
 
 
 def measure(rounds: int) -> dict[str, Any]:

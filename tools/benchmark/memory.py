@@ -171,7 +171,7 @@ def wkv_form() -> WKVForm:
 def predicted(case: Case) -> dict[str, int]:
     """The plan's figures for a case on CPU ranks."""
     config = make_config(case)
-    made = choose(config, processes(case.world), profile=case.profile).layout
+    made = choose(config, processes(case.world), profile=case.profile)
     memory = MemoryModel(config, "cpu", wkv=wkv_form()).estimate(made)
     return memory.to_json() | {"host": memory.host}
 

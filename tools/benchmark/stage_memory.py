@@ -122,7 +122,7 @@ def compare(case: Case) -> list[tuple[dict[str, int], dict[str, int]]]:
     from tools.benchmark import stage_memory  # by a name that ranks can import, as a script too
 
     config = make_config(case)
-    made = choose(config, processes(case.world), profile="pipeline").layout
+    made = choose(config, processes(case.world), profile="pipeline")
     model = MemoryModel(config, "cpu", wkv=wkv_form())
     ranks = run_ranks(stage_memory.measured, case.world, asdict(case))
     rows = []

@@ -44,7 +44,7 @@ def test_what_fits_is_the_expert_profile_over_a_node(
     family: str, scale: str, nodes: int, gpu: str, micro: int, steps: int, recompute: bool, gib: int
 ) -> None:
     made = planned(f"{family}-{scale}", nodes, gpu)
-    pick = made.plan.layout
+    pick = made.plan
     assert made.fits
     assert made.plan.profile == "expert"
     assert asdict(pick.degrees) == {
@@ -75,8 +75,8 @@ def test_large_models_are_cut_along_the_axes_of_their_size(
     made = planned(f"core-{scale}", nodes, gpu)
     assert made.fits
     assert made.plan.profile == "pipeline"
-    assert made.plan.layout.activation_checkpointing
-    degrees = asdict(made.plan.layout.degrees)
+    assert made.plan.activation_checkpointing
+    degrees = asdict(made.plan.degrees)
     assert {axis for axis, degree in degrees.items() if degree > 1} - {"data"} == axes
     assert not made.plan.missing
 
@@ -85,15 +85,15 @@ def test_large_models_are_cut_along_the_axes_of_their_size(
 def test_large_models_are_recomputed_in_spans_of_tokens(scale: str) -> None:
     made = planned(f"core-{scale}", 32, "mi300x-192")
     for candidate in (made.plan, *made.runners_up, *made.later):
-        tokens = 4096 // candidate.layout.degrees.sequence
-        assert candidate.layout.activation_checkpointing
-        assert candidate.layout.sequence_checkpoint_tokens == min(2048, tokens // 2)
+        tokens = 4096 // candidate.degrees.sequence
+        assert candidate.activation_checkpointing
+        assert candidate.sequence_checkpoint_tokens == min(2048, tokens // 2)
     assert made.to_json()["sequence_checkpoint_tokens"] is not None
     assert any("sequence checkpointing by" in reason for reason in made.plan.reasons)
     given = planned(f"core-{scale}", 32, "mi300x-192", "training.sequence_checkpoint_tokens=null")
-    assert given.plan.layout.sequence_checkpoint_tokens is None
+    assert given.plan.sequence_checkpoint_tokens is None
     small = planned("core-4b", 4, "a100-80")
-    assert small.plan.layout.sequence_checkpoint_tokens is None
+    assert small.plan.sequence_checkpoint_tokens is None
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 16, 64])
@@ -116,7 +116,7 @@ def test_a_run_on_the_same_cluster_is_laid_out_as_planned(name: str, nodes: int)
     overrides = ["training.global_batch_size=256"]
     made = planned(name, nodes, "h100-80", *overrides)
     choice = choose(config(name, *overrides), made.cluster)
-    pick = made.plan.layout
+    pick = made.plan
     assert (choice.name, choice.degrees) == (made.plan.profile, pick.degrees)
     assert choice.micro_batch_size == pick.micro_batch_size
     assert choice.gradient_accumulation_steps == pick.gradient_accumulation_steps
@@ -138,9 +138,9 @@ def test_what_the_configuration_gives_is_kept() -> None:
         "training.activation_checkpointing=true",
     )  # fmt: skip
     for candidate in (made.plan, *made.runners_up, *made.later):
-        assert candidate.layout.degrees.expert == 4
-        assert candidate.layout.micro_batch_size == 1
-        assert candidate.layout.activation_checkpointing
+        assert candidate.degrees.expert == 4
+        assert candidate.micro_batch_size == 1
+        assert candidate.activation_checkpointing
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_one_degree_that_is_given_leaves_the_others_to_the_search(
     made = planned(f"core-{scale}", nodes, "h200-141", *overrides)
     degrees = asdict(choose(made.config, made.cluster).degrees)
     assert made.fits
-    assert degrees == asdict(made.plan.layout.degrees)
+    assert degrees == asdict(made.plan.degrees)
     assert degrees | given == degrees
     assert {axis for axis, degree in degrees.items() if degree > 1} == axes
 
@@ -168,7 +168,7 @@ def test_an_axis_that_a_small_model_is_given_brings_no_other(axis: str) -> None:
     made = planned("core-tiny", 1, "h100-80", f"parallel.{axis}=2")
     expected = {"data": 8, "tensor": 1, "pipeline": 1, "sequence": 1, "expert": 1} | {axis: 2}
     expected["data"] //= expected["tensor"] * expected["pipeline"]
-    assert asdict(made.plan.layout.degrees) == expected
+    assert asdict(made.plan.degrees) == expected
 
 
 def test_a_given_profile_takes_only_layouts_that_it_can_carry_out() -> None:
@@ -298,7 +298,7 @@ def test_a_host_without_room_for_a_copy_that_is_asked_for_is_told_what_saves_it(
 
 def test_nothing_is_offloaded_where_it_need_not_be() -> None:
     made = planned("core-1b", 1, "a100-80")
-    assert not made.plan.layout.offloads_optimizer
+    assert not made.plan.offloads_optimizer
     others = [candidate.profile for candidate in made.runners_up]
     assert others == sorted(others, key=lambda name: name.endswith("_offload"))
 

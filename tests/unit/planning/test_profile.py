@@ -22,6 +22,7 @@ from cdrmix.planning.deepspeed_json import (
     REFUSED_ZERO_KEYS,
     ZERO_KEYS,
     Allowed,
+    profile_path,
     read_profile,
 )
 from cdrmix.planning.plan import Plan
@@ -86,7 +87,7 @@ def test_profile_and_expert_degree_follow_size_and_world(
 ) -> None:
     choice = choose(config(name, "training.global_batch_size=384"), devices(world_size))
     assert (choice.name, choice.degrees.expert) == (profile, expert)
-    assert choice.path == shipped("ds_configs") / f"{profile}.json"
+    assert choice.to_json()["profile_path"] == str(shipped("ds_configs") / f"{profile}.json")
 
 
 def test_shipped_profiles_differ() -> None:
@@ -116,7 +117,7 @@ def test_deepspeed_gets_the_profile_and_what_follows_from_the_run(
     given = config("core-tiny", f"training.precision={precision}", "training.gradient_clipping=0.5")
     choice = choose(given, devices(2))
     assert choice.deepspeed == {
-        **read_profile(choice.path),
+        **read_profile(profile_path(choice.profile)),
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
@@ -195,7 +196,7 @@ def test_rules_alone_let_pass_what_a_search_would_find(monkeypatch) -> None:
 def test_a_profile_of_the_users_own_is_taken_by_path(tmp_path: Path) -> None:
     path = written(tmp_path, '{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
     choice = choose(config("core-tiny"), devices(2), profile=path)
-    assert (choice.name, str(choice.path)) == ("given", path)
+    assert (choice.name, choice.profile) == ("given", path)
     assert choice.deepspeed["zero_optimization"] == {"stage": 2, "overlap_comm": True}
 
 

@@ -15,8 +15,7 @@ from cdrmix.errors import ConfigError, PlanError, StateError
 from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.profile import choose
-from cdrmix.planning.stage_b import stage_b_plan
-from cdrmix.planning.stage_b_memory import stage_b_layout, stage_b_reason
+from cdrmix.planning.stage_b import stage_b_layout, stage_b_plan, stage_b_reason
 from cdrmix.stage_b.backbone_source import check_given
 from cdrmix.stage_b.course import LessonLoader
 from cdrmix.stage_b.engine import LessonResult, StageB
