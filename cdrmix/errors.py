@@ -51,5 +51,3 @@ class InfrastructureError(TrainingError):
 
 class UnreachableDataError(DataError, InfrastructureError):
     """A store of data did not answer, or not with what it should, for longer than was waited."""
-
-    exit_code = EXIT_INFRASTRUCTURE

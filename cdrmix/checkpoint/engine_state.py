@@ -32,7 +32,7 @@ from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.errors import StateError
 from cdrmix.parallel.tensor import is_copy, shard_of
 
-LogicalName = Callable[[str], str]
+LogicalName = Callable[[str], str]  # the module's name of a parameter or buffer -> logical name
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Fields of DeepSpeed's DynamicLossScaler that change during training.
@@ -68,12 +68,9 @@ class _Partition(NamedTuple):
 def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment]:
     """Yields this rank's part of masters, optimizer state, frozen parameters and buffers.
 
-    Over all ranks each element occurs exactly once. Values are views of live memory where possible:
-    use or copy them before the optimizer steps. Buffers are copies: a forward pass may change them.
-
-    Args:
-        engine: from deepspeed.initialize, between two optimizer steps.
-        logical_name: the module's name of a parameter or buffer -> logical name.
+    Over all ranks each element occurs exactly once. Called between two optimizer steps; values are
+    views of live memory where possible: use or copy them before the next. Buffers are copies: a
+    forward pass may change them.
     """
     states = engine.optimizer.optimizer.state
     for partition in _partitions(engine, logical_name):
@@ -136,16 +133,9 @@ def load_engine(
 ) -> None:
     """Loads a checkpoint, saved at any layout and precision, into an engine in place; collective.
 
-    Each rank reads its own part only. The weights in use are refreshed from the masters, as after
-    an optimizer step.
-
-    Args:
-        engine: from deepspeed.initialize, fresh or between two optimizer steps.
-        checkpoint: its `state["engine"]` is a result of `counters`.
-        logical_name: the module's name of a parameter or buffer -> logical name.
-        others: logical names in the checkpoint that are read elsewhere.
-    Raises:
-        StateError: on every rank, if any of them found another model or could not read.
+    Each rank reads its own part only. The engine is fresh or between two optimizer steps, and
+    `others` are logical names in the checkpoint that are read elsewhere. Raises StateError on every
+    rank if any of them found another model or could not read.
     """
     shapes = {
         logical_name(name): _placement(engine, tensor).shape

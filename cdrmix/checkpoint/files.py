@@ -21,6 +21,7 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
+from cdrmix.data.folders import open_new
 from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
 
@@ -124,11 +125,8 @@ def write_json(path: Path, value: Any) -> FileRecord:
 def write_tensors(path: Path, header: bytes, data: Iterable[torch.Tensor]) -> FileRecord:
     """Writes a safetensors file durably, with one tensor in host memory at a time.
 
-    Args:
-        path: file to create. Errors name it.
-        header: `safetensors_header` of the tensors, the widest element types first: the format
-            allows no gaps, and torch needs aligned offsets.
-        data: tensors on any device that together hold the bytes of these tensors.
+    The `header` is of tensors with the widest element types first: the format allows no gaps, and
+    torch needs aligned offsets. `data` are tensors on any device that together hold their bytes.
     """
     tensors = (flat_bytes(tensor).cpu().numpy().data for tensor in data)
     return _write(path, chain([memoryview(header)], tensors))
@@ -160,16 +158,6 @@ def safetensors_header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    # fsync of a file does not cover its entry in the directory: a crash could lose the name.
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def digest(path: Path) -> str:
     """sha256 of a file's content, in hex."""
     with path.open("rb") as file:
@@ -178,12 +166,10 @@ def digest(path: Path) -> str:
 
 def _write(path: Path, parts: Iterable[memoryview]) -> FileRecord:
     """Writes bytes that are on the device when it returns; errors name `path`."""
-    # O_NOFOLLOW: a link that somebody left under this name would lead out of the folder.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     sha256 = hashlib.sha256()
     num_bytes = 0
     try:
-        with ThreadPoolExecutor(1) as hasher, open(os.open(str(path), flags, 0o666), "wb") as file:
+        with ThreadPoolExecutor(1) as hasher, open_new(path) as file:
             for part in parts:
                 for first in range(0, part.nbytes, _CHUNK_BYTES):
                     chunk = part[first : first + _CHUNK_BYTES]
@@ -231,12 +217,9 @@ def save_number(folder: Path) -> int | None:
 def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = True) -> list[str]:
     """Reasons why a checkpoint is damaged; empty for a whole one.
 
-    Args:
-        folder: the checkpoint.
-        part: share of the files to check, of `parts` with about as many bytes each.
-        with_digests: read every byte and compare sha256; else compare sizes only.
-    Raises:
-        InfrastructureError: if the file system does not answer: no evidence against the files.
+    Checks share number `part` of the files, of `parts` with about as many bytes each: sizes, and
+    sha256 `with_digests`. Raises InfrastructureError if the file system does not answer, which is
+    no evidence against the files.
     """
     try:
         _, files = _read_manifest(folder)

@@ -22,12 +22,12 @@ from cdrmix.checkpoint.files import (
     damage,
     safetensors_header,
     save_number,
-    sync_directory,
     write_json,
     write_tensors,
     write_text,
 )
 from cdrmix.checkpoint.fragments import Fragment, index_entry, merge_entries
+from cdrmix.data.folders import sync
 from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
 
@@ -51,7 +51,7 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
     # By each rank, in any order: no collective tells whose turn it is.
     temporary.mkdir(exist_ok=True)
     if clears_leftovers:
-        sync_directory(root.parent)  # or a crash could lose the name of `root` itself
+        sync(root.parent)  # or a crash could lose the name of `root` itself
         for folder in root.glob("*.tmp-*"):
             # Other ranks may already be writing into this save's own.
             if folder != temporary:
@@ -74,12 +74,8 @@ def write_share(
 ) -> None:
     """Writes one rank's files, and an account of them for rank 0.
 
-    Args:
-        temporary: folder of the checkpoint.
-        rank: number of the rank.
-        fragments: parts of tensors on this rank.
-        data: their values `in_file_order`, or the bytes of these, end to end.
-        state: small state of the rank, as JSON.
+    `data` are the values of its fragments `in_file_order`, or the bytes of these, end to end, and
+    `state` is its own small state, as JSON.
     """
     name = f"rank-{rank:05d}"
     tensor_file = f"{name}.safetensors"
@@ -119,7 +115,7 @@ def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: 
     for path in temporary.glob("*.part"):
         path.unlink()
     # Before the folder gets its name, or a crash could lose files out of a named checkpoint.
-    sync_directory(temporary)
+    sync(temporary)
 
 
 def publish(temporary: Path, step: int) -> None:
@@ -132,7 +128,7 @@ def publish(temporary: Path, step: int) -> None:
             os.rename(final, replaced)
         os.rename(temporary, final)
     # The new name is durable before the old checkpoint goes and before `latest` tells of it.
-    sync_directory(root)
+    sync(root)
     if replaced.exists():
         _remove(replaced)
     # In one step: a reader finds the old text or the new one.
@@ -140,7 +136,7 @@ def publish(temporary: Path, step: int) -> None:
     write_text(temporary_latest, f"{step}\n")
     os.replace(temporary_latest, root / "latest")
     # Also before `drop_others`, or a crash could leave a `latest` that names a dropped one.
-    sync_directory(root)
+    sync(root)
 
 
 def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> None:

@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 import re
-import signal
 import sys
 from pathlib import Path
 
@@ -132,7 +131,7 @@ def take_place(rank: int, world_size: int, port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
 
 
-def end_with_launcher(on_orphaned: int = signal.SIGTERM) -> None:
+def end_with_launcher(on_orphaned: int) -> None:
     """Asks the kernel to send `on_orphaned` to this rank when the process that started it dies.
 
     A killed launcher cannot pass a signal on; its ranks would train on unseen. Linux only.
