@@ -1,7 +1,5 @@
-"""One checkpoint folder: written by all ranks, completed by rank 0, and only then named.
-
-Every step here can be repeated after a failed attempt, over the files that it left.
-"""
+"""One checkpoint folder: written by all ranks, completed by rank 0, and only then named. Every step
+here can be repeated after a failed attempt, over the files that it left."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from cdrmix.checkpoint.files import (
     MANIFEST_FILE,
     FileRecord,
     damage,
-    safetensors_header,
     save_number,
     write_json,
     write_tensors,
@@ -72,18 +69,15 @@ def write_share(
     data: list[torch.Tensor],
     state: Mapping[str, Any],
 ) -> None:
-    """Writes one rank's files, and an account of them for rank 0.
-
-    `data` are the values of its fragments `in_file_order`, or the bytes of these, end to end, and
-    `state` is its own small state, as JSON.
-    """
+    """Writes one rank's files, and an account of them for rank 0. `data` are the values of its
+    fragments `in_file_order`, or the bytes of these, end to end, and `state` is its own small
+    state, as JSON."""
     name = f"rank-{rank:05d}"
     tensor_file = f"{name}.safetensors"
     json_file = f"{name}.json"
-    ordered = in_file_order(fragments)
-    header = safetensors_header([(f"{each.kind}/{each.name}", each.values) for each in ordered])
+    tensors = [(f"{each.kind}/{each.name}", each.values) for each in in_file_order(fragments)]
     files = {
-        tensor_file: write_tensors(temporary / tensor_file, header, data),
+        tensor_file: write_tensors(temporary / tensor_file, tensors, data),
         json_file: write_json(temporary / json_file, dict(state)),
     }
     index = [index_entry(tensor_file, f"{each.kind}/{each.name}", each) for each in fragments]
@@ -99,10 +93,8 @@ def read_parts(temporary: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int) -> None:
-    """Completes a checkpoint of the files of all ranks: writes index, state and manifest.
-
-    The accounts that `read_parts` has read are deleted here, so that a repeated call needs them.
-    """
+    """Completes a checkpoint of the files of all ranks: writes index, state and manifest. Deletes
+    the accounts that `read_parts` has read, so that a repeated call needs them."""
     index = merge_entries(entry for part in parts for entry in part["index"])
     files: dict[str, FileRecord] = {}
     for part in parts:
@@ -164,12 +156,10 @@ def _looks_whole(folder: Path) -> bool:
 
 
 def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints, the last one saved first: after a rollback, a lower step may be newer.
-
-    One without a readable manifest counts as the newest that its step allows, so that it is checked
-    and its damage reported. Equal ones keep their order. Raises InfrastructureError if the file
-    system does not answer at present.
-    """
+    """Sorts checkpoints, the last one saved first: after a rollback, a lower step may be newer. One
+    without a readable manifest counts as the newest that its step allows, so that it is checked and
+    its damage reported. Equal ones keep their order. Raises InfrastructureError if the file system
+    does not answer at present."""
     numbers = {folder: save_number(folder) for folder in folders}
     if len(numbers) < 2:  # a single one may have any name
         return list(numbers)

@@ -126,10 +126,8 @@ def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCh
 
 def set_aside(start: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> None:
     """Renames damaged checkpoints in `roots` that were passed over for `start`, so that no save
-    removes them; those of `newer` steps, too, if a run goes back behind them by request.
-
-    Called by rank 0 alone, once it is certain that the run continues from there.
-    """
+    removes them; those of `newer` steps, too, if a run goes back behind them by request. Called by
+    rank 0 alone, once it is certain that the run continues from there."""
     for folder in [folder for root in roots for folder in step_folders(root)]:
         if folder not in start.skipped_paths and not (newer and step_of(folder) > start.step):
             continue
