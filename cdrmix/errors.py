@@ -1,8 +1,6 @@
 """Errors that a user can cause and mend; anything else that is raised is a fault of CDRmix.
-
 Messages say where, what was given, what is allowed and what to try; they reach stderr without a
-traceback, and the process ends with the error's `exit_code`.
-"""
+traceback, and the process ends with the error's `exit_code`."""
 
 EXIT_DONE = 0
 EXIT_FAULT = 1
@@ -42,14 +40,10 @@ class NoUsableStateError(StateError):
 
 class InfrastructureError(TrainingError):
     """The machine, network or file system failed for now; the same command may succeed later.
-
-    `cdrmix launch` and the SLURM script start such a run again.
-    """
+    `cdrmix launch` and the SLURM script start such a run again."""
 
     exit_code = EXIT_INFRASTRUCTURE
 
 
 class UnreachableDataError(DataError, InfrastructureError):
     """A store of data did not answer, or not with what it should, for longer than was waited."""
-
-    exit_code = EXIT_INFRASTRUCTURE

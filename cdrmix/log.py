@@ -1,7 +1,5 @@
-"""Rank-aware logging: one message per run rather than one per rank. No torch.
-
-Rank 0 logs from INFO; the other ranks log from WARNING, each line marked with the rank.
-"""
+"""Rank-aware logging: one message per run rather than one per rank. No torch. Rank 0 logs from
+INFO; the other ranks log from WARNING, each line marked with the rank."""
 
 import contextlib
 import logging
@@ -41,18 +39,13 @@ class _FileHandler(logging.FileHandler):
         root.removeHandler(self)
         with contextlib.suppress(OSError):  # closing flushes the rest, which fails again
             self.close()
-        root.warning(
-            "warning: %s: cannot be written (%s): log lines go to stderr only from here on",
-            self.baseFilename,
-            reason,
-        )
+        text = "warning: %s: cannot be written (%s): log lines go to stderr only from here on"
+        root.warning(text, self.baseFilename, reason)
 
 
 def configure(*, rank: int = 0) -> None:
     """Sends the project's log lines to stderr; called once per process, before anything is logged.
-
-    The global `rank` 0 logs from INFO, the others from WARNING.
-    """
+    The global `rank` 0 logs from INFO, the others from WARNING."""
     root = logging.getLogger(_ROOT)
     for handler in list(root.handlers):
         root.removeHandler(handler)

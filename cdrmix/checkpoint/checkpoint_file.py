@@ -1,8 +1,5 @@
-"""Reads a saved checkpoint into any layout.
-
-Tensors are addressed by logical name; any block and any range of it can be read, and only those
-bytes are.
-"""
+"""Reads a saved checkpoint into any layout. Tensors are addressed by logical name; any block and
+any range of it can be read, and only those bytes are."""
 
 from __future__ import annotations
 
@@ -27,11 +24,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_TYP
 
 
 class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
-    """A checkpoint folder that `cdrmix.checkpoint.store.find_newest` has verified.
-
-    Raises StateError if it cannot be read, or is no checkpoint of this package, and
-    InfrastructureError if the file system does not answer at present.
-    """
+    """A checkpoint folder that `cdrmix.checkpoint.store.find_newest` has verified. Raises
+    StateError if it cannot be read, or is no checkpoint of this package, and InfrastructureError if
+    the file system does not answer at present."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,11 +77,9 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         return self.read(name, kind).reshape(self.shape(name, kind))
 
     def read(self, name: str, kind: str = "param", span: Span | None = None) -> torch.Tensor:
-        """Reads a span of a logical tensor from its fragments; None is all of it.
-
-        Returns a new tensor on the CPU, [span.numel], in the saved dtype. Raises StateError if
-        there is no such tensor, or its file cannot be read.
-        """
+        """Reads a span of a logical tensor from its fragments; None is all of it. Returns a new
+        tensor on the CPU, [span.numel], in the saved dtype. Raises StateError if there is no such
+        tensor, or its file cannot be read."""
         entry = self._entry(name, kind)
         target = span or Span.whole(Box.whole(entry["shape"]))
         out = torch.empty(target.numel, dtype=_DTYPES[entry["dtype"]])

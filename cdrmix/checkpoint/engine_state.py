@@ -32,7 +32,7 @@ from cdrmix.checkpoint.fragments import Box, Fragment, Span
 from cdrmix.errors import StateError
 from cdrmix.parallel.tensor import is_copy, shard_of
 
-LogicalName = Callable[[str], str]
+LogicalName = Callable[[str], str]  # the module's name of a parameter or buffer -> logical name
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Fields of DeepSpeed's DynamicLossScaler that change during training.
@@ -66,15 +66,10 @@ class _Partition(NamedTuple):
 
 
 def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment]:
-    """Yields this rank's part of masters, optimizer state, frozen parameters and buffers.
-
-    Over all ranks each element occurs exactly once. Values are views of live memory where possible:
-    use or copy them before the optimizer steps. Buffers are copies: a forward pass may change them.
-
-    Args:
-        engine: from deepspeed.initialize, between two optimizer steps.
-        logical_name: the module's name of a parameter or buffer -> logical name.
-    """
+    """Yields this rank's part of masters, optimizer state, frozen parameters and buffers. Over all
+    ranks each element occurs exactly once. Called between two optimizer steps; values are views of
+    live memory where possible: use or copy them before the next. Buffers are copies: a forward pass
+    may change them."""
     states = engine.optimizer.optimizer.state
     for partition in _partitions(engine, logical_name):
         pieces = [piece for piece in partition.pieces if not piece.placement.is_copy]
@@ -135,18 +130,9 @@ def load_engine(
     others: Container[str] = (),
 ) -> None:
     """Loads a checkpoint, saved at any layout and precision, into an engine in place; collective.
-
-    Each rank reads its own part only. The weights in use are refreshed from the masters, as after
-    an optimizer step.
-
-    Args:
-        engine: from deepspeed.initialize, fresh or between two optimizer steps.
-        checkpoint: its `state["engine"]` is a result of `counters`.
-        logical_name: the module's name of a parameter or buffer -> logical name.
-        others: logical names in the checkpoint that are read elsewhere.
-    Raises:
-        StateError: on every rank, if any of them found another model or could not read.
-    """
+    Each rank reads its own part only. The engine is fresh or between two optimizer steps, and
+    `others` are logical names in the checkpoint that are read elsewhere. Raises StateError on every
+    rank if any of them found another model or could not read."""
     shapes = {
         logical_name(name): _placement(engine, tensor).shape
         for name, tensor, _ in _saved_tensors(engine.module)
@@ -190,11 +176,9 @@ def load_module(
     *,
     others: Container[str] = (),
 ) -> None:
-    """Fills a plain module, with all experts in this process, from the float32 master weights.
-
-    The module is on any device, of any float type, and read one tensor at a time. `logical_name`
-    and `others` are as in `load_engine`. Raises StateError if names or shapes differ.
-    """
+    """Fills a plain module, with all experts in this process, from the float32 master weights. The
+    module is on any device, of any float type, and read one tensor at a time. `logical_name` and
+    `others` are as in `load_engine`. Raises StateError if names or shapes differ."""
     tensors = {logical_name(name): tensor for name, tensor, _ in _saved_tensors(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_names(checkpoint, shapes, others=others)
@@ -269,8 +253,7 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
     copied = is_copy(tensor)
     if getattr(tensor, "allreduce", True):
         is_first = torch.distributed.get_rank(engine.optimizer.dp_process_group) == 0
-        shard = shard_of(tensor)
-        if shard is not None:
+        if shard := shard_of(tensor):
             return _Placement(shard.logical_shape, Box(shard.offset, shape), is_first, copied)
         return _Placement(shape, Box.whole(shape), is_first, copied)
     name: str = tensor.group_name  # type: ignore[attr-defined]
@@ -286,11 +269,9 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
 
 
 def _untrained(engine: Any, logical_name: LogicalName) -> Iterator[tuple[bool, Fragment]]:
-    """Frozen parameters and persistent buffers in use, each with whether this rank saves it.
-
-    The optimizer has no masters of them. Values have the types, and undivided ones the shapes, that
-    they have in the engine.
-    """
+    """Frozen parameters and persistent buffers in use, each with whether this rank saves it. The
+    optimizer has no masters of them. Values have the types, and undivided ones the shapes, that
+    they have in the engine."""
     # By the optimizer's groups, not by requires_grad, which each phase of Stage B sets anew.
     trained = {id(p) for _, parameters in _masters(engine) for p in parameters}
     for name, tensor, kind in _saved_tensors(engine.module):
@@ -364,10 +345,8 @@ def _materialise_optimizer_state(engine: Any) -> None:
 def _read_optimizer_state(
     inner: torch.optim.Optimizer, partition: _Partition, checkpoint: CheckpointFile
 ) -> None:
-    """Fills the optimizer's state of one partition, which `inner` has created.
-
-    Raises StateError if another kind of optimizer, or other parameter groups, saved the checkpoint.
-    """
+    """Fills the optimizer's state of one partition, which `inner` has created. Raises StateError if
+    another kind of optimizer, or other parameter groups, saved the checkpoint."""
     state = inner.state[partition.master]
     # Of every name in the group: ranks that hold nothing of a parameter must fail as the others do.
     for name in partition.names:

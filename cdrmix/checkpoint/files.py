@@ -1,7 +1,5 @@
-"""Durable files: digested while they are written, and flushed to the device before they count.
-
-The manifest of a checkpoint holds size and sha256 of its files. It is written last, and read first.
-"""
+"""Durable files: digested while they are written, and flushed to the device before they count. The
+manifest of a checkpoint holds size and sha256 of its files. It is written last, and read first."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
+from cdrmix.data.folders import open_new
 from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
 
@@ -61,10 +60,8 @@ def is_passing(error: BaseException | None) -> bool:
 
 
 def retried(read: Callable[[], T], path: Path) -> T:
-    """Calls `read`, again after pauses while the file system fails, and returns its result.
-
-    Raises InfrastructureError naming `path` after the last pause, any other failure at once.
-    """
+    """Calls `read`, again after pauses while the file system fails, and returns its result. Raises
+    InfrastructureError naming `path` after the last pause, any other failure at once."""
     for seconds in (*READ_RETRY_SECONDS, None):
         try:
             return read()
@@ -85,10 +82,8 @@ def retried(read: Callable[[], T], path: Path) -> T:
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file, read as by `retried`.
-
-    Raises OSError if there is no such plain file, ValueError if it is no JSON or nested too deeply.
-    """
+    """Content of a JSON file, read as by `retried`. Raises OSError if there is no such plain file,
+    ValueError if it is no JSON or nested too deeply."""
     try:
         return json.loads(retried(lambda: plain_file(path).read_text(encoding="utf-8"), path))
     except RecursionError as error:  # the file may come from anywhere
@@ -121,17 +116,28 @@ def write_json(path: Path, value: Any) -> FileRecord:
     return write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def write_tensors(path: Path, header: bytes, data: Iterable[torch.Tensor]) -> FileRecord:
+def write_tensors(
+    path: Path, tensors: Sequence[tuple[str, torch.Tensor]], data: Iterable[torch.Tensor]
+) -> FileRecord:
     """Writes a safetensors file durably, with one tensor in host memory at a time.
 
-    Args:
-        path: file to create. Errors name it.
-        header: `safetensors_header` of the tensors, the widest element types first: the format
-            allows no gaps, and torch needs aligned offsets.
-        data: tensors on any device that together hold the bytes of these tensors.
+    `tensors` have distinct keys, the widest element types first: the format allows no gaps, and
+    torch needs aligned offsets. `data` are tensors on any device that together hold their bytes.
     """
-    tensors = (flat_bytes(tensor).cpu().numpy().data for tensor in data)
-    return _write(path, chain([memoryview(header)], tensors))
+    assert len({key for key, _ in tensors}) == len(tensors), "a key is there twice"
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for key, tensor in tensors:
+        end = position + tensor.numel() * tensor.element_size()
+        dtype = SAFETENSORS_TYPES[tensor.dtype]
+        offsets = [position, end]
+        entries[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        position = end
+    header = json.dumps(entries).encode()
+    # The data begins at a multiple of 8, as the widest element needs it.
+    header += b" " * (-len(header) % 8)
+    start = memoryview(len(header).to_bytes(8, "little") + header)
+    return _write(path, chain([start], (flat_bytes(each).cpu().numpy().data for each in data)))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,35 +145,6 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1).contiguous()
     # A single element counts as contiguous whatever its stride; a byte view does not.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
-def safetensors_header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
-    """Bytes of a safetensors file before the data of `tensors`, which have distinct keys."""
-    assert len({key for key, _ in tensors}) == len(tensors), "a key is there twice"
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for key, tensor in tensors:
-        end = position + tensor.numel() * tensor.element_size()
-        entries[key] = {
-            "dtype": SAFETENSORS_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(entries).encode()
-    # The data begins at a multiple of 8, as the widest element needs it.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    # fsync of a file does not cover its entry in the directory: a crash could lose the name.
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def digest(path: Path) -> str:
@@ -178,12 +155,10 @@ def digest(path: Path) -> str:
 
 def _write(path: Path, parts: Iterable[memoryview]) -> FileRecord:
     """Writes bytes that are on the device when it returns; errors name `path`."""
-    # O_NOFOLLOW: a link that somebody left under this name would lead out of the folder.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     sha256 = hashlib.sha256()
     num_bytes = 0
     try:
-        with ThreadPoolExecutor(1) as hasher, open(os.open(str(path), flags, 0o666), "wb") as file:
+        with ThreadPoolExecutor(1) as hasher, open_new(path) as file:
             for part in parts:
                 for first in range(0, part.nbytes, _CHUNK_BYTES):
                     chunk = part[first : first + _CHUNK_BYTES]
@@ -217,11 +192,8 @@ _NOT_A_MANIFEST = (ValueError, TypeError, KeyError, AttributeError)
 
 
 def save_number(folder: Path) -> int | None:
-    """Number of the save that wrote a checkpoint, counted through all starts and rollbacks.
-
-    It is 0 for a version that did not count, and None without a readable manifest. Raises
-    InfrastructureError if the file system does not answer at present.
-    """
+    """Number of the save that wrote a checkpoint, counted through all starts and rollbacks; 0 of a
+    version that did not count, None without a readable manifest. Raises as `retried` does."""
     try:
         return _read_manifest(folder)[0]
     except (OSError, *_NOT_A_MANIFEST):  # damage, which `damage` reports with its reason
@@ -229,15 +201,10 @@ def save_number(folder: Path) -> int | None:
 
 
 def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = True) -> list[str]:
-    """Reasons why a checkpoint is damaged; empty for a whole one.
-
-    Args:
-        folder: the checkpoint.
-        part: share of the files to check, of `parts` with about as many bytes each.
-        with_digests: read every byte and compare sha256; else compare sizes only.
-    Raises:
-        InfrastructureError: if the file system does not answer: no evidence against the files.
-    """
+    """Reasons why a checkpoint is damaged; empty for a whole one. Checks share number `part` of the
+    files, of `parts` with about as many bytes each: sizes, and sha256 `with_digests`. Raises
+    InfrastructureError if the file system does not answer, which is no evidence against the
+    files."""
     try:
         _, files = _read_manifest(folder)
     except (OSError, *_NOT_A_MANIFEST) as error:

@@ -1,7 +1,5 @@
-"""One checkpoint folder: written by all ranks, completed by rank 0, and only then named.
-
-Every step here can be repeated after a failed attempt, over the files that it left.
-"""
+"""One checkpoint folder: written by all ranks, completed by rank 0, and only then named. Every step
+here can be repeated after a failed attempt, over the files that it left."""
 
 from __future__ import annotations
 
@@ -20,14 +18,13 @@ from cdrmix.checkpoint.files import (
     MANIFEST_FILE,
     FileRecord,
     damage,
-    safetensors_header,
     save_number,
-    sync_directory,
     write_json,
     write_tensors,
     write_text,
 )
 from cdrmix.checkpoint.fragments import Fragment, index_entry, merge_entries
+from cdrmix.data.folders import sync
 from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
 
@@ -51,7 +48,7 @@ def prepare(temporary: Path, *, clears_leftovers: bool) -> None:
     # By each rank, in any order: no collective tells whose turn it is.
     temporary.mkdir(exist_ok=True)
     if clears_leftovers:
-        sync_directory(root.parent)  # or a crash could lose the name of `root` itself
+        sync(root.parent)  # or a crash could lose the name of `root` itself
         for folder in root.glob("*.tmp-*"):
             # Other ranks may already be writing into this save's own.
             if folder != temporary:
@@ -72,22 +69,15 @@ def write_share(
     data: list[torch.Tensor],
     state: Mapping[str, Any],
 ) -> None:
-    """Writes one rank's files, and an account of them for rank 0.
-
-    Args:
-        temporary: folder of the checkpoint.
-        rank: number of the rank.
-        fragments: parts of tensors on this rank.
-        data: their values `in_file_order`, or the bytes of these, end to end.
-        state: small state of the rank, as JSON.
-    """
+    """Writes one rank's files, and an account of them for rank 0. `data` are the values of its
+    fragments `in_file_order`, or the bytes of these, end to end, and `state` is its own small
+    state, as JSON."""
     name = f"rank-{rank:05d}"
     tensor_file = f"{name}.safetensors"
     json_file = f"{name}.json"
-    ordered = in_file_order(fragments)
-    header = safetensors_header([(f"{each.kind}/{each.name}", each.values) for each in ordered])
+    tensors = [(f"{each.kind}/{each.name}", each.values) for each in in_file_order(fragments)]
     files = {
-        tensor_file: write_tensors(temporary / tensor_file, header, data),
+        tensor_file: write_tensors(temporary / tensor_file, tensors, data),
         json_file: write_json(temporary / json_file, dict(state)),
     }
     index = [index_entry(tensor_file, f"{each.kind}/{each.name}", each) for each in fragments]
@@ -103,10 +93,8 @@ def read_parts(temporary: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int) -> None:
-    """Completes a checkpoint of the files of all ranks: writes index, state and manifest.
-
-    The accounts that `read_parts` has read are deleted here, so that a repeated call needs them.
-    """
+    """Completes a checkpoint of the files of all ranks: writes index, state and manifest. Deletes
+    the accounts that `read_parts` has read, so that a repeated call needs them."""
     index = merge_entries(entry for part in parts for entry in part["index"])
     files: dict[str, FileRecord] = {}
     for part in parts:
@@ -119,7 +107,7 @@ def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: 
     for path in temporary.glob("*.part"):
         path.unlink()
     # Before the folder gets its name, or a crash could lose files out of a named checkpoint.
-    sync_directory(temporary)
+    sync(temporary)
 
 
 def publish(temporary: Path, step: int) -> None:
@@ -132,7 +120,7 @@ def publish(temporary: Path, step: int) -> None:
             os.rename(final, replaced)
         os.rename(temporary, final)
     # The new name is durable before the old checkpoint goes and before `latest` tells of it.
-    sync_directory(root)
+    sync(root)
     if replaced.exists():
         _remove(replaced)
     # In one step: a reader finds the old text or the new one.
@@ -140,7 +128,7 @@ def publish(temporary: Path, step: int) -> None:
     write_text(temporary_latest, f"{step}\n")
     os.replace(temporary_latest, root / "latest")
     # Also before `drop_others`, or a crash could leave a `latest` that names a dropped one.
-    sync_directory(root)
+    sync(root)
 
 
 def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> None:
@@ -168,12 +156,10 @@ def _looks_whole(folder: Path) -> bool:
 
 
 def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints, the last one saved first: after a rollback, a lower step may be newer.
-
-    One without a readable manifest counts as the newest that its step allows, so that it is checked
-    and its damage reported. Equal ones keep their order. Raises InfrastructureError if the file
-    system does not answer at present.
-    """
+    """Sorts checkpoints, the last one saved first: after a rollback, a lower step may be newer. One
+    without a readable manifest counts as the newest that its step allows, so that it is checked and
+    its damage reported. Equal ones keep their order. Raises InfrastructureError if the file system
+    does not answer at present."""
     numbers = {folder: save_number(folder) for folder in folders}
     if len(numbers) < 2:  # a single one may have any name
         return list(numbers)

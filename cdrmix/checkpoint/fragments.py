@@ -80,11 +80,9 @@ class Fragment:
 
 
 def shared_runs(source: Span, target: Span) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Positions, in two spans of one tensor, of the elements that both hold.
-
-    Returns starts in `source`, starts in `target` (counted from each span's own start) and lengths,
-    int64 [R] each. R is 1 when the blocks differ in their first dimension only.
-    """
+    """Positions, in two spans of one tensor, of the elements that both hold. Returns starts in
+    `source`, starts in `target` (counted from each span's own start) and lengths, int64 [R] each. R
+    is 1 when the blocks differ in their first dimension only."""
     bounds = source.block.bounds_shared_with(target.block)
     if bounds is None:
         empty = np.zeros(0, np.int64)
@@ -174,10 +172,8 @@ def span_of(fragment: Mapping[str, Any]) -> Span:
 
 
 def merge_entries(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Merges the entries of all ranks: name -> kind -> shape, dtype and fragments.
-
-    Asserts that ranks agree, and that each element is held by one rank.
-    """
+    """Merges the entries of all ranks: name -> kind -> shape, dtype and fragments. Asserts that
+    ranks agree, and that each element is held by one rank."""
     index: dict[str, dict[str, Any]] = {}
     for entry in entries:
         name, kind, shape, dtype = (entry[key] for key in ("name", "kind", "shape", "dtype"))

@@ -49,10 +49,8 @@ _Failure = InfrastructureError | StateError | None
 def agree_on_failures(action: Callable[[], T]) -> list[T]:
     """Results of `action` on all ranks; if it fails on one, all ranks raise instead of waiting.
 
-    Raises:
-        InfrastructureError: naming each failing rank, if all of them may recover by waiting.
-        StateError: naming each failing rank, its file and its reason.
-        Exception: the failure itself, on a rank where it is a defect of this program.
+    They raise a StateError that names each failing rank, its file and its reason, or an
+    InfrastructureError if all may recover by waiting. A defect of this program is raised itself.
     """
     # Result and failure travel in one collective: a rank that failed must not miss it.
     result = None
@@ -119,10 +117,8 @@ class _Save:
 
 
 class Saver:
-    """Writes the checkpoints of a run on this rank, one at a time.
-
-    Every rank creates one, with the same arguments, and calls the same methods in the same order.
-    """
+    """Writes the checkpoints of a run on this rank, one at a time. Every rank creates one, with the
+    same arguments, and calls the same methods in the same order."""
 
     def __init__(
         self,
@@ -137,9 +133,8 @@ class Saver:
         Args:
             roots: folders of checkpoints, shared by all ranks. A failed write is an error in the
                 first one and a warning in the others.
-            keep: number of whole checkpoints to keep in each (>= 1).
+            keep: number of whole checkpoints to keep in each (>= 1), besides that of step `pinned`.
             background: copy to memory and write from a thread; otherwise `start` itself writes.
-            pinned: step of a further checkpoint to keep.
         """
         # Newest checkpoint in the first root, and that save, on rank 0 and if this saver made it.
         self.saved_step: int | None = None
@@ -247,15 +242,13 @@ class Saver:
         return [0.0, *(float(problem is not None) for problem in self._problems_here(self._save))]
 
     def advance(self, votes: Sequence[float]) -> None:
-        """Begins the next phase, or ends the save, once no rank is at work; collective.
+        """Begins the next phase, or ends the save, once the sum of all ranks' votes says that no
+        rank is at work; collective.
 
-        Args:
-            votes: sum of all ranks' `votes`.
-        Raises:
-            StateError: on every rank, if any of them could not write to the first root in any
-                attempt (InfrastructureError if the file system may recover). The older checkpoints
-                and `latest` are then as before, and nothing of this one remains there.
-            Exception: the failure itself, on a rank where it is a defect of this program.
+        Raises StateError on every rank if any of them could not write to the first root in any
+        attempt (InfrastructureError if the file system may recover): the older checkpoints and
+        `latest` are then as before, and nothing of this one remains there. A defect of this program
+        is raised itself.
         """
         save = self._save
         at_work, *failed = votes
@@ -295,10 +288,8 @@ class Saver:
                 self.advance([sum(of_one_kind) for of_one_kind in zip(*votes, strict=True)])
 
     def close(self, *, waits: bool = True) -> None:
-        """Ends the thread of this rank alone; a save under way may remain without its name.
-
-        Waits for the job at work, or has the thread end after it while this returns.
-        """
+        """Ends the thread of this rank alone; a save under way may remain without its name. Waits
+        for the job at work, or has the thread end after it while this returns."""
         if self._thread is not None:
             self._thread.shutdown(wait=waits, cancel_futures=not waits)
 
@@ -421,10 +412,8 @@ def _retried(step: int, action: Callable[[], T]) -> T:
         try:
             return action()
         except _FAILED_WRITES as error:
-            reason = described(error)
-            logger.warning(
-                "checkpoint of step %d: %s; tried again in %.0f s", step, reason, seconds
-            )
+            text = "checkpoint of step %d: %s; tried again in %.0f s"
+            logger.warning(text, step, described(error), seconds)
             time.sleep(seconds)
     # The last attempt: its failure is that of the save.
     return action()

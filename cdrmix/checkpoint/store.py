@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix import runtime
-from cdrmix.checkpoint.files import MANIFEST_FILE, damage, read_json, retried, sync_directory
+from cdrmix.checkpoint.files import MANIFEST_FILE, damage, read_json, retried
 from cdrmix.checkpoint.folder import STEP_FOLDER, in_order_of_saves, step_folders, step_of
 from cdrmix.checkpoint.saver import agree_on_failures
+from cdrmix.data.folders import sync
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
 from cdrmix.log import get_logger
 
@@ -74,14 +75,13 @@ def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCh
     """Finds the checkpoint saved last under `path` whose files all match the manifest; collective.
 
     Only damage leads to an older one: reading is repeated while the file system fails, and the
-    failure is raised in the end. Each rank verifies its part of the files, and all get one answer.
+    failure is raised in the end. Each rank verifies its part of the files, and all get one answer,
+    which is None when there is no checkpoint at all.
 
     Args:
         path: a run directory, its `checkpoints` folder, or one checkpoint.
         copies: other folders of checkpoints of the same run, for those that `path` lacks.
         before: limits the search to steps before this one.
-    Returns:
-        None when there is no checkpoint at all.
     Raises:
         NoUsableStateError: when there are checkpoints and every one of them is damaged.
         InfrastructureError: on every rank, if the file system does not answer on one of them.
@@ -125,16 +125,9 @@ def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCh
 
 
 def set_aside(start: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> None:
-    """Renames damaged checkpoints that were passed over for `start`, so that no save removes them.
-
-    Called by rank 0 alone, once it is certain that the run continues from there.
-
-    Args:
-        start: checkpoint that the run continues from.
-        roots: the run's folders of checkpoints; nothing elsewhere is renamed.
-        newer: also rename whole ones of later steps, which a run leaves behind that continues from
-            an older one by request.
-    """
+    """Renames damaged checkpoints in `roots` that were passed over for `start`, so that no save
+    removes them; those of `newer` steps, too, if a run goes back behind them by request. Called by
+    rank 0 alone, once it is certain that the run continues from there."""
     for folder in [folder for root in roots for folder in step_folders(root)]:
         if folder not in start.skipped_paths and not (newer and step_of(folder) > start.step):
             continue
@@ -144,7 +137,7 @@ def set_aside(start: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> 
             number += 1
         try:
             os.rename(folder, aside)
-            sync_directory(folder.parent)
+            sync(folder.parent)
         except OSError as error:
             logger.warning("%s: cannot be set aside: %s", folder, error.strerror)
         else:

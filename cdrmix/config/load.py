@@ -22,12 +22,10 @@ ABSENT = "(absent)"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Loads a YAML file and applies overrides.
-
-    These are `a.b=value` each, value a YAML scalar; later ones win. Sections that are null or
-    absent in the file are created; `model.moe=null` removes one. Raises ConfigError with every
-    problem of the file and the overrides, one to a line.
-    """
+    """Loads a YAML file and applies overrides. These are `a.b=value` each, value a YAML scalar;
+    later ones win. Sections that are null or absent in the file are created; `model.moe=null`
+    removes one. Raises ConfigError with every problem of the file and the overrides, one to a
+    line."""
     path = Path(path)
     values = parse_yaml(read_config_text(path), place=str(path))
     origins: dict[Keys, str] = {}
@@ -40,11 +38,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config_text(path: Path, *, folder: str = "model_configs") -> str:
-    """Reads the text of a file.
-
-    Raises ConfigError if it cannot be read, listing the shipped files of `folder` if it does not
-    exist.
-    """
+    """Reads the text of a file. Raises ConfigError if it cannot be read, listing the shipped files
+    of `folder` if it does not exist."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -61,10 +56,8 @@ def read_config_text(path: Path, *, folder: str = "model_configs") -> str:
 
 
 def shipped(folder: str) -> Path:
-    """Finds a folder of shipped files, such as `model_configs` or `ds_configs`.
-
-    It is inside the package in a wheel, and next to it in a checkout.
-    """
+    """Finds a folder of shipped files, such as `model_configs` or `ds_configs`. It is inside the
+    package in a wheel, and next to it in a checkout."""
     package = Path(__file__).parents[1]
     for place in (package / folder, package.parent / folder):
         if place.is_dir():
@@ -147,11 +140,9 @@ def new_run_dir(config: Section) -> Path:
 def changed_keys(
     old: Config | dict[str, Any], new: Config | dict[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Lists the values that differ, as (dotted path, old, new), sorted by path.
-
-    ABSENT stands for a missing key. A section that came, went or became null is one entry. Optional
-    fields that a whole old configuration lacks have their defaults: they are no change.
-    """
+    """Lists the values that differ, as (dotted path, old, new), sorted by path. ABSENT stands for a
+    missing key. A section that came, went or became null is one entry. Optional fields that a whole
+    old configuration lacks have their defaults: they are no change."""
 
     def as_json(side: Config | dict[str, Any]) -> dict[str, Any]:
         config = validate(side, Config)[0] if isinstance(side, dict) else side

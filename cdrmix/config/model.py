@@ -13,11 +13,7 @@ class Section(BaseModel):
     to a float (`true` is not 1, '8' is not 8). A text below a field is its description."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     @classmethod
@@ -177,29 +173,24 @@ class ModelConfig(Section):
         return self
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Returns the kind of each block from the input, by `schedule` and `transformer_fraction`.
-
-        Raises:
-            ValueError: if an interleaved fraction is not one over a whole number.
-        """
+        """Kind of each block from the input, by `schedule` and `transformer_fraction`. Raises
+        ValueError if an interleaved fraction is not one over a whole number."""
         kinds: list[LayerKind] = ["rwkv"] * self.num_layers
-        if self.transformer_fraction == 0:
-            return tuple(kinds)
         if self.schedule == "top-of-x":
             # The margin absorbs rounding: 0.29 * 100 is below 29 in binary floats.
             top = math.floor(self.num_layers * self.transformer_fraction + 1e-9)
             kinds[self.num_layers - top :] = ["transformer"] * top
-            return tuple(kinds)
-        period = round(1 / self.transformer_fraction)
-        # The tolerance takes 0.3333333 for a third.
-        if abs(period * self.transformer_fraction - 1) > 1e-6:
-            raise ValueError(
-                f"transformer_fraction = {self.transformer_fraction} cannot be interleaved: "
-                "give one over a whole number (1, 0.5, 0.25, ...) or schedule = top-of-x"
-            )
-        # The Transformer block ends its period: RWKV blocks come first.
-        for layer in range(period - 1, self.num_layers, period):
-            kinds[layer] = "transformer"
+        elif self.transformer_fraction > 0:
+            period = round(1 / self.transformer_fraction)
+            # The tolerance takes 0.3333333 for a third.
+            if abs(period * self.transformer_fraction - 1) > 1e-6:
+                raise ValueError(
+                    f"transformer_fraction = {self.transformer_fraction} cannot be interleaved: "
+                    "give one over a whole number (1, 0.5, 0.25, ...) or schedule = top-of-x"
+                )
+            # The Transformer block ends its period: RWKV blocks come first.
+            for layer in range(period - 1, self.num_layers, period):
+                kinds[layer] = "transformer"
         return tuple(kinds)
 
     @property

@@ -1,8 +1,6 @@
-"""Checks plain values against a schema and words every problem for the user.
-
-pydantic checks the known keys, this file finds the unknown ones; each message has the path, the
-given value, the allowed ones and the meaning of the field.
-"""
+"""Checks plain values against a schema and words every problem for the user. pydantic checks the
+known keys, this file finds the unknown ones; each message has the path, the given value, the
+allowed ones and the meaning of the field."""
 
 from __future__ import annotations
 
@@ -45,10 +43,8 @@ class Problem:
 
 
 def validate(values: Any, root: type[AnySection]) -> tuple[AnySection | None, list[Problem]]:
-    """Builds a `root` section from plain values; None with all problems if they are invalid.
-
-    Lists become tuples, and whole floats ints where a field takes ints; nothing else is converted.
-    """
+    """Builds a `root` section from plain values; None with all problems if they are invalid. Lists
+    become tuples, and whole floats ints where a field takes ints; nothing else is converted."""
     if not isinstance(values, dict):
         problem = "the file is empty" if values is None else f"given {shown(values)}"
         return None, [Problem((), f"{problem}; allowed is {_kind_of(root)}")]
@@ -86,11 +82,7 @@ def _pydantic_problems(
 
 
 def _known(
-    values: dict[Any, Any],
-    section: type[Section],
-    root: type[Section],
-    path: Keys,
-    problems: list[Problem],
+    values: dict, section: type[Section], root: type[Section], path: Keys, problems: list[Problem]
 ) -> dict[str, Any]:
     """Returns the values of known keys, and appends a problem for each unknown key."""
     known: dict[str, Any] = {}

@@ -17,10 +17,8 @@ def redacted_text(text: str) -> str:
 
 def redacted(values: dict[str, Any]) -> dict[str, Any]:
     """Removes credentials and the values of `launch.environment` from a dumped configuration.
-
     Tokens are passed in the environment of a run; only the user knows which values are secret, so
-    all are removed.
-    """
+    all are removed."""
     public: dict[str, Any] = _without_credentials(values)
     launch = public.get("launch")
     if isinstance(launch, dict) and isinstance(launch.get("environment"), dict):

@@ -1,9 +1,7 @@
-"""Reads and writes YAML with the scalars of YAML 1.2.
-
-PyYAML follows YAML 1.1, where `3e-4` and `300e9` are text, `on` and `no` are booleans, `010` is 8
-and `1:30` is 90. Here these are numbers and text, and only true and false are booleans. Output is
-quoted so that readers of either version see the same values.
-"""
+"""Reads and writes YAML with the scalars of YAML 1.2. PyYAML follows YAML 1.1, where `3e-4` and
+`300e9` are text, `on` and `no` are booleans, `010` is 8 and `1:30` is 90. Here these are numbers
+and text, and only true and false are booleans. Output is quoted so that readers of either version
+see the same values."""
 
 from __future__ import annotations
 
@@ -59,19 +57,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node).replace("_", ""))
-
-
-def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+def _construct_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     text = loader.construct_scalar(node).replace("_", "").lower()
-    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    kind = int if node.tag.endswith(":int") else float
+    return kind(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
 for _kind, _pattern, _first in _SCALARS:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), _first)
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_number)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -82,10 +77,8 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 def parse_yaml(text: str, *, place: str) -> Any:
-    """Parses one YAML document from `place`, a file or other origin.
-
-    Raises ConfigError with line, column and the line itself, if it is not YAML or repeats a key.
-    """
+    """Parses one YAML document from `place`, a file or other origin. Raises ConfigError with line,
+    column and the line itself, if it is not YAML or repeats a key."""
     try:
         return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -108,10 +101,8 @@ def parse_yaml(text: str, *, place: str) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """Parses one scalar of a command line; text that YAML would split or trim stays unchanged.
-
-    Quotes around the whole text are YAML's: `'8'` is text, `8` a number.
-    """
+    """Parses one scalar of a command line, where `'8'` is text and `8` a number; text that YAML
+    would split or trim stays unchanged."""
     try:
         node = yaml.compose(text, _Loader)
     except yaml.YAMLError:
@@ -121,8 +112,7 @@ def parse_scalar(text: str) -> Any:
         return text if text.strip() else None
     value = yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
     # Text without quotes stays as the user typed it: YAML would cut it at a comment or trim it.
-    plain_text = isinstance(value, str) and node.style is None
-    return text if plain_text else value
+    return text if isinstance(value, str) and node.style is None else value
 
 
 def dump_yaml(value: Any) -> str:

@@ -61,11 +61,9 @@ def import_deepspeed() -> Any:
 def initialize_distributed(*, timeout_minutes: float = 30) -> None:
     """Makes the process group of this run through DeepSpeed: nccl on GPUs, gloo on CPUs.
 
-    Args:
-        timeout_minutes: longest wait in a collective.
-    Raises:
-        InfrastructureError: if the port is taken or the address cannot be reached for now.
-        ConfigError: if the address does not exist, or this user may not bind the port.
+    A collective waits `timeout_minutes` at most. Raises InfrastructureError if the port is taken or
+    the address cannot be reached for now, ConfigError if the address does not exist, or this user
+    may not bind the port.
     """
     map_environment()
     deepspeed = import_deepspeed()
@@ -100,10 +98,8 @@ def initialize_distributed(*, timeout_minutes: float = 30) -> None:
 
 
 def new_group(ranks: list[int], *, is_made_alone: bool = False) -> torch.distributed.ProcessGroup:
-    """Makes a process group with the run's timeout, which torch does not pass on by itself.
-
-    Every rank of the world calls this, in the same order; only the members if it `is_made_alone`.
-    """
+    """Makes a process group with the run's timeout, which torch does not pass on by itself. Every
+    rank of the world calls this, in the same order; only the members if it `is_made_alone`."""
     return torch.distributed.new_group(
         ranks, timeout=_GroupSettings.timeout, use_local_synchronization=is_made_alone
     )
@@ -172,11 +168,9 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def together(action: Callable[[], T]) -> T:
     """Runs `action` on every rank; if a TrainingError ends it on any, all raise that of the first.
-
-    For phases in which one rank alone can meet a damaged file or a full disk: without agreement
-    the others would wait in the next collective until its timeout. A defect of this program ends
-    its own rank with its traceback.
-    """
+    For phases in which one rank alone can meet a damaged file or a full disk: without agreement the
+    others would wait in the next collective until its timeout. A defect of this program ends its
+    own rank with its traceback."""
     result = None
     failure = None
     try:

@@ -1,7 +1,5 @@
-"""Device of one rank, with its memory, threads and seeds, and its description for records.
-
-Random states of this process are plain JSON: no pickle, so that reading one runs no code.
-"""
+"""Device of one rank, with its memory, threads and seeds, and its description for records. Random
+states of this process are plain JSON: no pickle, so that reading one runs no code."""
 
 from __future__ import annotations
 
@@ -71,12 +69,10 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep the memory that training frees, because each step asks for as much again.
-
-    By default it returns large blocks to the kernel at once and then waits for every page to be
-    zeroed anew: 40 steps of the tiny model on two cores, one run each, took 16.9 s of system time,
-    and take 1.5 s like this. Does nothing with another libc.
-    """
+    """Makes glibc keep the memory that training frees, because each step asks for as much again. By
+    default it returns large blocks to the kernel at once and then waits for every page to be zeroed
+    anew: 40 steps of the tiny model on two cores, one run each, took 16.9 s of system time, and
+    take 1.5 s like this. Does nothing with another libc."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return

@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 import re
-import signal
 import sys
 from pathlib import Path
 
@@ -27,11 +26,9 @@ _LAUNCHERS = (
 
 def map_environment() -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the launcher's variables.
-
     Without an address, the ranks of mpirun agree on one over MPI; the ranks of srun take the first
     host of their step and a port derived from the step's number. A process without a launcher
-    becomes rank 0 of 1, on any free port. Raises ConfigError where no address can be derived.
-    """
+    becomes rank 0 of 1, on any free port. Raises ConfigError where no address can be derived."""
     env = os.environ
     for names in _LAUNCHERS:
         if names[0] not in env or names[1] not in env:
@@ -132,11 +129,9 @@ def take_place(rank: int, world_size: int, port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
 
 
-def end_with_launcher(on_orphaned: int = signal.SIGTERM) -> None:
-    """Asks the kernel to send `on_orphaned` to this rank when the process that started it dies.
-
-    A killed launcher cannot pass a signal on; its ranks would train on unseen. Linux only.
-    """
+def end_with_launcher(on_orphaned: int) -> None:
+    """Asks the kernel to send `on_orphaned` to this rank when the process that started it dies. A
+    killed launcher cannot pass a signal on; its ranks would train on unseen. Linux only."""
     if sys.platform != "linux":
         return
     parent = os.getppid()

@@ -18,8 +18,7 @@ def test_size_and_digest_are_those_of_the_file(
     monkeypatch.setattr(files, "_CHUNK_BYTES", chunk_bytes)
     path = tmp_path / "a.safetensors"
     tensors = {"x": torch.arange(40.0).view(5, 8)[:, ::2], "y": torch.tensor([True])}
-    header = files.safetensors_header(list(tensors.items()))
-    record = files.write_tensors(path, header, list(tensors.values()))
+    record = files.write_tensors(path, list(tensors.items()), list(tensors.values()))
     content = path.read_bytes()
     assert record == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     assert files.digest(path) == record["sha256"]
