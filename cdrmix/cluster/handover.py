@@ -68,11 +68,6 @@ class LaunchPlace:
     hosts: tuple[Host, ...] = ()
     ranks_per_host: int | None = None
 
-    @property
-    def first(self) -> str:
-        """Name of the host of rank 0."""
-        return self.hosts[0].name if self.hosts else "localhost"
-
 
 class LauncherStart:
     """A running start of the launcher; leaving the context ends its remaining processes."""
@@ -110,19 +105,19 @@ class LauncherStart:
         end_with_parent: Callable[[], object] | None = None
         if sys.platform == "linux":  # the kernel sends the child SIGTERM when `cdrmix launch` dies
             end_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
+        first, *others = [host.name for host in place.hosts] or ["localhost"]
         # chosen last: another program may take it before rank 0 binds it
-        self.port = free_port_on(place.first)
+        port = free_port_on(first)
         words = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
-        words += ["--master_port", str(self.port)]
+        words += ["--master_port", str(port)]
         if not place.hosts:
             words += ["--hostfile", os.devnull]  # else it takes /job/hostfile where there is one
         else:
             hostfile = self._folder / "hostfile"
-            lines = [f"{host.name} slots={host.slots}\n" for host in place.hosts]
-            hostfile.write_text("".join(lines))
-            address = address_for_others(place.first, [host.name for host in place.hosts[1:]])
-            words += ["--hostfile", str(hostfile), "--master_addr", address]
-            if len(place.hosts) == 1 and not is_this_machine(place.first):
+            hostfile.write_text("".join(f"{h.name} slots={h.slots}\n" for h in place.hosts))
+            words += ["--hostfile", str(hostfile)]
+            words += ["--master_addr", address_for_others(first, others)]
+            if not others and not is_this_machine(first):
                 words.append("--force_multi")  # else one host is taken to be this one
         if place.ranks_per_host is not None:
             words += ["--num_gpus", str(place.ranks_per_host)]

@@ -16,12 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from cdrmix import errors
-from cdrmix.cluster.handover import (
-    LauncherStart,
-    LaunchPlace,
-    launch_environment,
-    train_arguments,
-)
+from cdrmix.cluster.handover import LauncherStart, LaunchPlace, launch_environment, train_arguments
 from cdrmix.cluster.hosts import reachable, read_hostfile
 from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
 from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
