@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
+from cdrmix.cluster.handover import LauncherStart, LaunchPlace
 from cdrmix.cluster.hosts import Host, address_for_others, is_this_machine, run_on, ssh_command
-from cdrmix.cluster.starter import LauncherStart, LaunchPlace
 from cdrmix.config.load import shipped
 from cdrmix.errors import TrainingError
 from cdrmix.planning.cluster import GIB

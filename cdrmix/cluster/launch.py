@@ -16,10 +16,9 @@ from pathlib import Path
 from types import FrameType
 
 from cdrmix import errors
-from cdrmix.cluster.handover import launch_environment, train_arguments
+from cdrmix.cluster.handover import LauncherStart, LaunchPlace, launch_environment, train_arguments
 from cdrmix.cluster.hosts import reachable, read_hostfile
 from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
-from cdrmix.cluster.starter import LauncherStart, LaunchPlace
 from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
 from cdrmix.config.load import load_config, new_run_dir
 from cdrmix.config.schema import Config

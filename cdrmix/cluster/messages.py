@@ -71,11 +71,9 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Writes the outcome atomically. A folder that is gone has no reader."""
     # by process, because rank 0 and the head may both write one
     temporary = folder / f"{_OUTCOME}.{os.getpid()}"
-    try:
+    with contextlib.suppress(OSError):  # its reader takes a missing outcome for a fault
         temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
         os.replace(temporary, folder / _OUTCOME)
-    except OSError:  # its reader takes a missing outcome for a fault
-        return
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -105,10 +103,9 @@ def ask_to_stop(folder: Path) -> None:
 
 def is_listed(folder: Path, name: str) -> bool:
     """True once a file of the launch folder, such as STOP or MET, is seen."""
-    try:
+    with contextlib.suppress(OSError):
         return name in os.listdir(folder)
-    except OSError:
-        return False
+    return False
 
 
 def say(text: str) -> None:
@@ -116,12 +113,10 @@ def say(text: str) -> None:
 
     def write() -> None:
         rest = f"{text}\n".encode(errors="replace")
-        try:
+        with contextlib.suppress(OSError):  # its reader is gone
             while rest:
                 # not print: a thread stuck in it would hold a lock that the interpreter's end needs
                 rest = rest[os.write(2, rest) :]
-        except OSError:  # its reader is gone
-            return
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()

@@ -92,7 +92,6 @@ def look(folder: str, towards: str) -> dict[str, Any]:
         for path in (folder, _SHARED_MEMORY)
     ]
     return {
-        "host": platform.node(),
         "python": f"{platform.python_version()} at {sys.executable}",
         "packages": packages,
         "devices": devices,

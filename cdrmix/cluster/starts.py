@@ -53,8 +53,7 @@ class StartUp:
     def step_done(self) -> bool:
         """Ends the start at the first step; returns True for that step alone."""
         is_first = "first_step" not in self._parts
-        if is_first:
-            self.done("first_step")
+        self.done("first_step")
         return is_first
 
     @property

@@ -151,10 +151,8 @@ class Watchdog:
                     self._is_over = True
 
     def _send(self, message: dict[str, Any]) -> None:
-        try:
+        with contextlib.suppress(OSError):  # a head that is gone is noticed where it is read
             self._head.sendall(self._channel.encode(message))
-        except OSError:  # a head that is gone is noticed where it is read
-            return
 
     def _end_rank(self, why: str) -> None:
         settings = self._settings

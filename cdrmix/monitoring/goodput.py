@@ -148,10 +148,7 @@ class WallTime:
             self._parts[part] += time.monotonic() - began
 
     def save(self) -> None:
-        """Writes wall_time.json, on the rank that opened it: after a checkpoint and at the end.
-
-        The file is no state: it is not forced to the disk, and a full disk does not end the run.
-        """
+        """Writes wall_time.json, on the rank that opened it: after a checkpoint and at the end."""
         if self._path is None:
             return
         account = {
@@ -163,7 +160,8 @@ class WallTime:
             "seconds": self._seconds,
             "parts": self._parts,
         }
-        # Renamed when whole: a start may be killed at any moment, also while it writes.
+        # Renamed when whole: a start may be killed at any moment, also while it writes. The file is
+        # no state: it is not forced to the disk, and a full disk does not end the run.
         temporary = self._path.with_suffix(".tmp")
         try:
             temporary.write_text(json.dumps(account), encoding="utf-8")

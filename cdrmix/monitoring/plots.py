@@ -126,13 +126,11 @@ def line_plot(
     return _for_page(buffer.getvalue(), key, label)
 
 
-def decimate(
-    steps: np.ndarray, values: np.ndarray, limit: int = MAX_POINTS
-) -> tuple[np.ndarray, np.ndarray]:
-    """Reduces to at most `limit` points: lowest and highest of each stretch, so spikes stay."""
-    if len(values) <= limit:
+def decimate(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Reduces to MAX_POINTS: lowest and highest of each stretch, so spikes stay."""
+    if len(values) <= MAX_POINTS:
         return steps, values
-    edges = np.linspace(0, len(values), limit // 2 + 1).astype(int)
+    edges = np.linspace(0, len(values), MAX_POINTS // 2 + 1).astype(int)
     # A mean of each stretch would hide the very spikes that a reader looks for.
     extremes = []
     for begin, end in zip(edges[:-1], edges[1:], strict=True):

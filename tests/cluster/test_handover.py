@@ -42,7 +42,7 @@ told = {
 START = """
 import json, pathlib, sys
 from cdrmix.cluster.hosts import read_hostfile
-from cdrmix.cluster.starter import LauncherStart, LaunchPlace
+from cdrmix.cluster.handover import LauncherStart, LaunchPlace
 folder = pathlib.Path(sys.argv[1])
 order = json.loads((folder / "order.json").read_text())
 place = LaunchPlace(tuple(read_hostfile(folder / "hosts")), 1)
