@@ -48,7 +48,7 @@ def run_ranks(
         action: function of a module; returns the exit code of its rank.
         world_size: number of processes.
         args: picklable, the same for every rank.
-        log: file that the ranks' output is appended to.
+        log: file that the output of all ranks is appended to.
         timeout: seconds until a world that is still busy is ended.
     Raises:
         RanksFailed: if a rank does not return 0 in time, with the end of what was printed.
@@ -100,30 +100,22 @@ def _be_rank(
 TOLERANCE = 1e-5  # relative, of float32 metrics whose sums are taken in another order
 _LEAST = 1e-2  # metrics of Stage B below this are compared as if as large: some should be zero
 _SECONDS = 300.0  # for one start; on two idle cores the largest takes ten
-_ALONE = Degrees()
 
 
 @dataclass(frozen=True)
 class Check:
-    """A comparison of two runs.
-
-    Attributes:
-        name: of the comparison.
-        deviation: largest relative difference; None where a run failed.
-        allowed: largest deviation that passes; 0 means equal to the bit.
-        fault: error of the run that failed, or empty.
-    """
+    """A comparison of two runs by their largest relative difference."""
 
     name: str
-    deviation: float | None
-    allowed: float
-    fault: str = ""
+    deviation: float | None  # None where a run failed
+    allowed: float  # 0 means equal to the bit
+    fault: str = ""  # error of the run that failed
 
     def __str__(self) -> str:
         mark = "ok    " if self.passed else "FAILED"
         if self.deviation is None:
-            return f"{mark} {self.name}: {self.fault}"
-        if self.allowed:
+            result = self.fault
+        elif self.allowed:
             result = f"within {self.deviation:.1e}, allowed are {self.allowed:.0e}"
         else:
             result = "equal to the bit" if self.passed else f"differs by {self.deviation:.1e}"
@@ -136,13 +128,9 @@ class Check:
 
 
 class SmallRuns:
-    """Runs of one small layout, in a folder of their own.
+    """Runs of one small layout on a built corpus, in a folder of their own, which is made here.
 
-    Args:
-        folder: to be made.
-        corpus: a built folder.
-        small: the layout.
-        backbone: run directory of a finished Stage A, for a layout of Stage B.
+    A layout of Stage B takes its backbone from the run directory of a finished Stage A.
     """
 
     def __init__(
@@ -150,6 +138,7 @@ class SmallRuns:
     ) -> None:
         folder.mkdir()
         self._folder = folder
+        self.first = folder / "first"  # run directory of the first run
         self._small = small
         config = small.config
         update: dict[str, Any] = {"data": config.data.model_copy(update={"path": str(corpus)})}
@@ -159,27 +148,22 @@ class SmallRuns:
         self._config = config.model_copy(update=update)
         self._is_stage_b = backbone is not None
 
-    @property
-    def first(self) -> Path:
-        """Run directory of the first run."""
-        return self._folder / "first"
-
     def checks(self) -> Iterator[Check]:
         """Train the layout and yield comparisons; end at the first start that fails."""
         whole = self._config
         alone = self._alone()
         starts = [
-            ("goes on from its checkpoint", whole, "resumed", "first", 0.0),
-            ("equals one process", alone, "alone", None, TOLERANCE),
-            ("goes on in one process", alone, "moved", "first", TOLERANCE),
+            ("goes on from its checkpoint", whole, "resumed", True, 0.0),
+            ("equals one process", alone, "alone", False, TOLERANCE),
+            ("goes on in one process", alone, "moved", True, TOLERANCE),
         ]
         if not self._is_stage_b:  # Stage B is slow, and its resumed run repeats half of it
-            starts.insert(0, ("a second run", whole, "again", None, 0.0))
+            starts.insert(0, ("a second run", whole, "again", False, 0.0))
         try:
-            self._train(whole, "first", None)
-            for name, config, run, source, allowed in starts:
-                self._train(config, run, source)
-                yield Check(name, self._difference(run, "first", bits=not allowed), allowed)
+            self._train(whole, "first")
+            for name, config, run, resumes, allowed in starts:
+                self._train(config, run, resumes=resumes)
+                yield Check(name, self._difference(run, bits=not allowed), allowed)
         except RanksFailed as failure:
             yield Check("runs", None, 0.0, str(failure))
 
@@ -189,35 +173,32 @@ class SmallRuns:
         assert training.micro_batch_size is not None, "rehearsals give it"
         micro = training.micro_batch_size * self._small.degrees.sample_ranks
         values = self._config.model_dump(mode="json", exclude_unset=True)
-        values["parallel"] = asdict(_ALONE)
+        values["parallel"] = asdict(Degrees())
         values["training"] |= {"micro_batch_size": micro}
         if self._is_stage_b:
             values["stage_b"].pop("pipeline", None)
         return Config.model_validate(values)
 
-    def _train(self, config: Config, run: str, source: str | None) -> None:
+    def _train(self, config: Config, run: str, *, resumes: bool = False) -> None:
         is_whole = config is self._config
-        degrees = self._small.degrees if is_whole else _ALONE
-        resume = "never"
-        if source is not None:
-            resume = str(self._folder / source / "checkpoints" / str(self._small.saved_step))
+        world_size = self._small.degrees.world_size if is_whole else 1
+        profile = self._small.profile if is_whole else "zero1"
+        saved = self.first / "checkpoints" / str(self._small.saved_step)
         run_ranks(
             _train,
-            degrees.world_size,
-            config,
-            self._small.profile if is_whole else "zero1",
-            self._folder / run,
-            resume,
+            world_size,
+            *(config, profile, self._folder / run, str(saved) if resumes else "never"),
             log=self._folder / f"{run}.log",
             timeout=_SECONDS,
         )
 
-    def _difference(self, run: str, like: str, *, bits: bool) -> float:
-        """Largest relative difference of the metrics of two runs; with `bits`, infinite if their
-        last weights are not equal to the bit."""
+    def _difference(self, run: str, *, bits: bool) -> float:
+        """Largest relative difference of the metrics of a run from those of the first; with `bits`,
+        infinite if their last weights are not equal to the bit."""
+        folders = (self._folder / run, self.first)
         ours, theirs = (
-            {line["step"]: line for line in read_metrics(self._folder / name / "metrics.jsonl")}
-            for name in (run, like)
+            {line["step"]: line for line in read_metrics(folder / "metrics.jsonl")}
+            for folder in folders
         )
         # A resumed run has only the steps after its checkpoint.
         steps = sorted(ours.keys() & theirs.keys())
@@ -241,9 +222,8 @@ class SmallRuns:
                 largest = max(largest, apart if math.isfinite(apart) else float("inf"))
         if not bits:
             return largest
-        last = str(self._small.last_step)
-        paths = [self._folder / name / "checkpoints" / last for name in (run, like)]
-        with CheckpointFile(paths[0]) as one, CheckpointFile(paths[1]) as other:
+        last = f"checkpoints/{self._small.last_step}"
+        with CheckpointFile(folders[0] / last) as one, CheckpointFile(folders[1] / last) as other:
             are_equal = one.names() == other.names() and all(
                 one.read(name).equal(other.read(name)) for name in one.names()
             )

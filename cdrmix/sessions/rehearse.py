@@ -41,25 +41,17 @@ _TEXT = ("asyncio", "email", "json", "logging", "unittest")
 
 @dataclass(frozen=True)
 class RehearsedStage:
-    """Rehearsal of a stage.
-
-    Attributes:
-        title: the stage and its plan.
-        planned: its layout, as plain values.
-        small: the layouts that were run.
-        checks: comparisons by layout.
-        aspects: parts of the plan, and whether the rehearsal exercised them.
-    """
+    """Rehearsal of a stage."""
 
     title: str
-    planned: dict[str, Any]
-    small: list[Rehearsal]
-    checks: list[list[Check]]
+    planned: dict[str, Any]  # layout of the plan, as plain values
+    small: list[Rehearsal]  # the layouts that were run
+    checks: list[list[Check]]  # by layout
     aspects: list[Aspect]
 
     @property
     def passed(self) -> bool:
-        """True if every comparison of every layout passed."""
+        """True if all comparisons passed."""
         return all(check.passed for checks in self.checks for check in checks)
 
     def to_json(self) -> dict[str, Any]:
@@ -99,23 +91,16 @@ class RehearsedStage:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Rehearsal of a plan.
-
-    Attributes:
-        compared: the plan and its cluster.
-        stage_a: pretraining.
-        stage_b: reasoning enablement; None where the run has none.
-        seconds: wall time.
-    """
+    """Rehearsal of a plan."""
 
     compared: Comparison
     stage_a: RehearsedStage
-    stage_b: RehearsedStage | None
+    stage_b: RehearsedStage | None  # None where the run has none
     seconds: float
 
     @property
     def passed(self) -> bool:
-        """True if every comparison passed."""
+        """True if all comparisons passed."""
         return self.stage_a.passed and (self.stage_b is None or self.stage_b.passed)
 
     def to_json(self) -> dict[str, Any]:
@@ -141,8 +126,7 @@ class Rehearsed:
 def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
     """Plan a run on a cluster and run the plan's layout, shrunk, on this machine's processors.
 
-    Raises:
-        PlanError: if there is no plan that this version can run.
+    Raises PlanError if there is no plan that this version can run.
     """
     began = time.monotonic()
     compared = compare(config, cluster)
@@ -188,15 +172,13 @@ def _run(root: Path, small: list[Rehearsal], stage_b: list[Rehearsal]) -> list[l
     corpus = root / "corpus"
     # Of sources that every Python has: a rehearsal needs no data set and no network.
     build_sample(corpus, small[0].config.model.vocab_size, stdlib=sources)
-    layouts = [*small, *stage_b]
+    layouts = [(layout, "") for layout in small] + [(layout, "Stage B, ") for layout in stage_b]
     checks = list[list[Check]]()
-    backbone: Path | None = None
-    for number, layout in enumerate(layouts, 1):
-        is_stage_b = number > len(small)
-        title = f"Stage B, {layout.describe()}" if is_stage_b else layout.describe()
-        logger.info("running %d of %d: %s", number, len(layouts), title)
-        source = backbone if is_stage_b else None
-        runs = SmallRuns(root / str(number), corpus, layout, backbone=source)
+    backbones = list[Path]()
+    for number, (layout, stage) in enumerate(layouts, 1):
+        logger.info("running %d of %d: %s%s", number, len(layouts), stage, layout.describe())
+        backbone = backbones[0] if stage else None
+        runs = SmallRuns(root / str(number), corpus, layout, backbone=backbone)
         checks.append(list(runs.checks()))
-        backbone = backbone or runs.first
+        backbones.append(runs.first)
     return checks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -36,44 +36,31 @@ _WHILE_READING = {
 class ReadingEvent:
     """Event of a segment.
 
-    Attributes:
-        kind: written, summarised or dropped during reading; evicted, because more was written than
-            memory holds; retrieved for the answer. Of the index: recalled from it; refreshed by a
-            repetition of its content; expired, because the index was full.
-        text: of the segment.
-        source: text that a recalled segment is from; empty for other events.
+    Its kind: written, summarised or dropped during reading; evicted, because more was written than
+    memory holds; retrieved for the answer. Of the index: recalled from it; refreshed by a
+    repetition of its content; expired, because the index was full.
     """
 
     kind: str
     text: str
-    source: str = ""
-
-    def line(self) -> str:
-        """One line for a person."""
-        source = f" from {self.source}" if self.source else ""
-        return f"{self.kind:<11} {self.text.strip()!r}{source}"
+    source: str = ""  # text that a recalled segment is from
 
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer and its events.
-
-    Attributes:
-        answer: text; empty without a question.
-        events: in order of time.
-        accepted: number of the agent's decisions that accepted a branch, and of all decisions; None
-            if it took its likeliest actions.
-        index: summary of the index for a person; empty without one.
-    """
+    """An answer, empty without a question, and its events in order of time."""
 
     answer: str
     events: tuple[ReadingEvent, ...]
-    accepted: tuple[int, int] | None = None
-    index: str = ""
+    accepted: tuple[int, int] | None = None  # decisions that accepted a branch, and all of them
+    index: str = ""  # summary of the index for a person
 
     def memory_lines(self) -> str:
         """Events as lines for a person."""
-        lines = [event.line() for event in self.events]
+        lines = []
+        for event in self.events:
+            source = f" from {event.source}" if event.source else ""
+            lines.append(f"{event.kind:<11} {event.text.strip()!r}{source}")
         if self.accepted is not None:
             lines.append("branches    {} of {} decisions accepted one".format(*self.accepted))
         if self.index:
@@ -83,25 +70,15 @@ class Answered:
 
 @dataclass(frozen=True)
 class Lasting:
-    """An index that outlives a text.
-
-    Attributes:
-        folder: of the index.
-        source: name of the text in the index.
-        faiss: whether to search through FAISS.
-    """
+    """An index that outlives a text."""
 
     folder: Path
-    source: str
-    faiss: bool = False
+    source: str  # name of the text in the index
+    faiss: bool = False  # search through FAISS
 
 
 def read_question_text(path: Path) -> str:
-    """Content of a text file.
-
-    Raises:
-        DataError: if it cannot be read, or is not UTF-8.
-    """
+    """Content of a text file. Raises DataError if it cannot be read, or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -121,14 +98,13 @@ def answer_from(
     """Answers a question from a text of any length, with a trained reader.
 
     Args:
-        source: a run directory or a checkpoint.
+        source, accept_threshold: see `load_reader`.
         text: to read; may be empty with an index.
         question: asked after it; may be empty with an index and a text.
         branches: whether the agent acts by branches instead of its likeliest action.
-        accept_threshold: advantage from which a branch is accepted; None: the run's.
         lasting: index that stores the segments written, and that the answer may come from.
     Raises:
-        StateError: if there is no checkpoint, it is older than Stage B, or does not fit the index.
+        StateError: as `load_reader`, or if the checkpoint does not fit the index.
         DataError: if text and question are missing, the question leaves no room, or the agent's
             numbers are not finite.
         ConfigError: if FAISS is requested and not installed.
@@ -153,8 +129,7 @@ def answer_with(
     question_ids = lessons.tokenizer.encode(question)
     _check_input(lessons, bool(segments), question_ids, has_index=lasting is not None)
     # Without a text a segment without tokens is read, which stores nothing.
-    texts = lessons.as_texts([segments or [[]]], [question_ids])
-    texts = texts.to(loaded.reader.backbone.device)
+    texts = lessons.as_texts([segments or [[]]], [question_ids]).to(loaded.reader.backbone.device)
     if lasting is None:
         return _answered(loaded, _play(loaded, texts, None, branches=branches))
     tokenizer = loaded.trained.tokenizer_digest
@@ -165,10 +140,8 @@ def answer_with(
         answered = _answered(loaded, played)
         # Only now: a call that fails before leaves the index as it was.
         outcome = _store(index, played, lasting.source)
-    changes = {"refreshed": outcome.refreshed, "expired": outcome.evicted}
-    events = [
-        ReadingEvent(kind, decode(list(ids))) for kind, group in changes.items() for ids in group
-    ]
+    events = [ReadingEvent("refreshed", decode(list(ids))) for ids in outcome.refreshed]
+    events += [ReadingEvent("expired", decode(list(ids))) for ids in outcome.evicted]
     summary = (
         f"{outcome.num_added} added, {len(outcome.refreshed)} refreshed, "
         f"{len(outcome.evicted)} expired; now {len(index)} segments of {index.num_tokens} tokens, "
@@ -180,7 +153,6 @@ def answer_with(
 def _check_input(
     lessons: Lessons, has_text: bool, question: Sequence[int], *, has_index: bool
 ) -> None:
-    """Raises DataError if text or question are missing, or the question is too long."""
     if not has_index and not (has_text and question):
         raise DataError(
             "reading with memory takes a text and a question: give --prompt or --file, and "
@@ -200,23 +172,16 @@ def _check_input(
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Played:
-    """A single episode.
-
-    Attributes:
-        episodes: its rules.
-        state: its last state.
-        events: of its steps.
-        write_probability: of each segment read, probability of the action that writes it.
-        accepted: for each decision by branches, whether it accepted one; empty otherwise.
-    """
+    """A single episode: its rules, its last state, and what happened on the way."""
 
     episodes: ReadingEpisodes
     state: ReadingState
-    events: list[ReadingEvent]
-    write_probability: dict[int, float]
-    accepted: list[bool]
+    events: list[ReadingEvent] = field(default_factory=list)
+    # Of each segment read, probability of the action that writes it.
+    write_probability: dict[int, float] = field(default_factory=dict)
+    accepted: list[bool] = field(default_factory=list)  # of each decision by branches
 
 
 def _play(
@@ -227,10 +192,10 @@ def _play(
     policy = reader.policy
     # Nobody knows the right answer here, so that no answer earns a reward.
     episodes = ReadingEpisodes(reader, reader.read(texts), lambda _, __: 0.0, earlier=earlier)
-    state = episodes.start()
     has_question = bool(texts.questions[0])
-    played = _Played(episodes, state, [], {}, [])
-    while not bool(state.solved.all()):
+    played = _Played(episodes, episodes.start())
+    while not bool(played.state.solved.all()):
+        state = played.state
         place = episodes.segment_read(state)
         # All is read: what follows are decisions about the answer.
         if place is None and not has_question:
@@ -239,8 +204,7 @@ def _play(
         decision = policy(*observation)
         check_decision(decision, observation.legal)
         if place is not None:
-            # Of each segment read, not only where writing is the likeliest: branches may write,
-            # too.
+            # Not only where writing is the likeliest: branches may write, too.
             probability = decision.logprobs[0, Action.CACHE_WRITE].exp()
             played.write_probability[place] = float(probability)
         if branches:
@@ -257,8 +221,8 @@ def _play(
             # Segments of this text need no source: it is the one that the user gave.
             source = earlier.source(segment) if kind == "recalled" and earlier else ""
             played.events.append(ReadingEvent(kind, text, source))
-        state = after
-    return dataclasses.replace(played, state=state)
+        played.state = after
+    return played
 
 
 def _changes(

@@ -7,14 +7,15 @@ metrics are means over a lesson, and those of a step means over its lessons.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from cdrmix import runtime
 from cdrmix.checkpoint.fragments import Part
-from cdrmix.config.reasoning import Phase, StageBConfig
+from cdrmix.config.reasoning import Phase, StageBTraining
 from cdrmix.config.schema import Config
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
@@ -23,8 +24,8 @@ from cdrmix.parallel.frozen_stages import chained
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.stage_b import phases
-from cdrmix.stage_b.optimizer import PhasePlace, place_of
-from cdrmix.stage_b.phases import Collected, LessonMetrics
+from cdrmix.stage_b.optimizer import place_of
+from cdrmix.stage_b.phases import Collected, LessonMetrics, stage_b_section
 
 _LEARNING: dict[Phase, frozenset[Part]] = {
     "memory": frozenset({"memory"}),
@@ -40,70 +41,46 @@ _SETTINGS = {
 }
 
 
+@dataclass(frozen=True)
 class Course:
-    """A reader with its lessons and their losses.
+    """A reader with its lessons and their losses."""
 
-    Args:
-        reader: trained by the lessons.
-        lessons: tasks and texts.
-        config: weights of the losses, and rate of the backbone.
-
-    Attributes:
-        model: the reader, with its backbone.
-        lessons: tasks and texts.
-    """
-
-    def __init__(self, reader: MemoryReader, lessons: Lessons, config: Config) -> None:
-        self.model = reader
-        self.lessons = lessons
-        self._config = config
+    model: MemoryReader  # with its backbone
+    lessons: Lessons
+    config: Config
 
     def learning(self, phase: Phase) -> frozenset[Part]:
         """Parts that a phase trains; the others have no gradient."""
-        scale = phases.stage_b_section(self._config).training.backbone_lr_scale
-        with_backbone = phase == "joint" and scale > 0
-        return _LEARNING[phase] | (frozenset({"backbone"}) if with_backbone else frozenset())
+        if phase == "joint" and stage_b_section(self.config).training.backbone_lr_scale > 0:
+            return _LEARNING[phase] | {"backbone"}
+        return _LEARNING[phase]
 
     def lesson(self, phase: Phase, number: int) -> Lesson:
-        """Lesson `number` of a phase, from 0.
-
-        Raises:
-            DataError: if a shard of the corpus is missing or truncated.
-        """
+        """Lesson `number` of a phase, from 0. Raises DataError if a shard is damaged."""
         return self.lessons.lesson(phase, number).to(self.model.backbone.device)
 
     def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, LessonMetrics]:
         """Scalar loss of a lesson in a phase without rollouts, and metrics."""
         return chained(
             self.model.backbone,
-            partial(phases.phase_loss, self.model, phase, lesson, self._config),
+            partial(phases.phase_loss, self.model, phase, lesson, self.config),
             # Stages of a pipeline must start the backward pass together.
             learning=(p for p in self.model.parameters() if p.requires_grad),
             learns_inside="adapters" in self.learning(phase),
         )
 
     def collect(self, lesson: Lesson) -> Collected:
-        """Plays the episodes of a lesson of the policy phase.
-
-        Raises:
-            DataError: if a reward is not finite.
-        """
-        return phases.collect(self.model, lesson, self._config, self.lessons.tokenizer)
+        """Plays the episodes of a lesson of the policy phase; see `phases.collect`."""
+        return phases.collect(self.model, lesson, self.config, self.lessons.tokenizer)
 
     def rollout_loss(self, collected: Collected) -> tuple[Tensor, LessonMetrics]:
         """Scalar loss of the present policy on collected episodes, and metrics with `kl` (nats)."""
-        return phases.rollout_loss(self.model, collected, self._config)
+        return phases.rollout_loss(self.model, collected, self.config)
 
 
 def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
-    """Builds the lessons of a configuration, for a reader with initial values around a backbone.
-
-    Args:
-        config: with a Stage B.
-        backbone: on this rank's device.
-        corpus: tokenizer and plain text.
-    """
-    stage_b = phases.stage_b_section(config)
+    """Builds the lessons of a configuration, for a reader with initial values around a backbone."""
+    stage_b = stage_b_section(config)
     lessons = Lessons(
         stage_b.training,
         seed=config.training.seed,
@@ -112,92 +89,53 @@ def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
         rows=corpus.train.rows,
         num_rows=corpus.train.num_samples,
     )
-    reader = MemoryReader(
-        backbone, stage_b, window_tokens=lessons.window_tokens, marks=lessons.marks
-    )
+    window_tokens = lessons.window_tokens
+    reader = MemoryReader(backbone, stage_b, window_tokens=window_tokens, marks=lessons.marks)
     # From seed and names, so that all ranks have the same values without a collective.
     reader.initialize(seed=config.training.seed)
     return Course(reader.to(runtime.device()), lessons, config)
 
 
-class LessonShare(NamedTuple):
-    """One rank's share of the lessons of a step.
-
-    Attributes:
-        place: position of the step in its phase.
-        lessons: lessons of this rank; in the policy phase the episodes collected from them.
-    """
-
-    place: PhasePlace
-    lessons: list[Any]
-
-
+@dataclass
 class LessonLoader:
     """Shares lessons out over ranks, in order.
 
     Their numbers go on through all phases; the phase of a lesson follows from the step.
-
-    Args:
-        course: makes the lessons.
-        stage_b: phases and lessons per step.
-        rank: of this process among those that share the lessons out.
-        world_size: number of these processes.
-        manifest_digest: identifies the data set with the texts and the tokenizer.
-        seed: of the lessons.
-        is_shared: whether other ranks take the same lessons, and play their episodes with this one.
-
-    Attributes:
-        samples_consumed: lessons handed out, to all ranks.
     """
 
-    def __init__(
-        self,
-        course: Course,
-        stage_b: StageBConfig,
-        *,
-        rank: int,
-        world_size: int,
-        manifest_digest: str,
-        seed: int,
-        is_shared: bool = False,
-    ) -> None:
-        self._course = course
-        self._training = stage_b.training
-        self._rank = rank
-        self._world_size = world_size
-        self._manifest_digest = manifest_digest
-        self._is_shared = is_shared
-        self._seed = seed
-        self._steps = 0
-        self.samples_consumed = 0
+    course: Course  # makes the lessons
+    training: StageBTraining
+    rank: int  # of this process among those that share the lessons out
+    world_size: int  # number of these processes
+    manifest_digest: str  # of the data set with the texts and the tokenizer
+    seed: int  # of the lessons
+    is_shared: bool = False  # other ranks take the same lessons, and play them with this one
+    samples_consumed: int = 0  # lessons handed out so far, to all ranks
+    _steps: int = 0
 
-    def next(self, step: int) -> LessonShare:
-        """This rank's share of the next step.
+    def next(self, step: int) -> list[Any]:
+        """This rank's lessons of a step of Stage B; in the policy phase the episodes collected.
 
-        Args:
-            step: of Stage B, from 0.
-        Raises:
-            DataError: if a lesson cannot be made, or a reward is not finite.
+        Raises DataError if a lesson cannot be made, or a reward is not finite.
         """
         # From the number of the step, which checkpoints and metrics have, too.
-        place = place_of(step, self._training)
+        phase = place_of(step, self.training).phase
         # Every rank counts the lessons of all: a position holds at any number of ranks.
-        end = self.samples_consumed + self._training.lessons_per_step
-        numbers = range(self.samples_consumed, end)[self._rank :: self._world_size]
+        end = self.samples_consumed + self.training.lessons_per_step
+        numbers = range(self.samples_consumed, end)[self.rank :: self.world_size]
 
         def make() -> list[Any]:
-            return [self._course.lesson(place.phase, number) for number in numbers]
+            return [self.course.lesson(phase, number) for number in numbers]
 
-        if place.phase == "policy":
-            # Ranks that share lessons play together: one without a lesson, because it could not be
-            # made, would be waited for in the middle of an episode. So all of them fail here.
-            lessons = runtime.together(make) if self._is_shared else make()
-            lessons = [self._course.collect(lesson) for lesson in lessons]
-        else:
-            lessons = make()
+        # Ranks that share lessons play together: one without a lesson, because it could not be
+        # made, would be waited for in the middle of an episode. So all of them fail here.
+        plays = phase == "policy"
+        lessons = runtime.together(make) if plays and self.is_shared else make()
+        if plays:
+            lessons = [self.course.collect(lesson) for lesson in lessons]
         self.samples_consumed = end
         self._steps = step + 1
-        return LessonShare(place, lessons)
+        return lessons
 
     def state_dict(self) -> dict[str, Any]:
         """The position between two steps; the same on every rank."""
@@ -207,10 +145,10 @@ class LessonLoader:
 
     def _identity(self) -> dict[str, Any]:
         """Everything that determines the content of the lessons."""
-        training = self._training
+        training = self.training
         return {
-            "manifest_digest": self._manifest_digest,
-            "seed": self._seed,
+            "manifest_digest": self.manifest_digest,
+            "seed": self.seed,
             "tasks": list(training.tasks),
             "length_ratios": list(training.length_ratios),
             "window_tokens": training.window_tokens,
@@ -219,17 +157,10 @@ class LessonLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved position, on any number of ranks.
-
-        Args:
-            state: of `state_dict`; fields that an older version did not save are not checked.
-        Raises:
-            StateError: if the lessons so far differ from those of this configuration.
-        """
+        """Goes on from a position, on any number of ranks. StateError if the lessons so far differ."""
         differing = []
         for key, ours in self._identity().items():
-            saved = state.get(key, ours)
-            # An older version saved fewer fields; those count as equal.
+            saved = state.get(key, ours)  # an older version saved fewer fields
             same = saved == ours
             if key == "phases" and not same:  # later phases may have other lengths
                 same = _bounds(saved, state["steps"]) == _bounds(ours, state["steps"])

@@ -44,13 +44,7 @@ _TRIES_PER_EXAMPLE = 4
 
 @dataclass(frozen=True)
 class TrainedReader:
-    """A reader from a checkpoint.
-
-    Attributes:
-        trained: backbone, configuration and tokenizer.
-        reader: in evaluation mode.
-        lessons: tasks and texts in its tokens.
-    """
+    """A reader from a checkpoint, in evaluation mode, with tasks and texts in its tokens."""
 
     trained: TrainedModel
     reader: MemoryReader
@@ -58,14 +52,12 @@ class TrainedReader:
 
 
 def load_reader(source: Path, *, accept_threshold: float | None = None) -> TrainedReader:
-    """Loads the newest whole checkpoint under `source`.
+    """Loads the newest whole checkpoint under `source`, a run directory or a checkpoint.
 
-    Args:
-        source: a run directory or a checkpoint.
-        accept_threshold: advantage from which a branch is accepted; None: the run's.
+    `accept_threshold` is the advantage from which a branch is accepted; None: the run's.
+
     Raises:
-        StateError: if there is none, or it is older than Stage B.
-        DataError: if its tokenizer cannot be read.
+        StateError: if there is none, it is older than Stage B, or its tokenizer cannot be read.
     """
     trained = load_trained(source)
     stage_b = trained.config.stage_b
@@ -79,16 +71,11 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
         if accept_threshold is not None:
             policy = stage_b.policy.model_copy(update={"accept_threshold": accept_threshold})
             stage_b = stage_b.model_copy(update={"policy": policy})
-        training = stage_b.training
-        lessons = Lessons(
-            training,
-            trained.config.training.seed,
-            training.window_tokens or trained.config.training.sequence_length,
-            trained.tokenizer,
-        )
-        reader = MemoryReader(
-            trained.model, stage_b, window_tokens=lessons.window_tokens, marks=lessons.marks
-        )
+        training = trained.config.training
+        window_tokens = stage_b.training.window_tokens or training.sequence_length
+        lessons = Lessons(stage_b.training, training.seed, window_tokens, trained.tokenizer)
+        marks = lessons.marks
+        reader = MemoryReader(trained.model, stage_b, window_tokens=window_tokens, marks=marks)
         reader.to(trained.model.device)
         engine_state.load_module(reader, checkpoint, reader_logical_name)
     return TrainedReader(trained, reader.eval(), lessons)
@@ -96,37 +83,22 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of the table of scores.
-
-    Attributes:
-        task: name of the task.
-        length_ratio: length of the texts (windows).
-        score: mean score of the reader, 0 to 1.
-        backbone_score: of the backbone alone, on the same texts.
-        n: number of texts.
-    """
+    """One cell of the table of scores, each a mean over `n` texts, 0 to 1."""
 
     task: str
-    length_ratio: int
+    length_ratio: int  # of the texts, in windows
     score: float
-    backbone_score: float
+    backbone_score: float  # of the backbone alone, on the same texts
     n: int
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Result of an evaluation.
-
-    Attributes:
-        rows: cells of the table.
-        accepted: share of the agent's decisions that accepted a branch; None if it took its
-            likeliest actions.
-        checkpoint: of the reader, if one was loaded.
-    """
+    """Result of an evaluation."""
 
     rows: list[Row]
-    accepted: float | None = None
-    checkpoint: Path | None = None
+    accepted: float | None = None  # share of the decisions that accepted a branch
+    checkpoint: Path | None = None  # of the reader, if one was loaded
 
     def as_json(self) -> str:
         """Rows as one JSON object, with the share of accepted branches if there is one."""
@@ -152,15 +124,13 @@ def evaluate_reasoning(
     """Scores a trained reader on the suite, or on tasks from a file; see `store_rows`.
 
     Args:
-        source: a run directory or a checkpoint of one.
+        source, accept_threshold: see `load_reader`.
         num_examples: texts for each task of its training and each length.
         file: tasks to read in place of the suite.
         written: file to write the tasks to.
         branches: whether to act by branches instead of the likeliest action.
-        accept_threshold: advantage from which a branch is accepted; None: the run's.
     Raises:
-        StateError: if there is no checkpoint, it is older than Stage B, or the tasks cannot be
-            written.
+        StateError: as `load_reader`, or if the tasks cannot be written.
         DataError: if a row of the file cannot be used.
     """
     loaded = load_reader(source, accept_threshold=accept_threshold)
@@ -188,11 +158,7 @@ def _check_room(lessons: Lessons, example: Example) -> None:
 
 
 def store_rows(checkpoint: Path, rows: Sequence[Row]) -> None:
-    """Writes the rows of a suite into the run directory of a checkpoint folder, if it is in one.
-
-    Raises:
-        StateError: if they cannot be written.
-    """
+    """Writes the rows of a suite into the run directory of a checkpoint folder, if it is in one."""
     folder = checkpoint.parent
     # A checkpoint that was copied elsewhere belongs to no run directory.
     if folder.name == "checkpoints":
@@ -207,17 +173,7 @@ def score_tasks(
     length_ratios: Sequence[int],
     num_examples: int,
 ) -> list[Row]:
-    """Mean scores on a `suite`.
-
-    Args:
-        reader: in evaluation mode.
-        lessons: tasks in its tokens.
-        tasks: names.
-        length_ratios: lengths (windows).
-        num_examples: texts for each cell.
-    Raises:
-        DataError: if a task is unknown, or the agent's numbers are not finite.
-    """
+    """Mean scores on a `suite`, by task and length; see `score_examples`."""
     examples = suite(lessons, tasks, length_ratios=length_ratios, num_examples=num_examples)
     return score_examples(reader, lessons, examples).rows
 
@@ -225,12 +181,10 @@ def score_tasks(
 def suite(
     lessons: Lessons, tasks: Sequence[str], *, length_ratios: Sequence[int], num_examples: int
 ) -> list[Example]:
-    """Returns examples of every task and length, on texts that training did not see.
+    """Returns examples of every task and length (windows), on texts that training did not see.
 
-    Examples too long for a length are replaced by later ones, as long as tries last.
-
-    Raises:
-        DataError: if a task is unknown.
+    Examples too long for a length are replaced by later ones, as long as tries last. Raises
+    DataError if a task is unknown.
     """
     chosen = []
     for task, ratio in product(tasks, length_ratios):
@@ -261,8 +215,6 @@ def score_examples(
         lessons: its tokenizer and segments.
         examples: with questions that a window has room for.
         branches: whether to act by branches instead of the likeliest action.
-    Raises:
-        DataError: if the agent's numbers are not finite.
     """
     cells: dict[tuple[str, int], list[Example]] = {}
     for example in examples:
@@ -272,43 +224,38 @@ def score_examples(
     num_accepted = 0
     num_decisions = 0
     for (task, ratio), cell in cells.items():
-        scores, accepted, decisions = _play(reader, lessons, cell, branches=branches)
-        mean, alone = scores.mean(0).tolist()
+        scores = []
+        for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
+            batch = cell[first : first + _EXAMPLES_PER_BATCH]
+            of_batch, accepted, decisions = _play(reader, lessons, batch, branches=branches)
+            scores.append(of_batch)
+            num_accepted += accepted
+            num_decisions += decisions
+        mean, alone = torch.cat(scores).mean(0).tolist()
         rows.append(Row(task, ratio, mean, alone, len(cell)))
-        num_accepted += accepted
-        num_decisions += decisions
     return Evaluated(rows, num_accepted / num_decisions if num_decisions else None)
 
 
 @torch.no_grad()
 def _play(
-    reader: MemoryReader, lessons: Lessons, cell: Sequence[Example], *, branches: bool
+    reader: MemoryReader, lessons: Lessons, examples: Sequence[Example], *, branches: bool
 ) -> tuple[Tensor, int, int]:
-    """Scores of examples, [N, 2], with memory and of the backbone alone.
-
-    Further results: number of decisions that accepted a branch, and of all decisions by branches.
-    """
-    parts = []
-    num_accepted = 0
-    num_decisions = 0
-    for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
-        examples = cell[first : first + _EXAMPLES_PER_BATCH]
-        texts = lessons.texts([lessons.segments(each.text) for each in examples], examples)
-        texts = texts.to(reader.backbone.device)
-        # The same checker for both columns, so that they differ by the memory alone.
-        grade = grade_by(examples, lessons.tokenizer)
-        episodes = ReadingEpisodes(reader, reader.read(texts), grade)
-        start = episodes.start()
-        if branches:
-            branched = roll_out_branches(episodes, reader.policy, start)
-            final = branched.final
-            num_accepted += branched.num_accepted
-            num_decisions += branched.num_decisions
-        else:
-            final = roll_out(episodes, reader.policy, start, generator=None).final
-        alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
-        parts.append(torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1))
-    return torch.cat(parts), num_accepted, num_decisions
+    """Scores of examples with memory and of the backbone alone, [N, 2]; decisions that accepted a
+    branch, and all decisions by branches."""
+    texts = lessons.texts([lessons.segments(each.text) for each in examples], examples)
+    texts = texts.to(reader.backbone.device)
+    # The same checker for both columns, so that they differ by the memory alone.
+    grade = grade_by(examples, lessons.tokenizer)
+    episodes = ReadingEpisodes(reader, reader.read(texts), grade)
+    counts = (0, 0)
+    if branches:
+        branched = roll_out_branches(episodes, reader.policy, episodes.start())
+        final = branched.final
+        counts = (branched.num_accepted, branched.num_decisions)
+    else:
+        final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
+    alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
+    return torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1), *counts
 
 
 def scores_json(rows: Sequence[Row]) -> str:

@@ -38,7 +38,7 @@ from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.hebbian import EpisodeState
 from cdrmix.reasoning.lessons import Lesson
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading, plastic_rows
-from cdrmix.reasoning.policy import Action, MemoryPolicy
+from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
 from cdrmix.reasoning.tasks import Example, score
 
@@ -48,15 +48,10 @@ LessonMetrics = dict[str, Tensor]
 def phase_loss(
     reader: MemoryReader, phase: Phase, lesson: Lesson, config: Config
 ) -> tuple[Tensor, LessonMetrics]:
-    """Loss of a lesson in one of the phases without rollouts.
+    """Scalar loss of a lesson in a phase without rollouts (memory, adapters or joint), and metrics:
+    detached scalars, means over the lesson.
 
-    Args:
-        reader: trained; gradients are enabled for the parts that the phase trains.
-        phase: memory, adapters or joint; for the policy see `collect`.
-        lesson: on the reader's device.
-        config: weights of the losses.
-    Returns:
-        Scalar loss, and metrics, detached scalars: means over the lesson.
+    The reader has gradients enabled for the parts that the phase trains.
     """
     weights = stage_b_section(config).losses
     # Memory is trained without adapters, and adapters without slots; the joint phase has both.
@@ -163,13 +158,9 @@ def retrieval_loss(
 
 
 def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool) -> Tensor:
-    """Nats per token of text that is read window by window, with the memory across windows.
+    """Nats per token of text, `plain` [n, T + 1], read window by window with memory across them.
 
-    Args:
-        reader: memory and backbone.
-        plain: [n, T + 1].
-        plastic: with fast weights.
-        slots: with every window folded into the slots.
+    Memory is the fast weights if `plastic`, and slots with every window folded in if `slots`.
     """
     state = reader.plastic.start(len(plain)).plastic
     memory = reader.memory.start(len(plain))
@@ -196,10 +187,8 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
 def _backbone_losses(
     reader: MemoryReader, lesson: Lesson, model: ModelConfig
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Losses of the backbone without memory, on drills and plain text (nats per label).
-
-    The second result is the router's loss on plain text; None without experts.
-    """
+    """Losses of the backbone without memory, on drills and plain text (nats per label), and the
+    router's on plain text; None without experts."""
     losses = {}
     router = None
     weight = reader.backbone.embedding.weight
@@ -213,12 +202,11 @@ def _backbone_losses(
         nats = linear_cross_entropy(output.hidden, weight, labels)
         losses["replay"] = nats / labels.numel()
         if model.moe is not None and output.router_statistics is not None:
+            moe = model.moe
             per_token = output.router_statistics / labels.numel()
-            parts = router_losses(
-                per_token, num_experts=model.moe.num_experts, top_k=model.moe.top_k
-            )
-            balance = model.moe.load_balance_weight * parts.load_balance
-            router = balance + model.moe.z_loss_weight * parts.z
+            parts = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
+            balance = moe.load_balance_weight * parts.load_balance
+            router = balance + moe.z_loss_weight * parts.z
     return losses, router
 
 
@@ -239,18 +227,11 @@ def _rows_with_answers(
 
 @dataclass(frozen=True)
 class Collected:
-    """Episodes of a lesson, played by the present policy.
+    """Episodes of a lesson, played by the present policy; those of one text are neighbours."""
 
-    Attributes:
-        rollouts: the last steps of each episode, up to the policy's horizon; episodes of one text
-            are neighbours.
-        advantages: one per episode, [N].
-        metrics: detached scalars, means over the lesson's episodes.
-    """
-
-    rollouts: Rollouts[ReadingState]
-    advantages: Tensor
-    metrics: LessonMetrics
+    rollouts: Rollouts[ReadingState]  # the last steps of each, up to the policy's horizon
+    advantages: Tensor  # of each episode, [N]
+    metrics: LessonMetrics  # means over the episodes
 
 
 def grade_by(examples: Sequence[Example], tokenizer: Tokenizer) -> Grade:
@@ -262,11 +243,7 @@ def grade_by(examples: Sequence[Example], tokenizer: Tokenizer) -> Grade:
 def collect(
     reader: MemoryReader, lesson: Lesson, config: Config, tokenizer: Tokenizer
 ) -> Collected:
-    """Plays `group_size` episodes of each text of a lesson.
-
-    Raises:
-        DataError: if a reward or a decision is not finite.
-    """
+    """Plays `group_size` episodes of each text. Raises DataError if a number is not finite."""
     stage_b = stage_b_section(config)
     group = stage_b.training.group_size
     reading = reader.read(lesson.texts)
@@ -290,13 +267,8 @@ def collect(
     metrics = {name: values.float().mean() for name, values in per_episode.items()}
     # Their advantages are all 0: the policy learns nothing from them.
     metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
-    targets = lambda_returns(
-        last.rewards,
-        last.values,
-        last.taken,
-        gamma=stage_b.policy.gamma,
-        gae_lambda=stage_b.policy.gae_lambda,
-    )
+    discounts = {"gamma": stage_b.policy.gamma, "gae_lambda": stage_b.policy.gae_lambda}
+    targets = lambda_returns(last.rewards, last.values, last.taken, **discounts)
     explained = explained_variance(last.values[:, :-1], targets, last.taken)
     # Targets that do not vary leave nothing to explain, and no number.
     metrics["explained_variance"] = explained.nan_to_num(0, 0, 0)
@@ -306,24 +278,14 @@ def collect(
 
 
 def rollout_loss(
-    reader: MemoryReader,
-    collected: Collected,
-    config: Config,
-    *,
-    reference: MemoryPolicy | None = None,
+    reader: MemoryReader, collected: Collected, config: Config
 ) -> tuple[Tensor, LessonMetrics]:
-    """GRPO loss of collected episodes, per step taken; called for each epoch on them.
-
-    Args:
-        reader: its policy is trained.
-        collected: episodes of an earlier state of the policy.
-        config: clip, discount, weight.
-        reference: policy that limits the change; None for one with random initial values.
-    """
+    """GRPO loss per step taken, of episodes that an earlier state of the policy has played."""
     stage_b = stage_b_section(config)
-    rollouts = collected.rollouts
+    advantages = collected.advantages
+    # Initial values are random: there is no policy to stay near to.
     loss, sums = policy_loss(
-        reader.policy, rollouts, collected.advantages, stage_b.policy, reference=reference
+        reader.policy, collected.rollouts, advantages, stage_b.policy, reference=None
     )
     metrics = {
         "kl": sums.kl / sums.steps,

@@ -14,12 +14,12 @@ from typing import Any
 from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.data.shards import manifest_digest
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
 from cdrmix.engines.recovery import stage_of, write_record
 from cdrmix.engines.run import Run, Start, make_run
+from cdrmix.engines.run_directory import METRICS
 from cdrmix.engines.training_data import open_corpus
 from cdrmix.log import get_logger
 from cdrmix.monitoring.report import write_report
@@ -38,7 +38,8 @@ from cdrmix.stage_b.long_context import (
     score_tasks,
     scores_json,
 )
-from cdrmix.stage_b.optimizer import TrainedParameters, make_clip, stage_b_adamw
+from cdrmix.stage_b.optimizer import Clip, TrainedParameters, stage_b_adamw
+from cdrmix.stage_b.phases import stage_b_section
 
 logger = get_logger(__name__)
 # Metrics whose last value summarises a phase.
@@ -65,22 +66,18 @@ def train_stage_b(start: Start, checkpoint: store.FoundCheckpoint | None) -> boo
         for reason in (*plan.reasons, *plan.warnings):
             logger.info("plan: %s", reason)
         resumes = checkpoint is not None and stage_of(checkpoint) == "b"
-        run, stage, course = _set_up(replace(start, plan=plan), checkpoint, resumes=resumes)
-    return run_stage(
-        *(run, stage, checkpoint),
-        resumes=resumes,
-        finish=partial(finish_stage_b, run, course),
-        is_last=True,
-    )
+        run, course = _set_up(replace(start, plan=plan), checkpoint, resumes=resumes)
+    finish = partial(finish_stage_b, run, course)
+    return run_stage(run, checkpoint, resumes=resumes, finish=finish, is_last=True)
 
 
 def _set_up(
     start: Start, checkpoint: store.FoundCheckpoint | None, *, resumes: bool
-) -> tuple[Run, StageB, Course]:
+) -> tuple[Run, Course]:
     """Builds reader, engine and stage around a backbone; see `train_stage_b`."""
     config = start.config
     plan = start.plan
-    assert config.stage_b is not None, "Stage B has its section"
+    training = stage_b_section(config).training
     corpus = open_corpus(config)
     topology = make_topology(plan.degrees)
     start.start_up.done("data")
@@ -93,7 +90,7 @@ def _set_up(
         backbone = runtime.together(lambda: load_backbone(config, reader, topology))
         state = reader.state
     course = make_course(config, backbone, corpus)
-    clip = make_clip(config, topology)
+    clip = Clip(config, topology)
     start.start_up.done("model")
     of_stage_b = state["stage_b"] if state.get("stage") == "b" else {}
     if not resumes and start.directory.holds(source.path) and "health" in state:
@@ -104,13 +101,14 @@ def _set_up(
         is_of_a_block = "blocks" in name.replace("/", ".").split(".")
         if not topology.is_first_stage and not is_of_a_block:
             mark_copy(parameter)
-    is_frozen = config.stage_b.training.backbone_lr_scale == 0
+    is_frozen = training.backbone_lr_scale == 0
     model = TrainedParameters(course.model) if is_frozen else course.model
-    engine = start_engine(model, config, plan, topology, optimizer=stage_b_adamw(clip))
+    optimizer = partial(stage_b_adamw, clip=clip)
+    engine = start_engine(model, config, plan, topology, optimizer=optimizer)
     start.start_up.done("engine")
     loader = LessonLoader(
         course,
-        config.stage_b,
+        training,
         rank=topology.data_rank,
         world_size=plan.degrees.data,
         manifest_digest=manifest_digest(corpus.manifest),
@@ -119,18 +117,15 @@ def _set_up(
     )
     # Of a resumed run its own begin, and not the step of the checkpoint that it goes on from.
     first_step = of_stage_b.get("first_step", source.step)
-    stage = StageB(
-        *(course, config, clip, loader, corpus),
-        first_step=first_step,
-        origin=of_stage_b["origin"] if resumes else str(source.path),
-    )
-    return make_run(start, topology, engine, stage, first_step=first_step), stage, course
+    origin = of_stage_b["origin"] if resumes else str(source.path)
+    stage = StageB(course, config, clip, loader, corpus, first_step, origin)
+    return make_run(start, topology, engine, stage, first_step=first_step), course
 
 
 def finish_stage_b(run: Run, course: Course) -> None:
     """Run the reasoning suite, write metrics.json and report.html, log the results; collective."""
     rows = _reasoning(run, course)
-    runtime.together(lambda: _write(run, rows) if runtime.rank() == 0 else None)
+    runtime.first_rank_does(lambda: _write(run, rows))
 
 
 def _reasoning(run: Run, course: Course) -> list[Row]:
@@ -149,19 +144,17 @@ def _reasoning(run: Run, course: Course) -> list[Row]:
     # Cells of one length take about as long, so that ranks of a round wait little.
     cells = [(task, ratio) for ratio in LENGTH_RATIOS for task in tasks]
 
-    def score(mine: list[tuple[ReasoningTask, int]]) -> list[Row]:
-        return [
-            row
-            for task, ratio in mine
-            for row in score_tasks(
-                reader, course.lessons, [task], length_ratios=(ratio,), num_examples=count
-            )
-        ]
+    def score(place: int) -> list[Row]:
+        if place >= len(cells):  # the last round has fewer cells than ranks
+            return []
+        task, ratio = cells[place]
+        return score_tasks(
+            reader, course.lessons, [task], length_ratios=(ratio,), num_examples=count
+        )
 
     for first in range(0, len(cells), topology.degrees.data):
-        place = first + topology.data_rank
         with run.heartbeat.phase("reasoning"):
-            scored = runtime.together(partial(score, cells[place : place + 1]))
+            scored = runtime.together(partial(score, first + topology.data_rank))
             counting = scored if topology.counts_tokens else []  # all pipeline stages score alike
             rows += [row for each in runtime.all_gather_object(counting) for row in each]
     return sorted(rows, key=lambda row: (tasks.index(row.task), row.length_ratio))
@@ -173,7 +166,7 @@ def _write(run: Run, rows: list[Row]) -> None:
     summary_path = path / "metrics.json"
     # of Stage A, if that was trained in this run directory
     earlier = json.loads(summary_path.read_text("utf-8")) if summary_path.exists() else {}
-    lines = read_metrics(path / "metrics.jsonl")
+    lines = read_metrics(path / METRICS)
     stage_b: dict[str, Any] = {
         "steps": run.step,
         "seconds": run.seconds,

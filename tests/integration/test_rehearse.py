@@ -115,7 +115,7 @@ def test_a_stage_b_that_loses_a_ranks_gradients_fails_the_rehearsal(
     model = small.config.model.model_copy(update={"vocab_size": 4096})
     small = replace(small, config=small.config.model_copy(update={"model": model}))
     stage_a = SmallRuns(tmp_path / "1", small_corpus, small)
-    stage_a._train(stage_a._config, "first", None)
+    stage_a._train(stage_a._config, "first")
     stage_b = stage_b_rehearsal(config, planned, small)
     monkeypatch.setattr(rehearsal_runs, "_train", train_with_gradients_of_rank_0_alone)
     runs = SmallRuns(tmp_path / "2", small_corpus, stage_b, backbone=stage_a.first)
