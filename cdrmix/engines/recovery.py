@@ -84,7 +84,7 @@ def _stalled(run: Run) -> Iterator[None]:
 
 
 def find_at(source: Path) -> store.FoundCheckpoint:
-    """Returns the newest checkpoint at --resume PATH that verifies; collective. StateError if none."""
+    """Returns the newest checkpoint at --resume PATH that verifies, else StateError; collective."""
     checkpoint = store.find_newest(source)
     if checkpoint is None:
         raise StateError(

@@ -157,7 +157,7 @@ class LessonLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a position, on any number of ranks. StateError if the lessons so far differ."""
+        """Goes on from a position, on any number of ranks; StateError if the lessons differ."""
         differing = []
         for key, ours in self._identity().items():
             saved = state.get(key, ours)  # an older version saved fewer fields
