@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -94,10 +93,15 @@ def find_at(source: Path) -> store.FoundCheckpoint:
     return checkpoint
 
 
+def state_of(checkpoint: store.FoundCheckpoint) -> JsonObject:
+    """Content of a checkpoint's state.json; collective."""
+    with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
+        return reader.state
+
+
 def stage_of(checkpoint: store.FoundCheckpoint) -> str:
-    """Stage that a checkpoint was saved in, `a` or `b`; checkpoints of early versions name none."""
-    state = json.loads((checkpoint.path / "state.json").read_text(encoding="utf-8"))
-    return str(state.get("stage", "a"))
+    """Stage that a checkpoint was saved in, `a` or `b`; early versions name none; collective."""
+    return str(state_of(checkpoint).get("stage", "a"))
 
 
 def resume_from(run: Run, checkpoint: store.FoundCheckpoint) -> None:
@@ -230,7 +234,8 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
     resumes_at = position["samples_consumed"]
     folders = run.directory.folders
     checkpoint = store.find_newest(*folders, before=bad_step)
-    if checkpoint is None or not _is_of_this_stage(run, checkpoint):
+    # Stage B begins with the last checkpoint of Stage A, which it cannot load as its own.
+    if checkpoint is None or stage_of(checkpoint) != run.stage.name:
         why = f"{verdict.why}, and there is no checkpoint to go back to"
         raise _stopped(run, verdict._replace(why=why))
     if checkpoint.step == run.health.rolled_back_to:
@@ -239,7 +244,7 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
         older = None
         with contextlib.suppress(NoUsableStateError):
             older = store.find_newest(*folders, before=checkpoint.step)
-        if older is not None and _is_of_this_stage(run, older):
+        if older is not None and stage_of(older) == run.stage.name:
             checkpoint = older
     state = restore(run, checkpoint)
     leave_behind(run, checkpoint, newer=False)
@@ -259,12 +264,6 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
         "went back from step %d to %s, and on behind sample %d: rollback %d",
         *(bad_step, checkpoint.path, resumes_at, run.health.rollbacks),
     )
-
-
-def _is_of_this_stage(run: Run, checkpoint: store.FoundCheckpoint) -> bool:
-    """Stage B begins with the last checkpoint of Stage A, which it cannot load as its own."""
-    with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
-        return reader.state.get("stage", "a") == run.stage.name
 
 
 def _stopped(run: Run, verdict: Verdict) -> StateError:

@@ -14,6 +14,7 @@ from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.config.load import changed_keys
 from cdrmix.config.schema import Config
 from cdrmix.data.shards import Manifest, manifest_digest
+from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.log import get_logger
@@ -95,30 +96,25 @@ def find_backbone(
             f"{place}: holds no checkpoint to take the backbone from. Give stage_b.run = RUN_DIR, "
             "the run directory of a finished Stage A"
         )
-    state = _state_of(source)
+    state = state_of(source)
     if _is_trained_in_stage_b(state):
         # Stage B cannot begin again from weights that it has trained: only from those before.
         # Of the very step in which Stage B began, too: it is the last one of Stage A.
         first_step = state["stage_b"]["first_step"]
         earlier = store.find_newest(place, *copies, before=first_step + 1)
-        if earlier is None or _is_trained_in_stage_b(_state_of(earlier)):
+        if earlier is None or _is_trained_in_stage_b(state_of(earlier)):
             raise StateError(
                 f"{source.path}: its backbone was trained in Stage B (backbone_lr_scale > 0), and "
                 f"{place} has no checkpoint of step {first_step}, where that began. The backbone "
                 f"came from {state['stage_b']['origin']}. Try stage_b.run = another run"
             )
         source = earlier
-        state = _state_of(source)
+        state = state_of(source)
     for name, why in source.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
     runtime.together(lambda: _check_model(config, state, source))
     runtime.together(lambda: _check_tokenizer(manifest, state, source))
     return source
-
-
-def _state_of(source: store.FoundCheckpoint) -> dict[str, Any]:
-    with runtime.together(lambda: CheckpointFile(source.path)) as checkpoint:
-        return checkpoint.state
 
 
 def _is_trained_in_stage_b(state: dict[str, Any]) -> bool:

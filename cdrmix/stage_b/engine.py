@@ -1,8 +1,12 @@
 """Stage B as the loop sees it: lessons for a reader, phase by phase.
 
+A lesson is a batch of texts that one rank learns from in one micro-step. Except for the weights all
+is a pure function of (phase, number): a lesson is the same on any rank and at any time. Losses and
+metrics are means over a lesson, and those of a step means over its lessons.
+
 The phase of a step follows from the number of the step. A step of memory, adapters and joint is one
-optimizer step on all its lessons, each a micro-step of the rank that has it; one of the policy is a
-batch of rollouts and up to four optimizer steps on it.
+optimizer step on all its lessons; one of the policy is a batch of rollouts and up to four optimizer
+steps on it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,14 +25,18 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment, Part, is_stage_b, part_of, reader_logical_name
-from cdrmix.config.reasoning import Phase
+from cdrmix.config.reasoning import Phase, StageBTraining
 from cdrmix.config.schema import Config
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
+from cdrmix.models.backbone import Backbone
 from cdrmix.monitoring.health import Verdict
+from cdrmix.parallel.frozen_stages import chained
 from cdrmix.parallel.tensor import is_copy
-from cdrmix.stage_b.course import Course, LessonLoader
+from cdrmix.reasoning.lessons import Lesson, Lessons
+from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.stage_b import phases
 from cdrmix.stage_b.optimizer import (
     Clip,
     PhasePlace,
@@ -36,7 +45,160 @@ from cdrmix.stage_b.optimizer import (
     place_of,
     set_learning,
 )
-from cdrmix.stage_b.phases import LessonMetrics, stage_b_section
+from cdrmix.stage_b.phases import Collected, LessonMetrics, stage_b_section
+
+_LEARNING: dict[Phase, frozenset[Part]] = {
+    "memory": frozenset({"memory"}),
+    "adapters": frozenset({"adapters"}),
+    "policy": frozenset({"policy"}),
+    "joint": frozenset({"memory", "adapters"}),
+}
+# Configuration keys of the fields of a loader's state that are not under stage_b.training.
+_SETTINGS = {
+    "manifest_digest": "data.path",
+    "seed": "training.seed",
+    "phases": "stage_b.training.{memory,adapter,joint,policy}_steps",
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """A reader with its lessons and their losses."""
+
+    model: MemoryReader  # with its backbone
+    lessons: Lessons
+    config: Config
+
+    def learning(self, phase: Phase) -> frozenset[Part]:
+        """Parts that a phase trains; the others have no gradient."""
+        if phase == "joint" and stage_b_section(self.config).training.backbone_lr_scale > 0:
+            return _LEARNING[phase] | {"backbone"}
+        return _LEARNING[phase]
+
+    def lesson(self, phase: Phase, number: int) -> Lesson:
+        """Lesson `number` of a phase, from 0. Raises DataError if a shard is damaged."""
+        return self.lessons.lesson(phase, number).to(self.model.backbone.device)
+
+    def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, LessonMetrics]:
+        """Scalar loss of a lesson in a phase without rollouts, and metrics."""
+        return chained(
+            self.model.backbone,
+            partial(phases.phase_loss, self.model, phase, lesson, self.config),
+            # Stages of a pipeline must start the backward pass together.
+            learning=(p for p in self.model.parameters() if p.requires_grad),
+            learns_inside="adapters" in self.learning(phase),
+        )
+
+    def collect(self, lesson: Lesson) -> Collected:
+        """Plays the episodes of a lesson of the policy phase; see `phases.collect`."""
+        return phases.collect(self.model, lesson, self.config, self.lessons.tokenizer)
+
+    def rollout_loss(self, collected: Collected) -> tuple[Tensor, LessonMetrics]:
+        """Scalar loss of the present policy on collected episodes, and metrics with `kl` (nats)."""
+        return phases.rollout_loss(self.model, collected, self.config)
+
+
+def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
+    """Builds the lessons of a configuration, for a reader with initial values around a backbone."""
+    stage_b = stage_b_section(config)
+    lessons = Lessons(
+        stage_b.training,
+        seed=config.training.seed,
+        window_tokens=stage_b.training.window_tokens or config.training.sequence_length,
+        tokenizer=corpus.tokenizer,
+        rows=corpus.train.rows,
+        num_rows=corpus.train.num_samples,
+    )
+    window_tokens = lessons.window_tokens
+    reader = MemoryReader(backbone, stage_b, window_tokens=window_tokens, marks=lessons.marks)
+    # From seed and names, so that all ranks have the same values without a collective.
+    reader.initialize(seed=config.training.seed)
+    return Course(reader.to(runtime.device()), lessons, config)
+
+
+@dataclass
+class LessonLoader:
+    """Shares lessons out over ranks, in order; their numbers go on through all phases."""
+
+    course: Course  # makes the lessons
+    training: StageBTraining
+    rank: int  # of this process among those that share the lessons out
+    world_size: int  # number of these processes
+    manifest_digest: str  # of the data set with the texts and the tokenizer
+    seed: int  # of the lessons
+    is_shared: bool = False  # other ranks take the same lessons, and play them with this one
+    samples_consumed: int = 0  # lessons handed out so far, to all ranks
+    _steps: int = 0
+
+    def next(self, step: int) -> list[Any]:
+        """This rank's lessons of a step of Stage B; in the policy phase the episodes collected.
+
+        Raises DataError if a lesson cannot be made, or a reward is not finite.
+        """
+        # From the number of the step, which checkpoints and metrics have, too.
+        phase = place_of(step, self.training).phase
+        # Every rank counts the lessons of all: a position holds at any number of ranks.
+        end = self.samples_consumed + self.training.lessons_per_step
+        numbers = range(self.samples_consumed, end)[self.rank :: self.world_size]
+
+        def make() -> list[Any]:
+            return [self.course.lesson(phase, number) for number in numbers]
+
+        # Ranks that share lessons play together: one without a lesson, because it could not be
+        # made, would be waited for in the middle of an episode. So all of them fail here.
+        plays = phase == "policy"
+        lessons = runtime.together(make) if plays and self.is_shared else make()
+        if plays:
+            lessons = [self.course.collect(lesson) for lesson in lessons]
+        self.samples_consumed = end
+        self._steps = step + 1
+        return lessons
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position between two steps; the same on every rank."""
+        # With all that the texts follow from: a position means nothing in other lessons.
+        position = {"samples_consumed": self.samples_consumed, "steps": self._steps}
+        return position | self._identity()
+
+    def _identity(self) -> dict[str, Any]:
+        """Everything that determines the content of the lessons."""
+        training = self.training
+        return {
+            "manifest_digest": self.manifest_digest,
+            "seed": self.seed,
+            "tasks": list(training.tasks),
+            "length_ratios": list(training.length_ratios),
+            "window_tokens": training.window_tokens,
+            "texts_per_lesson": training.texts_per_lesson,
+            "phases": [[phase, length] for phase, length in training.phases],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a position, on any number of ranks; StateError if the lessons differ."""
+        differing = []
+        for key, ours in self._identity().items():
+            saved = state.get(key, ours)  # an older version saved fewer fields
+            same = saved == ours
+            if key == "phases" and not same:  # later phases may have other lengths
+                done = state["steps"]
+                same = _phase_of_each_step(saved)[:done] == _phase_of_each_step(ours)[:done]
+            if not same:
+                name = _SETTINGS.get(key, f"stage_b.training.{key}")
+                differing.append(f"{name} ({key}): {saved} there, {ours} here")
+        if differing:
+            raise StateError(
+                f"The lessons of the checkpoint are others: {'; '.join(differing)}. Resume with "
+                "the values of the checkpoint, or start Stage B in a new run directory"
+            )
+        self.samples_consumed = state["samples_consumed"]
+        self._steps = state.get("steps", 0)
+
+    def close(self) -> None:
+        """Does nothing: no file is open."""
+
+
+def _phase_of_each_step(lengths: list[list[Any]]) -> list[str]:
+    return [phase for phase, length in lengths for _ in range(length)]
 
 
 class LessonResult(NamedTuple):

@@ -28,8 +28,7 @@ from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import make_topology
 from cdrmix.planning.stage_b import stage_b_plan
 from cdrmix.stage_b.backbone_source import find_backbone, load_backbone
-from cdrmix.stage_b.course import Course, LessonLoader, make_course
-from cdrmix.stage_b.engine import StageB
+from cdrmix.stage_b.engine import Course, LessonLoader, StageB, make_course
 from cdrmix.stage_b.long_context import (
     LENGTH_RATIOS,
     REASONING_FILE,

@@ -85,8 +85,7 @@ def learn(
     from cdrmix.parallel.topology import make_topology
     from cdrmix.planning.profile import choose
     from cdrmix.planning.stage_b import stage_b_plan
-    from cdrmix.stage_b.course import LessonLoader
-    from cdrmix.stage_b.engine import StageB
+    from cdrmix.stage_b.engine import LessonLoader, StageB
     from cdrmix.stage_b.optimizer import Clip, TrainedParameters, stage_b_adamw
 
     training = {"memory_steps": 0, "adapter_steps": 0, "joint_steps": 0, "policy_steps": STEPS}

@@ -18,8 +18,7 @@ from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import stage_b_plan
 from cdrmix.planning.stage_b_memory import stage_b_layout, stage_b_reason
 from cdrmix.stage_b.backbone_source import check_given
-from cdrmix.stage_b.course import LessonLoader
-from cdrmix.stage_b.engine import LessonResult, StageB
+from cdrmix.stage_b.engine import LessonLoader, LessonResult, StageB
 from cdrmix.stage_b.optimizer import (
     Clip,
     PhasePlace,

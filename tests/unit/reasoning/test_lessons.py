@@ -17,7 +17,7 @@ from cdrmix.reasoning.episodes import try_branches
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.state_rows import select
-from cdrmix.stage_b.course import Course
+from cdrmix.stage_b.engine import Course
 from cdrmix.stage_b.phases import Collected, phase_loss, rollout_loss
 from tests.unit.reasoning.small_reader import (
     TASKS,
