@@ -114,10 +114,7 @@ class Stage(Protocol):
     name: Literal["a", "b"]  # pretraining, reasoning enablement
     num_steps: int  # at which the stage ends
     corpus: Corpus
-
-    @property
-    def loader(self) -> BatchSource:
-        """Batches of this data rank."""
+    loader: BatchSource  # batches of this data rank
 
     def next_batch(self, run: Run) -> Any:
         """Read this rank's share of the next step. Raises DataError if it cannot be read."""
@@ -131,6 +128,7 @@ class Stage(Protocol):
     def own_loss(self, result: Any) -> tuple[Tensor, float] | None:
         """This rank's part of a step's loss, scalar, and the weight of the global batch, by which
         the sum over ranks is divided; None where only `measure` gives a loss."""
+        return None
 
     def measure(self, run: Run, result: Any) -> dict[str, float]:
         """Reduce a result over all ranks to metrics by name; collective."""
@@ -139,7 +137,8 @@ class Stage(Protocol):
         """Verdicts on a step's loss."""
 
     def evaluate(self, run: Run) -> dict[str, float]:
-        """Metrics of an evaluation between steps."""
+        """Metrics of an evaluation between steps, if the stage has one."""
+        return {}
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
         """This rank's share of a checkpoint; over all ranks each element comes once."""

@@ -21,8 +21,9 @@ from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.config.schema import Config
+from cdrmix.data.loader import Loader
 from cdrmix.engines.optim import learning_rate
-from cdrmix.engines.run import JsonObject, Run
+from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus, make_loader
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.models.backbone import Output, TokenEmbedding, logical_name
@@ -216,10 +217,11 @@ _ROUTER_METRICS = (
 _EVALUATED_SHARE = 0.07
 
 
-class Pretraining:
-    """Stage A: samples of a corpus in the run's global order; the methods are those of `Stage`."""
+class Pretraining(Stage):
+    """Samples of a corpus in the run's global order."""
 
     name: Literal["a", "b"] = "a"
+    loader: Loader
 
     def __init__(self, config: Config, plan: Plan, topology: Topology, corpus: Corpus) -> None:
         self.corpus = corpus

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,25 +29,18 @@ from cdrmix.errors import PlanError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
+from cdrmix.planning import shrink
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.comparison import Comparison, compare, unavailable
 from cdrmix.planning.layout import Degrees
-from cdrmix.planning.shrink import (
-    Aspect,
-    Rehearsal,
-    aspects,
-    planned_stage_b,
-    rehearsal_text,
-    rehearsals,
-    stage_b_aspects,
-    stage_b_rehearsal,
-)
+from cdrmix.planning.shrink import Aspect, Rehearsal
 
 logger = get_logger(__name__)
 # Packages of the standard library whose text is enough to train a tokenizer of 512 slots on.
 _TEXT = ("asyncio", "email", "json", "logging", "unittest")
-
-
+TOLERANCE = 1e-5  # relative, of float32 metrics whose sums are taken in another order
+_LEAST = 1e-2  # metrics of Stage B below this are compared as if as large: some should be zero
+_SECONDS = 300.0  # for one start; on two idle cores the largest takes ten
 # Imported once by the server that the ranks are forked from. DeepSpeed imports the last three
 # inside initialize(), which would cost each rank seconds.
 _PRELOADED = [
@@ -119,11 +112,6 @@ def _be_rank(
     os.dup2(output, 2)
     runtime.take_place(rank, world_size, port)
     sys.exit(action(*args))
-
-
-TOLERANCE = 1e-5  # relative, of float32 metrics whose sums are taken in another order
-_LEAST = 1e-2  # metrics of Stage B below this are compared as if as large: some should be zero
-_SECONDS = 300.0  # for one start; on two idle cores the largest takes ten
 
 
 @dataclass(frozen=True)
@@ -220,28 +208,20 @@ class SmallRuns:
         """Largest relative difference of the metrics of a run from those of the first; with `bits`,
         infinite if their last weights are not equal to the bit."""
         folders = (self._folder / run, self.first)
-        ours, theirs = (
-            {line["step"]: line for line in read_metrics(folder / "metrics.jsonl")}
-            for folder in folders
-        )
+        logged = [read_metrics(folder / "metrics.jsonl") for folder in folders]
+        ours, theirs = ({line["step"]: line for line in lines} for lines in logged)
         # A resumed run has only the steps after its checkpoint.
         steps = sorted(ours.keys() & theirs.keys())
         assert steps and steps[-1] == self._small.last_step, f"{run}: logged steps {steps}"
+        least = _LEAST if self._is_stage_b else 0.0
         largest = 0.0
         for step in steps:
-            our_line = ours[step]
-            their_line = theirs[step]
-            names: Iterable[str] = ("loss", "grad_norm")
-            least = 0.0
-            if self._is_stage_b:  # all metrics but times and memory
-                our_line = deterministic_part(our_line)
-                their_line = deterministic_part(their_line)
-                if our_line.keys() != their_line.keys():
-                    return float("inf")
-                names = their_line
-                least = _LEAST
-            for name in names:
-                apart = abs(our_line[name] - their_line[name]) / max(abs(their_line[name]), least)
+            our_line = self._compared(ours[step])
+            their_line = self._compared(theirs[step])
+            if our_line.keys() != their_line.keys():
+                return float("inf")
+            for name, value in their_line.items():
+                apart = abs(our_line[name] - value) / max(abs(value), least)
                 # A maximum would drop a nan.
                 largest = max(largest, apart if math.isfinite(apart) else float("inf"))
         if not bits:
@@ -252,6 +232,11 @@ class SmallRuns:
                 one.read(name).equal(other.read(name)) for name in one.names()
             )
         return largest if are_equal else float("inf")
+
+    def _compared(self, line: dict[str, float]) -> dict[str, float]:
+        if self._is_stage_b:  # all metrics but times and memory
+            return deterministic_part(line)
+        return {name: line[name] for name in ("loss", "grad_norm")}
 
 
 def _train(config: Config, profile: str, run_dir: Path, resume: str) -> int:
@@ -372,9 +357,9 @@ def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
     plan = compared.plan
     if plan.missing:
         raise PlanError("\n".join(unavailable(plan, config, cluster)))
-    small = rehearsals(config, plan)
-    planned = planned_stage_b(config, plan, cluster)
-    stage_b = [] if planned is None else [stage_b_rehearsal(config, planned, small[0])]
+    small = shrink.rehearsals(config, plan)
+    planned = shrink.planned_stage_b(config, plan, cluster)
+    stage_b = [] if planned is None else [shrink.stage_b_rehearsal(config, planned, small[0])]
     with tempfile.TemporaryDirectory(prefix="cdrmix-rehearsal-") as folder:
         checks = _run(Path(folder), small, stage_b)
     stage_a = RehearsedStage(
@@ -382,11 +367,11 @@ def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
         planned=plan.estimates_to_json(),
         small=small,
         checks=checks[: len(small)],
-        aspects=aspects(config, plan, small),
+        aspects=shrink.aspects(config, plan, small),
     )
     after = None
     if planned is not None:
-        title = f"Stage B: {rehearsal_text(planned.name, planned.degrees)}"
+        title = f"Stage B: {shrink.rehearsal_text(planned.name, planned.degrees)}"
         if not compared.stage_b_fits:
             title += "; does NOT fit that cluster's memory, see cdrmix plan"
         after = RehearsedStage(
@@ -394,7 +379,7 @@ def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
             planned=planned.to_json(),
             small=stage_b,
             checks=checks[len(small) :],
-            aspects=stage_b_aspects(config, planned, stage_b[0]),
+            aspects=shrink.stage_b_aspects(config, planned, stage_b[0]),
         )
     return Rehearsed(compared, stage_a, after, time.monotonic() - began)
 

@@ -27,7 +27,7 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment, Part, is_stage_b, part_of, reader_logical_name
 from cdrmix.config.reasoning import Phase, StageBTraining
 from cdrmix.config.schema import Config
-from cdrmix.engines.run import JsonObject, Run
+from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
 from cdrmix.models.backbone import Backbone
@@ -37,14 +37,7 @@ from cdrmix.parallel.tensor import is_copy
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
 from cdrmix.stage_b import phases
-from cdrmix.stage_b.optimizer import (
-    Clip,
-    PhasePlace,
-    in_order,
-    learning_rates,
-    place_of,
-    set_learning,
-)
+from cdrmix.stage_b.optimizer import Clip, in_order, learning_rates, place_of, set_learning
 from cdrmix.stage_b.phases import Collected, LessonMetrics, stage_b_section
 
 _LEARNING: dict[Phase, frozenset[Part]] = {
@@ -212,8 +205,12 @@ class LessonResult(NamedTuple):
 
 
 @dataclass
-class StageB:
-    """Stage B; the methods are those of `Stage`."""
+class StageB(Stage):
+    """Reasoning enablement.
+
+    The reasoning suite takes too long to run between steps: there is nothing to `evaluate`. A loss
+    is judged with its phase, by what `measure` returns, and not by `own_loss`.
+    """
 
     course: Course  # reader, lessons and losses
     config: Config
@@ -230,17 +227,15 @@ class StageB:
         self._settings = stage_b_section(self.config)
         self.num_steps = self.first_step + self._settings.training.num_steps
 
-    def _place(self, run: Run) -> PhasePlace:
-        return place_of(run.step - self.first_step, self._settings.training)
-
     def next_batch(self, run: Run) -> list[Any]:
         """This rank's lessons of the next step; in the policy phase the episodes collected."""
-        if self._place(run).step == 0 or not self._has_begun:
+        step = run.step - self.first_step
+        if place_of(step, self._settings.training).step == 0 or not self._has_begun:
             # Steps of another phase say nothing about the duration of these. Where a step has few
             # lessons their lengths make it uneven.
             run.heartbeat.forget_step(are_uneven=True)
         self._has_begun = True
-        return self.loader.next(run.step - self.first_step)
+        return self.loader.next(step)
 
     def weight(self, run: Run, batch: list[Any]) -> float:
         """Lessons of this rank, on one stage of a pipeline, whose ranks have the same ones."""
@@ -249,7 +244,7 @@ class StageB:
     def train_step(self, run: Run, batch: list[Any], *, weight: float) -> LessonResult:
         """Take one step of a phase; `weight` is its number of lessons."""
         began = time.perf_counter()
-        place = self._place(run)
+        place = place_of(run.step - self.first_step, self._settings.training)
         rates = learning_rates(place, self.course.learning(place.phase), run.config)
         set_learning(run.engine, rates)
         # Should DeepSpeed skip the step, those of the step before must not be reported for it.
@@ -314,14 +309,6 @@ class StageB:
                     return metrics, epoch
             self._learn(run.engine, losses, slots, scale)
         return metrics, policy.epochs
-
-    def evaluate(self, run: Run) -> dict[str, float]:
-        """Returns nothing: the reasoning suite takes too long to run between steps."""
-        return {}
-
-    def own_loss(self, result: LessonResult) -> None:
-        """Returns None: a loss is judged with its phase, by what `measure` returns."""
-        return
 
     def measure(self, run: Run, result: LessonResult) -> dict[str, float]:
         """Reduce a result over the ranks: each metric's mean over the lessons that have it."""

@@ -26,12 +26,7 @@ from cdrmix.config.reasoning import Phase, StageBConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import Tokenizer
 from cdrmix.models.backbone import Output
-from cdrmix.objectives.grpo import (
-    explained_variance,
-    group_advantages,
-    lambda_returns,
-    zero_variance_groups,
-)
+from cdrmix.objectives import grpo
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
@@ -266,15 +261,15 @@ def collect(
     }
     metrics = {name: values.float().mean() for name, values in per_episode.items()}
     # Their advantages are all 0: the policy learns nothing from them.
-    metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
+    metrics["zero_variance_groups"] = grpo.zero_variance_groups(returns) / len(returns)
     discounts = {"gamma": stage_b.policy.gamma, "gae_lambda": stage_b.policy.gae_lambda}
-    targets = lambda_returns(last.rewards, last.values, last.taken, **discounts)
-    explained = explained_variance(last.values[:, :-1], targets, last.taken)
+    targets = grpo.lambda_returns(last.rewards, last.values, last.taken, **discounts)
+    explained = grpo.explained_variance(last.values[:, :-1], targets, last.taken)
     # Targets that do not vary leave nothing to explain, and no number.
     metrics["explained_variance"] = explained.nan_to_num(0, 0, 0)
     per_retrieval = episodes.retrieval_seconds / max(episodes.num_retrievals, 1)
     metrics["retrieval_milliseconds"] = torch.tensor(1e3 * per_retrieval)
-    return Collected(last, group_advantages(returns).flatten(), metrics)
+    return Collected(last, grpo.group_advantages(returns).flatten(), metrics)
 
 
 def rollout_loss(

@@ -27,16 +27,10 @@ from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import make_topology
 from cdrmix.planning.stage_b import stage_b_plan
+from cdrmix.stage_b import long_context
 from cdrmix.stage_b.backbone_source import find_backbone, load_backbone
 from cdrmix.stage_b.engine import Course, LessonLoader, StageB, make_course
-from cdrmix.stage_b.long_context import (
-    LENGTH_RATIOS,
-    REASONING_FILE,
-    Row,
-    score_table,
-    score_tasks,
-    scores_json,
-)
+from cdrmix.stage_b.long_context import Row
 from cdrmix.stage_b.optimizer import Clip, TrainedParameters, stage_b_adamw
 from cdrmix.stage_b.phases import stage_b_section
 
@@ -141,13 +135,13 @@ def _reasoning(run: Run, course: Course) -> list[Row]:
     rows = list[Row]()
     topology = run.topology
     # Cells of one length take about as long, so that ranks of a round wait little.
-    cells = [(task, ratio) for ratio in LENGTH_RATIOS for task in tasks]
+    cells = [(task, ratio) for ratio in long_context.LENGTH_RATIOS for task in tasks]
 
     def score(place: int) -> list[Row]:
         if place >= len(cells):  # the last round has fewer cells than ranks
             return []
         task, ratio = cells[place]
-        return score_tasks(
+        return long_context.score_tasks(
             reader, course.lessons, [task], length_ratios=(ratio,), num_examples=count
         )
 
@@ -184,6 +178,6 @@ def _write(run: Run, rows: list[Row]) -> None:
     }
     write_json_atomic(summary_path, summary)
     if rows:
-        write_text_atomic(path / REASONING_FILE, scores_json(rows) + "\n")
-        logger.info("reasoning:\n%s", score_table(rows))
+        write_text_atomic(path / long_context.REASONING_FILE, long_context.scores_json(rows) + "\n")
+        logger.info("reasoning:\n%s", long_context.score_table(rows))
     logger.info("report: %s", write_report(path))
