@@ -35,8 +35,6 @@ def run_stage(
         guard: entered around training and `finish`, whose evaluation takes memory as well.
     Returns:
         True if a signal stopped it; the state is then saved.
-    Raises:
-        TrainingError: on every rank, whichever met it.
     """
     with run:
         with run.heartbeat.phase("starting"):

@@ -26,10 +26,8 @@ def save_run(run: Run, position: JsonObject) -> None:
     """Save the current step, unless the run directory has it already or is getting it; collective.
 
     In the background if so planned: `agree` in the loop then notices its end, or `settle` does.
+    The next step's batch begins at `position`, of the stage.
 
-    Args:
-        run: between two steps.
-        position: of the stage, at which the next step's batch begins.
     Raises:
         StateError: on every rank, if any of them could not write this checkpoint or, in the
             background, the one before.
@@ -116,9 +114,7 @@ def resume_from(run: Run, checkpoint: store.FoundCheckpoint) -> None:
 def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
     """Load a checkpoint into a run, between two steps, and return its state.json; collective.
 
-    Raises:
-        StateError: on every rank, if it belongs to another model or data order, or if any of them
-            could not read it.
+    Raises StateError on every rank, if it is of another model or data order, or cannot be read.
     """
     for name, why in checkpoint.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
@@ -156,10 +152,8 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
 def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) -> None:
     """Rename the damaged checkpoints of a run that were skipped for `checkpoint`; collective.
 
-    With `newer` also whole ones of later steps.
-
-    Raises:
-        InfrastructureError: on every rank, if the file system fails for now.
+    With `newer` also whole ones of later steps. Raises InfrastructureError on every rank, if the
+    file system fails for now.
     """
 
     def rename() -> None:
@@ -192,10 +186,8 @@ _ADVICE: dict[Watched, str] = {
 def react(run: Run, verdicts: Iterable[Verdict | None], position: JsonObject) -> bool:
     """Carry out the verdicts on the last step, which every rank has alike; collective.
 
-    Args:
-        run: between two steps, the last one counted.
-        verdicts: None is healthy.
-        position: see `save_run`.
+    None is healthy. For `position` see `save_run`.
+
     Returns:
         True if the run went back to an earlier step.
     Raises:

@@ -69,12 +69,9 @@ def micro_step(
     segment_ids: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> MicroStep:
-    """Forward pass and loss of one micro-batch.
+    """Forward pass and loss of one micro-batch; see `loss` and `train_step`.
 
-    Args:
-        input_ids: [B, T].
-        segment_ids: document of each token, [B, T]; None: a sample is one document.
-        engine, config, topology, labels, nats_scale, weights: see `loss` and `train_step`.
+    `segment_ids` [B, T] is the document of each token; None: a sample is one document.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
     embedding = engine.module.embedding
@@ -91,7 +88,7 @@ def loss(
     nats_scale: float,
     weights: Tensor | None = None,
 ) -> MicroStep:
-    """Loss of one micro-batch from the output of the backbone and this rank's embedding.
+    """Loss of one micro-batch from the output of the backbone.
 
     Args:
         labels: [B, T]; -100 is ignored.
@@ -118,8 +115,8 @@ def loss(
 def _all_or_nothing(loss: Tensor) -> Tensor:
     """The same loss, with gradients that are not finite where the loss is not.
 
-    DeepSpeed skips a step by its gradients. Those of an infinite loss can be finite: softmax minus
-    target, where the target's logit is minus infinity.
+    DeepSpeed skips a step by its gradients, which can be finite where the loss is infinite: softmax
+    minus target, where the target's logit is minus infinity.
     """
     return loss * (1 + 0 * loss.detach())
 
@@ -141,7 +138,7 @@ def train_step(
     """Take one optimizer step over this rank's micro-batches.
 
     Args:
-        engine, config, topology: DeepSpeed engine around the backbone, in a run and on a rank.
+        engine, config, topology: of this rank; the engine is DeepSpeed's around the backbone.
         batch: `input_ids` and `labels`, each [A, B, T], `segment_ids` if documents are apart, and
             `weights` of the labels if they differ.
         step: steps completed before this one.

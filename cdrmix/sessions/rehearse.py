@@ -62,9 +62,7 @@ def run_ranks(
     """Run `action(*args)` on every rank of a world of CPU processes, and wait for all of them.
 
     Args:
-        action: function of a module; returns the exit code of its rank.
-        world_size: number of processes.
-        args: picklable, the same for every rank.
+        action: function of a module; returns the exit code of its rank. Arguments are picklable.
         log: file that the output of all ranks is appended to.
         timeout: seconds until a world that is still busy is ended.
     Raises:

@@ -68,14 +68,11 @@ def run_training(
     """Train as configured; every rank calls this once its process group is there.
 
     Args:
-        config, plan: resolved, and laid out for these ranks.
+        config, plan, start_up: of this start, on these ranks.
         run_dir: --run-dir, or None for a new one.
         resume: --resume: never, auto, or a run directory or checkpoint.
-        start_up: of this process.
     Returns:
         Exit code of the process: 0 done, 75 stopped by a signal after saving.
-    Raises:
-        TrainingError: on every rank, whichever met it.
     """
     requests = Requests()
     requests.listen()  # before a watchdog can pass a signal on

@@ -104,10 +104,8 @@ def answer_from(
         branches: whether the agent acts by branches instead of its likeliest action.
         lasting: index that stores the segments written, and that the answer may come from.
     Raises:
-        StateError: as `load_reader`, or if the checkpoint does not fit the index.
         DataError: if text and question are missing, the question leaves no room, or the agent's
             numbers are not finite.
-        ConfigError: if FAISS is requested and not installed.
     """
     loaded = load_reader(source, accept_threshold=accept_threshold)
     return answer_with(loaded, text, question, branches=branches, lasting=lasting)

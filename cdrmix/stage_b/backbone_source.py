@@ -75,11 +75,8 @@ def find_backbone(
 ) -> store.FoundCheckpoint:
     """Finds and checks the checkpoint that Stage B starts from; collective.
 
-    Args:
-        config: may name another run.
-        directory: of this run.
-        manifest: of the data that Stage B reads.
-        resumed: checkpoint of --resume, which serves where the configuration names no run.
+    The checkpoint `resumed`, of --resume, serves where the configuration names no other run.
+
     Raises:
         StateError: if there is none, or all are damaged, it is of an unfinished Stage A, or of
             another architecture or tokenizer, or all backbones there were trained in Stage B.

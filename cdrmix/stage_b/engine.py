@@ -4,9 +4,8 @@ A lesson is a batch of texts that one rank learns from in one micro-step. Except
 is a pure function of (phase, number): a lesson is the same on any rank and at any time. Losses and
 metrics are means over a lesson, and those of a step means over its lessons.
 
-The phase of a step follows from the number of the step. A step of memory, adapters and joint is one
-optimizer step on all its lessons; one of the policy is a batch of rollouts and up to four optimizer
-steps on it.
+The phase of a step follows from its number. A step is one optimizer step on all its lessons; one of
+the policy is a batch of rollouts and up to four optimizer steps on it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,83 +28,17 @@ from cdrmix.config.schema import Config
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
-from cdrmix.models.backbone import Backbone
 from cdrmix.monitoring.health import Verdict
-from cdrmix.parallel.frozen_stages import chained
 from cdrmix.parallel.tensor import is_copy
-from cdrmix.reasoning.lessons import Lesson, Lessons
-from cdrmix.reasoning.memory_reader import MemoryReader
-from cdrmix.stage_b import phases
 from cdrmix.stage_b.optimizer import Clip, in_order, learning_rates, place_of, set_learning
-from cdrmix.stage_b.phases import Collected, LessonMetrics, stage_b_section
+from cdrmix.stage_b.phases import Course, LessonMetrics, stage_b_section
 
-_LEARNING: dict[Phase, frozenset[Part]] = {
-    "memory": frozenset({"memory"}),
-    "adapters": frozenset({"adapters"}),
-    "policy": frozenset({"policy"}),
-    "joint": frozenset({"memory", "adapters"}),
-}
 # Configuration keys of the fields of a loader's state that are not under stage_b.training.
 _SETTINGS = {
     "manifest_digest": "data.path",
     "seed": "training.seed",
     "phases": "stage_b.training.{memory,adapter,joint,policy}_steps",
 }
-
-
-@dataclass(frozen=True)
-class Course:
-    """A reader with its lessons and their losses."""
-
-    model: MemoryReader  # with its backbone
-    lessons: Lessons
-    config: Config
-
-    def learning(self, phase: Phase) -> frozenset[Part]:
-        """Parts that a phase trains; the others have no gradient."""
-        if phase == "joint" and stage_b_section(self.config).training.backbone_lr_scale > 0:
-            return _LEARNING[phase] | {"backbone"}
-        return _LEARNING[phase]
-
-    def lesson(self, phase: Phase, number: int) -> Lesson:
-        """Lesson `number` of a phase, from 0. Raises DataError if a shard is damaged."""
-        return self.lessons.lesson(phase, number).to(self.model.backbone.device)
-
-    def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, LessonMetrics]:
-        """Scalar loss of a lesson in a phase without rollouts, and metrics."""
-        return chained(
-            self.model.backbone,
-            partial(phases.phase_loss, self.model, phase, lesson, self.config),
-            # Stages of a pipeline must start the backward pass together.
-            learning=(p for p in self.model.parameters() if p.requires_grad),
-            learns_inside="adapters" in self.learning(phase),
-        )
-
-    def collect(self, lesson: Lesson) -> Collected:
-        """Plays the episodes of a lesson of the policy phase; see `phases.collect`."""
-        return phases.collect(self.model, lesson, self.config, self.lessons.tokenizer)
-
-    def rollout_loss(self, collected: Collected) -> tuple[Tensor, LessonMetrics]:
-        """Scalar loss of the present policy on collected episodes, and metrics with `kl` (nats)."""
-        return phases.rollout_loss(self.model, collected, self.config)
-
-
-def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
-    """Builds the lessons of a configuration, for a reader with initial values around a backbone."""
-    stage_b = stage_b_section(config)
-    lessons = Lessons(
-        stage_b.training,
-        seed=config.training.seed,
-        window_tokens=stage_b.training.window_tokens or config.training.sequence_length,
-        tokenizer=corpus.tokenizer,
-        rows=corpus.train.rows,
-        num_rows=corpus.train.num_samples,
-    )
-    window_tokens = lessons.window_tokens
-    reader = MemoryReader(backbone, stage_b, window_tokens=window_tokens, marks=lessons.marks)
-    # From seed and names, so that all ranks have the same values without a collective.
-    reader.initialize(seed=config.training.seed)
-    return Course(reader.to(runtime.device()), lessons, config)
 
 
 @dataclass
@@ -336,18 +268,15 @@ class StageB(Stage):
         return [] if math.isfinite(loss) else [run.health.loss_known(run.step, loss)]
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """This rank's share of a checkpoint.
-
-        Data ranks hold a frozen backbone alike, outside of the engine: each saves some tensors.
-        """
+        """This rank's share of a checkpoint."""
         yield from engine_state.fragments(run.engine, reader_logical_name)
+        # Data ranks hold a frozen backbone alike, outside of the engine: each saves some tensors.
         if self._settings.training.backbone_lr_scale == 0:
             backbone = [
                 (name, tensor)
                 for name, tensor in self.course.model.named_parameters()
                 if part_of(name) == "backbone" and not is_copy(tensor)
             ]
-            # In turn, so that each data rank writes about as much.
             mine = dict(backbone[run.topology.data_rank :: run.topology.degrees.data])
             yield from engine_state.whole_fragments(mine, reader_logical_name)
 

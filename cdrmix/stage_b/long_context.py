@@ -54,10 +54,8 @@ class TrainedReader:
 def load_reader(source: Path, *, accept_threshold: float | None = None) -> TrainedReader:
     """Loads the newest whole checkpoint under `source`, a run directory or a checkpoint.
 
-    `accept_threshold` is the advantage from which a branch is accepted; None: the run's.
-
-    Raises:
-        StateError: if there is none, it is older than Stage B, or its tokenizer cannot be read.
+    `accept_threshold` is the advantage from which a branch is accepted; None: the run's. Raises
+    StateError if there is none, it is older than Stage B, or its tokenizer cannot be read.
     """
     trained = load_trained(source)
     stage_b = trained.config.stage_b
@@ -106,10 +104,27 @@ class Evaluated:
         return json.dumps({"rows": [asdict(row) for row in self.rows], **share})
 
     def table(self) -> str:
-        """Table of scores for a person."""
-        if self.accepted is None:
-            return score_table(self.rows)
-        return f"{score_table(self.rows)}; {self.accepted:.1%} of the decisions accepted a branch"
+        """Table of scores for a person: a line per task, a column per length."""
+        ratios = sorted({row.length_ratio for row in self.rows})
+        by_cell = {(row.task, row.length_ratio): row for row in self.rows}
+        heads = "".join(f"{f'{ratio}x':>14}" for ratio in ratios)
+        lines = [f"{'score, backbone alone':<24}{heads}"]
+        for task in dict.fromkeys(row.task for row in self.rows):
+            cells = []
+            for ratio in ratios:
+                row = by_cell.get((task, ratio))
+                cells.append(f"{row.score:.2f}, {row.backbone_score:.2f}" if row else "-")
+            lines.append(f"{task:<24}" + "".join(f"{cell:>14}" for cell in cells))
+        if not self.rows:
+            return "\n".join([*lines, "no task fits"])
+        # A length that has no room for some examples has fewer.
+        fewest = min(row.n for row in self.rows)
+        most = max(row.n for row in self.rows)
+        texts = f"{most}" if fewest == most else f"{fewest} to {most}"
+        lines.append(f"{texts} texts each; lengths in windows")
+        if self.accepted is not None:
+            lines[-1] += f"; {self.accepted:.1%} of the decisions accepted a branch"
+        return "\n".join(lines)
 
 
 def evaluate_reasoning(
@@ -126,12 +141,9 @@ def evaluate_reasoning(
     Args:
         source, accept_threshold: see `load_reader`.
         num_examples: texts for each task of its training and each length.
-        file: tasks to read in place of the suite.
-        written: file to write the tasks to.
+        file: tasks to read in place of the suite; DataError if a row cannot be used.
+        written: file to write the tasks to; StateError if it cannot be written.
         branches: whether to act by branches instead of the likeliest action.
-    Raises:
-        StateError: as `load_reader`, or if the tasks cannot be written.
-        DataError: if a row of the file cannot be used.
     """
     loaded = load_reader(source, accept_threshold=accept_threshold)
     logger.info("%s: step %d", source, loaded.trained.step)
@@ -162,20 +174,7 @@ def store_rows(checkpoint: Path, rows: Sequence[Row]) -> None:
     folder = checkpoint.parent
     # A checkpoint that was copied elsewhere belongs to no run directory.
     if folder.name == "checkpoints":
-        write_text_atomic(folder.parent / REASONING_FILE, scores_json(rows) + "\n")
-
-
-def score_tasks(
-    reader: MemoryReader,
-    lessons: Lessons,
-    tasks: Sequence[str],
-    *,
-    length_ratios: Sequence[int],
-    num_examples: int,
-) -> list[Row]:
-    """Mean scores on a `suite`, by task and length; see `score_examples`."""
-    examples = suite(lessons, tasks, length_ratios=length_ratios, num_examples=num_examples)
-    return score_examples(reader, lessons, examples).rows
+        write_text_atomic(folder.parent / REASONING_FILE, Evaluated(list(rows)).as_json() + "\n")
 
 
 def suite(
@@ -208,13 +207,10 @@ def suite(
 def score_examples(
     reader: MemoryReader, lessons: Lessons, examples: Sequence[Example], *, branches: bool = False
 ) -> Evaluated:
-    """Mean scores of episodes, and of the backbone alone, by task and length.
+    """Mean scores of a reader in evaluation mode, and of its backbone alone, by task and length.
 
-    Args:
-        reader: in evaluation mode.
-        lessons: its tokenizer and segments.
-        examples: with questions that a window has room for.
-        branches: whether to act by branches instead of the likeliest action.
+    A window must have room for the questions. With `branches` the reader acts by branches instead
+    of the likeliest action.
     """
     cells: dict[tuple[str, int], list[Example]] = {}
     for example in examples:
@@ -256,29 +252,3 @@ def _play(
         final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
     alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
     return torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1), *counts
-
-
-def scores_json(rows: Sequence[Row]) -> str:
-    """Rows as one JSON object."""
-    return Evaluated(list(rows)).as_json()
-
-
-def score_table(rows: Sequence[Row]) -> str:
-    """Table of the rows for a person: a line per task, a column per length."""
-    ratios = sorted({row.length_ratio for row in rows})
-    by_cell = {(row.task, row.length_ratio): row for row in rows}
-    heads = "".join(f"{f'{ratio}x':>14}" for ratio in ratios)
-    lines = [f"{'score, backbone alone':<24}{heads}"]
-    for task in dict.fromkeys(row.task for row in rows):
-        cells = []
-        for ratio in ratios:
-            row = by_cell.get((task, ratio))
-            cells.append(f"{row.score:.2f}, {row.backbone_score:.2f}" if row else "-")
-        lines.append(f"{task:<24}" + "".join(f"{cell:>14}" for cell in cells))
-    if not rows:
-        return "\n".join([*lines, "no task fits"])
-    # A length that has no room for some examples has fewer.
-    fewest = min(row.n for row in rows)
-    most = max(row.n for row in rows)
-    texts = f"{most}" if fewest == most else f"{fewest} to {most}"
-    return "\n".join([*lines, f"{texts} texts each; lengths in windows"])

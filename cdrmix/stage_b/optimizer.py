@@ -40,10 +40,7 @@ def place_of(step: int, training: StageBTraining) -> PhasePlace:
 def learning_rates(
     place: PhasePlace, learning: Collection[Part], config: Config
 ) -> dict[Part, float]:
-    """Learning rate of every part at a step: warm-up, then a cosine over the phase.
-
-    The rate of parts that are not `learning` is 0.
-    """
+    """Learning rate of every part, 0 if it does not learn: warm-up, then cosine over the phase."""
     training = stage_b_section(config).training
     peaks: dict[Part, float] = {
         "memory": training.memory_learning_rate,

@@ -16,28 +16,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cdrmix import runtime
+from cdrmix.checkpoint.fragments import Part
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import Phase, StageBConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import Tokenizer
-from cdrmix.models.backbone import Output
+from cdrmix.engines.training_data import Corpus
+from cdrmix.models.backbone import Backbone, Output
 from cdrmix.objectives import grpo
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
+from cdrmix.parallel.frozen_stages import chained
 from cdrmix.reasoning.episodes import Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.hebbian import EpisodeState
-from cdrmix.reasoning.lessons import Lesson
+from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading, plastic_rows
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
 from cdrmix.reasoning.tasks import Example, score
 
 LessonMetrics = dict[str, Tensor]
+_LEARNING: dict[Phase, frozenset[Part]] = {
+    "memory": frozenset({"memory"}),
+    "adapters": frozenset({"adapters"}),
+    "policy": frozenset({"policy"}),
+    "joint": frozenset({"memory", "adapters"}),
+}
 
 
 def phase_loss(
@@ -234,63 +245,104 @@ def grade_by(examples: Sequence[Example], tokenizer: Tokenizer) -> Grade:
     return lambda row, tokens: score(examples[row], tokenizer.decode(tokens))
 
 
-@torch.no_grad()
-def collect(
-    reader: MemoryReader, lesson: Lesson, config: Config, tokenizer: Tokenizer
-) -> Collected:
-    """Plays `group_size` episodes of each text. Raises DataError if a number is not finite."""
-    stage_b = stage_b_section(config)
-    group = stage_b.training.group_size
-    reading = reader.read(lesson.texts)
-    episodes = ReadingEpisodes(reader, reading, grade_by(lesson.examples, tokenizer))
-    # Actions follow from the lesson's seed, not from the rank that plays it.
-    generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
-    rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
-    returns = rollouts.returns.view(-1, group)
-    # The advantage stays that of the whole episode; only the steps that learn from it are bounded.
-    last = rollouts.last(stage_b.policy.horizon)
-    operations = {
-        f"operations/{action.name.lower()}": ((rollouts.actions == action) & rollouts.taken).sum(1)
-        for action in Action
-    }
-    per_episode = {
-        "return": rollouts.returns,
-        "success": rollouts.final.earned,
-        "memory_fill": (rollouts.final.memory >= 0).sum(1) / reader.capacity,
-        **operations,
-    }
-    metrics = {name: values.float().mean() for name, values in per_episode.items()}
-    # Their advantages are all 0: the policy learns nothing from them.
-    metrics["zero_variance_groups"] = grpo.zero_variance_groups(returns) / len(returns)
-    discounts = {"gamma": stage_b.policy.gamma, "gae_lambda": stage_b.policy.gae_lambda}
-    targets = grpo.lambda_returns(last.rewards, last.values, last.taken, **discounts)
-    explained = grpo.explained_variance(last.values[:, :-1], targets, last.taken)
-    # Targets that do not vary leave nothing to explain, and no number.
-    metrics["explained_variance"] = explained.nan_to_num(0, 0, 0)
-    per_retrieval = episodes.retrieval_seconds / max(episodes.num_retrievals, 1)
-    metrics["retrieval_milliseconds"] = torch.tensor(1e3 * per_retrieval)
-    return Collected(last, grpo.group_advantages(returns).flatten(), metrics)
+@dataclass(frozen=True)
+class Course:
+    """A reader with its lessons and their losses."""
+
+    model: MemoryReader  # with its backbone
+    lessons: Lessons
+    config: Config
+
+    def learning(self, phase: Phase) -> frozenset[Part]:
+        """Parts that a phase trains; the others have no gradient."""
+        if phase == "joint" and stage_b_section(self.config).training.backbone_lr_scale > 0:
+            return _LEARNING[phase] | {"backbone"}
+        return _LEARNING[phase]
+
+    def lesson(self, phase: Phase, number: int) -> Lesson:
+        """Lesson `number` of a phase, from 0. Raises DataError if a shard is damaged."""
+        return self.lessons.lesson(phase, number).to(self.model.backbone.device)
+
+    def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, LessonMetrics]:
+        """Scalar loss of a lesson in a phase without rollouts, and metrics."""
+        return chained(
+            self.model.backbone,
+            partial(phase_loss, self.model, phase, lesson, self.config),
+            # Stages of a pipeline must start the backward pass together.
+            learning=(p for p in self.model.parameters() if p.requires_grad),
+            learns_inside="adapters" in self.learning(phase),
+        )
+
+    @torch.no_grad()
+    def collect(self, lesson: Lesson) -> Collected:
+        """Plays `group_size` episodes of each text. Raises DataError if a number is not finite."""
+        stage_b = stage_b_section(self.config)
+        reader = self.model
+        group = stage_b.training.group_size
+        reading = reader.read(lesson.texts)
+        grade = grade_by(lesson.examples, self.lessons.tokenizer)
+        episodes = ReadingEpisodes(reader, reading, grade)
+        # Actions follow from the lesson's seed, not from the rank that plays it.
+        generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
+        rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
+        returns = rollouts.returns.view(-1, group)
+        # The advantage stays that of the whole episode; only the steps that learn are bounded.
+        last = rollouts.last(stage_b.policy.horizon)
+        per_episode = {
+            "return": rollouts.returns,
+            "success": rollouts.final.earned,
+            "memory_fill": (rollouts.final.memory >= 0).sum(1) / reader.capacity,
+        }
+        for action in Action:
+            is_taken = (rollouts.actions == action) & rollouts.taken
+            per_episode[f"operations/{action.name.lower()}"] = is_taken.sum(1)
+        metrics = {name: values.float().mean() for name, values in per_episode.items()}
+        # Their advantages are all 0: the policy learns nothing from them.
+        metrics["zero_variance_groups"] = grpo.zero_variance_groups(returns) / len(returns)
+        discounts = {"gamma": stage_b.policy.gamma, "gae_lambda": stage_b.policy.gae_lambda}
+        targets = grpo.lambda_returns(last.rewards, last.values, last.taken, **discounts)
+        explained = grpo.explained_variance(last.values[:, :-1], targets, last.taken)
+        # Targets that do not vary leave nothing to explain, and no number.
+        metrics["explained_variance"] = explained.nan_to_num(0, 0, 0)
+        per_retrieval = episodes.retrieval_seconds / max(episodes.num_retrievals, 1)
+        metrics["retrieval_milliseconds"] = torch.tensor(1e3 * per_retrieval)
+        return Collected(last, grpo.group_advantages(returns).flatten(), metrics)
+
+    def rollout_loss(self, collected: Collected) -> tuple[Tensor, LessonMetrics]:
+        """GRPO loss per step taken of the present policy on played episodes, and metrics."""
+        stage_b = stage_b_section(self.config)
+        advantages = collected.advantages
+        # Initial values are random: there is no policy to stay near to.
+        loss, sums = policy_loss(
+            self.model.policy, collected.rollouts, advantages, stage_b.policy, reference=None
+        )
+        metrics = {
+            "kl": sums.kl / sums.steps,
+            "clip_fraction": sums.clipped / sums.steps,
+            "entropy": sums.entropy / sums.steps,
+            "value_loss": sums.value_loss / sums.steps,
+        }
+        # Per step, or lessons with longer texts would weigh more.
+        loss = stage_b.losses.rl * loss / sums.steps
+        return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def rollout_loss(
-    reader: MemoryReader, collected: Collected, config: Config
-) -> tuple[Tensor, LessonMetrics]:
-    """GRPO loss per step taken, of episodes that an earlier state of the policy has played."""
+def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
+    """Builds the lessons of a configuration, for a reader with initial values around a backbone."""
     stage_b = stage_b_section(config)
-    advantages = collected.advantages
-    # Initial values are random: there is no policy to stay near to.
-    loss, sums = policy_loss(
-        reader.policy, collected.rollouts, advantages, stage_b.policy, reference=None
+    lessons = Lessons(
+        stage_b.training,
+        seed=config.training.seed,
+        window_tokens=stage_b.training.window_tokens or config.training.sequence_length,
+        tokenizer=corpus.tokenizer,
+        rows=corpus.train.rows,
+        num_rows=corpus.train.num_samples,
     )
-    metrics = {
-        "kl": sums.kl / sums.steps,
-        "clip_fraction": sums.clipped / sums.steps,
-        "entropy": sums.entropy / sums.steps,
-        "value_loss": sums.value_loss / sums.steps,
-    }
-    detached = {name: value.detach() for name, value in metrics.items()}
-    # Per step, or lessons with longer texts would weigh more.
-    return stage_b.losses.rl * loss / sums.steps, detached
+    window_tokens = lessons.window_tokens
+    reader = MemoryReader(backbone, stage_b, window_tokens=window_tokens, marks=lessons.marks)
+    # From seed and names, so that all ranks have the same values without a collective.
+    reader.initialize(seed=config.training.seed)
+    return Course(reader.to(runtime.device()), lessons, config)
 
 
 def stage_b_section(config: Config) -> StageBConfig:

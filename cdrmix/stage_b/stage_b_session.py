@@ -29,10 +29,10 @@ from cdrmix.parallel.topology import make_topology
 from cdrmix.planning.stage_b import stage_b_plan
 from cdrmix.stage_b import long_context
 from cdrmix.stage_b.backbone_source import find_backbone, load_backbone
-from cdrmix.stage_b.engine import Course, LessonLoader, StageB, make_course
-from cdrmix.stage_b.long_context import Row
+from cdrmix.stage_b.engine import LessonLoader, StageB
+from cdrmix.stage_b.long_context import Evaluated, Row, score_examples, suite
 from cdrmix.stage_b.optimizer import Clip, TrainedParameters, stage_b_adamw
-from cdrmix.stage_b.phases import stage_b_section
+from cdrmix.stage_b.phases import Course, make_course, stage_b_section
 
 logger = get_logger(__name__)
 # Metrics whose last value summarises a phase.
@@ -40,16 +40,12 @@ _LEARNED = ("stage_b/loss", "stage_b/recall", "stage_b/answered", "policy/return
 
 
 def train_stage_b(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
-    """Run Stage B; collective.
+    """Run Stage B; True if a signal stopped it, its state then saved; collective.
 
     Args:
         start: of the run, with the plan of Stage A on these ranks.
         checkpoint: to go on from: of Stage B, or, where no other run is named, of the Stage A to
             start on; None takes the backbone from the run directory.
-    Returns:
-        True if a signal stopped it; the state is then saved.
-    Raises:
-        TrainingError: on every rank, whichever met it.
     """
     training = start.config.training
     with start.heartbeat.phase("starting"):
@@ -122,10 +118,7 @@ def finish_stage_b(run: Run, course: Course) -> None:
 
 
 def _reasoning(run: Run, course: Course) -> list[Row]:
-    """Rows of the suite on every rank, a cell of the table per data rank at a time.
-
-    Each round is a phase of the heartbeat: no limit would fit the whole suite.
-    """
+    """Rows of the suite on every rank, a cell of the table per data rank at a time."""
     count = run.config.evaluation.reasoning_examples
     tasks = course.lessons.training.tasks
     if count == 0:
@@ -141,12 +134,11 @@ def _reasoning(run: Run, course: Course) -> list[Row]:
         if place >= len(cells):  # the last round has fewer cells than ranks
             return []
         task, ratio = cells[place]
-        return long_context.score_tasks(
-            reader, course.lessons, [task], length_ratios=(ratio,), num_examples=count
-        )
+        examples = suite(course.lessons, [task], length_ratios=(ratio,), num_examples=count)
+        return score_examples(reader, course.lessons, examples).rows
 
     for first in range(0, len(cells), topology.degrees.data):
-        with run.heartbeat.phase("reasoning"):
+        with run.heartbeat.phase("reasoning"):  # for each round: no limit would fit the whole suite
             scored = runtime.together(partial(score, first + topology.data_rank))
             counting = scored if topology.counts_tokens else []  # all pipeline stages score alike
             rows += [row for each in runtime.all_gather_object(counting) for row in each]
@@ -178,6 +170,7 @@ def _write(run: Run, rows: list[Row]) -> None:
     }
     write_json_atomic(summary_path, summary)
     if rows:
-        write_text_atomic(path / long_context.REASONING_FILE, long_context.scores_json(rows) + "\n")
-        logger.info("reasoning:\n%s", long_context.score_table(rows))
+        evaluated = Evaluated(rows)
+        write_text_atomic(path / long_context.REASONING_FILE, evaluated.as_json() + "\n")
+        logger.info("reasoning:\n%s", evaluated.table())
     logger.info("report: %s", write_report(path))

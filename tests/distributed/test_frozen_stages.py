@@ -16,7 +16,7 @@ from cdrmix.parallel.frozen_stages import chained, mean_over_layers
 from cdrmix.reasoning.hebbian import EpisodeState
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
-from cdrmix.stage_b.engine import Course
+from cdrmix.stage_b.phases import Course
 from tests.harness import run_ranks
 from tests.unit.reasoning.small_reader import (
     WINDOW_TOKENS,
