@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 256  # in memory, of a corpus that may not fit in it
 
 def finish(run: Run, stage: Pretraining) -> None:
     """Evaluate, write metrics.json and report.html, and log the results; collective."""
-    evaluation, _ = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
+    evaluation = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
 
     def write_results() -> None:
         from cdrmix.monitoring.report import write_report  # Matplotlib, which only the end needs

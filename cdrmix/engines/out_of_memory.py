@@ -1,9 +1,8 @@
 """A micro-batch that a GPU's memory does not hold: the next start takes smaller ones.
 
 The rank that runs out of memory cannot join the collectives in which the others wait for it. So it
-leaves a note in the run directory and ends, which ends the run; the next start, by `cdrmix launch`
-or by hand, goes on from the newest checkpoint with smaller micro-batches and as many more of them.
-The note stays, so that this happens once.
+leaves a note in the run directory, which stays, and ends, which ends the run; the next start goes
+on from the newest checkpoint with smaller micro-batches and as many more of them.
 """
 
 from __future__ import annotations

@@ -94,8 +94,7 @@ class BatchSource(Protocol):
     """Samples or lessons in the run's global order."""
 
     def state_dict(self) -> JsonObject:
-        """Position at which the next batch begins, the same on every rank; its `samples_consumed`
-        counts those before it."""
+        """Position of the next batch, alike on all ranks; `samples_consumed` counts before it."""
 
     def load_state_dict(self, state: JsonObject) -> None:
         """Go to a saved position. Raises StateError if it is one in other data."""

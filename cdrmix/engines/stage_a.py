@@ -250,11 +250,17 @@ class Pretraining(Stage):
         """Held-out loss and a sample, at a cost in proportion to the steps since the last."""
         share = _EVALUATED_SHARE * (run.config.evaluation.every_steps or 0)
         tokens = int(share * run.config.training.tokens_per_step)
-        return self.evaluate_now(run, max_tokens=tokens)[1]
-
-    def evaluate_now(self, run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, float]]:
-        """Held-out loss at the current step, and its eval/* metrics; adds a sample of text."""
         began = time.monotonic()
+        evaluation = self.evaluate_now(run, max_tokens=tokens)
+        return {
+            "eval/loss": evaluation.loss,
+            "eval/perplexity": evaluation.perplexity,
+            "eval/bits_per_byte": evaluation.bits_per_byte,
+            "eval/seconds": time.monotonic() - began,
+        }
+
+    def evaluate_now(self, run: Run, *, max_tokens: int) -> Evaluation:
+        """Held-out loss at the current step; adds a sample of text."""
         settings = run.config.evaluation
         with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
             evaluation = evaluate(
@@ -279,12 +285,7 @@ class Pretraining(Stage):
             document = itertools.takewhile(lambda token: token != tokenizer.eos_id, new[0].tolist())
             text = tokenizer.decode(list(document))
             self.samples.append({"step": run.step, "prompt": settings.sample_prompt, "text": text})
-        return evaluation, {
-            "eval/loss": evaluation.loss,
-            "eval/perplexity": evaluation.perplexity,
-            "eval/bits_per_byte": evaluation.bits_per_byte,
-            "eval/seconds": time.monotonic() - began,
-        }
+        return evaluation
 
     def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
         """Nats of this rank's tokens, and the weight of the global batch."""

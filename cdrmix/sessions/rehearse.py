@@ -2,8 +2,7 @@
 
 Each small layout trains, saves and ends; resumes from its first checkpoint; and resumes from it in
 one process. One process trains the same micro-steps from the start. Runs of one layout are compared
-to the bit, the others to a relative 1e-5. A small Stage B starts from the backbone that the first
-layout has trained.
+to the bit, the others to a relative 1e-5. Stage B starts from the first layout's backbone.
 """
 
 from __future__ import annotations

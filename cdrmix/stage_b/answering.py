@@ -6,7 +6,6 @@ An answer comes with its events: the fate of every segment on the way.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,12 +15,10 @@ from cdrmix.errors import DataError
 from cdrmix.reasoning.earlier import Earlier, Kept, Writing, keep, make_earlier, opened
 from cdrmix.reasoning.episodes import check_decision, step_by_branches
 from cdrmix.reasoning.episodic_index import EpisodicIndex
-from cdrmix.reasoning.lessons import Lessons
-from cdrmix.reasoning.memory_reader import segment_room
 from cdrmix.reasoning.policy import Action
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.segments import Texts
-from cdrmix.stage_b.long_context import TrainedReader, load_reader
+from cdrmix.stage_b.long_context import TrainedReader, check_room, load_reader
 
 # Summarising and writing alone keep a segment: one that `retrieve` looks for is dropped, too.
 _WHILE_READING = {
@@ -125,7 +122,20 @@ def answer_with(
     decode = lessons.tokenizer.decode
     segments = lessons.segments(text)
     question_ids = lessons.tokenizer.encode(question)
-    _check_input(lessons, bool(segments), question_ids, has_index=lasting is not None)
+    if lasting is None and not (segments and question_ids):
+        raise DataError(
+            "reading with memory takes a text and a question: give --prompt or --file, and "
+            "--question. With --index one of the two is enough"
+        )
+    if not segments and not question_ids:
+        raise DataError(
+            "an index takes a text to read, a question, or both: give --prompt or --file, or "
+            "--question"
+        )
+    try:
+        check_room(lessons, question)  # before the text is read, which may be long
+    except ValueError as error:
+        raise DataError(f"the {error}. Ask a shorter one") from None
     # Without a text a segment without tokens is read, which stores nothing.
     texts = lessons.as_texts([segments or [[]]], [question_ids]).to(loaded.reader.backbone.device)
     if lasting is None:
@@ -146,28 +156,6 @@ def answer_with(
         f"at most {index.max_tokens}"
     )
     return dataclasses.replace(answered, events=(*answered.events, *events), index=summary)
-
-
-def _check_input(
-    lessons: Lessons, has_text: bool, question: Sequence[int], *, has_index: bool
-) -> None:
-    if not has_index and not (has_text and question):
-        raise DataError(
-            "reading with memory takes a text and a question: give --prompt or --file, and "
-            "--question. With --index one of the two is enough"
-        )
-    if not has_text and not question:
-        raise DataError(
-            "an index takes a text to read, a question, or both: give --prompt or --file, or "
-            "--question"
-        )
-    # Before the text is read, which may be long.
-    room = segment_room(lessons.window_tokens, len(question))
-    if room < 0:
-        raise DataError(
-            f"the question takes {len(question)} tokens, {-room} more than a window of "
-            f"{lessons.window_tokens} tokens has room for. Ask a shorter one"
-        )
 
 
 @dataclass

@@ -11,6 +11,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
+from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.config.load import changed_keys
 from cdrmix.config.schema import Config
 from cdrmix.data.shards import Manifest, manifest_digest
@@ -68,11 +69,8 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
 
 
 def find_backbone(
-    config: Config,
-    directory: RunDirectory,
-    manifest: Manifest,
-    resumed: store.FoundCheckpoint | None,
-) -> store.FoundCheckpoint:
+    config: Config, directory: RunDirectory, manifest: Manifest, resumed: FoundCheckpoint | None
+) -> FoundCheckpoint:
     """Finds and checks the checkpoint that Stage B starts from; collective.
 
     The checkpoint `resumed`, of --resume, serves where the configuration names no other run.
@@ -109,8 +107,7 @@ def find_backbone(
         state = state_of(source)
     for name, why in source.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
-    runtime.together(lambda: _check_model(config, state, source))
-    runtime.together(lambda: _check_tokenizer(manifest, state, source))
+    runtime.together(lambda: _check(config, manifest, state, source))
     return source
 
 
@@ -118,8 +115,10 @@ def _is_trained_in_stage_b(state: dict[str, Any]) -> bool:
     return state.get("stage") == "b" and state["stage_b"]["is_backbone_trained"]
 
 
-def _check_model(config: Config, state: dict[str, Any], source: store.FoundCheckpoint) -> None:
-    """Refuses a backbone of another architecture, and one of an unfinished Stage A."""
+def _check(
+    config: Config, manifest: Manifest, state: dict[str, Any], source: FoundCheckpoint
+) -> None:
+    """Refuses a backbone of another architecture, tokenizer or an unfinished Stage A."""
     model = config.model.model_dump(mode="json")
     changed = changed_keys({"model": state["config"]["model"]}, {"model": model})
     if changed:
@@ -128,22 +127,16 @@ def _check_model(config: Config, state: dict[str, Any], source: store.FoundCheck
             f"{source.path}: its backbone has another architecture: {listed}. Try the values "
             "there, or the run of a Stage A with those here"
         )
-    if state.get("stage") == "b":
-        return
-    # By its own configuration: a Stage A of this one may be longer or shorter.
-    length = Config.model_validate(state["config"]).training.num_steps
-    if source.step < length:
-        damaged = "; newer ones are damaged" if source.skipped else ""
-        raise StateError(
-            f"{source.path}: Stage A stopped at step {source.step} of {length}{damaged}. Finish it "
-            "first, with --resume auto and training.stage = a"
-        )
-
-
-def _check_tokenizer(
-    manifest: Manifest, state: dict[str, Any], source: store.FoundCheckpoint
-) -> None:
-    """Refuses another tokenizer, whose token ids mean other text; other data is allowed."""
+    if state.get("stage") != "b":
+        # By its own configuration: a Stage A of this one may be longer or shorter.
+        length = Config.model_validate(state["config"]).training.num_steps
+        if source.step < length:
+            damaged = "; newer ones are damaged" if source.skipped else ""
+            raise StateError(
+                f"{source.path}: Stage A stopped at step {source.step} of {length}{damaged}. "
+                "Finish it first, with --resume auto and training.stage = a"
+            )
+    # Token ids of another tokenizer mean other text. Other data is allowed.
     ours = manifest.tokenizer.sha256
     theirs = state.get("tokenizer")
     if theirs is None:  # older versions recorded the data set alone

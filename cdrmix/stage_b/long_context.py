@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -149,7 +148,7 @@ def evaluate_reasoning(
     logger.info("%s: step %d", source, loaded.trained.step)
     lessons = loaded.lessons
     if file is not None:
-        examples = read_examples(file, check=partial(_check_room, lessons))
+        examples = read_examples(file, check=lambda each: check_room(lessons, each.question))
     else:
         tasks = lessons.training.tasks
         examples = suite(lessons, tasks, length_ratios=LENGTH_RATIOS, num_examples=num_examples)
@@ -159,10 +158,11 @@ def evaluate_reasoning(
     return replace(evaluated, checkpoint=loaded.trained.checkpoint)
 
 
-def _check_room(lessons: Lessons, example: Example) -> None:
-    """Raises ValueError if a window has no room for the question."""
-    count = len(lessons.tokenizer.encode(example.question))
-    if (room := segment_room(lessons.window_tokens, count)) < 0:
+def check_room(lessons: Lessons, question: str) -> None:
+    """Raises ValueError if a window has no room for a question."""
+    count = len(lessons.tokenizer.encode(question))
+    room = segment_room(lessons.window_tokens, count)
+    if room < 0:
         raise ValueError(
             f"question takes {count} tokens, {-room} more than a window of "
             f"{lessons.window_tokens} tokens has room for"
