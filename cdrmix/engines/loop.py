@@ -195,13 +195,8 @@ def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
     if run.stage.name == "a":  # what Stage B waits for is its own making of lessons
         verdicts.insert(0, run.health.wait_known(run.step, seconds=waited, share=waited_share))
         metrics["tokens_per_second"] = steps * run.config.training.tokens_per_step / seconds
-    line = record(
-        step=run.step,
-        step_seconds=seconds / steps,
-        memory_peak_bytes=peak,
-        **metrics,
-        **run.health.metrics(),
-    )
+    metrics |= {"step_seconds": seconds / steps, "memory_peak_bytes": peak, **run.health.metrics()}
+    line = record(step=run.step, **metrics)
     # A phase, for its limit: rank 0 may wait for a file server, and the others for rank 0.
     with run.heartbeat.phase("logging"):
         runtime.together(lambda: run.observer.write(run.step, line))

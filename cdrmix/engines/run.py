@@ -33,10 +33,7 @@ JsonObject = dict[str, Any]
 
 @dataclass
 class Observer:
-    """Metrics file and progress of rank 0, and the time window between two logged lines.
-
-    The other ranks keep the window and write nothing.
-    """
+    """Metrics file and progress, on rank 0 alone, and the time window between two logged lines."""
 
     _files: tuple[MetricsFile, Progress] | None = None
     _window: list[tuple[float, float]] = field(default_factory=list)

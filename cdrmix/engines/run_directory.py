@@ -54,18 +54,13 @@ class RunDirectory:
     """Folder of a run, locked by this job."""
 
     path: Path
-    replica: Path | None = None  # folder of copies of its checkpoints
+    copies: tuple[Path, ...] = ()  # other folders of the same checkpoints
     _lock: IO[str] | None = field(default=None, repr=False)
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints, one folder per step."""
         return self.path / "checkpoints"
-
-    @property
-    def copies(self) -> tuple[Path, ...]:
-        """Other folders of the same checkpoints."""
-        return () if self.replica is None else (self.replica,)
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -96,20 +91,20 @@ def open_run_directory(config: Config, *, requested: Path | None, resume: str) -
     """
     is_first = runtime.rank() == 0
     opened = runtime.together(lambda: _open(config, requested, resume) if is_first else None)
-    places = runtime.broadcast_object((opened.path, opened.replica) if opened else None)
+    places = runtime.broadcast_object((opened.path, opened.copies) if opened else None)
     assert places is not None, "rank 0 opened them"
-    path, replica = places
 
     def check_seen() -> None:
         # On every rank: rank 0 cannot tell by itself that other hosts do not share the folder.
-        if replica is not None and not replica.is_dir():
-            raise StateError(
-                f"{replica}: rank 0 has made it, and it is not there. checkpoint.replica must be a "
-                "folder that all hosts share; of one host, a local one will do"
-            )
+        for replica in places[1]:
+            if not replica.is_dir():
+                raise StateError(
+                    f"{replica}: rank 0 has made it, and it is not there. checkpoint.replica must "
+                    "be a folder that all hosts share; of one host, a local one will do"
+                )
 
     runtime.together(check_seen)
-    return opened or RunDirectory(path, replica)
+    return opened or RunDirectory(*places)
 
 
 def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
@@ -155,17 +150,17 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
             "this user can write to"
         ) from error
     try:
-        return RunDirectory(path, _open_replica(config, path, goes_on=goes_on), lock)
+        return RunDirectory(path, _open_copies(config, path, goes_on=goes_on), lock)
     except StateError:
         lock.close()
         raise
 
 
-def _open_replica(config: Config, path: Path, *, goes_on: bool) -> Path | None:
+def _open_copies(config: Config, path: Path, *, goes_on: bool) -> tuple[Path, ...]:
     """Makes the folder of a run's copies, with a name that no other run directory shares."""
     folder = config.checkpoint.replica
     if folder is None:
-        return None
+        return ()
     whole = path.resolve()
     # Runs of one name in different folders may have one folder for copies.
     key = hashlib.sha256(str(whole).encode()).hexdigest()[:8]
@@ -183,7 +178,7 @@ def _open_replica(config: Config, path: Path, *, goes_on: bool) -> Path | None:
             f"{replica}: has checkpoints of an earlier run in {path}, which are never overwritten. "
             "Give --resume auto to go on from them, or another --run-dir"
         )
-    return replica
+    return (replica,)
 
 
 def _locked(path: Path) -> IO[str]:

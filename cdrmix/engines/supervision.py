@@ -113,7 +113,7 @@ class LostAlone(SystemExit):
 def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) -> int:
     """Run `action`, the work of this rank, while every rank sends heartbeats; collective.
 
-    Returns the exit code of `action`, after the head has received it.
+    Returns its exit code, after the head has received it.
     """
     limits = Limits(config.deadline_seconds, config.phase_seconds)
     folder = runtime.launch_folder()
@@ -123,9 +123,8 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
         head = start_head(address, limits, world_size=runtime.world_size(), folder=folder)
     meeting = runtime.broadcast_object(head.meeting if head else None)
     assert meeting is not None, "rank 0 made it"
-    heartbeat = Heartbeat(
-        meeting, limits, rank=runtime.rank(), head_pipe=head.pipe if head else None
-    )
+    pipe = head.pipe if head else None
+    heartbeat = Heartbeat(meeting, limits, rank=runtime.rank(), head_pipe=pipe)
     code = EXIT_FAULT
     try:
         code = action(heartbeat)

@@ -99,8 +99,7 @@ def check_same(things: str, name: str, digest: str) -> None:
 
 @cache  # once a run: Stage B opens the data set again
 def _warn_of_recipe(recipe: str | None, built_by: str | None, folder: str) -> None:
-    """Warn of a data set that another recipe than the model's built; `built_by` is None for folders
-    that name none, such as the sample corpus."""
+    """Warn of a data set that another recipe than the model's built, where both are named."""
     if recipe is not None and built_by is not None and built_by != recipe:
         logger.warning(
             "warning: %s was built by the recipe '%s', and data.recipe = '%s' is made for this "

@@ -345,10 +345,7 @@ class Rehearsed:
 
 
 def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
-    """Plan a run on a cluster and run the plan's layout, shrunk, on this machine's processors.
-
-    Raises PlanError if there is no plan that this version can run.
-    """
+    """Plan a run on a cluster and run its layout, shrunk, on this machine; PlanError if none can."""
     began = time.monotonic()
     compared = compare(config, cluster)
     plan = compared.plan

@@ -36,10 +36,7 @@ logger = get_logger(__name__)
 
 
 def choose_here(config: Config, *, profile: str | None) -> Plan:
-    """Lay the run out as `cdrmix plan` would on the devices of the ranks; collective.
-
-    Raises PlanError on every rank, if no layout can run.
-    """
+    """Lay the run out as `cdrmix plan` would on these devices, or raise PlanError; collective."""
     cluster = seen_cluster()
     return runtime.first_rank_does(lambda: choose(config, cluster, profile=profile))
 

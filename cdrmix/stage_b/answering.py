@@ -1,7 +1,4 @@
-"""Answers from texts longer than the window and from an index of earlier texts.
-
-An answer comes with its events: the fate of every segment on the way.
-"""
+"""Answers from long texts and from an index of earlier ones, with the fate of every segment."""
 
 from __future__ import annotations
 

@@ -56,10 +56,7 @@ class LessonLoader:
     _steps: int = 0
 
     def next(self, step: int) -> list[Any]:
-        """This rank's lessons of a step of Stage B; in the policy phase the episodes collected.
-
-        Raises DataError if a lesson cannot be made, or a reward is not finite.
-        """
+        """This rank's lessons of a step of Stage B; DataError if one cannot be made or played."""
         # From the number of the step, which checkpoints and metrics have, too.
         phase = place_of(step, self.training).phase
         # Every rank counts the lessons of all: a position holds at any number of ranks.
@@ -197,13 +194,10 @@ class StageB(Stage):
     def _learn(
         self, engine: Any, losses: Iterable[tuple[Tensor, LessonMetrics]], slots: int, scale: float
     ) -> list[LessonMetrics]:
-        """Take one optimizer step, a micro-step per loss; returns the metrics of each.
-
-        Every rank takes as many micro-steps: those beyond its lessons have no gradient, and no
-        rank waits in a collective that another leaves out.
-        """
+        """Take one optimizer step, a micro-step per loss; returns the metrics of each."""
         metrics = []
         coming = iter(losses)
+        # As many on every rank, with no gradient beyond its lessons: none waits in a collective.
         for slot in range(slots):
             lesson = next(coming, None)
             if lesson is not None:

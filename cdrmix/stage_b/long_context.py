@@ -1,7 +1,6 @@
 """Trained readers, and the suite that scores them on reasoning tasks by length of the text.
 
-Each score stands beside that of the backbone alone, which sees only the window at the end of the
-text; its state and cache begin there.
+Beside each score stands that of the backbone alone, which sees only the last window of the text.
 """
 
 # N texts

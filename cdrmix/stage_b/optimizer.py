@@ -102,9 +102,6 @@ class Clip:
 
     DeepSpeed would clip all of them by one norm, which that of the adapters dominates. Its clipping
     is off; under ZeRO 1 and 2 a group's gradients are one flat partition per rank.
-
-    Attributes:
-        norms: L2 norm of each part's gradients before clipping, at the last step.
     """
 
     def __init__(self, config: Config, topology: Topology = ALONE) -> None:
@@ -113,7 +110,7 @@ class Clip:
         self._limits = dict.fromkeys(PARTS, stage_b.training.gradient_clipping)
         self._limits["adapters"] = stage_b.adapters.gradient_clipping
         self._topology = topology
-        self.norms: dict[Part, float] = {}
+        self.norms: dict[Part, float] = {}  # L2, before clipping, at the last step
         self._next_norms: dict[Part, float] = {}
 
     @torch.no_grad()

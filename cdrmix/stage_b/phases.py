@@ -1,13 +1,10 @@
-"""Losses and rollouts of the phases of Stage B.
+"""Losses and rollouts of the phases of Stage B, means over a lesson.
 
-    memory    retrieval encoder (InfoNCE) and slots (text after a window that is gone)
-    adapters  plastic adapters, on text and on answers
-    policy    the memory agent, by GRPO on whole episodes
-    joint     all except the policy, and the backbone where it is trained; plain text without memory
-              then preserves its language modelling
-
-Losses are means over a lesson, so that the mean over the lessons of a step does not depend on the
-number of ranks that share them out.
+memory    retrieval encoder (InfoNCE) and slots (text after a window that is gone)
+adapters  plastic adapters, on text and on answers
+policy    the memory agent, by GRPO on whole episodes
+joint     all except the policy, and the backbone where it is trained; plain text without memory
+          then preserves its language modelling
 """
 
 # N texts, L segments, D hidden, K key dimensions, n windows or rows, T tokens
@@ -43,12 +40,6 @@ from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, Reading
 from cdrmix.reasoning.tasks import Example, score
 
 LessonMetrics = dict[str, Tensor]
-_LEARNING: dict[Phase, frozenset[Part]] = {
-    "memory": frozenset({"memory"}),
-    "adapters": frozenset({"adapters"}),
-    "policy": frozenset({"policy"}),
-    "joint": frozenset({"memory", "adapters"}),
-}
 
 
 def phase_loss(
@@ -253,11 +244,12 @@ class Course:
     lessons: Lessons
     config: Config
 
-    def learning(self, phase: Phase) -> frozenset[Part]:
+    def learning(self, phase: Phase) -> set[Part]:
         """Parts that a phase trains; the others have no gradient."""
-        if phase == "joint" and stage_b_section(self.config).training.backbone_lr_scale > 0:
-            return _LEARNING[phase] | {"backbone"}
-        return _LEARNING[phase]
+        if phase != "joint":
+            return {phase}
+        with_backbone = stage_b_section(self.config).training.backbone_lr_scale > 0
+        return {"memory", "adapters", "backbone"} if with_backbone else {"memory", "adapters"}
 
     def lesson(self, phase: Phase, number: int) -> Lesson:
         """Lesson `number` of a phase, from 0. Raises DataError if a shard is damaged."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
@@ -152,7 +151,7 @@ def _write(run: Run, rows: list[Row]) -> None:
     # of Stage A, if that was trained in this run directory
     earlier = json.loads(summary_path.read_text("utf-8")) if summary_path.exists() else {}
     lines = read_metrics(path / METRICS)
-    stage_b: dict[str, Any] = {
+    stage_b = {
         "steps": run.step,
         "seconds": run.seconds,
         # Later lines overwrite earlier ones: a phase's metrics end with the phase.
