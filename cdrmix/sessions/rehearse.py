@@ -345,7 +345,7 @@ class Rehearsed:
 
 
 def rehearse(config: Config, cluster: Cluster) -> Rehearsed:
-    """Plan a run on a cluster and run its layout, shrunk, on this machine; PlanError if none can."""
+    """Plan a run on a cluster, and run its layout shrunk on this machine, or raise PlanError."""
     began = time.monotonic()
     compared = compare(config, cluster)
     plan = compared.plan
