@@ -191,10 +191,11 @@ def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
     peak, peak_share, waited, waited_share = map(
         max, zip(*runtime.all_gather_object(usage), strict=True)
     )
-    verdicts = [run.health.memory_known(run.step, peak_share)]
+    verdicts = []
     if run.stage.name == "a":  # what Stage B waits for is its own making of lessons
-        verdicts.insert(0, run.health.wait_known(run.step, seconds=waited, share=waited_share))
+        verdicts.append(run.health.wait_known(run.step, seconds=waited, share=waited_share))
         metrics["tokens_per_second"] = steps * run.config.training.tokens_per_step / seconds
+    verdicts.append(run.health.memory_known(run.step, peak_share))
     metrics |= {"step_seconds": seconds / steps, "memory_peak_bytes": peak, **run.health.metrics()}
     line = record(step=run.step, **metrics)
     # A phase, for its limit: rank 0 may wait for a file server, and the others for rank 0.

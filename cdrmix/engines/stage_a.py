@@ -208,7 +208,6 @@ _ROUTER_METRICS = (
     "moe/z_loss",
 )
 
-
 # Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
 # Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
 _EVALUATED_SHARE = 0.07
