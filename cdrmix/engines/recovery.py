@@ -35,6 +35,12 @@ def save_run(run: Run, position: JsonObject) -> None:
     if run.saver.step == run.step:
         return
     step = run.step  # `after` runs when training may be steps further
+
+    def before() -> None:
+        run.directory.check_held()
+        # A resumed run cuts metrics back to its step, and could not write lost ones again.
+        run.observer.sync()
+
     with _stalled(run):
         run.saver.start(
             run.step,
@@ -51,8 +57,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 **run.stage.saved(run),
             },
             rank_state={"random": runtime.random_state()},
-            # A resumed run cuts metrics back to its step, and could not write lost ones again.
-            before=run.observer.sync,
+            before=before,
             after=lambda: record_save(run.directory, step),
         )
     run.wall_time.save()

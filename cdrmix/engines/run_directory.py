@@ -71,6 +71,24 @@ class RunDirectory:
         """Tells if a checkpoint belongs to this run."""
         return checkpoint.parent.resolve() in {folder.resolve() for folder in self.folders}
 
+    def check_held(self) -> None:
+        """Raises StateError if another job has taken the directory over; rank 0.
+
+        A file server gives a lock away when it has not heard of its host for the length of a lease.
+        """
+        if self._lock is None:
+            return
+        try:
+            # Opened anew: a client of NFS asks the server then, and may keep what is open.
+            holder = _parsed_holder((self.path / _LOCK).read_text(encoding="utf-8"))
+        except FileNotFoundError:  # removed by hand; nobody else has come since
+            return
+        if holder and (holder["host"], holder["process"]) != (socket.gethostname(), os.getpid()):
+            raise StateError(
+                f"{self.path}: process {holder['process']} on {holder['host']} has taken this run "
+                "directory over, because the file server lost sight of this host"
+            )
+
     def __enter__(self) -> Self:
         return self
 
