@@ -54,6 +54,7 @@ def start_engine(
             # cdrmix.runtime has made the process group, with a time-out of its own.
             dist_init_required=False,
         )
+    runtime.share_timeout()
     if config.training.precision == "fp16":  # at the lowest scale, cdrmix.monitoring.health judges
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     return engine

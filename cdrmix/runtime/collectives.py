@@ -105,6 +105,16 @@ def new_group(ranks: list[int], *, is_made_alone: bool = False) -> torch.distrib
     )
 
 
+def share_timeout() -> None:
+    """Gives the run's timeout to all groups of this rank: DeepSpeed makes those of experts without.
+
+    Torch's own is 10 minutes with NCCL, less than a save to a slow file server may take.
+    """
+    assert _GroupSettings.timeout is not None, "initialize_distributed comes first"
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        group.set_timeout(_GroupSettings.timeout)
+
+
 def destroy_distributed() -> None:
     """Ends the process group, if there is one; if that hangs, prints the stacks and exits."""
     if have_met():
