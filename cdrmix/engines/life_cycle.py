@@ -36,12 +36,18 @@ def run_stage(
     Returns:
         True if a signal stopped it; the state is then saved.
     """
+    stage = run.stage
+    directory = run.directory
+    steps = stage.num_steps if stage.name == "b" else None
     with run:
         with run.heartbeat.phase("starting"):
             if checkpoint is not None and resumes:
                 resume_from(run, checkpoint)
             # Only now, so that a start that is refused leaves an earlier run as it was.
-            runtime.first_rank_does(lambda: _describe(run))
+            runtime.first_rank_does(
+                lambda: write_description(directory, run.config, run.plan, stage_b_steps=steps)
+            )
+            runtime.first_rank_does(lambda: keep_tokenizer(directory, stage.corpus))
             if checkpoint is not None:
                 leave_behind(run, checkpoint, newer=True)
             run.start_up.done("resume")
@@ -57,15 +63,9 @@ def run_stage(
                 # Last of all: the batch script takes this file as the end of the run.
                 if is_last:
                     runtime.first_rank_does(
-                        lambda: write_finished(run.directory, step=run.step, stage=run.stage.name)
+                        lambda: write_finished(directory, step=run.step, stage=stage.name)
                     )
     return False
-
-
-def _describe(run: Run) -> None:
-    stage_b_steps = run.stage.num_steps if run.stage.name == "b" else None
-    write_description(run.directory, run.config, run.plan, stage_b_steps=stage_b_steps)
-    keep_tokenizer(run.directory, run.stage.corpus)
 
 
 def _open_records(run: Run) -> None:

@@ -20,7 +20,7 @@ from cdrmix.checkpoint.engine_state import before_each_step
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.optim import adamw
 from cdrmix.engines.recovery import hold, react, save_run, settle
-from cdrmix.engines.run import Run
+from cdrmix.engines.run import Batch, Result, Run
 from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
@@ -88,7 +88,7 @@ def train(run: Run) -> bool:
     return is_stopped
 
 
-def _train(run: Run) -> bool:
+def _train(run: Run[Batch, Result]) -> bool:
     stage = run.stage
     failure: DataError | None = None
 
@@ -151,7 +151,7 @@ def may_lower_scale(engine: Any) -> bool:
     return scaler is not None and scaler.dynamic and scaler.cur_scale > scaler.min_scale
 
 
-def _observe(run: Run, result: Any, verdict: Verdict | None) -> None:
+def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -> None:
     """Judge, evaluate, log and save after a step, each where it is due."""
     config = run.config
     stage = run.stage
@@ -215,7 +215,7 @@ class Agreement(NamedTuple):
     loss: float | None  # of the step before, in nats per token; None where it was known already
 
 
-def agree(run: Run, batch: Any) -> Agreement:
+def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
     """Exchange in one collective: the weight of the global batch, requests of signals, the loss of
     the step before, and each rank's progress with the checkpoint written in the background.
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -29,6 +29,18 @@ from cdrmix.parallel.topology import Topology
 from cdrmix.planning.plan import Plan
 
 JsonObject = dict[str, Any]
+Batch = TypeVar("Batch")
+
+
+class Timed(Protocol):
+    """Result of a step on this rank, of which the loop reads the time alone."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of forward, backward and optimizer."""
+
+
+Result = TypeVar("Result", bound=Timed)
 
 
 @dataclass
@@ -100,11 +112,11 @@ class BatchSource(Protocol):
         """Stop reading ahead."""
 
 
-class Stage(Protocol):
+class Stage(Protocol[Batch, Result]):
     """Training as the one loop sees it: Stage A and Stage B differ in what they do here.
 
     Each stage has its own types for a batch, this rank's share of a step, and for the result that
-    this rank computes from it, which has the `seconds` of forward, backward and optimizer.
+    this rank computes from it.
     """
 
     name: Literal["a", "b"]  # pretraining, reasoning enablement
@@ -112,21 +124,21 @@ class Stage(Protocol):
     corpus: Corpus
     loader: BatchSource  # batches of this data rank
 
-    def next_batch(self, run: Run) -> Any:
+    def next_batch(self, run: Run) -> Batch:
         """Read this rank's share of the next step. Raises DataError if it cannot be read."""
 
-    def weight(self, run: Run, batch: Any) -> float:
+    def weight(self, run: Run, batch: Batch) -> float:
         """Weight of that share in the mean over the global batch."""
 
-    def train_step(self, run: Run, batch: Any, *, weight: float) -> Any:
+    def train_step(self, run: Run, batch: Batch, *, weight: float) -> Result:
         """Take one step; `weight` is that of the global batch. Returns a result."""
 
-    def own_loss(self, result: Any) -> tuple[Tensor, float] | None:
+    def own_loss(self, result: Result) -> tuple[Tensor, float] | None:
         """This rank's part of a step's loss, scalar, and the weight of the global batch, by which
         the sum over ranks is divided; None where only `measure` gives a loss."""
         return None
 
-    def measure(self, run: Run, result: Any) -> dict[str, float]:
+    def measure(self, run: Run, result: Result) -> dict[str, float]:
         """Reduce a result over all ranks to metrics by name; collective."""
 
     def judge(self, run: Run, metrics: dict[str, float]) -> Sequence[Verdict | None]:
@@ -161,12 +173,12 @@ class Start:
 
 
 @dataclass(kw_only=True)
-class Run(Start):
+class Run(Start, Generic[Batch, Result]):
     """A run under way on this rank: a start with its engine, its stage and its progress."""
 
     topology: Topology  # this rank's place in the layout
     engine: Any  # DeepSpeed engine around the model
-    stage: Stage
+    stage: Stage[Batch, Result]
     saver: Saver  # writes the checkpoints
     observer: Observer = field(default_factory=Observer)
     step: int = 0  # optimizer steps completed
@@ -197,8 +209,13 @@ class Run(Start):
 
 
 def make_run(
-    start: Start, topology: Topology, engine: Any, stage: Stage, *, first_step: int = 0
-) -> Run:
+    start: Start,
+    topology: Topology,
+    engine: Any,
+    stage: Stage[Batch, Result],
+    *,
+    first_step: int = 0,
+) -> Run[Batch, Result]:
     """Returns the run of a start, its stage at `first_step`, whose checkpoint is never dropped."""
     saver = Saver(
         start.directory.folders,

@@ -213,7 +213,7 @@ _ROUTER_METRICS = (
 _EVALUATED_SHARE = 0.07
 
 
-class Pretraining(Stage):
+class Pretraining(Stage[Batch, StepResult]):
     """Samples of a corpus in the run's global order."""
 
     name: Literal["a", "b"] = "a"

@@ -134,7 +134,7 @@ class LessonResult(NamedTuple):
 
 
 @dataclass
-class StageB(Stage):
+class StageB(Stage[list[Any], LessonResult]):
     """Reasoning enablement.
 
     The reasoning suite takes too long to run between steps: there is nothing to `evaluate`. A loss

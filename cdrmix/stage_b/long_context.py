@@ -14,7 +14,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
@@ -203,6 +202,7 @@ def suite(
     return chosen
 
 
+@torch.no_grad()
 def score_examples(
     reader: MemoryReader, lessons: Lessons, examples: Sequence[Example], *, branches: bool = False
 ) -> Evaluated:
@@ -219,36 +219,24 @@ def score_examples(
     num_accepted = 0
     num_decisions = 0
     for (task, ratio), cell in cells.items():
-        scores = []
+        scores = []  # with memory and of the backbone alone, [N, 2] of each batch
         for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
             batch = cell[first : first + _EXAMPLES_PER_BATCH]
-            of_batch, accepted, decisions = _play(reader, lessons, batch, branches=branches)
-            scores.append(of_batch)
-            num_accepted += accepted
-            num_decisions += decisions
-        mean, alone = torch.cat(scores).mean(0).tolist()
-        rows.append(Row(task, ratio, mean, alone, len(cell)))
+            segments = [lessons.segments(each.text) for each in batch]
+            texts = lessons.texts(segments, [each.question for each in batch])
+            texts = texts.to(reader.backbone.device)
+            # The same checker for both columns, so that they differ by the memory alone.
+            grade = grade_by(batch, lessons.tokenizer)
+            episodes = ReadingEpisodes(reader, reader.read(texts), grade)
+            if branches:
+                branched = roll_out_branches(episodes, reader.policy, episodes.start())
+                final = branched.final
+                num_accepted += branched.num_accepted
+                num_decisions += branched.num_decisions
+            else:
+                final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
+            alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
+            scores.append(torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1))
+        mean, mean_alone = torch.cat(scores).mean(0).tolist()
+        rows.append(Row(task, ratio, mean, mean_alone, len(cell)))
     return Evaluated(rows, num_accepted / num_decisions if num_decisions else None)
-
-
-@torch.no_grad()
-def _play(
-    reader: MemoryReader, lessons: Lessons, examples: Sequence[Example], *, branches: bool
-) -> tuple[Tensor, int, int]:
-    """Scores of examples with memory and of the backbone alone, [N, 2]; decisions that accepted a
-    branch, and all decisions by branches."""
-    segments = [lessons.segments(each.text) for each in examples]
-    texts = lessons.texts(segments, [each.question for each in examples])
-    texts = texts.to(reader.backbone.device)
-    # The same checker for both columns, so that they differ by the memory alone.
-    grade = grade_by(examples, lessons.tokenizer)
-    episodes = ReadingEpisodes(reader, reader.read(texts), grade)
-    counts = (0, 0)
-    if branches:
-        branched = roll_out_branches(episodes, reader.policy, episodes.start())
-        final = branched.final
-        counts = (branched.num_accepted, branched.num_decisions)
-    else:
-        final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
-    alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
-    return torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1), *counts

@@ -113,7 +113,38 @@ def _set_up(
 def finish_stage_b(run: Run, course: Course) -> None:
     """Run the reasoning suite, write metrics.json and report.html, log the results; collective."""
     rows = _reasoning(run, course)
-    runtime.first_rank_does(lambda: _write(run, rows))
+
+    def write_results() -> None:
+        path = run.directory.path
+        write_record(run)  # repeated warnings are counted, and written only here
+        summary_path = path / "metrics.json"
+        # of Stage A, if that was trained in this run directory
+        earlier = json.loads(summary_path.read_text("utf-8")) if summary_path.exists() else {}
+        lines = read_metrics(path / METRICS)
+        stage_b = {
+            "steps": run.step,
+            "seconds": run.seconds,
+            # Later lines overwrite earlier ones: a phase's metrics end with the phase.
+            "latest": {name: line[name] for line in lines for name in _LEARNED if name in line},
+            "reasoning": [asdict(row) for row in rows],
+        }
+        summary = {
+            "name": run.config.name,
+            "samples": [],
+            **earlier,
+            "goodput": run.wall_time.to_json(),
+            "start_up": run.start_up.to_json(),
+            "stage_b": stage_b,
+            "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
+        }
+        write_json_atomic(summary_path, summary)
+        if rows:
+            evaluated = Evaluated(rows)
+            write_text_atomic(path / long_context.REASONING_FILE, evaluated.as_json() + "\n")
+            logger.info("reasoning:\n%s", evaluated.table())
+        logger.info("report: %s", write_report(path))
+
+    runtime.first_rank_does(write_results)
 
 
 def _reasoning(run: Run, course: Course) -> list[Row]:
@@ -142,34 +173,3 @@ def _reasoning(run: Run, course: Course) -> list[Row]:
             counting = scored if topology.counts_tokens else []  # all pipeline stages score alike
             rows += [row for each in runtime.all_gather_object(counting) for row in each]
     return sorted(rows, key=lambda row: (tasks.index(row.task), row.length_ratio))
-
-
-def _write(run: Run, rows: list[Row]) -> None:
-    path = run.directory.path
-    write_record(run)  # repeated warnings are counted, and written only here
-    summary_path = path / "metrics.json"
-    # of Stage A, if that was trained in this run directory
-    earlier = json.loads(summary_path.read_text("utf-8")) if summary_path.exists() else {}
-    lines = read_metrics(path / METRICS)
-    stage_b = {
-        "steps": run.step,
-        "seconds": run.seconds,
-        # Later lines overwrite earlier ones: a phase's metrics end with the phase.
-        "latest": {name: line[name] for line in lines for name in _LEARNED if name in line},
-        "reasoning": [asdict(row) for row in rows],
-    }
-    summary = {
-        "name": run.config.name,
-        "samples": [],
-        **earlier,
-        "goodput": run.wall_time.to_json(),
-        "start_up": run.start_up.to_json(),
-        "stage_b": stage_b,
-        "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
-    }
-    write_json_atomic(summary_path, summary)
-    if rows:
-        evaluated = Evaluated(rows)
-        write_text_atomic(path / long_context.REASONING_FILE, evaluated.as_json() + "\n")
-        logger.info("reasoning:\n%s", evaluated.table())
-    logger.info("report: %s", write_report(path))
