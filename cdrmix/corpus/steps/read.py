@@ -8,11 +8,11 @@ one; memory is bounded by the largest document allowed. A stream is cut into the
 from __future__ import annotations
 
 import gzip
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import yaml
@@ -103,11 +103,11 @@ def count_shards(source: SourceConfig) -> int:
     try:
         return int(_open(source).num_shards)
     except (OSError, ValueError) as error:
-        advice = (
-            "A data set on the hub needs a network; without one, give the path of a folder."
-            if isinstance(error, ConnectionError)
-            else "See path, subset, split and revision of this source."
-        )
+        advice = "See path, subset, split and revision of this source."
+        if isinstance(error, ConnectionError):
+            advice = (
+                "A data set on the hub needs a network; without one, give the path of a folder."
+            )
         raise DataError(f"source '{source.name}': {source.path}: {error}. {advice}") from error
 
 
@@ -138,11 +138,7 @@ def read_shard(
 
 
 def retry_rows(
-    rows_from: Callable[[int], Iterator[Any]],
-    *,
-    retries: int,
-    what: str,
-    sleep: Callable[[float], None] = time.sleep,
+    rows_from: Callable[[int], Iterator[Any]], *, retries: int, what: str
 ) -> Iterator[Any]:
     """Reads all rows of a stream; where the connection breaks, reopens it at the next row.
 
@@ -162,10 +158,8 @@ def retry_rows(
             return
         except Exception as error:
             # A broken connection, rather than broken data: the clients raise classes of their own.
-            package = type(error).__module__.partition(".")[0]
-            if package not in _NETWORK_PACKAGES and (
-                _is_damage(error) or not isinstance(error, OSError)
-            ):
+            is_system = isinstance(error, OSError) and not _is_damage(error)
+            if not is_system and type(error).__module__.partition(".")[0] not in _NETWORK_PACKAGES:
                 raise
             failures += 1
             if failures > retries:
@@ -180,11 +174,11 @@ def retry_rows(
 
 def paced(rows: Iterator[Any], per_second: float) -> Iterator[Any]:
     """Gives the same rows, no faster than `per_second` on average since the first."""
-    begin = time.monotonic()
+    begin = monotonic()
     for number, row in zip(count(), rows, strict=False):
-        ahead = number / per_second - (time.monotonic() - begin)
+        ahead = number / per_second - (monotonic() - begin)
         if ahead > 0:
-            time.sleep(ahead)
+            sleep(ahead)
         yield row
 
 
