@@ -57,12 +57,9 @@ from cdrmix.errors import DataError
 __all__ = ["Method", "MinHash", "Sign", "SignUrls", "SimHash"]  # for those who run the phases
 
 DROPS = np.dtype([("id", "<u8"), ("cluster", "<u8"), ("kind", "u1")])
-# Reasons to drop a document, as stored in the lists.
+# Reasons to drop a document; the lists hold their numbers.
+_REASONS = ("", "exact duplicate", "near duplicate", "same url", "host has enough")
 _EXACT, _NEAR, _URL, _HOST = range(1, 5)
-_REASONS = {
-    **{_EXACT: "exact duplicate", _NEAR: "near duplicate"},
-    **{_URL: "same url", _HOST: "host has enough"},
-}
 _NUM_LARGEST = 10
 # At one time there are two sorts, a chunk of signatures, one of links, and copies of these.
 _SHARES = 8

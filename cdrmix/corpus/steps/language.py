@@ -73,12 +73,10 @@ class Language(DocumentStep):
 
     def __post_init__(self) -> None:
         codes = self.languages
-        if codes is not None and (
-            isinstance(codes, str) or not codes or not all(map(_CODE.fullmatch, codes))
-        ):
-            raise ConfigError(
-                f"language: languages = {codes!r} is not a list of ISO 639 codes such as [en]"
-            )
+        is_list = codes is None or (codes and not isinstance(codes, str))
+        if not is_list or not all(map(_CODE.fullmatch, codes or ())):
+            expected = "a list of ISO 639 codes such as [en]"
+            raise ConfigError(f"language: languages = {codes!r} is not {expected}")
         if self.num_characters < 1:
             raise ConfigError(f"language: num_characters = {self.num_characters} is below 1")
         _model_file()  # fails here, not in a worker an hour later

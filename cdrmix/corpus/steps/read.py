@@ -26,7 +26,6 @@ from cdrmix.data.shards import read_regular
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 
-_WHOLE_FILES = ("text", "code", "html", "docx")
 # Metadata must stay small beside its text: it is held for every document in flight.
 _MAX_METADATA_CHARACTERS = 2_000
 
@@ -37,12 +36,10 @@ def read_file(file: SourceFile, source: SourceConfig, set_aside: SetAside) -> It
     Documents before a damage are given; the rest of the file is set aside.
     """
     try:
-        if file.kind in _WHOLE_FILES and source.chain_of_thought is not None:
+        is_whole = file.kind in ("text", "code", "html", "docx")
+        if is_whole and source.chain_of_thought is not None:
             raise Unreadable("no fields for a chain of thought", f"a file of kind {file.kind}")
-        if file.kind in _WHOLE_FILES:
-            rows: Rows = iter([(0, read_text(file, source))])
-        else:
-            rows = read_rows(file, source)
+        rows = iter([(0, read_text(file, source))]) if is_whole else read_rows(file, source)
         yield from _documents(rows, file.name, source, set_aside)
     except Unreadable as error:
         set_aside(file.name, None, error.reason, error.detail)
@@ -95,20 +92,14 @@ _logger = get_logger(__name__)
 
 
 def count_shards(source: SourceConfig) -> int:
-    """Number of parts of the stream that can be read independently.
-
-    Raises:
-        DataError: if the data set does not exist or cannot be reached.
-    """
+    """Number of parts of the stream that can be read independently."""
     try:
         return int(_open(source).num_shards)
     except (OSError, ValueError) as error:
-        advice = "See path, subset, split and revision of this source."
+        advice = "See path, subset, split and revision of this source"
         if isinstance(error, ConnectionError):
-            advice = (
-                "A data set on the hub needs a network; without one, give the path of a folder."
-            )
-        raise DataError(f"source '{source.name}': {source.path}: {error}. {advice}") from error
+            advice = "A data set on the hub needs a network; without one, give the path of a folder"
+        raise DataError(f"source '{source.name}': {source.path}: {error}. {advice}.") from error
 
 
 def shard_name(shard: int) -> str:
