@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from cdrmix.data.document import Document, DocumentStep
@@ -55,6 +56,7 @@ def _joined_surrogates(match: re.Match[str]) -> str:
     return match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+@dataclass(kw_only=True, eq=False)
 class Normalise(DocumentStep):
     """Makes text valid, and drops documents that are not text.
 
@@ -68,21 +70,14 @@ class Normalise(DocumentStep):
     """
 
     name = "normalise"
+    form: Literal["NFC", "NFKC"] | None = "NFC"
+    repair_encoding: bool = True
+    max_control_fraction: float = 0.02
+    max_invalid_fraction: float = 0.02
 
-    def __init__(
-        self,
-        *,
-        form: Literal["NFC", "NFKC"] | None = "NFC",
-        repair_encoding: bool = True,
-        max_control_fraction: float = 0.02,
-        max_invalid_fraction: float = 0.02,
-    ) -> None:
-        if form not in ("NFC", "NFKC", None):
-            raise ConfigError(f"normalise: form = {form!r} is not one of NFC, NFKC, null")
-        self.form = form
-        self.repair_encoding = repair_encoding
-        self.max_control_fraction = max_control_fraction
-        self.max_invalid_fraction = max_invalid_fraction
+    def __post_init__(self) -> None:
+        if self.form not in ("NFC", "NFKC", None):
+            raise ConfigError(f"normalise: form = {self.form!r} is not one of NFC, NFKC, null")
 
     def judge(self, document: Document) -> str | None:
         """Reasons: binary, undecodable, empty."""
@@ -159,6 +154,7 @@ def is_boilerplate(line: str) -> bool:
     return len(items) >= _MENU_ITEMS and len(line.split()) <= _WORDS_PER_MENU_ITEM * len(items)
 
 
+@dataclass(kw_only=True, eq=False)
 class Boilerplate(DocumentStep):
     """Removes boilerplate lines; indentation and order of the other lines stay.
 
@@ -173,19 +169,10 @@ class Boilerplate(DocumentStep):
     """
 
     name = "boilerplate"
-
-    def __init__(
-        self,
-        *,
-        domains: Sequence[str] = ("web",),
-        require_sentence_end: bool = False,
-        min_line_words: int = 1,
-        min_kept_fraction: float = 0.1,
-    ) -> None:
-        self.domains = frozenset(domains)
-        self.require_sentence_end = require_sentence_end
-        self.min_line_words = min_line_words
-        self.min_kept_fraction = min_kept_fraction
+    domains: Sequence[str] = ("web",)
+    require_sentence_end: bool = False
+    min_line_words: int = 1
+    min_kept_fraction: float = 0.1
 
     def judge(self, document: Document) -> str | None:
         """Reason: only boilerplate."""
@@ -208,6 +195,7 @@ class Boilerplate(DocumentStep):
         return None
 
 
+@dataclass(kw_only=True, eq=False)
 class Length(DocumentStep):
     """Keeps documents whose number of characters lies between two limits, both included.
 
@@ -215,15 +203,17 @@ class Length(DocumentStep):
     """
 
     name = "length"
+    min_characters: int = 1
+    max_characters: int | None = None
 
-    def __init__(self, *, min_characters: int = 1, max_characters: int | None = None) -> None:
-        if min_characters < 0 or (max_characters is not None and max_characters < min_characters):
+    def __post_init__(self) -> None:
+        least = self.min_characters
+        most = self.max_characters
+        if least < 0 or (most is not None and most < least):
             raise ConfigError(
-                f"length: min_characters = {min_characters} and max_characters = {max_characters} "
+                f"length: min_characters = {least} and max_characters = {most} "
                 "leave nothing; give 0 <= min_characters <= max_characters"
             )
-        self.min_characters = min_characters
-        self.max_characters = max_characters
 
     def judge(self, document: Document) -> str | None:
         """Reasons: too short, too long."""

@@ -28,7 +28,7 @@ from typing import IO, Any
 from xml.etree import ElementTree
 
 from cdrmix.corpus.source import SourceConfig, SourceFile
-from cdrmix.corpus.steps.read_bytes import Unreadable, from_extra, read_bounded
+from cdrmix.corpus.steps.read_bytes import Unreadable, from_extra, open_bytes
 
 # Ordinary pages take 0.025 CPU seconds and 10 MB of memory per MB.
 _CPU_SECONDS = 0.5
@@ -161,9 +161,13 @@ def _answer_pages() -> None:
 
 def read_text(file: SourceFile, source: SourceConfig) -> tuple[str, dict[str, Any]]:
     """Reads the text of a file, and metadata from within it; Unreadable if it is damaged."""
+    limit = source.max_document_bytes
     if file.kind == "docx":
-        return _docx_text(file.path, source.max_document_bytes), {}
-    content = read_bounded(file.path, source.max_document_bytes)
+        return _docx_text(file.path, limit), {}
+    with open_bytes(file.path) as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise Unreadable("larger than max_document_bytes", f"more than {limit} bytes in one text")
     encoding = source.encoding
     # The charset that an HTML page declares, if Python knows it; a byte order mark outranks it.
     if file.kind == "html" and not content.startswith(codecs.BOM_UTF8):

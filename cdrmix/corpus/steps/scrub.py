@@ -150,6 +150,7 @@ _US_SSN = re.compile(
     rf"(?<![\w.-])(?!000|666|9)[0-9]{{3}}-(?!00)[0-9]{{2}}-(?!0000)[0-9]{{4}}{_END}"
 )
 _CPF = re.compile(rf"(?<![\w.-])[0-9]{{3}}\.[0-9]{{3}}\.[0-9]{{3}}-[0-9]{{2}}{_END}")
+_CHINESE_ID = re.compile(rf"(?<![\w.-])[1-9][0-9]{{16}}[0-9Xx]{_END}")
 _NIR = re.compile(
     r"(?<![\w.-])[12] ?[0-9]{2} ?(?:0[1-9]|1[0-2]|[2-9][0-9]) ?(?:[0-9]{2}|2[AB])"
     rf" ?[0-9]{{3}} ?[0-9]{{3}} ?[0-9]{{2}}{_END}"
@@ -192,10 +193,8 @@ def _is_card(match: re.Match[str], _: str) -> bool:
 
 
 def _is_chinese_id(match: re.Match[str], _: str) -> bool:
-    """Tests for the check digit and a day of birth since 1900.
-
-    The library's own test also requires a place of birth in its list, which is a current one.
-    """
+    """Tests for the check digit and a day of birth since 1900."""
+    # The library's own test also requires a place of birth in its list, which is a current one.
     number = match[0].upper()
     if number[6:8] not in ("19", "20") or ric.calc_check_digit(number) != number[17]:
         return False
@@ -234,7 +233,7 @@ def _is_phone(match: re.Match[str], text: str) -> bool:
 # (kind, pattern, test of a match); at one place, the surest kind first.
 _NUMBERS = (
     ("card", _CARD, _is_card),
-    ("cn_id", re.compile(rf"(?<![\w.-])[1-9][0-9]{{16}}[0-9Xx]{_END}"), _is_chinese_id),
+    ("cn_id", _CHINESE_ID, _is_chinese_id),
     ("fr_nir", _NIR, lambda match, _: nir.is_valid(match[0])),
     ("us_ssn", _US_SSN, lambda match, _: True),
     # The check digits hold for eleven equal digits too, which nobody has.
@@ -259,9 +258,6 @@ def _starts_word(match: re.Match[str], text: str) -> bool:
 @cache
 def _iban_length(country: str) -> int | None:
     """Length of a country's IBANs, or None if it has none, by SWIFT's registry."""
-    structure = numdb.get("iban").info(country)[0][1].get("bban")
-    if structure is None:
-        return None
     structure = numdb.get("iban").info(country)[0][1].get("bban")
     if structure is None:
         return None
@@ -378,12 +374,8 @@ def _find_personal(text: str, kinds: frozenset[str]) -> Iterator[Span]:
 
 
 # In the order in which they count where two begin at one place: a phone number before an address.
-KINDS = tuple(
-    dict.fromkeys(
-        ["private_key", *(row[0] for row in _SECRETS), "email", "iban"]
-        + [row[0] for row in (*_NUMBERS, *_ELSEWHERE)]
-    )
-)
+_KINDS = (row[0] for row in (*_SECRETS, *_ELSEWHERE[:2], *_NUMBERS, *_ELSEWHERE[2:]))
+KINDS = ("private_key", *dict.fromkeys(_KINDS))
 
 
 def find_private(text: str, kinds: Iterable[str] = KINDS) -> list[Span]:
