@@ -41,8 +41,7 @@ _NAMED_RANKS = 4
 RETRY_SECONDS = (1.0, 4.0)
 # Failures that a disk can cause, and another attempt can mend.
 _FAILED_WRITES = (OSError, StateError, InfrastructureError)
-# A failed write, by file and reason, which may pass by itself (InfrastructureError) or lasts; or
-# none.
+# A failed write, by file and reason, which may pass by itself (InfrastructureError); None: written.
 _Failure = InfrastructureError | StateError | None
 
 
@@ -273,8 +272,7 @@ class Saver:
             save.job = self._run(lambda: self._name(save) if is_first else none)
 
     def wait(self) -> None:
-        """Waits for the end of the save under way, if there is one; collective. Raises as `advance`
-        does."""
+        """Waits for the end of a save under way; collective. Raises as `advance` does."""
         with self._stall():
             # At most twice: once for each phase of the save.
             while self._save is not None:
@@ -381,9 +379,7 @@ class Saver:
     def _problems_here(self, save: _Save) -> list[_Failure]:
         """Problems of this rank in this phase, whose job is done, for each root."""
         error = save.job.exception()
-        if error is None:
-            return save.job.result()
-        return [_as_problem(error) for _ in self._roots]
+        return [_as_problem(error) for _ in self._roots] if error else save.job.result()
 
 
 def _problem(action: Callable[[], None]) -> _Failure:
