@@ -19,7 +19,6 @@ from cdrmix.runtime.device import device, use_cpu
 from cdrmix.runtime.environment import local_rank, map_environment
 
 T = TypeVar("T")
-
 _SECONDS_TO_TEAR_DOWN = 60.0
 
 
@@ -61,9 +60,8 @@ def import_deepspeed() -> Any:
 def initialize_distributed(*, timeout_minutes: float = 30) -> None:
     """Makes the process group of this run through DeepSpeed: nccl on GPUs, gloo on CPUs.
 
-    A collective waits `timeout_minutes` at most. Raises InfrastructureError if the port is taken or
-    the address cannot be reached for now, ConfigError if the address does not exist, or this user
-    may not bind the port.
+    Raises InfrastructureError if the port is taken or the address cannot be reached for now,
+    ConfigError if the address does not exist, or this user may not bind the port.
     """
     map_environment()
     deepspeed = import_deepspeed()
