@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from cdrmix.cluster.handover import LauncherStart, LaunchPlace
+from cdrmix.cluster.handover import LauncherStart
 from cdrmix.cluster.hosts import Host, address_for_others, is_this_machine, run_on, ssh_command
 from cdrmix.config.load import shipped
 from cdrmix.errors import TrainingError
@@ -263,11 +263,14 @@ def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None)
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as name:
         out = Path(name) / "result.json"
         words = ["--bytes", str(_ALL_REDUCE_BYTES), "--out", str(out)]
-        place = LaunchPlace(tuple(hosts), ranks_per_host)
-        script = shipped("launch") / "all_reduce.py"
         try:
             with LauncherStart(
-                place, words, folder=Path(name), variables={}, script=script
+                hosts,
+                words,
+                ranks_per_host=ranks_per_host,
+                folder=Path(name),
+                variables={},
+                script=shipped("launch") / "all_reduce.py",
             ) as start:
                 start.wait_for_launcher(_ALL_REDUCE_SECONDS)
             result = json.loads(out.read_text(encoding="utf-8"))

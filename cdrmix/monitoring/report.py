@@ -125,13 +125,11 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
     elif run.num_steps and run.last_step < run.num_steps:
         state = "unfinished"
     stage_b = None
-    tiles = _tiles(run)
-    if run.reasoning_rows or (run.config and run.config.stage_b):
+    if run.config and run.config.stage_b:
         # Only here: a run without a Stage B loads nothing of it.
-        from cdrmix.monitoring import stage_b_page
+        from cdrmix.monitoring.stage_b_page import stage_b_report
 
-        stage_b = stage_b_page.stage_b_report(run)
-        tiles += stage_b_page.stage_b_tiles(run)
+        stage_b = stage_b_report(run)
     samples = [
         {"prompt": "", "text": "", **sample, "step": _number(sample.get("step"))}
         for sample in run.summary.get("samples") or []
@@ -141,7 +139,7 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "state": state,
         "num_bad_losses": sum(not math.isfinite(line.get("loss", 0.0)) for line in run.records),
         "max_events": _MAX_EVENTS,
-        "tiles": tiles,
+        "tiles": _tiles(run),
         "loss": _losses(run),
         "has_evaluations": bool(len(run.validation_losses()[0])),
         "comparison": _comparison(run),
@@ -193,6 +191,16 @@ def _tiles(run: RecordedRun) -> list[Tile]:
         tiles.append(Tile("Size", compact(total), unit))
     if run.is_stage_b_alone:
         tiles = [tile for tile in tiles if tile.value != _UNKNOWN]
+    rows = run.reasoning_rows
+    if rows:
+        # Weighted by texts, of which the cells may have different numbers.
+        count = sum(row["n"] for row in rows)
+        mean, backbone = (
+            sum(row[name] * row["n"] for row in rows) / count
+            for name in ("score", "backbone_score")
+        )
+        unit = f"over all lengths; backbone alone {backbone:.2f}"
+        tiles.append(Tile("Reasoning", f"{mean:.2f}", unit))
     return tiles
 
 
