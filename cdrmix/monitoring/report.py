@@ -131,6 +131,17 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
 
         stage_b = stage_b_report(run)
     optimizer, speed = _training_figures(run)
+    losses = [
+        Curve("training", *run.series("loss"), "c1", smooth=True),
+        Curve("validation", *run.validation_losses(), "c2"),
+    ]
+    baselines = run.summary.get("baselines") or {}
+    marks = [
+        Mark(f"{name} {value:.4f}", value)
+        for name in ("unigram", "bigram")
+        if (value := _number(baselines.get(f"{name}_loss"))) is not None
+    ]
+    title = "Training and validation"
     samples = [
         {"prompt": "", "text": "", **sample, "step": _number(sample.get("step"))}
         for sample in run.summary.get("samples") or []
@@ -141,8 +152,8 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "num_bad_losses": sum(not math.isfinite(line.get("loss", 0.0)) for line in run.records),
         "max_events": _MAX_EVENTS,
         "tiles": _tiles(run),
-        "loss": _losses(run),
-        "has_evaluations": bool(len(run.validation_losses()[0])),
+        "loss": plot(title, "nats per token", "loss", losses, marks, size=(1120, 330)),
+        "has_evaluations": bool(len(losses[1].steps)),
         "comparison": _comparison(run),
         "optimizer": optimizer,
         "speed": speed,
@@ -203,21 +214,6 @@ def _tiles(run: RecordedRun) -> list[Tile]:
         unit = f"over all lengths; backbone alone {backbone:.2f}"
         tiles.append(Tile("Reasoning", f"{mean:.2f}", unit))
     return tiles
-
-
-def _losses(run: RecordedRun) -> Figure:
-    baselines = run.summary.get("baselines") or {}
-    marks = [
-        Mark(f"{name} {value:.4f}", value)
-        for name in ("unigram", "bigram")
-        if (value := _number(baselines.get(f"{name}_loss"))) is not None
-    ]
-    curves = [
-        Curve("training", *run.series("loss"), "c1", smooth=True),
-        Curve("validation", *run.validation_losses(), "c2"),
-    ]
-    title = "Training and validation"
-    return plot(title, "nats per token", "loss", curves, marks, size=(1120, 330))
 
 
 def _comparison(run: RecordedRun) -> dict[str, Any] | None:
