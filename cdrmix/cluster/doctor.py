@@ -88,8 +88,15 @@ def examine(
             _space(answers, "shared_memory_free_bytes", "/dev/shm", 0),
             _shared_folder([*answers], folder),
             _ports([*answers], address),
-            _leftovers(answers),
         ]
+        leftovers = "; ".join(
+            f"{name}: {what}"
+            for name, values in answers.items()
+            for what in (*values["processes"], *values["files"])
+        )
+        advice = ". --remove-leftovers ends and deletes them" if leftovers else ""
+        detail = (leftovers or "none of this user's") + advice
+        findings.append(Finding("leftovers", "warn" if leftovers else "ok", detail))
     # last, because it takes minutes to time out where one of the others fails
     if with_all_reduce and is_ready(findings):
         findings.append(_all_reduce(hosts, folder, ranks_per_host))
@@ -244,18 +251,6 @@ def _ports(names: Sequence[str], address: str) -> Finding:
         why = f"{address}:{port} cannot be called. Is there a firewall? {failures}"
         return Finding("ports", "FAIL", why)
     return Finding("ports", "ok", f"{len(calls)} others reach {address} on any port")
-
-
-def _leftovers(answers: _Answers) -> Finding:
-    found = [
-        f"{name}: {what}"
-        for name, values in answers.items()
-        for what in (*values["processes"], *values["files"])
-    ]
-    if not found:
-        return Finding("leftovers", "ok", "none of this user's")
-    detail = f"{'; '.join(found)}. --remove-leftovers ends and deletes them"
-    return Finding("leftovers", "warn", detail)
 
 
 def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None) -> Finding:

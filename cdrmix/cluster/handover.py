@@ -100,17 +100,16 @@ class LauncherStart:
         if sys.platform == "linux":  # the kernel sends the child SIGTERM when `cdrmix launch` dies
             end_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
         first, *others = [host.name for host in hosts] or ["localhost"]
-        # chosen last: another program may take it before rank 0 binds it
-        port = free_port_on(first)
         words = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
-        words += ["--master_port", str(port)]
+        # chosen last: another program may take it before rank 0 binds it
+        words += ["--master_port", str(free_port_on(first))]
         if not hosts:
             words += ["--hostfile", os.devnull]  # else it takes /job/hostfile where there is one
         else:
             hostfile = self._folder / "hostfile"
             hostfile.write_text("".join(f"{h.name} slots={h.slots}\n" for h in hosts))
-            words += ["--hostfile", str(hostfile)]
-            words += ["--master_addr", address_for_others(first, others)]
+            address = address_for_others(first, others)
+            words += ["--hostfile", str(hostfile), "--master_addr", address]
             if not others and not is_this_machine(first):
                 words.append("--force_multi")  # else one host is taken to be this one
         if ranks_per_host is not None:

@@ -130,6 +130,18 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         from cdrmix.monitoring.stage_b_page import stage_b_report
 
         stage_b = stage_b_report(run)
+    optimizer, speed = _training_figures(run)
+    losses = [
+        Curve("training", *run.series("loss"), "c1", smooth=True),
+        Curve("validation", *run.validation_losses(), "c2"),
+    ]
+    baselines = run.summary.get("baselines") or {}
+    marks = [
+        Mark(f"{name} {value:.4f}", value)
+        for name in ("unigram", "bigram")
+        if (value := _number(baselines.get(f"{name}_loss"))) is not None
+    ]
+    title = "Training and validation"
     samples = [
         {"prompt": "", "text": "", **sample, "step": _number(sample.get("step"))}
         for sample in run.summary.get("samples") or []
@@ -140,11 +152,11 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "num_bad_losses": sum(not math.isfinite(line.get("loss", 0.0)) for line in run.records),
         "max_events": _MAX_EVENTS,
         "tiles": _tiles(run),
-        "loss": _losses(run),
-        "has_evaluations": bool(len(run.validation_losses()[0])),
+        "loss": plot(title, "nats per token", "loss", losses, marks, size=(1120, 330)),
+        "has_evaluations": bool(len(losses[1].steps)),
         "comparison": _comparison(run),
-        "optimizer": _optimizer(run),
-        "speed": _speed(run),
+        "optimizer": optimizer,
+        "speed": speed,
         "spent": _spendings(run.summary.get("goodput") or {}),
         "start_up": _spendings(run.summary.get("start_up") or {}),
         "routing": _routing(run),
@@ -204,21 +216,6 @@ def _tiles(run: RecordedRun) -> list[Tile]:
     return tiles
 
 
-def _losses(run: RecordedRun) -> Figure:
-    baselines = run.summary.get("baselines") or {}
-    marks = [
-        Mark(f"{name} {value:.4f}", value)
-        for name in ("unigram", "bigram")
-        if (value := _number(baselines.get(f"{name}_loss"))) is not None
-    ]
-    curves = [
-        Curve("training", *run.series("loss"), "c1", smooth=True),
-        Curve("validation", *run.validation_losses(), "c2"),
-    ]
-    title = "Training and validation"
-    return plot(title, "nats per token", "loss", curves, marks, size=(1120, 330))
-
-
 def _comparison(run: RecordedRun) -> dict[str, Any] | None:
     """The model and its baselines; None without a final evaluation or without baselines.
 
@@ -244,26 +241,22 @@ def _comparison(run: RecordedRun) -> dict[str, Any] | None:
     return {"predictors": predictors, "margin": min(known.values()) - model}
 
 
-def _optimizer(run: RecordedRun) -> list[Figure]:
+def _training_figures(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
+    """Draws the figures on the optimizer, and those on speed and memory."""
     clip = run.config.training.gradient_clipping if run.config else 0
     marks = [Mark(f"clipped at {clip:g}", clip)] if clip else []
+    steps, peak = run.series("memory_peak_bytes")
     rate = Curve("", *run.series("learning_rate"), "c3")
     norm = Curve("", *run.series("grad_norm"), "c4", smooth=True)
-    short = "{:.3g}".format
-    return [
-        plot("Learning rate", "per step", "learning-rate", [rate], text=short, limits=_FROM_ZERO),
-        plot("Gradient norm", "L2, before clipping", "grad-norm", [norm], marks),
-    ]
-
-
-def _speed(run: RecordedRun) -> list[Figure]:
-    """Draws the figures on speed and memory."""
-    steps, peak = run.series("memory_peak_bytes")
     speed = Curve("", *run.series("tokens_per_second"), "c1", smooth=True)
     memory = Curve("", steps, peak / 2**30, "c2")
+    short = "{:.3g}".format
     whole = "{:,.0f}".format
     gib = "{:.2f}".format
     return [
+        plot("Learning rate", "per step", "learning-rate", [rate], text=short, limits=_FROM_ZERO),
+        plot("Gradient norm", "L2, before clipping", "grad-norm", [norm], marks),
+    ], [
         plot("Throughput", "tokens per second", "speed", [speed], text=whole, limits=_FROM_ZERO),
         plot("Peak memory", "GiB, largest rank", "memory", [memory], text=gib, limits=_FROM_ZERO),
     ]
