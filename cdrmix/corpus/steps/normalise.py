@@ -58,7 +58,6 @@ class Normalise(DocumentStep):
     Args:
         form: Unicode normal form; NFKC also folds ligatures and full width letters, and so loses
             superscripts (x² becomes x2). None leaves the text as it is.
-        repair_encoding: undo UTF-8 that was read as Windows-1252 or Latin-1 (cafÃ© -> café).
         max_control_fraction: share of control characters above which a text is binary; two are
             always allowed.
         max_invalid_fraction: the same for U+FFFD and lone surrogates, which mark undecodable bytes.
@@ -66,7 +65,7 @@ class Normalise(DocumentStep):
 
     name = "normalise"
     form: Literal["NFC", "NFKC"] | None = "NFC"
-    repair_encoding: bool = True
+    repair_encoding: bool = True  # UTF-8 that was read as Windows-1252 or Latin-1: cafÃ© -> café
     max_control_fraction: float = 0.02
     max_invalid_fraction: float = 0.02
 
