@@ -159,8 +159,6 @@ def find_duplicates(
     Args:
         signature_files: in the order of the corpus; see `SignatureFiles`.
         out: folder of the lists and of temporary files; made if it does not exist.
-    Raises:
-        DataError: if a signature file is missing, truncated or of another method.
     """
     files = SignatureFiles(signature_files, method)
     with _new_disk(out / "clusters.partial", memory_bytes // _SHARES) as disk:
@@ -324,8 +322,6 @@ def find_same_urls(
     Returns:
         `documents` with an address, different `pages` and `hosts` among these, and documents
         dropped for the `same_url` or a `full_host` (counts).
-    Raises:
-        DataError: if notes are missing or damaged.
     """
     for path in notes:
         try:

@@ -370,9 +370,9 @@ class Filter(DocumentStep):
         # Computed once, as every document needs them.
         self._limits: dict[str, list[tuple[FilterRule, float]]] = {}
         rules = [rule for rule in RULES if self.stop_words or rule.figure != "num_stop_words"]
-        for known_profile in PROFILES:
-            limits = ((rule, rule.limit(known_profile, self.strictness)) for rule in rules)
-            self._limits[known_profile] = [(r, limit) for r, limit in limits if limit is not None]
+        for profile in PROFILES:
+            limits = ((rule, rule.limit(profile, self.strictness)) for rule in rules)
+            self._limits[profile] = [(rule, limit) for rule, limit in limits if limit is not None]
 
     def check_domains(self, domains: Iterable[str]) -> None:
         """Raises a DataError that names the first domain without a profile."""

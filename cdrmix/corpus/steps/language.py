@@ -58,17 +58,14 @@ def identify(text: str) -> tuple[str, float]:
 class Language(DocumentStep):
     """Keeps documents in some languages; writes metadata `language` and `language_score`.
 
-    Args:
-        languages: ISO 639 codes to keep; None only writes the metadata and drops nothing.
-        min_score: score below which the language is uncertain. FineWeb's 0.65.
-        num_characters: length of the beginning that is examined.
-        skip_domains: passed on unexamined: identifiers call nearly all source code English.
+    Source code is passed on unexamined: identifiers call nearly all of it English.
     """
 
     name = "language"
+    # ISO 639 codes to keep; None only writes the metadata and drops nothing.
     languages: Sequence[str] | None = ("en",)
-    min_score: float = 0.65
-    num_characters: int = 1000
+    min_score: float = 0.65  # FineWeb's; below it the language is uncertain
+    num_characters: int = 1000  # of the beginning, which is examined
     skip_domains: Sequence[str] = ("code",)
 
     def __post_init__(self) -> None:

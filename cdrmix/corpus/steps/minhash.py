@@ -171,8 +171,9 @@ class MinHash:
     min_jaccard: float = 0.6
 
     def __post_init__(self) -> None:
-        names = ("shingle_words", "num_bands", "rows_per_band")
-        if wrong := [f"{n} = {getattr(self, n)}" for n in names if getattr(self, n) < 1]:
+        counts = asdict(self)
+        del counts["min_jaccard"]
+        if wrong := [f"{name} = {value}" for name, value in counts.items() if value < 1]:
             raise DataError(f"minhash: {', '.join(wrong)}: allowed are 1 and more.")
         if not 0 <= self.min_jaccard <= 1:
             raise DataError(f"minhash: min_jaccard = {self.min_jaccard}: allowed are 0 to 1.")

@@ -51,11 +51,6 @@ def _reread_as_utf8(match: re.Match[str]) -> str:
         return match[0]
 
 
-def _joined_surrogates(match: re.Match[str]) -> str:
-    """The characters that surrogate pairs stand for, and U+FFFD for a lone surrogate."""
-    return match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
 @dataclass(kw_only=True, eq=False)
 class Normalise(DocumentStep):
     """Makes text valid, and drops documents that are not text.
@@ -63,7 +58,6 @@ class Normalise(DocumentStep):
     Args:
         form: Unicode normal form; NFKC also folds ligatures and full width letters, and so loses
             superscripts (x² becomes x2). None leaves the text as it is.
-        repair_encoding: undo UTF-8 that was read as Windows-1252 or Latin-1 (cafÃ© -> café).
         max_control_fraction: share of control characters above which a text is binary; two are
             always allowed.
         max_invalid_fraction: the same for U+FFFD and lone surrogates, which mark undecodable bytes.
@@ -71,7 +65,7 @@ class Normalise(DocumentStep):
 
     name = "normalise"
     form: Literal["NFC", "NFKC"] | None = "NFC"
-    repair_encoding: bool = True
+    repair_encoding: bool = True  # UTF-8 that was read as Windows-1252 or Latin-1: cafÃ© -> café
     max_control_fraction: float = 0.02
     max_invalid_fraction: float = 0.02
 
@@ -85,7 +79,11 @@ class Normalise(DocumentStep):
         num_invalid = 0
         # ASCII cannot be cut in half, misread or in another normal form.
         if not text.isascii():
-            text = _SURROGATES.sub(_joined_surrogates, text)
+            # Surrogate pairs become the characters they stand for, lone surrogates U+FFFD.
+            text = _SURROGATES.sub(
+                lambda m: m[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"),
+                text,
+            )
             num_invalid = text.count("\ufffd")
             if self.repair_encoding:
                 text = _MOJIBAKE.sub(_reread_as_utf8, text)

@@ -70,7 +70,8 @@ _WITHIN = frozenset(string.ascii_letters + string.digits + "_-")  # one of these
 _NO_PASSWORD = re.compile(r"(?i)[$%{<*].*|[x.]{3,}|.*\}|pass|password|passwd|pwd|secret|pw|\d{1,5}")
 
 
-def _find_secrets(text: str, kinds: frozenset[str]) -> Iterator[Span]:
+def find_secrets(text: str, kinds: frozenset[str]) -> Iterator[Span]:
+    """Spans of the secrets of these kinds, pattern by pattern."""
     if "private_key" in kinds and "PRIVATE KEY" in text:
         end = 0
         for begin in _KEY_BEGINS.finditer(text):
@@ -113,7 +114,7 @@ _TLD_NAMES = (
 _TLDS = frozenset(_TLD_NAMES.split())
 
 
-def _email(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def email_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of an address; of git@host:path none, which is how clones are written."""
     at = match.start()
     tld = match[2].lower()
@@ -264,7 +265,7 @@ def _iban_length(country: str) -> int | None:
     return len("DE00") + sum(int(n) for n in re.findall(r"(\d+)!", structure))
 
 
-def _iban(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def iban_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of an IBAN, with spaces between groups of four or without."""
     length = _iban_length(match[0][:2])
     if length is None or not _starts_word(match, text):
@@ -279,13 +280,13 @@ def _iban(match: re.Match[str], text: str) -> tuple[int, int] | None:
     return (match.start(), end) if iban.is_valid(compact, check_country=False) else None
 
 
-def _nino(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def nino_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of a United Kingdom National Insurance number, by the form that HMRC publishes."""
     is_valid = match[0][:2] not in _NO_NINO and _starts_word(match, text)
     return match.span() if is_valid else None
 
 
-def _codice_fiscale(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def tax_code_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of an Italian tax code with a correct check letter."""
     if not _starts_word(match, text):
         return None
@@ -313,7 +314,7 @@ _IPV6 = re.compile(r"[23][0-9A-Fa-f]{3}(?::[0-9A-Fa-f]{0,4}){2,7}")
 _IPV6_GROUPS = 3
 
 
-def _ipv4(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def ipv4_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of a public address, but of no version, section or object identifier."""
     start, end = match.span()
     before = text[max(0, start - 24) : start]
@@ -329,7 +330,7 @@ def _ipv4(match: re.Match[str], text: str) -> tuple[int, int] | None:
     return (start, end) if address.is_global and not address.is_multicast else None
 
 
-def _ipv6(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def ipv6_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of an address of 2000::/3, the allocated range; not of the documentation range."""
     start, end = match.span()
     before = text[start - 1 : start]
@@ -347,16 +348,17 @@ def _ipv6(match: re.Match[str], text: str) -> tuple[int, int] | None:
 
 # (kind, pattern, function that gives the span of a match, or None if it is no such thing)
 _ELSEWHERE = (
-    ("email", _DOMAIN, _email),
-    ("iban", _LETTERED, _iban),
-    ("uk_nino", _NINO, _nino),
-    ("it_cf", _CODICE_FISCALE, _codice_fiscale),
-    ("ipv4", _IPV4, _ipv4),
-    ("ipv6", _IPV6, _ipv6),
+    ("email", _DOMAIN, email_span),
+    ("iban", _LETTERED, iban_span),
+    ("uk_nino", _NINO, nino_span),
+    ("it_cf", _CODICE_FISCALE, tax_code_span),
+    ("ipv4", _IPV4, ipv4_span),
+    ("ipv6", _IPV6, ipv6_span),
 )
 
 
-def _find_personal(text: str, kinds: frozenset[str]) -> Iterator[Span]:
+def find_personal(text: str, kinds: frozenset[str]) -> Iterator[Span]:
+    """Spans of the personal data of these kinds."""
     for kind, pattern, span_of in _ELSEWHERE:
         if kind in kinds:
             for match in pattern.finditer(text):
@@ -384,7 +386,7 @@ def find_private(text: str, kinds: Iterable[str] = KINDS) -> list[Span]:
     Of two that overlap the one that starts first counts; at one start, the first in KINDS.
     """
     selected = frozenset(kinds)
-    spans = [*_find_secrets(text, selected), *_find_personal(text, selected)]
+    spans = [*find_secrets(text, selected), *find_personal(text, selected)]
     spans.sort(key=lambda span: (span[0], KINDS.index(span[2])))
     disjoint: list[Span] = []
     for span in spans:
