@@ -47,7 +47,16 @@ def map_environment() -> None:
     elif "MASTER_ADDR" in env and "MASTER_PORT" in env:
         return
     elif "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env:
-        address, mpi_port = _address_by_mpi()
+        from mpi4py import MPI
+
+        # rank 0's address and a free port there, for all ranks of this mpirun
+        world = MPI.COMM_WORLD
+        hosts = world.allgather(platform.node())
+        meeting = None
+        if world.Get_rank() == 0:
+            address = "127.0.0.1" if len({*hosts}) == 1 else address_of_this_host()
+            meeting = (address, free_port())
+        address, mpi_port = world.bcast(meeting)
         env.setdefault("MASTER_ADDR", address)
         env.setdefault("MASTER_PORT", str(mpi_port))
     elif "SLURM_STEP_NODELIST" in env:
@@ -61,20 +70,6 @@ def map_environment() -> None:
             f"{env['WORLD_SIZE']} ranks were started without MASTER_ADDR and MASTER_PORT: export "
             "both before mpirun or srun, or start with the deepspeed launcher"
         )
-
-
-def _address_by_mpi() -> tuple[str, int]:
-    """Broadcasts rank 0's address and a free port there to all ranks of an mpirun."""
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    hosts = world.allgather(platform.node())
-    meeting = None
-    if world.Get_rank() == 0:
-        address = "127.0.0.1" if len({*hosts}) == 1 else address_of_this_host()
-        meeting = (address, free_port())
-    address, port = world.bcast(meeting)
-    return address, port
 
 
 def environment_rank() -> int:
