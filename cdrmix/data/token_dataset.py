@@ -81,9 +81,8 @@ class Permutation:
         low = values & self._low_mask
         high = values >> self._low_bits
         for number, key in enumerate(self._round_keys):
-            half, other, mask = (low, high, self._high_mask)
-            if number % 2:
-                half, other, mask = (high, low, self._low_mask)
+            half, other = (high, low) if number % 2 else (low, high)
+            mask = self._low_mask if number % 2 else self._high_mask
             # Hash of each value under the key; uint64 arithmetic wraps around by intent.
             hashed = (half ^ key) * _GOLDEN
             hashed ^= hashed >> _SHIFT

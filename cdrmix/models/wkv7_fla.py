@@ -39,7 +39,7 @@ def wkv7_fla(
 
     Arguments and results as of `wkv7_reference`; `obstacle` has returned None.
     """
-    r, v = inputs[0], inputs[3]
+    r, _, _, v, _, _ = inputs
     case = _Case(v.device, v.dtype, r.shape[3], v.shape[3], is_packed=segment_ids is not None)
     chunk = _checked_chunk_tokens(case)
     assert isinstance(chunk, int), f"fla's chunk_rwkv7 cannot be used: {chunk}"
