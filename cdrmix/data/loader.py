@@ -93,7 +93,8 @@ class Loader:
         micro_starts = np.arange(0, global_batch_size, micro_batch_size * data_size)
         rank_samples = np.arange(micro_batch_size) + data_rank * micro_batch_size
         self._offsets = (micro_starts[:, None] + rank_samples).ravel()  # [A * B]
-        self._batches = self._start()
+        batches = self._batches_from(self.samples_consumed)
+        self._batches = _read_ahead(batches, self._prefetch)
 
     def next(self) -> dict[str, torch.Tensor]:
         """Returns the rank's share of the next step: `input_ids` and `labels`, int64 [A, B, T].
@@ -110,15 +111,27 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Position and the identity of the order that it counts in; plain numbers and strings."""
-        return {"samples_consumed": self.samples_consumed} | self._identity()
+        order = "sequential" if self._seed is None else "shuffled"
+        if self._window is not None:
+            order = f"shuffled by {self._window} samples"
+        return {
+            "samples_consumed": self.samples_consumed,
+            "manifest_digest": self._dataset.manifest_digest,
+            "split": self._dataset.split,
+            "num_samples": self._dataset.num_samples,
+            "sequence_length": self._dataset.sequence_length,
+            "order": order,
+            "seed": self._seed,
+            "mixture": self._dataset.mixture,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Moves to a saved position; a StateError if it is of another data set or order."""
         # batch sizes and the number of ranks may differ
         differing = [
             f"{key}: the checkpoint has {state.get(key)!r}, this run has {value!r}"
-            for key, value in self._identity().items()
-            if state.get(key) != value
+            for key, value in self.state_dict().items()
+            if key != "samples_consumed" and state.get(key) != value
         ]
         if differing:
             raise StateError(
@@ -129,7 +142,8 @@ class Loader:
             )
         self.close()  # the thread reads from the old position
         self.samples_consumed = state["samples_consumed"]
-        self._batches = self._start()
+        batches = self._batches_from(self.samples_consumed)
+        self._batches = _read_ahead(batches, self._prefetch)
 
     def sample_rows(self, start: int, stop: int) -> NDArray[np.int64]:
         """Rows [stop - start, T + 1] of global samples start .. stop - 1, of all ranks together."""
@@ -140,24 +154,6 @@ class Loader:
         """Ends the thread that reads ahead; `next` must not be called afterwards."""
         self._batches.close()
 
-    def _identity(self) -> dict[str, Any]:
-        order = "sequential" if self._seed is None else "shuffled"
-        if self._window is not None:
-            order = f"shuffled by {self._window} samples"
-        return {
-            "manifest_digest": self._dataset.manifest_digest,
-            "split": self._dataset.split,
-            "num_samples": self._dataset.num_samples,
-            "sequence_length": self._dataset.sequence_length,
-            "order": order,
-            "seed": self._seed,
-            "mixture": self._dataset.mixture,
-        }
-
-    def _start(self) -> Generator[Batch]:
-        batches = self._batches_from(self.samples_consumed)
-        return _read_ahead(batches, self._prefetch) if self._prefetch else batches
-
     def _batches_from(self, start: int) -> Generator[Batch]:
         """Reads the batch of step after step, beginning at global sample `start`."""
         step = self._global_batch_size
@@ -166,16 +162,13 @@ class Loader:
         shape = (-1, self._micro_batch_size, self._dataset.sequence_length + 1)
         eos_id = self._dataset.manifest.eos_id
 
-        def block_at(start: int) -> NDArray[np.int64]:
-            numbers = (start + step * np.arange(num_steps))[:, None] + self._offsets
-            return self._dataset.order(numbers, self._seed, self._window)  # [steps, A * B]
-
-        following = block_at(start)
+        numbers = (start + step * np.arange(num_steps))[:, None] + self._offsets  # [steps, A * B]
+        following = self._dataset.order(numbers, self._seed, self._window)
         while True:
             block = following
-            start += step * num_steps
             # One block ahead, so that a remote folder has time to copy its shards.
-            following = block_at(start)
+            numbers = numbers + step * num_steps
+            following = self._dataset.order(numbers, self._seed, self._window)
             self._dataset.expect(np.concatenate([block, following]))
             for indices in block:
                 rows = self._dataset.rows(indices).reshape(shape)  # [A, B, T + 1]
@@ -237,6 +230,8 @@ def next_targets(
 
 def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
     """Gives the same batches, up to `depth` of them read ahead by a thread that ends on close."""
+    if depth == 0:
+        yield from batches
     # Two queues instead of one bounded one: a put into a full queue could not be ended on close.
     ready: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
     room: queue.SimpleQueue[None] = queue.SimpleQueue()

@@ -18,11 +18,13 @@ import hashlib
 import heapq
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -87,6 +89,7 @@ class Mixture:
         self, num_samples: Mapping[str, int], phases: Sequence[Phase], *, temperature: float = 1.0
     ) -> None:
         self.domains = tuple(sorted(num_samples))
+        self.num_samples = num_samples
         _check(self.domains, phases)
         self.phases = tuple(phases)
         self._shares: list[NDArray[np.float64]] = []
@@ -112,8 +115,8 @@ class Mixture:
             for slots, length in self._parts(place, phase.num_samples):
                 self._stages.append(_Stage(start, base, slots))
                 if length is not None:
-                    base = tuple(_counts_after(self._stages[-1], length).tolist())
                     start += length
+                    base = tuple(self.counts(start).tolist())  # the stage just added reaches there
         if self.phases[-1].num_samples is not None:  # its last shares hold to the end of training
             slots = _whole_slots(self._shares[-1] * _BLOCK_SLOTS)
             self._stages.append(_Stage(start, base, slots))
@@ -146,8 +149,12 @@ class Mixture:
 
     def counts(self, number: int) -> NDArray[np.int64]:
         """Samples of each domain before global sample `number`, [domains]."""
-        stage = self._stages[int(np.searchsorted(self._starts, number, side="right")) - 1]
-        return _counts_after(stage, number - stage.start)
+        stage = self._stages[bisect_right(self._stages, number, key=attrgetter("start")) - 1]
+        blocks, rest = divmod(number - stage.start, sum(stage.slots))
+        counts = np.array(stage.base) + blocks * np.array(stage.slots)
+        if rest:
+            counts += np.bincount(_fill_block(stage.slots).sources[:rest], minlength=len(counts))
+        return counts
 
     def target_shares(self, number: int) -> NDArray[np.float64]:
         """Target share of each domain at global sample `number`, [domains]."""
@@ -160,11 +167,6 @@ class Mixture:
                 return self._shares_within(place, done)
             start += length
         return self._shares[-1]
-
-    def describe(self) -> str:
-        """Returns the mixture in one line, for messages."""
-        names = ", ".join(self.domains)
-        return f"{self.digest} ({len(self.phases)} phases over {names})"
 
     def _shares_within(self, place: int, done: float) -> NDArray[np.float64]:
         """Shares in a phase after the part `done` of it, 0 to 1."""
@@ -232,15 +234,6 @@ def _fill_block(slots: tuple[int, ...]) -> _Table:
     return _Table(sources, ranks)
 
 
-def _counts_after(stage: _Stage, num_samples: int) -> NDArray[np.int64]:
-    """Samples of each domain before the one that is `num_samples` after the stage's first."""
-    blocks, rest = divmod(num_samples, sum(stage.slots))
-    counts = np.array(stage.base) + blocks * np.array(stage.slots)
-    if rest:
-        counts += np.bincount(_fill_block(stage.slots).sources[:rest], minlength=len(counts))
-    return counts
-
-
 def _whole_slots(values: NDArray[np.float64]) -> tuple[int, ...]:
     """Rounds `values` to whole numbers with the same sum, by largest remainder."""
     floors = np.floor(values + 1e-9).astype(int)
@@ -278,12 +271,15 @@ def _check(domains: Sequence[str], phases: Sequence[Phase]) -> None:
         raise DataError("data.mixture: " + "\ndata.mixture: ".join(problems))
 
 
-def draw_sources(mixture: Mixture, start: int, stop: int) -> dict[str, dict[str, float]]:
-    """Shares of each domain `asked` for (mean) and `drawn` in global samples start to stop - 1."""
+def draw_sources(mixture: Mixture, start: int, stop: int) -> dict[str, Any]:
+    """Shares of all `domains` `asked` for (mean) and `drawn` in global samples start to stop - 1.
+
+    Gives `start`, `stop` and, by name of the domain, both shares and the `samples` drawn.
+    """
     points = np.linspace(start, stop, 2 * _TARGET_POINTS + 1)[1::2]  # midpoints of equal parts
     targets = np.mean([mixture.target_shares(int(point)) for point in points], axis=0)
     samples = mixture.counts(stop) - mixture.counts(start)
-    return {
+    domains = {
         name: {
             "asked": float(targets[place]),
             "drawn": float(samples[place] / (stop - start)),
@@ -291,6 +287,7 @@ def draw_sources(mixture: Mixture, start: int, stop: int) -> dict[str, dict[str,
         }
         for place, name in enumerate(mixture.domains)
     }
+    return {"start": start, "stop": stop, "domains": domains}
 
 
 class MixedDataset(SplitDataset):
@@ -301,10 +298,11 @@ class MixedDataset(SplitDataset):
     ) -> None:
         super().__init__(folder, split, sequence_length, by_domain=True)
         tokens = _domain_tokens(self.manifest, split)
-        sizes = domain_samples(self.manifest, split, sequence_length)
-        self._plan = plan_mixture(mixture, sizes, sequence_length)
-        self.mixture = self._plan.describe()
+        self._plan = plan_mixture(mixture, tokens, sequence_length)
+        sizes = self._plan.num_samples
         domains = self._plan.domains
+        phases = len(self._plan.phases)
+        self.mixture = f"{self._plan.digest} ({phases} phases over {', '.join(domains)})"
         self._begins = np.cumsum([0, *(sizes[name] for name in domains)])
         self.num_samples = int(self._begins[-1])
         # Domain after domain, a sample is sequence_length tokens further than the one before it,
@@ -334,12 +332,6 @@ class MixedDataset(SplitDataset):
         return indices * self.sequence_length + self._shifts[domains]
 
 
-def domain_samples(manifest: Manifest, split: str, sequence_length: int) -> dict[str, int]:
-    """Number of samples in each domain of a split; 0 if it is shorter than one sample."""
-    tokens = _domain_tokens(manifest, split)
-    return {name: max(0, count - 1) // sequence_length for name, count in tokens.items()}
-
-
 def _domain_tokens(manifest: Manifest, split: str) -> dict[str, int]:
     tokens: Counter[str] = Counter()
     for shard in manifest.shards:
@@ -348,10 +340,10 @@ def _domain_tokens(manifest: Manifest, split: str) -> dict[str, int]:
     return tokens
 
 
-def plan_mixture(
-    config: MixtureConfig, num_samples: Mapping[str, int], sequence_length: int
-) -> Mixture:
-    """Lays out the mixture of a configuration for domains of `num_samples` each."""
+def plan_mixture(config: MixtureConfig, tokens: Mapping[str, int], sequence_length: int) -> Mixture:
+    """Lays out the mixture of a configuration for domains of so many tokens each."""
+    # 0 if a domain is shorter than one sample
+    num_samples = {name: max(0, count - 1) // sequence_length for name, count in tokens.items()}
     phases = []
     for phase in config.phases:
         weights = num_samples if phase.weights is None else phase.weights
@@ -383,22 +375,18 @@ def mixture_course(
 
     Returns:
         `sequence_length`; `samples`, length of the course (count); `available`, samples in each
-        domain; `whole`, `phases` and `parts`: shares by domain, as `draw_sources` returns them,
-        with their `start` and `stop`. Or `problem`, the reason why the mixture cannot be drawn.
+        domain; `whole`, `phases` and `parts`: shares as `draw_sources` returns them. Or `problem`,
+        the reason why the mixture cannot be drawn.
     """
-    available = domain_samples(manifest, "train", sequence_length)
     try:
-        mixture = plan_mixture(config, available, sequence_length)
+        mixture = plan_mixture(config, _domain_tokens(manifest, "train"), sequence_length)
     except DataError as error:
         return {"sequence_length": sequence_length, "problem": str(error)}
 
-    def draw(start: int, stop: int) -> dict[str, Any]:
-        return {"start": start, "stop": stop, "domains": draw_sources(mixture, start, stop)}
-
-    total = sum(available.values())
+    total = sum(mixture.num_samples.values())
     ends = list(accumulate(phase.num_samples or total for phase in mixture.phases))
     phases = [
-        {"change": phase.change} | draw(start, stop)
+        {"change": phase.change} | draw_sources(mixture, start, stop)
         for phase, start, stop in zip(mixture.phases, [0, *ends[:-1]], ends, strict=True)
     ]
     # Summed over the phases: sampled points of the whole range could miss a short phase.
@@ -414,8 +402,10 @@ def mixture_course(
     return {
         "sequence_length": sequence_length,
         "samples": ends[-1],
-        "available": available,
+        "available": mixture.num_samples,
         "whole": {"start": 0, "stop": ends[-1], "domains": whole},
         "phases": phases,
-        "parts": [draw(start, stop) for start, stop in pairwise(bounds) if start < stop],
+        "parts": [
+            draw_sources(mixture, start, stop) for start, stop in pairwise(bounds) if start < stop
+        ],
     }

@@ -81,10 +81,14 @@ class Permutation:
         low = values & self._low_mask
         high = values >> self._low_bits
         for number, key in enumerate(self._round_keys):
-            if number % 2:
-                low ^= _mix(high, key) & self._low_mask
-            else:
-                high ^= _mix(low, key) & self._high_mask
+            half, other = (high, low) if number % 2 else (low, high)
+            mask = self._low_mask if number % 2 else self._high_mask
+            # Hash of each value under the key; uint64 arithmetic wraps around by intent.
+            hashed = (half ^ key) * _GOLDEN
+            hashed ^= hashed >> _SHIFT
+            hashed *= _MURMUR
+            hashed ^= hashed >> _SHIFT
+            other ^= hashed & mask
         return (high << self._low_bits) | low
 
 
@@ -121,15 +125,6 @@ def permute_epochs(
             offsets[within] = Permutation(length, (*epoch_key, 1 + place))(offsets[within])
         indices[in_epoch] = places * window + offsets
     return indices
-
-
-def _mix(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Hash of each value under `key`; uint64 arithmetic wraps around by intent."""
-    hashed = (half ^ key) * _GOLDEN
-    hashed ^= hashed >> _SHIFT
-    hashed *= _MURMUR
-    hashed ^= hashed >> _SHIFT
-    return hashed
 
 
 class TokenStream:

@@ -38,12 +38,6 @@ def rotary_angles(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary angles to [B, heads, T, K]; pairs are (i, i + K/2)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -69,12 +63,22 @@ def attend(
     past = state.keys.shape[2] if state else 0
     positions = torch.arange(past, past + query.shape[1], device=query.device)
     cos, sin = rotary_angles(positions, query.shape[-1], theta, query.dtype)
-    query, keys = (rotate(x.transpose(1, 2), cos, sin) for x in (query, keys))
+    rotated = []
+    for x in (query.transpose(1, 2), keys.transpose(1, 2)):
+        first, second = x.chunk(2, dim=-1)  # pairs are (i, i + K/2)
+        rotated.append(x * cos + torch.cat([-second, first], dim=-1) * sin)
+    query, keys = rotated
     values = values.transpose(1, 2)
     if state is not None:
         keys = torch.cat([state.keys, keys], dim=2)
         values = torch.cat([state.values, values], dim=2)
-    mask = _mask(positions, keys.shape[2], segment_ids)
+    mask = None  # the fast kernels need none: causal, or over all keys for a single query
+    if segment_ids is not None:
+        same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [B, T, T]
+        mask = same.tril().unsqueeze(1)  # [B, 1, T, T]
+    elif len(positions) not in (1, keys.shape[2]):
+        all_positions = torch.arange(keys.shape[2], device=positions.device)
+        mask = all_positions.unsqueeze(0) <= positions.unsqueeze(1)  # [T, T_past + T]
     mixed = F.scaled_dot_product_attention(
         query,
         keys,
@@ -119,15 +123,3 @@ class Attention(nn.Module):
         for part in ("query", "key", "value"):
             normal_(getattr(self, part).weight, std, seed=seed, name=f"{name}.{part}")
         self.output.weight.zero_()
-
-
-def _mask(positions: Tensor, num_keys: int, segment_ids: Tensor | None) -> Tensor | None:
-    """Returns the keys that each query may see; None where no mask is needed."""
-    if segment_ids is not None:
-        same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [B, T, T]
-        return same.tril().unsqueeze(1)  # [B, 1, T, T]
-    # the fast kernels need no mask: the causal one, or over all keys for a single query
-    if len(positions) in (1, num_keys):
-        return None
-    keys = torch.arange(num_keys, device=positions.device)
-    return keys.unsqueeze(0) <= positions.unsqueeze(1)  # [T, T_past + T]

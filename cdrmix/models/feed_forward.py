@@ -3,6 +3,8 @@
 B batch, T time, D hidden, F inner width.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -25,9 +27,8 @@ class _SquaredReLU(torch.autograd.Function):
         return grad.mul(positive).mul_(2)
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2, the activation of dense feed-forwards and experts."""
-    return _SquaredReLU.apply(x)
+# the activation of dense feed-forwards and experts
+squared_relu: Callable[[Tensor], Tensor] = _SquaredReLU.apply
 
 
 class FeedForward(nn.Module):

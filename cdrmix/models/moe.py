@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -175,8 +176,8 @@ class ExpertLayer(MOELayer):
         experts = GroupedExperts(local, moe.expert_hidden_size, hidden, group_name=group_name)
         super().__init__(Router(moe, hidden), experts, group_name, expert_parallel_size, local)
         self.moe = moe
-        # `parallel.exchange.TensorShares`, where tensor ranks share out the tokens that they hold
-        self.shares: Any = None
+        # `parallel.exchange.share_tokens`, where tensor ranks share out the tokens that they hold
+        self.share_tokens: Callable[..., Tensor] | None = None
 
     def _set_ep_group(self, ep_group: Any) -> None:
         self.ep_group = ep_group
@@ -185,7 +186,9 @@ class ExpertLayer(MOELayer):
         """Routes [B, T, D] -> [B, T, D], with statistics [2E + 3]; see `MoEFeedForward`."""
         moe = self.moe
         all_tokens = x.reshape(-1, x.shape[-1])
-        tokens = self.shares.take(all_tokens) if self.shares else all_tokens  # [N, D]
+        tokens = all_tokens  # [N, D]
+        if self.share_tokens:
+            tokens = self.share_tokens(all_tokens, len(all_tokens), to_share=True)
         experts, weights, probability_sum, z_sum = self.gate(tokens)
         every = torch.arange(moe.num_experts, device=x.device)
         counts = (experts.reshape(-1, 1) == every).sum(0)  # [E], before anything is dropped
@@ -201,8 +204,8 @@ class ExpertLayer(MOELayer):
         dropped = excess if dropping else torch.zeros_like(excess)
         totals = torch.stack([z_sum, excess.float(), dropped.float()])
         statistics = torch.cat([counts.float(), probability_sum, totals])
-        if self.shares:
-            out = self.shares.give_back(out, len(all_tokens))
+        if self.share_tokens:
+            out = self.share_tokens(out, len(all_tokens), to_share=False)
         return out.view_as(x), statistics
 
     def _apply_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -215,9 +218,13 @@ class ExpertLayer(MOELayer):
         # waits for the device, as an all-to-all of unequal splits takes its sizes from the host
         send_splits, receive_splits = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         arrived = _AllToAllRows.apply(rows, send_splits, receive_splits, self.ep_group)
-        order, back = _merge_sources(received)
-        inverse = back.unsqueeze(1)
-        ours = _Gather.apply(arrived, order, inverse)
+        # rows arrive by source, then by expert; the grouped matmul takes them by expert alone
+        expert_of_block = torch.arange(self.num_local_experts, device=rows.device)
+        expert_of_row = expert_of_block.repeat(self.ep_size).repeat_interleave(received.flatten())
+        order = expert_of_row.argsort(stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device=order.device)
+        ours = _Gather.apply(arrived, order, back.unsqueeze(1))
         ours = self.experts(ours, received.sum(0).cumsum(0).to(torch.int32))
         leaving = _Gather.apply(ours, back, order.unsqueeze(1))
         return _AllToAllRows.apply(leaving, receive_splits, send_splits, self.ep_group)
@@ -243,17 +250,6 @@ def _sort_by_expert(
     inverse = torch.full((num_tokens * top_k,), order.numel(), device=order.device)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     return order % num_tokens, order // num_tokens, inverse.view(top_k, -1).t(), row_counts
-
-
-def _merge_sources(received: Tensor) -> tuple[Tensor, Tensor]:
-    """Orders rows, counted by source and expert [P, E/P], by expert; gives the inverse too."""
-    num_sources, num_local = received.shape
-    expert_of_block = torch.arange(num_local, device=received.device).repeat(num_sources)
-    expert_of_row = expert_of_block.repeat_interleave(received.reshape(-1))
-    order = expert_of_row.argsort(stable=True)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.numel(), device=order.device)
-    return order, back
 
 
 class MoEFeedForward(MoE):

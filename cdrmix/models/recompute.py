@@ -11,7 +11,6 @@ over all of them, and only the feed-forward in spans. Nothing is computed more t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any, TypedDict
 
 import torch
@@ -73,8 +72,7 @@ def run_blocks(
             if block.mixer.carries_state:
                 x, v_first, part = _in_spans(*inputs)
             else:
-                again = _Again()
-                x, v_first, part = _recomputed(_mix_then_feed, *inputs, again, again=again)
+                x, v_first, part = _recomputed(_mix_then_feed, *inputs, [])
         statistics.append(part)
         if return_state:
             assert after is not None, "training in spans gives no state"
@@ -83,16 +81,10 @@ def run_blocks(
     return x, v_first, torch.stack(routed) if routed else None, states if return_state else None
 
 
-def _recomputed(run: Callable[..., Any], *inputs: Any, again: Any = None) -> Any:
-    """Saves the inputs and recomputes the rest in the backward pass, within the context `again`."""
+def _recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
+    """Saves the inputs and recomputes the rest in the backward pass."""
     # blocks draw no random numbers, whose state would cost a copy from the device for each call
-    return checkpoint(
-        run,
-        *inputs,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=lambda: (nullcontext(), again or nullcontext()),
-    )
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _in_spans(
@@ -109,10 +101,11 @@ def _in_spans(
         out, value, part, state = _recomputed(_run_span, block, x[:, span], value, ids, *state)
         outs.append(out)
         values.append(value)
-        statistics.append(part)
+        if part is not None:
+            statistics.append(part)
     if v_first is None:
         v_first = torch.cat(values, 1)
-    return torch.cat(outs, 1), v_first, _sum(statistics)
+    return torch.cat(outs, 1), v_first, torch.stack(statistics).sum(0) if statistics else None
 
 
 def _run_span(
@@ -132,33 +125,21 @@ def _run_span(
     return x, v_first, statistics, (last, after.mixer.wkv, channel_last)
 
 
-class _Again:
-    """Context that tells the second run of a function, in the backward pass, from the first."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-
-    def __enter__(self) -> None:
-        self.is_on = True
-
-    def __exit__(self, *_: object) -> None:
-        self.is_on = False
-
-
 def _mix_then_feed(
     block: Block,
     x: Tensor,
     v_first: Tensor | None,
     segment_ids: Tensor | None,
     spans: list[slice],
-    again: _Again,
+    runs: list[None],  # of this block on these inputs so far, one entry each
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs a block whose mixer looks at all tokens: residual stream, v_first, statistics.
 
     Run again in the backward pass, it stops at the inputs of the spans, which are recomputed from
     those one by one: their feed-forwards are not computed a third time.
     """
-    is_again = again.is_on
+    is_again = bool(runs)
+    runs.append(None)
 
     def feed(x: Tensor, last: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return (x, None) if is_again else block.feed(x, last, ids)[:2]
@@ -169,8 +150,9 @@ def _mix_then_feed(
     for inputs in _feed_inputs(block, x, segment_ids, spans):
         out, part = _recomputed(feed, *inputs)
         outs.append(out)
-        statistics.append(part)
-    return torch.cat(outs, 1), v_first, _sum(statistics)
+        if part is not None:
+            statistics.append(part)
+    return torch.cat(outs, 1), v_first, torch.stack(statistics).sum(0) if statistics else None
 
 
 def _feed_inputs(
@@ -199,8 +181,3 @@ def _entering(
         is_new = segment_ids[:, span.start] != segment_ids[:, span.start - 1]  # [B]
         state = tuple(x.masked_fill(is_new.view(-1, *[1] * (x.dim() - 1)), 0) for x in state)
     return state, segment_ids[:, span]
-
-
-def _sum(statistics: list[Tensor | None]) -> Tensor | None:
-    parts = [part for part in statistics if part is not None]
-    return torch.stack(parts).sum(0) if parts else None

@@ -97,12 +97,9 @@ class _TokenShiftMix(torch.autograd.Function):
         return total.view_as(x), shifted.view_as(x), torch.stack(mu_grads)
 
 
-def token_shift_mix(x: Tensor, previous: Tensor, mu: Tensor) -> Tensor:
-    """Interpolates between tokens and their predecessors, both [B, T, D], to [M, B, T, D].
-
-    Each row of `mu`, [M, D], gives the share of the predecessor.
-    """
-    return _TokenShiftMix.apply(x, previous, mu)
+# Interpolates between tokens and their predecessors, both [B, T, D], to [M, B, T, D]: each row of
+# mu, [M, D], gives the share of the predecessor.
+token_shift_mix: Callable[[Tensor, Tensor, Tensor], Tensor] = _TokenShiftMix.apply
 
 
 @dataclass
@@ -147,21 +144,16 @@ class TimeMix(nn.Module):
         self.key = nn.Linear(hidden, hidden, bias=False)
         self.value = nn.Linear(hidden, hidden, bias=False)
         self.output = nn.Linear(hidden, hidden, bias=False)
-        self._add_low_rank("decay", hidden, ranks.decay)
-        self._add_low_rank("iclr", hidden, ranks.iclr)
-        if not creates_v_first:
-            self._add_low_rank("value", hidden, ranks.value)
-        self._add_low_rank("gate", hidden, ranks.gate, bias=False)
+        for name in ("decay", "iclr", *(() if creates_v_first else ("value",)), "gate"):
+            rank = getattr(ranks, name)
+            if name != "gate":
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(hidden)))
+            self.register_parameter(f"{name}_down", nn.Parameter(torch.empty(hidden, rank)))
+            self.register_parameter(f"{name}_up", nn.Parameter(torch.empty(rank, hidden)))
         self.k_k = nn.Parameter(torch.empty(hidden))
         self.k_a = nn.Parameter(torch.empty(hidden))
         self.r_k = nn.Parameter(torch.empty(hidden))
         self.group_norm = nn.GroupNorm(config.num_heads, hidden, eps=self.head_dim * 1e-5)
-
-    def _add_low_rank(self, name: str, hidden: int, rank: int, *, bias: bool = True) -> None:
-        if bias:
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(hidden)))
-        self.register_parameter(f"{name}_down", nn.Parameter(torch.empty(hidden, rank)))
-        self.register_parameter(f"{name}_up", nn.Parameter(torch.empty(rank, hidden)))
 
     def forward(
         self,
@@ -189,7 +181,8 @@ class TimeMix(nn.Module):
         r = self.receptance(x_r)
         k = self.key(x_k)
         v = self.value(x_v)  # [B, T, D]
-        lw = self._log_decay(x_w)
+        lw = self.decay_bias + torch.tanh(x_w @ self.decay_down) @ self.decay_up
+        lw = torch.sigmoid(lw.float()) * -DECAY_BOUND  # in (-exp(-0.5), 0), as `wkv7` requires
         iclr = torch.sigmoid(self.iclr_bias + x_a @ self.iclr_down @ self.iclr_up)
         gate = torch.sigmoid(x_g @ self.gate_down) @ self.gate_up
         if v_first is None:
@@ -211,11 +204,6 @@ class TimeMix(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # -1: a tensor rank has a part of the heads
-
-    def _log_decay(self, x_w: Tensor) -> Tensor:
-        """Computes the log decay, float32 in (-exp(-0.5), 0), as the WKV op requires."""
-        raw = self.decay_bias + torch.tanh(x_w @ self.decay_down) @ self.decay_up
-        return torch.sigmoid(raw.float()) * -DECAY_BOUND
 
     def _normalise(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Applies the group norm per head, and adds the bonus of the current token; [B, T, D]."""
@@ -242,20 +230,18 @@ class TimeMix(nn.Module):
         self.k_k.copy_(0.71 - 0.1 * linear)
         self.k_a.fill_(1.02)
         self.r_k.fill_(-0.04)
-        for path in ("decay", "iclr", "gate"):
-            self._initialize_low_rank(path, seed=seed, name=name)
+        paths = ["decay", "iclr", "gate"]
         if not self.creates_v_first:
             self.value_bias.copy_(0.73 - 0.4 * linear)
-            self._initialize_low_rank("value", seed=seed, name=name)
+            paths.append("value")
+        for path in paths:
+            getattr(self, f"{path}_down").zero_()
+            orthogonal_(getattr(self, f"{path}_up"), 0.1, seed=seed, name=f"{name}.{path}_up")
         bound = 0.5 / math.sqrt(hidden)
         for path, scale in (("receptance", 1.0), ("key", 0.1), ("value", 1.0)):
             weight = getattr(self, path).weight
             uniform_(weight, scale * bound, seed=seed, name=f"{name}.{path}")
         self.output.weight.zero_()
-
-    def _initialize_low_rank(self, path: str, *, seed: int, name: str) -> None:
-        getattr(self, f"{path}_down").zero_()
-        orthogonal_(getattr(self, f"{path}_up"), 0.1, seed=seed, name=f"{name}.{path}_up")
 
 
 class ChannelShift(nn.Module):

@@ -73,8 +73,7 @@ def wkv7(
     Source: RWKV-7 paper, state-update equation; parity in tests/parity/test_wkv7.py.
     """
     inputs = (r, lw, k, v, a, b)
-    _check_shapes(inputs, s0, segment_ids)
-    _check_values(lw, segment_ids)
+    _check(inputs, s0, segment_ids)
     form = _choose(backend, inputs, segment_ids)
     with torch.autocast(v.device.type, enabled=False):
         return form(inputs, s0, segment_ids)
@@ -84,40 +83,33 @@ def _choose(
     backend: str, inputs: tuple[Tensor, ...], segment_ids: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Chooses the form to compute with; "auto" takes the first that can be used here."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    names: tuple[str, ...] = (backend,)
     if backend == "auto":
         is_single = inputs[0].shape[1] == 1
         # One token: the loop is ten operations, the chunked form fifty.
-        order = ("cpp", "reference") if is_single else ("fla", "cpp", "chunked")
-        usable = (name for name in order if _obstacle(name, inputs, segment_ids) is None)
-        return _FORMS[next(usable)]
-    if backend not in _FORMS:
-        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    obstacle = _obstacle(backend, inputs, segment_ids)
-    if obstacle:
-        raise ConfigError(
-            f"wkv7: backend {backend!r} cannot be used here: {obstacle}. Try 'auto' or 'chunked'."
-        )
-    return _FORMS[backend]
+        names = ("cpp", "reference") if is_single else ("fla", "cpp", "chunked")
+    for name in names:
+        obstacle = None  # the other forms compute anything, anywhere
+        if name == "fla":
+            obstacle = wkv7_fla.obstacle(inputs[0], inputs[3], is_packed=segment_ids is not None)
+        elif name == "cpp" and inputs[3].device.type != "cpu":
+            obstacle = f"it computes on CPUs, and the inputs are on {inputs[3].device}"
+        elif name == "cpp" and compute_dtype(inputs) != torch.float32:
+            obstacle = "it computes in float32, and an input is float64"
+        elif name == "cpp":
+            kernel = wkv7_cpu.load_kernel()
+            obstacle = kernel if isinstance(kernel, str) else None
+        if obstacle is None:
+            return _FORMS[name]
+    raise ConfigError(
+        f"wkv7: backend {backend!r} cannot be used here: {obstacle}. Try 'auto' or 'chunked'."
+    )
 
 
-def _obstacle(name: str, inputs: tuple[Tensor, ...], segment_ids: Tensor | None) -> str | None:
-    """Returns the reason why a form cannot compute these inputs here, or None."""
-    if name == "fla":
-        return wkv7_fla.obstacle(inputs[0], inputs[3], is_packed=segment_ids is not None)
-    if name != "cpp":
-        return None
-    if inputs[3].device.type != "cpu":
-        return f"it computes on CPUs, and the inputs are on {inputs[3].device}"
-    if compute_dtype(inputs) != torch.float32:
-        return "it computes in float32, and an input is float64"
-    kernel = wkv7_cpu.load_kernel()
-    return kernel if isinstance(kernel, str) else None
-
-
-def _check_shapes(
-    inputs: tuple[Tensor, ...], s0: Tensor | None, segment_ids: Tensor | None
-) -> None:
-    r, _, _, v, _, _ = inputs
+def _check(inputs: tuple[Tensor, ...], s0: Tensor | None, segment_ids: Tensor | None) -> None:
+    r, lw, _, v, _, _ = inputs
     if r.ndim != 4 or v.ndim != 4 or 0 in r.shape:
         raise ValueError(
             f"r and v must be [B, T, H, K] and [B, T, H, V], T at least 1; "
@@ -140,9 +132,6 @@ def _check_shapes(
     for name, tensor in given.items():
         if tensor.shape != shapes[name]:
             raise ValueError(f"{name} must be {shapes[name]}; given {tuple(tensor.shape)}")
-
-
-def _check_values(lw: Tensor, segment_ids: Tensor | None) -> None:
     if lw.device.type not in ("cuda", "cpu"):
         return
     lowest = -DECAY_BOUND * (1 + torch.finfo(lw.dtype).eps)

@@ -29,7 +29,9 @@ Source: the WY form of the delta rule; parity in tests/parity/test_wkv7.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -134,11 +136,11 @@ def _layout(r: Tensor, chunk_tokens: int) -> _Layout:
     # A block saves one state [K,V]: with at least K / 2 tokens in it, that is 2 V floats a token.
     few = max(1, key // (2 * chunk_tokens))
     chunks = max(few, matrices // (rows * heads))
-    return _Layout(chunk_tokens, _slices(batch, rows), _slices(time // chunk_tokens, chunks))
-
-
-def _slices(length: int, step: int) -> list[slice]:
-    return [slice(first, min(first + step, length)) for first in range(0, length, step)]
+    return _Layout(
+        chunk_tokens,
+        rows=[slice(first, first + rows) for first in range(0, batch, rows)],
+        blocks=[slice(first, first + chunks) for first in range(0, time // chunk_tokens, chunks)],
+    )
 
 
 def _rows_of(x: Tensor | None, rows: slice) -> Tensor | None:
@@ -172,10 +174,6 @@ def _masks(segment_ids: Tensor | None, chunk_tokens: int, dtype: torch.dtype) ->
     return _Masks(pairs[:, :, None].to(dtype), enters, leaves, carries)
 
 
-def _part(masks: _Masks | None, chunks: slice) -> _Masks | None:
-    return None if masks is None else _Masks(*(x[chunks] for x in masks))
-
-
 class _Block:
     """Work space for some chunks of all heads of some rows, filled anew for each such block.
 
@@ -188,10 +186,7 @@ class _Block:
         n, rows, heads, c, key, value = size
         self.c = c
         self.batch = n * rows * heads
-
-        def buffer(height: int, width: int) -> Tensor:
-            return like.new_empty(self.batch, height, width)
-
+        buffer = partial(like.new_empty, self.batch)  # of so many rows and columns
         self.lw, self.e = buffer(c, key), buffer(c + 1, key)  # e^0, e^g_1, ..., e^g_C
         self.x, self.q, self.y = (buffer(2 * c, key) for _ in range(3))
         self.uv, self.u, self.r = buffer(2 * c, value), buffer(c, value), buffer(c, value)
@@ -244,20 +239,41 @@ class _Block:
             heads(self.y).mul_(masks.leaves)
             self.x_state = (x * masks.enters).flatten(0, 2)
             self.carry = (heads(self.carry) * masks.carries[..., None]).flatten(0, 2)
-        self.inverse = _inverse(self.a[:, :c, :c], self.eye)
+        # (I - A_ab)^-1 = (I + A_ab)(I + A_ab^2)(I + A_ab^4)...: A_ab^C is zero, as it is strictly
+        # lower triangular, so that log2 C squarings give the whole series.
+        power = self.a[:, :c, :c]
+        self.inverse = power + self.eye
+        reached = 2
+        while reached < c:
+            power = torch.bmm(power, power)
+            self.inverse = torch.baddbmm(self.inverse, self.inverse, power)
+            reached *= 2
 
 
-def _inverse(a: Tensor, eye: Tensor) -> Tensor:
-    """Computes (I - a)^-1 of strictly lower triangular [N,C,C]: (I + a)(I + a^2)(I + a^4)..."""
-    # a^C is zero, so that log2 C squarings give the whole series.
-    result = a + eye
-    power = a
-    reached = 2
-    while reached < a.shape[-1]:
-        power = torch.bmm(power, power)
-        result = torch.baddbmm(result, result, power)
-        reached *= 2
-    return result
+def _filled_blocks(
+    inputs: Sequence[Tensor],
+    segment_ids: Tensor | None,
+    like: Tensor,
+    layout: _Layout,
+    *,
+    backward: bool,
+) -> Iterator[tuple[slice, _Block, _Masks | None]]:
+    """Gives the chunks of each block, the work space filled from them and their masks.
+
+    Backward begins with the last block. Blocks in sequence share one work space; the last one may
+    be shorter and need its own.
+    """
+    views = [_by_chunk(x, layout.chunk_tokens) for x in inputs]
+    masks = _masks(segment_ids, layout.chunk_tokens, like.dtype)
+    block = None
+    for here in reversed(layout.blocks) if backward else layout.blocks:
+        parts = [x[here] for x in views]
+        size = (*parts[0].shape, parts[3].shape[-1])
+        if block is None or block.size != size:
+            block = _Block(like, size, backward=backward)
+        block_masks = None if masks is None else _Masks(*(x[here] for x in masks))
+        block.fill(parts, block_masks)
+        yield here, block, block_masks
 
 
 def _forward(
@@ -271,16 +287,11 @@ def _forward(
 ) -> Tensor | None:
     """Fills y and s; returns the states around blocks, [blocks + 1,B H,K,V], if they are saved."""
     c = layout.chunk_tokens
-    views = [_by_chunk(x, c) for x in inputs]
     y_view = _by_chunk(y, c)
-    masks = _masks(segment_ids, c, s.dtype)
     z = s.new_zeros(s.shape).mT.flatten(0, 1) if s0 is None else s0.to(s.dtype).mT.flatten(0, 1)
     saved = s.new_empty(len(layout.blocks) + 1, *z.shape) if saves else None
-    block = None
-    # Blocks in sequence share one work space; the last one may be shorter and need its own.
-    for i, here in enumerate(layout.blocks):
-        block = _block_for(block, s, [x[here] for x in views], backward=False)
-        block.fill([x[here] for x in views], _part(masks, here))
+    filled = _filled_blocks(inputs, segment_ids, s, layout, backward=False)
+    for i, (here, block, _) in enumerate(filled):
         if saved is not None:
             saved[i] = z
         torch.bmm(block.a[:, :, c:], block.uv[:, c:], out=block.ro)
@@ -292,14 +303,6 @@ def _forward(
         saved[-1] = z
     s.copy_(z.unflatten(0, s.shape[:2]).mT)
     return saved
-
-
-def _block_for(
-    block: _Block | None, like: Tensor, views: Sequence[Tensor], *, backward: bool
-) -> _Block:
-    """Returns work space for inputs like r and v of `views`: `block` itself, if it fits."""
-    size = (*views[0].shape, views[3].shape[-1])
-    return block if block and block.size == size else _Block(like, size, backward=backward)
 
 
 def _scan(block: _Block, z: Tensor, ro: Tensor, x: Tensor, leaving: Tensor | None = None) -> Tensor:
@@ -337,24 +340,20 @@ def _backward(
 ) -> Tensor:
     """Fills the gradients of r, lw, k, v, a, b; returns that of s0, [B,H,V,K]."""
     c = layout.chunk_tokens
-    views, out = ([_by_chunk(x, c) for x in tensors] for tensors in (inputs, gradients))
+    out = [_by_chunk(x, c) for x in gradients]
     dy_view = _by_chunk(dy, c)
-    masks = _masks(segment_ids, c, ds.dtype)
     dz = ds.mT.flatten(0, 1)
-    block = None
     # Chunks are recomputed block by block from the saved states, the last block first: at any time
     # only one block's intermediate values exist.
-    around = zip(saved[:-1], saved[1:], layout.blocks, strict=True)
-    for entering, leaving, here in reversed(list(around)):
-        block = _block_for(block, ds, [x[here] for x in views], backward=True)
-        block_masks = _part(masks, here)
-        block.fill([x[here] for x in views], block_masks)
+    filled = _filled_blocks(inputs, segment_ids, ds, layout, backward=True)
+    around = reversed(list(pairwise(saved)))  # states before and after each block
+    for (entering, leaving), (here, block, masks) in zip(around, filled, strict=True):
         # backward needs U but not O: the rows of R suffice
         torch.bmm(block.a[:, :c, c:], block.uv[:, c:], out=block.r)
         _scan(block, entering, block.r, block.x_state[:, :c], leaving)
         block.heads(block.dro)[..., c:, :].copy_(dy_view[here])
         dz = _scan_back(block, dz)
-        _block_gradients(block, block_masks, [x[here] for x in out])
+        _block_gradients(block, masks, [x[here] for x in out])
     return dz.unflatten(0, ds.shape[:2]).mT
 
 

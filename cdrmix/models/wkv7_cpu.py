@@ -141,8 +141,15 @@ def _library_path(compiler: str) -> Path:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS
     ).stdout
+    # All that -march=native depends on: flags of Linux, elsewhere the processor's name.
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), None)
+    cpu_features = f"{platform.machine()} {flags or platform.processor()}"
     digest = hashlib.sha256(_SOURCE.read_bytes())
-    digest.update("\n".join((version, *_FLAGS, _cpu_features())).encode())
+    digest.update("\n".join((version, *_FLAGS, cpu_features)).encode())
     return _private_folder() / f"wkv7-{digest.hexdigest()[:16]}.so"
 
 
@@ -170,16 +177,6 @@ def _private_folder() -> Path:
     return private
 
 
-def _cpu_features() -> str:
-    """Returns all that -march=native depends on: flags of Linux, elsewhere the processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), None)
-    return f"{platform.machine()} {flags or platform.processor()}"
-
-
 def _build(compiler: str, path: Path) -> None:
     """Compiles in a temporary folder and renames into place: several ranks may race for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,27 +185,21 @@ def _build(compiler: str, path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
             command = [compiler, *_FLAGS, *openmp, str(_SOURCE), "-o", str(built)]
-            problem = _problem(command, built)
-            if problem is None:
-                built.chmod(0o700)
-                os.replace(built, path)
-                break
+            process = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS
+            )
+            problem = process.stderr.strip()[:500]
+            if process.returncode == 0:
+                try:
+                    ctypes.CDLL(str(built))
+                except OSError as error:  # an OpenMP runtime that the linker did not ask for
+                    problem = str(error)
+                else:
+                    built.chmod(0o700)
+                    os.replace(built, path)
+                    break
         problems.append(f"`{' '.join(command)}`: {problem}")
     else:
         raise OSError("; ".join(problems))
     if problems:
         log.info("The WKV-7 kernel uses one thread, without OpenMP: %s", problems[0])
-
-
-def _problem(command: list[str], built: Path) -> str | None:
-    """Runs a compiler; returns its error, or that of loading its library, or None."""
-    process = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS
-    )
-    if process.returncode != 0:
-        return process.stderr.strip()[:500]
-    try:
-        ctypes.CDLL(str(built))
-    except OSError as error:  # an OpenMP runtime that the linker did not ask for
-        return str(error)
-    return None

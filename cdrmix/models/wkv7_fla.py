@@ -39,7 +39,8 @@ def wkv7_fla(
 
     Arguments and results as of `wkv7_reference`; `obstacle` has returned None.
     """
-    case = _case(inputs[0], inputs[3], is_packed=segment_ids is not None)
+    r, _, _, v, _, _ = inputs
+    case = _Case(v.device, v.dtype, r.shape[3], v.shape[3], is_packed=segment_ids is not None)
     chunk = _checked_chunk_tokens(case)
     assert isinstance(chunk, int), f"fla's chunk_rwkv7 cannot be used: {chunk}"
     return _call(inputs, s0, segment_ids, chunk_tokens=chunk)
@@ -54,7 +55,8 @@ def obstacle(r: Tensor, v: Tensor, *, is_packed: bool) -> str | None:
         return f"fla computes on CUDA, and the inputs are on {v.device}"
     if v.dtype not in _DTYPES:
         return f"fla computes in 16 bits, and v is {v.dtype}"
-    chunk = _checked_chunk_tokens(_case(r, v, is_packed=is_packed))
+    case = _Case(v.device, v.dtype, r.shape[3], v.shape[3], is_packed)
+    chunk = _checked_chunk_tokens(case)
     return chunk if isinstance(chunk, str) else None
 
 
@@ -66,10 +68,6 @@ class _Case(NamedTuple):
     key: int
     value: int
     is_packed: bool
-
-
-def _case(r: Tensor, v: Tensor, *, is_packed: bool) -> _Case:
-    return _Case(v.device, v.dtype, r.shape[3], v.shape[3], is_packed)
 
 
 @functools.cache
@@ -192,11 +190,7 @@ def _small_input(case: _Case) -> tuple[list[Tensor], Tensor | None, list[Tensor]
     """Makes inputs over two chunks and a part, segment ids, and weights of y and s, on the CPU."""
     shape = (2, 150, 2)
     batch, time, heads = shape
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
+    normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     kk = torch.nn.functional.normalize(normal(*shape, case.key), dim=-1)
     r = normal(*shape, case.key)
     lw = -DECAY_BOUND * normal(*shape, case.key).sigmoid()

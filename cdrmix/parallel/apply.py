@@ -25,12 +25,16 @@ def build_model(config: Config, plan: Plan, topology: Topology) -> nn.Module:
     so that no rank holds more than one whole block beside its own part.
     """
 
+    expert = topology.degrees.expert
+    # expert groups are consecutive ranks of a stage
+    expert_rank = topology.rank % (topology.degrees.data * topology.degrees.tensor) % expert
+
     def block(model: ModelConfig, layer: int) -> Block:
-        whole = Block(model, layer, expert_parallel_size=topology.degrees.expert)
+        whole = Block(model, layer, expert_parallel_size=expert)
         whole.initialize(
             seed=config.training.seed,
             std=model.init_std,
-            expert_parallel_rank=topology.rank_in_stage % topology.degrees.expert,
+            expert_parallel_rank=expert_rank,
         )
         split_block(whole, topology)
         spread_tokens(whole, topology, config)

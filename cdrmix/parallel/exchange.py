@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,13 +63,10 @@ def enter_region(x: Tensor, topology: Topology) -> Tensor:
     return sum_gradients([x], topology)[0]
 
 
-def sum_over_ranks(part: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sums the ranks' parts, in the memory of `part`, which nothing else may read then.
-
-    Each part takes the whole gradient, so every rank must compute the same from the sum. Over the
-    tensor ranks, this ends a cut region.
-    """
-    return _SumOverRanks.apply(part, group)
+# Sums the ranks' parts, in the memory of the own part, which nothing else may read then. Each part
+# takes the whole gradient, so every rank must compute the same from the sum. Over the tensor ranks,
+# this ends a cut region.
+sum_over_ranks: Callable[[Tensor, ProcessGroup | None], Tensor] = _SumOverRanks.apply
 
 
 def sum_gradients(tensors: Sequence[Tensor], topology: Topology) -> Sequence[Tensor]:
@@ -86,19 +83,12 @@ def gather_rows(part: Tensor, topology: Topology) -> Tensor:
     return rows
 
 
-class TensorShares:
-    """Division of the tokens to route among the tensor ranks."""
+def share_tokens(rows: Tensor, num_tokens: int, topology: Topology, *, to_share: bool) -> Tensor:
+    """Cuts `num_tokens` tokens to route to this tensor rank's share, or gathers all shares again.
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-
-    def take(self, tokens: Tensor) -> Tensor:
-        """Returns this rank's share, [N, D] -> [n, D]; the gradient's shares are gathered."""
-        return _Share.apply(tokens, len(tokens), self.topology, True)
-
-    def give_back(self, routed: Tensor, num_tokens: int) -> Tensor:
-        """Gathers all shares, [n, D] -> [N, D]; its backward takes this rank's of the gradient."""
-        return _Share.apply(routed, num_tokens, self.topology, False)
+    [N, D] -> [n, D], or back. The backward pass does the other with the gradient.
+    """
+    return _Share.apply(rows, num_tokens, topology, to_share)
 
 
 class _Share(torch.autograd.Function):
@@ -162,20 +152,6 @@ def mean_over_ranks(x: Tensor, topology: Topology) -> Tensor:
 Part = tuple[tuple[int, ...], torch.dtype]
 
 
-def pack(tensors: list[Tensor]) -> Tensor:
-    """Joins tensors end to end in the type of the first; differentiable.
-
-    One tensor, as DeepSpeed starts a backward pass for each tensor with a gradient that a stage
-    hands on, and each would go through the whole stage again (0.19.8, runtime/pipe/engine.py).
-    """
-    return _Pack.apply(*tensors)
-
-
-def unpack(packed: Tensor, parts: list[Part]) -> list[Tensor]:
-    """Returns views of the tensors that `pack` joined; differentiable."""
-    return list(_Unpack.apply(packed, parts))
-
-
 def num_elements(parts: list[Part], dtype: torch.dtype) -> int:
     """Counts the elements of the flat tensor in `dtype`."""
     # exact, as no part is narrower: the first is of the run's type, statistics are float32
@@ -213,3 +189,11 @@ class _Unpack(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         return _join(grads, ctx.dtype), None
+
+
+# Joins tensors end to end in the type of the first. One tensor, as DeepSpeed starts a backward pass
+# for each tensor with a gradient that a stage hands on, and each would go through the whole stage
+# again (0.19.8, runtime/pipe/engine.py).
+pack: Callable[..., Tensor] = _Pack.apply
+# Returns views of the tensors that `pack` joined, from the flat one and their parts.
+unpack: Callable[[Tensor, list[Part]], tuple[Tensor, ...]] = _Unpack.apply

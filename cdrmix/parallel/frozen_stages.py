@@ -65,14 +65,14 @@ class FrozenStages(Backbone):
         parts: list[Part] = [(tuple(x.shape), x.dtype)] * (2 if v_first_arrives else 1)
         arrived = _Arrive.apply(x, ticket, self.topology, exchange.num_elements(parts, x.dtype))
         first = self.topology.is_first_stage
-        entered = [arrived] if first else exchange.unpack(arrived, parts)
+        entered = [arrived] if first else list(exchange.unpack(arrived, parts))
         v_first = entered[1] if v_first_arrives else None
         blocks = (self.blocks[layer] for layer in self.layers)
         out, v_first, _, after = run_blocks(blocks, entered[0], v_first, **context)
         if self.topology.is_last_stage:
             leaving = self.final_norm(out)
         else:
-            leaving = exchange.pack([out] if v_first is None else [out, v_first])
+            leaving = exchange.pack(*([out] if v_first is None else [out, v_first]))
         hidden, ticket = _Leave.apply(leaving, self.topology, x.shape)
         assert learns or not hidden.requires_grad, "`chained` is told what learns inside"
         if learns:

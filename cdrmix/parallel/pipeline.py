@@ -124,7 +124,7 @@ class PipelineStage(nn.Module):
             statistics = torch.cat([earlier, statistics])
         if self.topology.is_last_stage:
             return Output(self.final_norm(x), statistics, after), None
-        leaving = exchange.pack([part for part in (x, v_first, statistics) if part is not None])
+        leaving = exchange.pack(*(part for part in (x, v_first, statistics) if part is not None))
         return Output(x, statistics, after), leaving
 
     def arriving(self, tokens: tuple[int, int], dtype: torch.dtype) -> list[Part]:

@@ -39,11 +39,12 @@ def spread_tokens(block: Block, topology: Topology, config: Config) -> None:
     """Replaces parts of a block, in place, so that it runs on this rank's tokens of each sample."""
     if topology.sequence_group is None:
         return
-    part = SequencePart(topology.sequence_group, topology.degrees.sequence, topology.sequence_rank)
+    parts = topology.degrees.sequence
+    part = SequencePart(topology.sequence_group, parts, index=topology.data_rank % parts)
     form = sequence_form(
         config.model,
         sequence_length=config.training.sequence_length,
-        sequence=part.parts,
+        sequence=parts,
         element_bytes=ELEMENT_BYTES[config.training.precision],
     )
     mixer = block.mixer

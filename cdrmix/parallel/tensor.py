@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from cdrmix.models.moe import MoEFeedForward
 from cdrmix.models.rwkv7 import TimeMix
 from cdrmix.objectives.language_model import VocabularyPart, linear_cross_entropy
 from cdrmix.parallel.exchange import (
-    TensorShares,
     enter_region,
     gather_rows,
+    share_tokens,
     sum_gradients,
     sum_over_ranks,
 )
@@ -74,13 +75,25 @@ def split_block(block: Block, topology: Topology) -> None:
         return
     if isinstance(block.mixer, TimeMix):
         _split_region(block.mixer, ("receptance", "key", "value"), "output", topology)
-        _split_time_mix(block.mixer, topology)
+        whole = []  # what tokens are read by
+        for name, parameter in list(block.mixer.named_parameters(recurse=False)):
+            if name.startswith(_READ_WHOLE):
+                whole.append(name)
+            else:
+                dim = 1 if name in _LOW_RANK_UPS else 0
+                setattr(block.mixer, name, cut_block(parameter, topology, dim=dim))
+        # one group is one head, so the cut leaves each group's mean and variance as they were
+        norm = block.mixer.group_norm
+        norm.weight, norm.bias = (cut_block(x, topology, dim=0) for x in (norm.weight, norm.bias))
+        norm.num_groups //= topology.degrees.tensor
+        norm.num_channels = norm.weight.numel()
+        _sum_gradients_of(block.mixer, whole, topology)
     else:
         _split_region(block.mixer, ("query", "key", "value"), "output", topology)
     if isinstance(block.ffn, MoEFeedForward):
         # experts stay whole: each tensor rank routes its share of the tokens that all of them hold
         layer = block.ffn.deepspeed_moe
-        layer.shares = TensorShares(topology)
+        layer.share_tokens = partial(share_tokens, topology=topology)
         _sum_gradients_of(layer.gate, ["weight"], topology)
         _count_in_norm(layer.experts.parameters())
     else:
@@ -124,31 +137,10 @@ def _split_region(
         linear.weight = cut_block(linear.weight, topology, dim=1 if name == row else 0)
         linear.out_features, linear.in_features = linear.weight.shape
 
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return enter_region(args[0], topology), *args[1:]
-
-    def leave(_: nn.Module, args: Any, part: Tensor) -> Tensor:
-        return sum_over_ranks(part, topology.tensor_group)
-
-    region.register_forward_pre_hook(enter)
-    getattr(region, row).register_forward_hook(leave)
-
-
-def _split_time_mix(mixer: TimeMix, topology: Topology) -> None:
-    """Cuts the parameters beside the maps; what tokens are read by stays whole."""
-    whole = []
-    for name, parameter in list(mixer.named_parameters(recurse=False)):
-        if name.startswith(_READ_WHOLE):
-            whole.append(name)
-        else:
-            dim = 1 if name in _LOW_RANK_UPS else 0
-            setattr(mixer, name, cut_block(parameter, topology, dim=dim))
-    # one group is one head, so the cut leaves each group's mean and variance as they were
-    norm = mixer.group_norm
-    norm.weight, norm.bias = (cut_block(x, topology, dim=0) for x in (norm.weight, norm.bias))
-    norm.num_groups //= topology.degrees.tensor
-    norm.num_channels = norm.weight.numel()
-    _sum_gradients_of(mixer, whole, topology)
+    region.register_forward_pre_hook(lambda _, args: (enter_region(args[0], topology), *args[1:]))
+    getattr(region, row).register_forward_hook(
+        lambda _, args, part: sum_over_ranks(part, topology.tensor_group)
+    )
 
 
 def _sum_gradients_of(module: nn.Module, names: Iterable[str], topology: Topology) -> None:
@@ -206,18 +198,15 @@ class VocabularyEmbedding(TokenEmbedding):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores the next token over the whole vocabulary, [..., D] -> [..., V], for decoding."""
         # no gradient passes
-        return torch.cat(self._of_all_ranks(super().logits(hidden).detach()).unbind(0), dim=-1)
+        part = super().logits(hidden).detach()
+        return torch.cat(gather_rows(part.unsqueeze(0), self.topology).unbind(0), dim=-1)
 
     def cross_entropy(self, hidden: Tensor, labels: Tensor, label_weights: Tensor | None) -> Tensor:
         """Computes `zero3.next_token_nats` with the vocabulary in parts."""
-        part = VocabularyPart(self.first_id, self._of_all_ranks)
+        part = VocabularyPart(self.first_id, lambda x: gather_rows(x.unsqueeze(0), self.topology))
         # each rank's logits give a part of the gradient of the same hidden states
         whole = enter_region(hidden, self.topology)
         return linear_cross_entropy(whole, self.weight, labels, part, label_weights)
-
-    def _of_all_ranks(self, x: Tensor) -> Tensor:
-        """Gathers every tensor rank's `x`, in order, [...] -> [P, ...]."""
-        return gather_rows(x.unsqueeze(0), self.topology)
 
 
 def split_embedding(embedding: TokenEmbedding, topology: Topology) -> TokenEmbedding:

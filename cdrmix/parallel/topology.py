@@ -46,19 +46,9 @@ class Topology:
         return self.rank // (self.degrees.tensor * self.degrees.data)
 
     @property
-    def sequence_rank(self) -> int:
-        """Part of its samples' tokens that this rank holds, from 0 at their beginning."""
-        return self.data_rank % self.degrees.sequence
-
-    @property
     def sample_rank(self) -> int:
         """Place among the ranks that read samples of their own."""
         return self.data_rank // self.degrees.sequence
-
-    @property
-    def rank_in_stage(self) -> int:
-        """Place among all ranks of the stage, in the order of the expert groups."""
-        return self.rank % (self.degrees.data * self.degrees.tensor)
 
     @property
     def is_first_stage(self) -> bool:
@@ -108,8 +98,15 @@ def make_topology(degrees: Degrees) -> Topology:
         # first and last stage; without stages the step would be 0, which `range` refuses
         "embedding_group": (range(i, world, (world - stage) or world) for i in range(stage)),
     }
-    # in one order on every rank, as each group is made by a collective over the world
-    groups = {name: _group(axis) for name, axis in axes.items()}
+    groups = {}
+    for name, axis in axes.items():
+        for ranks in axis:
+            if len(ranks) == 1:
+                continue
+            # in one order on every rank, as each group is made by a collective over the world
+            group = runtime.new_group(list(ranks))
+            if runtime.rank() in ranks:
+                groups[name] = group
     return Topology(degrees=degrees, rank=runtime.rank(), **groups)
 
 
@@ -120,24 +117,12 @@ def own_tokens(batch: dict[str, Tensor], topology: Topology) -> dict[str, Tensor
     `segment_ids` stay whole, as attention and recurrence reach beyond a rank's tokens.
     """
     parts = topology.degrees.sequence
-    part = topology.sequence_rank
+    part = topology.data_rank % parts  # sequence ranks are the inner part of the data axis
     time = batch["input_ids"].dim() - 1  # `targets` have another dimension after it
     return {
         name: values if name == "segment_ids" else values.chunk(parts, dim=time)[part]
         for name, values in batch.items()
     }
-
-
-def _group(axis: Iterator[range]) -> ProcessGroup | None:
-    """Makes all groups of an axis, as every rank must, and returns the one with this rank."""
-    this_group = None
-    for ranks in axis:
-        if len(ranks) == 1:
-            continue
-        group = runtime.new_group(list(ranks))
-        if runtime.rank() in ranks:
-            this_group = group
-    return this_group
 
 
 class ModelParallelUnit:

@@ -45,7 +45,8 @@ class PartitionedEmbedding(TokenEmbedding):
         super().__init__(rows, width, device="meta")
         self.weight = weight
         self.head = _Head()
-        _will_read(self.head, weight)
+        # a parameter of another module, which is gathered then whenever the head is called
+        runtime.import_deepspeed().zero.register_external_parameter(self.head, weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores the next token, [..., D] -> [..., V]."""
@@ -67,18 +68,14 @@ def partition(module: nn.Module, settings: dict[str, Any]) -> None:
         if settings.get(key, {}).get("enabled"):
             module.to(dtype)
             break
-    runtime.import_deepspeed().zero.Init(module=module, config_dict_or_path=settings)
+    zero = runtime.import_deepspeed().zero
+    zero.Init(module=module, config_dict_or_path=settings)
     # A time mix computes its norm by F.group_norm: the module that owns the parameters is never
     # called, so nothing would gather them.
     for part in module.modules():
         if isinstance(part, TimeMix):
             for parameter in part.group_norm.parameters():
-                _will_read(part, parameter)
-
-
-def _will_read(reader: nn.Module, parameter: nn.Parameter) -> None:
-    """Has DeepSpeed gather a parameter of another module whenever `reader` is called."""
-    runtime.import_deepspeed().zero.register_external_parameter(reader, parameter)
+                zero.register_external_parameter(part, parameter)
 
 
 def next_token_nats(

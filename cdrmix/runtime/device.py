@@ -165,10 +165,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     words = np.array(numpy["words"], dtype=np.uint32)
     np.random.set_state(("MT19937", words, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
-    torch.set_rng_state(_from_hex(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_from_hex(state["cuda"]))
-
-
-def _from_hex(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    for name, module in (("torch", torch), ("cuda", torch.cuda)):
+        if name == "torch" or (name in state and torch.cuda.is_available()):
+            values = bytearray.fromhex(state[name])
+            module.set_rng_state(torch.frombuffer(values, dtype=torch.uint8))

@@ -46,7 +46,16 @@ def map_environment() -> None:
     elif "MASTER_ADDR" in env and "MASTER_PORT" in env:
         return
     elif "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env:
-        place = _address_by_mpi()
+        from mpi4py import MPI
+
+        # rank 0's address and a free port there, for all ranks of this mpirun
+        world = MPI.COMM_WORLD
+        hosts = world.allgather(platform.node())
+        meeting = None
+        if world.Get_rank() == 0:
+            address = "127.0.0.1" if len({*hosts}) == 1 else address_of_this_host()
+            meeting = (address, free_port())
+        place = world.bcast(meeting)
     elif "SLURM_STEP_NODELIST" in env:
         step = int(env.get("SLURM_STEP_ID", "0"))
         restart = int(env.get("SLURM_RESTART_COUNT", "0"))
@@ -59,19 +68,6 @@ def map_environment() -> None:
         )
     env.setdefault("MASTER_ADDR", place[0])
     env.setdefault("MASTER_PORT", str(place[1]))
-
-
-def _address_by_mpi() -> tuple[str, int]:
-    """Broadcasts rank 0's address and a free port there to all ranks of an mpirun."""
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    hosts = world.allgather(platform.node())
-    meeting = None
-    if world.Get_rank() == 0:
-        address = "127.0.0.1" if len({*hosts}) == 1 else address_of_this_host()
-        meeting = (address, free_port())
-    return world.bcast(meeting)
 
 
 def environment_rank() -> int:

@@ -16,7 +16,6 @@ from cdrmix.config.load import load_config
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.evaluation.perplexity import evaluate, held_out_rows
-from cdrmix.models import generate
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.initialize import normal_
 from cdrmix.planning.cluster import processes
@@ -41,7 +40,8 @@ def evaluated(
     topology = make_topology(plan.degrees)
     model = build_model(config, plan, topology)
     expert = plan.degrees.expert
-    _wake_experts(model, first=topology.rank_in_stage % expert * (8 // expert))
+    rank_in_stage = topology.rank % (topology.degrees.data * topology.degrees.tensor)
+    _wake_experts(model, first=rank_in_stage % expert * (8 // expert))
     engine = start_engine(model, config, plan, topology)
     module, dataset = for_inference(engine.module), TokenDataset(Path(data), "validation", LENGTH)
     found = evaluate(module, dataset, max_tokens=ROWS * LENGTH, batch_size=2, topology=topology)
@@ -125,7 +125,9 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(
 def start_with_an_early_end(argv: list[str], eos_id: int) -> int:
     """A small run in which rank 1 alone finds its sample of text at an end at once."""
     if int(os.environ["RANK"]) == 1:
-        generate._choose = lambda logits, *_: torch.full((len(logits),), eos_id)
+        Backbone.logits = lambda self, hidden: (
+            1e9 * F.one_hot(torch.full(hidden.shape[:-1], eos_id), self.config.vocab_size)
+        )
     return start(argv)
 
 

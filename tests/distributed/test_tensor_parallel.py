@@ -21,17 +21,17 @@ DIM = 6
 
 def shared_out(num_tokens: int) -> tuple[int, np.ndarray, np.ndarray]:
     """How many tokens this rank takes, what comes back of x * (1 + its rank), and x's gradient."""
-    from cdrmix.parallel.exchange import TensorShares
+    from cdrmix.parallel.exchange import share_tokens
     from cdrmix.parallel.topology import make_topology
     from cdrmix.planning.layout import Degrees
 
     runtime.initialize_distributed()
     tensor = runtime.world_size()
     topology = make_topology(Degrees(data=1, tensor=tensor, pipeline=1, sequence=1, expert=1))
-    shares = TensorShares(topology)
     x = torch.arange(num_tokens * DIM, dtype=torch.float32).view(num_tokens, DIM).requires_grad_()
-    taken = shares.take(x)
-    out = shares.give_back(taken * (1 + topology.tensor_rank), num_tokens)
+    taken = share_tokens(x, num_tokens, topology, to_share=True)
+    routed = taken * (1 + topology.tensor_rank)
+    out = share_tokens(routed, num_tokens, topology, to_share=False)
     weights = torch.arange(num_tokens, dtype=torch.float32).unsqueeze(1)
     (gradient,) = torch.autograd.grad((out * weights).sum(), x)
     runtime.destroy_distributed()

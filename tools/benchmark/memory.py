@@ -271,7 +271,7 @@ def largest_unit(run: Callable[[], Tensor], *, known: Storages) -> Storages:
     depth = 0
     most: list[Storages] = [{}, {}]  # by depth: units, and units inside of one
 
-    def measuring(unit: Callable[..., Any], *inputs: Any, again: Any = None) -> Any:
+    def measuring(unit: Callable[..., Any], *inputs: Any) -> Any:
         nonlocal depth
         read = storages(x for x in inputs if torch.is_tensor(x))
         depth += 1

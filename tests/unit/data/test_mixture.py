@@ -118,7 +118,7 @@ def test_what_was_asked_and_what_is_drawn_are_shown() -> None:
     mixture = Mixture(
         SIZES, [Phase({"code": 1}, 1000), Phase({"code": 1, "web": 1}, 1000, "linear")]
     )
-    shown = draw_sources(mixture, 0, 2000)
+    shown = draw_sources(mixture, 0, 2000)["domains"]
     assert shown["books"] == {"asked": 0.0, "drawn": 0.0, "samples": 0}
     assert shown["web"]["asked"] == pytest.approx(0.125, abs=1e-4)
     assert shown["web"]["samples"] == pytest.approx(250, abs=1)
@@ -219,7 +219,7 @@ def test_a_saved_mixture_is_no_change_of_the_configuration() -> None:
 
 def test_weights_left_out_are_the_sizes_of_the_domains(folder: Path) -> None:
     found = places(mixed(folder, {}), np.arange(170), seed=1)
-    assert draw_sources(mixed(folder, {})._plan, 0, 170)["b"]["samples"] == 50
+    assert draw_sources(mixed(folder, {})._plan, 0, 170)["domains"]["b"]["samples"] == 50
     assert sorted(found) == [(d, i) for d, size in enumerate((20, 50, 100)) for i in range(size)]
 
 
