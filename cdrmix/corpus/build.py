@@ -48,6 +48,7 @@ from cdrmix.data.shards import (
     MANIFEST_FILE,
     SHARD_SUFFIXES,
     Manifest,
+    ShardInfo,
     TokenizerInfo,
     new_manifest,
     read_manifest,
@@ -55,7 +56,7 @@ from cdrmix.data.shards import (
     write_file,
     write_manifest,
 )
-from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
+from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
 
 DEFAULT_VOCAB_SIZE = 50_272
@@ -242,8 +243,13 @@ class _Build:
                 "domains that they are for."
             )
         folder = self._make_tokenizer(results[-1])
-        streams = self._write_shards(results[-1], folder)
-        return self._finish(results, folder, streams)
+        # Of a model's token ids: a small corpus gives fewer tokens than there are slots.
+        config = self._recipe.tokenizer
+        num_slots = config.vocab_size or DEFAULT_VOCAB_SIZE
+        if config.path:
+            num_slots = load_tokenizer(folder).vocab_size
+        streams = self._write_shards(results[-1], folder, num_slots)
+        return self._finish(results, folder, streams, num_slots)
 
     def _run_passes(self) -> list[list[Path]]:
         """Returns the result folders of each pass, by task in corpus order."""
@@ -320,18 +326,14 @@ class _Build:
                 write_file(new / TOKENIZER_FILE, new_tokenizer.to_str(pretty=True).encode())
         return path
 
-    def _num_slots(self, tokenizer: Tokenizer) -> int:
-        """Returns the number of token ids that a model has."""
-        config = self._recipe.tokenizer
-        # A small corpus gives fewer tokens than there are slots; the model has all slots.
-        return tokenizer.vocab_size if config.path else config.vocab_size or DEFAULT_VOCAB_SIZE
-
-    def _write_shards(self, folders: list[Path], tokenizer_folder: Path) -> list[StreamJob]:
+    def _write_shards(
+        self, folders: list[Path], tokenizer_folder: Path, num_slots: int
+    ) -> list[StreamJob]:
         """Encodes all tasks and writes their shards, by one job for each split and domain."""
         digest = hashlib.sha256((tokenizer_folder / TOKENIZER_FILE).read_bytes()).hexdigest()
         tokenizer = load_tokenizer(tokenizer_folder)
         fim = self._recipe.fim
-        dtype = smallest_dtype(self._num_slots(tokenizer))
+        dtype = smallest_dtype(num_slots)
         jobs = []
         for task, folder in zip(self._tasks, folders, strict=True):
             key = content_key(folder.name, digest, self._share, fim and fim.model_dump())
@@ -364,18 +366,26 @@ class _Build:
         return streams
 
     def _finish(
-        self, results: list[list[Path]], tokenizer_folder: Path, streams: list[StreamJob]
+        self,
+        results: list[list[Path]],
+        tokenizer_folder: Path,
+        streams: list[StreamJob],
+        num_slots: int,
     ) -> Manifest:
         """Writes tokenizer, report and manifest, and removes the work folder."""
         content = (tokenizer_folder / TOKENIZER_FILE).read_bytes()
         file = write_file(self._out / TOKENIZER_FILE, content)
         tokenizer = load_tokenizer(tokenizer_folder)
         records = [read_record(folder) for folder in results[-1]]
-        outcomes = [(stream, *stream.read()) for stream in streams]
-        shards = [shard for _, of_stream, _ in outcomes for shard in of_stream]
+        written = [(stream, json.loads(stream.result.read_bytes())) for stream in streams]
+        shards = [
+            (ShardInfo.model_validate(shard), documents)
+            for _, result in written
+            for shard, documents in zip(result["shards"], result["sources"], strict=True)
+        ]
         manifest = new_manifest(
             [shard for shard, _ in shards],
-            vocab_size=self._num_slots(tokenizer),
+            vocab_size=num_slots,
             tokenizer=TokenizerInfo(
                 file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=tokenizer.vocab_size
             ),
@@ -390,7 +400,7 @@ class _Build:
             results=list(zip(self._tasks, *results, strict=True)),
             decisions=self._decisions,
             # Of the training split: the other has too few tokens to compare domains by.
-            ngrams={s.domain: ngrams for s, _, ngrams in outcomes if s.split == SPLITS[0]},
+            ngrams={s.domain: each["ngrams"] for s, each in written if s.split == SPLITS[0]},
         )
         # Last of all files: a folder with a manifest is a finished data set.
         write_manifest(self._out, manifest)

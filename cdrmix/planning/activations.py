@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from cdrmix.config.schema import Config
@@ -66,12 +66,10 @@ class SavedActivations:
         # save input and normalised input, both in float32
         kept = 2 * 4 * self.model.hidden_size if device == "cpu" else self._stream
         self._norm = PerToken(kept + 4)
-        self.stages = cache(self._stages)
+        # blocks of each pipeline stage by their number, as `parallel/pipeline.py` builds them
+        length = self.training.sequence_length
+        self.stages = cache(partial(stage_layers, self.model, length))
         self._halves_of = cache(self._halves)
-
-    def _stages(self, pipeline: int) -> list[range]:
-        """Blocks of each pipeline stage, as `parallel/pipeline.py` builds them."""
-        return stage_layers(self.model, self.training.sequence_length, pipeline)
 
     def _kinds_on(self, pipeline: int, stage: int) -> Counter[BlockKind]:
         """Number of blocks of each kind on a stage."""

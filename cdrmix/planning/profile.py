@@ -47,11 +47,10 @@ def check_legal(
     `device` ("cpu" or "cuda") rules about it are left out. Raises PlanError with all reasons if the
     run is impossible on these ranks.
     """
-    plainest = _plainest(config, world_size, profile, device)
     # the shape of the cluster is unknown here, so that all ranks count as one node
     found = combinations(config, world_size=world_size, gpus_per_node=world_size, profile=profile)
     legal = list(found)
-    _check_some_are_legal(legal, plainest)
+    plainest = _check_some_are_legal(legal, config, world_size, profile, device)
     if all(missing for _, missing in legal):
         nearest, _ = min(legal, key=lambda each: each[0].degrees != plainest.degrees)
         rules.check(replace(nearest, device=device))
@@ -66,27 +65,22 @@ def check_legal(
 def all_plans(config: Config, cluster: Cluster, profile: str | None = None) -> list[Plan]:
     """Returns every legal plan on a cluster, best first; raises PlanError if there is none."""
     plans = search(config, cluster, profile=profile)
-    _check_some_are_legal(plans, _plainest(config, cluster.world_size, profile, cluster.device))
+    _check_some_are_legal(plans, config, cluster.world_size, profile, cluster.device)
     return plans
 
 
-def _check_some_are_legal(legal: Sequence[object], plainest: Combination) -> None:
-    """Raises PlanError if no layout is legal, or if only a cut of a small model is."""
-    config = plainest.config
-    world_size = plainest.world_size
-    # If nothing is fixed and data ranks alone do not divide the batch, the error about the batch is
-    # more useful than a model split over more axes than it needs.
-    is_free = not config.parallel.model_fields_set
-    if not legal or (is_free and world_size <= config.training.global_batch_size):
-        rules.check(plainest, of_this_version=False)
-    if not legal:
-        raise PlanError(f"{config.name}: no layout of {world_size} ranks is legal")
-
-
-def _plainest(
-    config: Config, world_size: int, profile: str | None, device: str | None
+def _check_some_are_legal(
+    legal: Sequence[object],
+    config: Config,
+    world_size: int,
+    profile: str | None,
+    device: str | None,
 ) -> Combination:
-    """Combination with the configured degrees; without them, data ranks and usual experts."""
+    """Raises PlanError if no layout is legal, or if only a cut of a small model is.
+
+    Returns the plainest combination: the configured degrees; without them, data ranks and usual
+    experts.
+    """
     parallel = config.parallel
     data = parallel.data or max(1, world_size // (parallel.tensor * parallel.pipeline))
     degrees = Degrees(data, parallel.tensor, parallel.pipeline, parallel.sequence)
@@ -94,7 +88,15 @@ def _plainest(
     stage, _ = zero.zero_stage(config.model, degrees)
     name = profile or zero.profile_name(stage, degrees)
     settings = read_profile(profile_path(name))
-    return Combination(config, degrees, settings, name, world_size, device)
+    plainest = Combination(config, degrees, settings, name, world_size, device)
+    # If nothing is fixed and data ranks alone do not divide the batch, the error about the batch is
+    # more useful than a model split over more axes than it needs.
+    is_free = not parallel.model_fields_set
+    if not legal or (is_free and world_size <= config.training.global_batch_size):
+        rules.check(plainest, of_this_version=False)
+    if not legal:
+        raise PlanError(f"{config.name}: no layout of {world_size} ranks is legal")
+    return plainest
 
 
 def explained(plan: Plan, config: Config, cluster: Cluster, profile: str | None = None) -> Plan:
