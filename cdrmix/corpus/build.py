@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from cdrmix import __version__, log
 from cdrmix.config.load import config_hash
 from cdrmix.corpus.encode import SPLITS, EncodeJob, StreamJob, run_encode, split_of, write_stream
 from cdrmix.corpus.inspection import lineage, read_report, write_build_report
-from cdrmix.corpus.recipe import Numbered, Recipe, identity, load_recipe, make_step, passes
+from cdrmix.corpus.recipe import Recipe, identity, load_recipe, make_step, passes
 from cdrmix.corpus.remote_jobs import Engine, EngineName, make_engine
 from cdrmix.corpus.source import (
+    SAVED_DATASET_FILES,
     SourceFile,
     SourceListing,
     file_state,
     find_files,
-    is_saved_dataset,
     local_path,
 )
 from cdrmix.corpus.steps.filter import Filter
@@ -37,7 +37,6 @@ from cdrmix.corpus.task_run import (
     Task,
     TaskJob,
     leave_out_last,
-    notes_path,
     read_documents,
     read_record,
     run_task,
@@ -147,7 +146,8 @@ def make_tasks(
     listings = {
         source.name: find_files(source, leave_out=out)
         for source in recipe.sources
-        if source.type != "huggingface" or is_saved_dataset(local_path(source))
+        if source.type != "huggingface"
+        or any((local_path(source) / name).is_file() for name in SAVED_DATASET_FILES)
     }
     if not task_bytes:
         total = sum(file.state[0] for listing in listings.values() for file in listing.files)
@@ -279,26 +279,26 @@ class _Build:
             what = f"pass {pass_number + 1}"
             self._engine.run_all(run_task, jobs, what=what, blame=leave_out_last)
             results.append([job.out for job in jobs])
-            if corpus_step is not None:
-                decisions = self._decide(corpus_step, jobs)
+            if corpus_step is None:
+                continue
+            number, config = corpus_step
+            step = make_step(config)
+            # The notes are named by the task: the step looks at those of all tasks together.
+            notes = [job.out / f"{job.out.name}.notes" if job.notes_of else None for job in jobs]
+            taken = [path for path in notes if path]
+            out = self._work / f"decision-{number}" / content_key([path.name for path in taken])
+            if not out.is_dir():
+                _logger.info("data build: %s over %d tasks", config.name, len(taken))
+                with new_folder(out) as folder:
+                    summary = step.decide(taken, folder)
+                    write_file(folder / "found.json", json.dumps(summary).encode())
+            # Read back even if just written: JSON makes text of integer keys, and a build that was
+            # interrupted must give the same report as one that was not.
+            self._decisions[number] = json.loads((out / "found.json").read_bytes())
+            decisions = [
+                (number, config, step.decision(path, out)) if path else None for path in notes
+            ]
         return results
-
-    def _decide(self, numbered: Numbered, jobs: Sequence[TaskJob]) -> list[Decision | None]:
-        """Returns the decision of a step over the corpus for each task that takes it."""
-        number, config = numbered
-        step = make_step(config)
-        notes = [notes_path(job.out) if job.notes_of else None for job in jobs]
-        taken = [path for path in notes if path]
-        out = self._work / f"decision-{number}" / content_key([path.name for path in taken])
-        if not out.is_dir():
-            _logger.info("data build: %s over %d tasks", config.name, len(taken))
-            with new_folder(out) as folder:
-                summary = step.decide(taken, folder)
-                write_file(folder / "found.json", json.dumps(summary).encode())
-        # Read back even if just written: JSON makes text of integer keys, and a build that was
-        # interrupted must give the same report as one that was not.
-        self._decisions[number] = json.loads((out / "found.json").read_bytes())
-        return [(number, config, step.decision(path, out)) if path else None for path in notes]
 
     def _make_tokenizer(self, folders: list[Path]) -> Path:
         """Returns the folder of the tokenizer: what the recipe names, or trained on the corpus."""

@@ -178,7 +178,27 @@ def evaluate_run(
     if max_tokens is None:
         max_tokens = run.config.evaluation.final_tokens
     length = run.config.training.sequence_length
-    folder = _evaluation_data(run, data)
+    if data is not None and "://" in data:  # of the caller: no other URL is opened
+        folder = local_folder(DataConfig(path=data, order="sequential"), length)
+    else:
+        given = _local_data(run.config) if data is None else Path(data)
+        if given is None:
+            raise DataError(
+                f"{run.checkpoint}: was trained on a data set behind a URL, and one that a "
+                "checkpoint names is not opened. Give --data with that URL or a folder"
+            )
+        folder = given
+        if data is None and not folder.is_dir():
+            raise DataError(
+                f"{folder}: the data set that {run.checkpoint} was trained on is not here. Give "
+                "--data DIR, or build the sample corpus with `cdrmix data sample`"
+            )
+        # A cache names the URL of its data set, which would be opened without the user's knowledge.
+        if remote_files(folder) is not None:
+            raise DataError(
+                f"{folder}: is a cache of a data set behind a URL, which would be opened for what "
+                "is missing. Give --data with that URL, or a whole folder"
+            )
     manifest = read_manifest(folder)
     if manifest.tokenizer.sha256 != run.tokenizer_digest:
         raise DataError(
@@ -197,28 +217,3 @@ def evaluate_run(
         batch_size=8,
         segment_documents=run.config.data.segment_documents,
     )
-
-
-def _evaluation_data(run: TrainedModel, data: str | None) -> Path:
-    """Returns the folder of the data set to evaluate on; opens a URL of the caller only."""
-    if data is not None and "://" in data:
-        config = DataConfig(path=data, order="sequential")
-        return local_folder(config, run.config.training.sequence_length)
-    folder = _local_data(run.config) if data is None else Path(data)
-    if folder is None:
-        raise DataError(
-            f"{run.checkpoint}: was trained on a data set behind a URL, and one that a "
-            "checkpoint names is not opened. Give --data with that URL or a folder"
-        )
-    if data is None and not folder.is_dir():
-        raise DataError(
-            f"{folder}: the data set that {run.checkpoint} was trained on is not here. Give "
-            "--data DIR, or build the sample corpus with `cdrmix data sample`"
-        )
-    # A cache names the URL of its data set, which would be opened without the user's knowledge.
-    if remote_files(folder) is not None:
-        raise DataError(
-            f"{folder}: is a cache of a data set behind a URL, which would be opened for what is "
-            "missing. Give --data with that URL, or a whole folder"
-        )
-    return folder
