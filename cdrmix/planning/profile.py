@@ -165,28 +165,28 @@ def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) 
     shared = ""
     if degrees.sequence > 1:
         shared = f" / sequence {degrees.sequence}"
-        reasons.append(_sequence_reason(config, degrees.sequence))
+        # the bytes of both exchanges of a recurrence
+        length = training.sequence_length
+        size = ELEMENT_BYTES[training.precision]
+        form = sequence_form(
+            config.model,
+            sequence_length=length,
+            sequence=degrees.sequence,
+            element_bytes=size,
+        )
+        passed = "pass their state" if form == "state" else "exchange heads"
+        state = state_bytes(config.model, 1, degrees.sequence) / 2**20
+        heads = recurrence_bytes(config.model, length // degrees.sequence, size) / 2**20
+        reasons.append(
+            f"sequence {degrees.sequence}: recurrences {passed}: {state:.3g} MiB of states a layer "
+            f"and sample, {heads:.3g} MiB of heads"
+        )
     reasons.append(
         f"accumulation {plan.gradient_accumulation_steps} = global batch "
         f"{training.global_batch_size} / (micro batch {plan.micro_batch_size} * {degrees.data} "
         f"data ranks{shared})"
     )
     return reasons
-
-
-def _sequence_reason(config: Config, sequence: int) -> str:
-    """Compares the bytes of both exchanges of a recurrence between sequence ranks."""
-    model = config.model
-    length = config.training.sequence_length
-    size = ELEMENT_BYTES[config.training.precision]
-    form = sequence_form(model, sequence_length=length, sequence=sequence, element_bytes=size)
-    exchange = "recurrences pass their state" if form == "state" else "recurrences exchange heads"
-    state = state_bytes(model, 1, sequence) / 2**20
-    heads = recurrence_bytes(model, length // sequence, size) / 2**20
-    return (
-        f"sequence {sequence}: {exchange}: {state:.3g} MiB of states a layer and sample, "
-        f"{heads:.3g} MiB of heads"
-    )
 
 
 def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:

@@ -317,11 +317,11 @@ def stage_b_aspects(config: Config, planned: Plan, small: Rehearsal) -> list[Asp
         ("precision", config.training.precision, small.config.training.precision),
         ("tokens a window", f"{window:,}", str(here.training.window_tokens)),
     ]
-    longest = [max(each.training.length_ratios) for each in (there, here)]
+    longest, small_longest = (max(each.training.length_ratios) for each in (there, here))
     for name, planned_number, number in (
         ("steps", there.training.num_steps, here.training.num_steps),
         ("texts a lesson", there.training.texts_per_lesson, here.training.texts_per_lesson),
-        ("windows of the longest text", *longest),
+        ("windows of the longest text", longest, small_longest),
         ("episodes of a text", there.training.group_size, here.training.group_size),
         ("width of summaries", there.memory.summary_dim, here.memory.summary_dim),
         ("tokens of memory", there.memory.max_tokens, here.memory.max_tokens),
