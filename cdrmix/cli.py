@@ -182,7 +182,8 @@ def add_generate(verbs: Verbs) -> None:
 
 
 def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    _check_branch_flags(parser, arguments)
+    if arguments.accept_threshold is not None and not arguments.branches:
+        parser.error("--accept-threshold goes with --branches")
     if arguments.faiss and not arguments.index:
         parser.error("--faiss goes with --index")
     flags = {name: getattr(arguments, name) for name in _SAMPLING}
@@ -231,11 +232,6 @@ def _add_branch_flags(parser: argparse.ArgumentParser) -> None:
     flag("--accept-threshold", type=at_least(-math.inf), metavar="A", help=least)
 
 
-def _check_branch_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    if arguments.accept_threshold is not None and not arguments.branches:
-        parser.error("--accept-threshold goes with --branches")
-
-
 def add_evaluate(verbs: Verbs) -> None:
     """`cdrmix evaluate RUN_DIR`: held-out loss of a trained model, or its reasoning."""
     parser = verbs.add_parser(
@@ -275,7 +271,8 @@ def add_evaluate(verbs: Verbs) -> None:
 
 
 def _evaluate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    _check_branch_flags(parser, arguments)
+    if arguments.accept_threshold is not None and not arguments.branches:
+        parser.error("--accept-threshold goes with --branches")
     if arguments.tasks and (arguments.examples or arguments.write_tasks):
         parser.error("--tasks reads every row of its file, without --examples or --write-tasks")
     if arguments.suite == "text":

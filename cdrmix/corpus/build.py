@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from cdrmix import __version__, log
 from cdrmix.config.load import config_hash
 from cdrmix.corpus.encode import SPLITS, EncodeJob, StreamJob, run_encode, split_of, write_stream
 from cdrmix.corpus.inspection import lineage, read_report, write_build_report
-from cdrmix.corpus.recipe import Numbered, Recipe, identity, load_recipe, make_step, passes
+from cdrmix.corpus.recipe import Recipe, identity, load_recipe, make_step, passes
 from cdrmix.corpus.remote_jobs import Engine, EngineName, make_engine
 from cdrmix.corpus.source import (
+    SAVED_DATASET_FILES,
     SourceFile,
     SourceListing,
     file_state,
     find_files,
-    is_saved_dataset,
     local_path,
 )
 from cdrmix.corpus.steps.filter import Filter
@@ -37,7 +37,6 @@ from cdrmix.corpus.task_run import (
     Task,
     TaskJob,
     leave_out_last,
-    notes_path,
     read_documents,
     read_record,
     run_task,
@@ -48,6 +47,7 @@ from cdrmix.data.shards import (
     MANIFEST_FILE,
     SHARD_SUFFIXES,
     Manifest,
+    ShardInfo,
     TokenizerInfo,
     new_manifest,
     read_manifest,
@@ -55,7 +55,7 @@ from cdrmix.data.shards import (
     write_file,
     write_manifest,
 )
-from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, train_tokenizer
+from cdrmix.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from cdrmix.errors import DataError
 
 DEFAULT_VOCAB_SIZE = 50_272
@@ -146,7 +146,8 @@ def make_tasks(
     listings = {
         source.name: find_files(source, leave_out=out)
         for source in recipe.sources
-        if source.type != "huggingface" or is_saved_dataset(local_path(source))
+        if source.type != "huggingface"
+        or any((local_path(source) / name).is_file() for name in SAVED_DATASET_FILES)
     }
     if not task_bytes:
         total = sum(file.state[0] for listing in listings.values() for file in listing.files)
@@ -242,8 +243,13 @@ class _Build:
                 "domains that they are for."
             )
         folder = self._make_tokenizer(results[-1])
-        streams = self._write_shards(results[-1], folder)
-        return self._finish(results, folder, streams)
+        # Of a model's token ids: a small corpus gives fewer tokens than there are slots.
+        config = self._recipe.tokenizer
+        num_slots = config.vocab_size or DEFAULT_VOCAB_SIZE
+        if config.path:
+            num_slots = load_tokenizer(folder).vocab_size
+        streams = self._write_shards(results[-1], folder, num_slots)
+        return self._finish(results, folder, streams, num_slots)
 
     def _run_passes(self) -> list[list[Path]]:
         """Returns the result folders of each pass, by task in corpus order."""
@@ -273,26 +279,26 @@ class _Build:
             what = f"pass {pass_number + 1}"
             self._engine.run_all(run_task, jobs, what=what, blame=leave_out_last)
             results.append([job.out for job in jobs])
-            if corpus_step is not None:
-                decisions = self._decide(corpus_step, jobs)
+            if corpus_step is None:
+                continue
+            number, config = corpus_step
+            step = make_step(config)
+            # The notes are named by the task: the step looks at those of all tasks together.
+            notes = [job.out / f"{job.out.name}.notes" if job.notes_of else None for job in jobs]
+            taken = [path for path in notes if path]
+            out = self._work / f"decision-{number}" / content_key([path.name for path in taken])
+            if not out.is_dir():
+                _logger.info("data build: %s over %d tasks", config.name, len(taken))
+                with new_folder(out) as folder:
+                    summary = step.decide(taken, folder)
+                    write_file(folder / "found.json", json.dumps(summary).encode())
+            # Read back even if just written: JSON makes text of integer keys, and a build that was
+            # interrupted must give the same report as one that was not.
+            self._decisions[number] = json.loads((out / "found.json").read_bytes())
+            decisions = [
+                (number, config, step.decision(path, out)) if path else None for path in notes
+            ]
         return results
-
-    def _decide(self, numbered: Numbered, jobs: Sequence[TaskJob]) -> list[Decision | None]:
-        """Returns the decision of a step over the corpus for each task that takes it."""
-        number, config = numbered
-        step = make_step(config)
-        notes = [notes_path(job.out) if job.notes_of else None for job in jobs]
-        taken = [path for path in notes if path]
-        out = self._work / f"decision-{number}" / content_key([path.name for path in taken])
-        if not out.is_dir():
-            _logger.info("data build: %s over %d tasks", config.name, len(taken))
-            with new_folder(out) as folder:
-                summary = step.decide(taken, folder)
-                write_file(folder / "found.json", json.dumps(summary).encode())
-        # Read back even if just written: JSON makes text of integer keys, and a build that was
-        # interrupted must give the same report as one that was not.
-        self._decisions[number] = json.loads((out / "found.json").read_bytes())
-        return [(number, config, step.decision(path, out)) if path else None for path in notes]
 
     def _make_tokenizer(self, folders: list[Path]) -> Path:
         """Returns the folder of the tokenizer: what the recipe names, or trained on the corpus."""
@@ -320,18 +326,14 @@ class _Build:
                 write_file(new / TOKENIZER_FILE, new_tokenizer.to_str(pretty=True).encode())
         return path
 
-    def _num_slots(self, tokenizer: Tokenizer) -> int:
-        """Returns the number of token ids that a model has."""
-        config = self._recipe.tokenizer
-        # A small corpus gives fewer tokens than there are slots; the model has all slots.
-        return tokenizer.vocab_size if config.path else config.vocab_size or DEFAULT_VOCAB_SIZE
-
-    def _write_shards(self, folders: list[Path], tokenizer_folder: Path) -> list[StreamJob]:
+    def _write_shards(
+        self, folders: list[Path], tokenizer_folder: Path, num_slots: int
+    ) -> list[StreamJob]:
         """Encodes all tasks and writes their shards, by one job for each split and domain."""
         digest = hashlib.sha256((tokenizer_folder / TOKENIZER_FILE).read_bytes()).hexdigest()
         tokenizer = load_tokenizer(tokenizer_folder)
         fim = self._recipe.fim
-        dtype = smallest_dtype(self._num_slots(tokenizer))
+        dtype = smallest_dtype(num_slots)
         jobs = []
         for task, folder in zip(self._tasks, folders, strict=True):
             key = content_key(folder.name, digest, self._share, fim and fim.model_dump())
@@ -364,18 +366,26 @@ class _Build:
         return streams
 
     def _finish(
-        self, results: list[list[Path]], tokenizer_folder: Path, streams: list[StreamJob]
+        self,
+        results: list[list[Path]],
+        tokenizer_folder: Path,
+        streams: list[StreamJob],
+        num_slots: int,
     ) -> Manifest:
         """Writes tokenizer, report and manifest, and removes the work folder."""
         content = (tokenizer_folder / TOKENIZER_FILE).read_bytes()
         file = write_file(self._out / TOKENIZER_FILE, content)
         tokenizer = load_tokenizer(tokenizer_folder)
         records = [read_record(folder) for folder in results[-1]]
-        outcomes = [(stream, *stream.read()) for stream in streams]
-        shards = [shard for _, of_stream, _ in outcomes for shard in of_stream]
+        written = [(stream, json.loads(stream.result.read_bytes())) for stream in streams]
+        shards = [
+            (ShardInfo.model_validate(shard), documents)
+            for _, result in written
+            for shard, documents in zip(result["shards"], result["sources"], strict=True)
+        ]
         manifest = new_manifest(
             [shard for shard, _ in shards],
-            vocab_size=self._num_slots(tokenizer),
+            vocab_size=num_slots,
             tokenizer=TokenizerInfo(
                 file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=tokenizer.vocab_size
             ),
@@ -390,7 +400,7 @@ class _Build:
             results=list(zip(self._tasks, *results, strict=True)),
             decisions=self._decisions,
             # Of the training split: the other has too few tokens to compare domains by.
-            ngrams={s.domain: ngrams for s, _, ngrams in outcomes if s.split == SPLITS[0]},
+            ngrams={s.domain: each["ngrams"] for s, each in written if s.split == SPLITS[0]},
         )
         # Last of all files: a folder with a manifest is a finished data set.
         write_manifest(self._out, manifest)

@@ -140,15 +140,12 @@ class StreamJob:
         """Returns True if the result exists, and with it the shards."""
         return self.result.exists()
 
-    def read(self) -> tuple[list[tuple[ShardInfo, dict[str, int]]], dict[str, Any] | None]:
-        """Reads the shards, each with its documents by source, and their `ngram_entropy`."""
-        result = json.loads(self.result.read_bytes())
-        shards = [ShardInfo.model_validate(shard) for shard in result["shards"]]
-        return list(zip(shards, result["sources"], strict=True)), result["ngrams"]
-
 
 def write_stream(job: StreamJob) -> None:
-    """Writes the shards of a stream, the sources of each, and the entropy of its n-grams."""
+    """Writes the shards of a stream; the result has them, their sources and their n-grams.
+
+    In the lists `shards` and `sources` an entry is a shard; `ngrams` is of `ngram_entropy`.
+    """
     pieces: list[tuple[str, int]] = []  # (source, pieces that its documents were cut into)
 
     def documents() -> Iterator[tuple[NDArray[Any], int]]:

@@ -147,15 +147,15 @@ def _step_counts(
     decisions: Mapping[int, Any],
 ) -> list[dict[str, Any]]:
     """Sums documents in, out and dropped by reason of each step, over all tasks and by domain."""
-
-    def zeros() -> dict[str, Any]:
-        return {"in": 0, "out": 0, "dropped": Counter()}
-
-    steps = [{"name": step.name} | zeros() | {"by_domain": {}} for step in recipe.steps]
+    steps: list[dict[str, Any]] = [
+        {"name": step.name, "in": 0, "out": 0, "dropped": Counter(), "by_domain": {}}
+        for step in recipe.steps
+    ]
     for task, of_task in records:
         for counts in (counts for record in of_task for counts in record["steps"]):
             step = steps[counts["number"]]
-            for total in (step, step["by_domain"].setdefault(task.source.domain, zeros())):
+            zeros = {"in": 0, "out": 0, "dropped": Counter()}
+            for total in (step, step["by_domain"].setdefault(task.source.domain, zeros)):
                 total["in"] += counts["in"]
                 total["out"] += counts["out"]
                 total["dropped"].update(counts["dropped"])

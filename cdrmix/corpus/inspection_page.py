@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,14 @@ def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
         for split, amounts in splits.items():
             by_domain[domain].update(amounts)
             by_split[split].update(amounts)
+    languages: Counter[str] = Counter()
+    for counts in inspection.languages.values():
+        languages.update(counts)
+    if "unknown" in languages:
+        languages["not looked at"] = languages.pop("unknown")
+    by_language = languages.most_common()
+    rare = by_language[_MAX_LANGUAGES:]
+    others = {f"{len(rare)} others": sum(count for _, count in rare)} if rare else {}
     kind = attrgetter("step", "name", "reason")
     by_reason = groupby(sorted(inspection.dropped, key=kind), key=kind)
     page = render(
@@ -167,7 +175,7 @@ def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
         share_figures=_share_figures(course) if len(course.get("phases", [])) > 1 else [],
         lengths=_by_length(lengths),
         lengths_by_domain={name: _by_length({name: counts}) for name, counts in lengths.items()},
-        languages=_language_counts(inspection.languages),
+        languages=dict(by_language[:_MAX_LANGUAGES]) | others,
         searches=[
             step
             for step in inspection.steps
@@ -208,25 +216,10 @@ def _by_length(by_domain: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
             limits[int(label.split()[1])] += count
     if not limits:
         return {}
-
-    def written(size: int) -> str:
-        factor, unit = next(each for each in _LENGTH_UNITS if size >= each[0] or each[0] == 1)
-        return f"{size // factor} {unit}"
-
     powers = range(int(math.log2(min(limits))), int(math.log2(max(limits))) + 1)
-    return {
-        f"{written(2**power // 2)} to {written(2**power)}": limits[2**power] for power in powers
-    }
-
-
-def _language_counts(by_domain: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Counts documents by language, the most frequent first and the rare ones together."""
-    total: Counter[str] = Counter()
-    for counts in by_domain.values():
-        total.update(counts)
-    if "unknown" in total:
-        total["not looked at"] = total.pop("unknown")
-    ordered = total.most_common()
-    rest = ordered[_MAX_LANGUAGES:]
-    others = {f"{len(rest)} others": sum(count for _, count in rest)} if rest else {}
-    return dict(ordered[:_MAX_LANGUAGES]) | others
+    written = []
+    for size in (2 ** powers[0] // 2, *(2**power for power in powers)):
+        factor, unit = next(each for each in _LENGTH_UNITS if size >= each[0] or each[0] == 1)
+        written.append(f"{size // factor} {unit}")
+    ranges = zip(pairwise(written), powers, strict=True)
+    return {f"{low} to {high}": limits[2**power] for (low, high), power in ranges}

@@ -243,16 +243,11 @@ def make_step(config: StepConfig) -> Any:
     return step_class(config.name)(**config.parameters)
 
 
-def is_corpus_step(config: StepConfig) -> bool:
-    """Returns True if a step looks at the whole corpus: a `dedup_steps.CorpusStep`."""
-    return hasattr(step_class(config.name), "decide")
-
-
 def passes(recipe: Recipe) -> Iterator[tuple[list[Numbered], Numbered | None]]:
     """Cuts the steps after each that looks at the whole corpus; yields (those before, that one)."""
     steps: list[Numbered] = []
     for numbered in enumerate(recipe.steps):
-        if is_corpus_step(numbered[1]):
+        if hasattr(step_class(numbered[1].name), "decide"):  # a `dedup_steps.CorpusStep`
             yield steps, numbered
             steps = []
         else:

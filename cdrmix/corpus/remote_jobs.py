@@ -111,7 +111,8 @@ class Pool(Engine):
         self, function: Function[J], jobs: Sequence[J], *, what: str, blame: Blame[J] | None = None
     ) -> None:
         """Runs all jobs, with or without a result."""
-        with _progress(jobs, what) as progress:
+        # disable=None: no bar where the output is not a terminal.
+        with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
             # A job that may kill its process gets a worker, even if it is the only one.
             if self._workers == 1 or (len(jobs) == 1 and blame is None):
                 for job in jobs:
@@ -218,7 +219,8 @@ class RoundsEngine(Engine):
         remaining = [job for job in jobs if not job.is_done()]
         failures = 0
         suspects: list[J] = []
-        with _progress(jobs, what) as progress:
+        # disable=None: no bar where the output is not a terminal.
+        with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
 
             def show() -> None:
                 num_open = sum(not job.is_done() for job in remaining)
@@ -244,11 +246,6 @@ class RoundsEngine(Engine):
                     number = len(unfinished)
                     _logger.warning("%s: %d jobs ended without a result; again", what, number)
                 remaining = unfinished
-
-
-def _progress(jobs: Sequence[J], what: str) -> tqdm:
-    # disable=None: no bar where the output is not a terminal.
-    return tqdm(total=len(jobs), desc=what, disable=None, leave=False)
 
 
 def make_engine(

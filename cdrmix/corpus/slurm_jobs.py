@@ -124,14 +124,17 @@ class SlurmEngine(RoundsEngine):
         """Ends the tasks in the queue and waits until they are gone."""
         if self._in_queue():
             subprocess.run(["scancel", "--me", "--name", self._job_name], check=False)
-            self._wait_for_queue()
+            while self._in_queue():
+                time.sleep(_POLL_SECONDS)
 
     def run_round(self, function: Function[J], jobs: Sequence[J], show: Callable[[], None]) -> None:
         """Submits an array of tasks and waits until the queue holds none of them."""
         folder = self._folder / str(next(self._numbers))
         write_calls(folder / "jobs", function, jobs)
         self._new_array(RunJobs(folder / "jobs"), len(jobs), folder).run()
-        self._wait_for_queue(show)
+        while self._in_queue():
+            time.sleep(_POLL_SECONDS)
+            show()
         for path in sorted((folder / "jobs").glob("*.error")):
             raise error_from_json(path.read_bytes())
 
@@ -151,11 +154,6 @@ class SlurmEngine(RoundsEngine):
             logging_dir=str(folder),
             with_srun=False,
         )
-
-    def _wait_for_queue(self, show: Callable[[], None] = lambda: None) -> None:
-        while self._in_queue():
-            time.sleep(_POLL_SECONDS)
-            show()
 
     def _in_queue(self) -> bool:
         """Returns True if any task is pending, running or ending."""

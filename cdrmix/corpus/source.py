@@ -19,6 +19,8 @@ from cdrmix.config.model import Section
 from cdrmix.errors import DataError
 
 STANDARD_LIBRARY = "python:stdlib"
+# `save_to_disk` of the package `datasets` writes one of these into its folder.
+SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
 # Installed packages lie below the standard library, under licences of their own.
 _INSTALLED_FOLDERS = ("site-packages", "dist-packages")
 _SUFFIXES = {
@@ -229,11 +231,6 @@ def local_path(source: SourceConfig) -> Path:
     if source.path == STANDARD_LIBRARY:
         return Path(sysconfig.get_path("stdlib"))
     return Path(source.path).expanduser()
-
-
-def is_saved_dataset(folder: Path) -> bool:
-    """Returns True if `save_to_disk` of the package `datasets` wrote this folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def saved_arrow_files(folder: Path, split: str) -> list[Path]:

@@ -132,12 +132,6 @@ class TaskJob:
         return json.loads(file.read_bytes()) if file.exists() else []
 
 
-def notes_path(out: Path) -> Path:
-    """Returns the path of the notes in a result folder."""
-    # Named by the task, since the step over the corpus looks at the notes of all tasks together.
-    return out / f"{out.name}.notes"
-
-
 class TimeLimit:
     """Passes documents on, leaves out slow ones, and raises `TooSlow` at one that takes too long.
 
@@ -260,7 +254,7 @@ def _run_once(job: TaskJob, timed: TimeLimit, slow: Mapping[str, str]) -> None:
         for number, config in job.steps:
             documents = counted(number, config.name, make_step(config))
         if job.notes_of is not None:
-            take_notes = make_step(job.notes_of).before(folder / notes_path(job.out).name)
+            take_notes = make_step(job.notes_of).before(folder / f"{job.out.name}.notes")
             documents = counted(-1, "notes", take_notes)
         # All generators so far: this loop alone moves documents, one at a time, through all steps.
         record = _write_documents(folder / DOCUMENTS_FILE, documents)

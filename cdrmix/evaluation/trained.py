@@ -70,39 +70,36 @@ def load_trained(source: Path) -> TrainedModel:
     for name, reason in newest.skipped:
         logger.warning("skipped checkpoint %s: %s", name, reason)
     with CheckpointFile(newest.path) as reader:
-        config = _config_of(reader)
+        path = reader.path / "state.json"
+        try:
+            config = Config.model_validate(reader.state["config"])
+        except KeyError:
+            raise StateError(
+                f"{path}: tells no configuration. Give a checkpoint of a run"
+            ) from None
+        except (ValidationError, ConfigError) as error:
+            raise StateError(
+                f"{path}: its configuration is not one of this version: {error}. Use the version "
+                "that environment.json of its run directory names"
+            ) from error
+        # Checked before the model is made: a configuration of terabytes would take all memory.
+        names = reader.names()
+        sizes = (torch.Size(reader.shape(name, reader.content_kind(name))) for name in names)
+        available = sum(map(torch.Size.numel, sizes))
+        needed = count(config.model, 1).total_params
+        if needed > available:
+            raise StateError(
+                f"{path}: its configuration has {needed:,} parameters, and the checkpoint holds "
+                f"{available:,}. Give the checkpoint of one run, as it was saved"
+            )
         tokenizer, digest = _tokenizer_of(newest.path, reader.state, config)
         # Made on the device: a large model need not fit into the host's memory.
         with torch.device(runtime.device()):
             model = Backbone(config.model)
         # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
-        stage_b = frozenset(filter(is_stage_b, reader.names()))
+        stage_b = frozenset(filter(is_stage_b, names))
         engine_state.load_module(model, reader, logical_name, others=stage_b)
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
-
-
-def _config_of(reader: CheckpointFile) -> Config:
-    """Reads the configuration in a checkpoint, of a model no larger than its tensors."""
-    path = reader.path / "state.json"
-    try:
-        config = Config.model_validate(reader.state["config"])
-    except KeyError:
-        raise StateError(f"{path}: tells no configuration. Give a checkpoint of a run") from None
-    except (ValidationError, ConfigError) as error:
-        raise StateError(
-            f"{path}: its configuration is not one of this version: {error}. Use the version that "
-            "environment.json of its run directory names"
-        ) from error
-    # Checked before the model is made: a configuration of terabytes would take all memory.
-    sizes = (torch.Size(reader.shape(name, reader.content_kind(name))) for name in reader.names())
-    available = sum(map(torch.Size.numel, sizes))
-    needed = count(config.model, 1).total_params
-    if needed > available:
-        raise StateError(
-            f"{path}: its configuration has {needed:,} parameters, and the checkpoint holds "
-            f"{available:,}. Give the checkpoint of one run, as it was saved"
-        )
-    return config
 
 
 def _tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tuple[Tokenizer, str]:
@@ -178,7 +175,27 @@ def evaluate_run(
     if max_tokens is None:
         max_tokens = run.config.evaluation.final_tokens
     length = run.config.training.sequence_length
-    folder = _evaluation_data(run, data)
+    if data is not None and "://" in data:  # of the caller: no other URL is opened
+        folder = local_folder(DataConfig(path=data, order="sequential"), length)
+    else:
+        given = _local_data(run.config) if data is None else Path(data)
+        if given is None:
+            raise DataError(
+                f"{run.checkpoint}: was trained on a data set behind a URL, and one that a "
+                "checkpoint names is not opened. Give --data with that URL or a folder"
+            )
+        folder = given
+        if data is None and not folder.is_dir():
+            raise DataError(
+                f"{folder}: the data set that {run.checkpoint} was trained on is not here. Give "
+                "--data DIR, or build the sample corpus with `cdrmix data sample`"
+            )
+        # A cache names the URL of its data set, which would be opened without the user's knowledge.
+        if remote_files(folder) is not None:
+            raise DataError(
+                f"{folder}: is a cache of a data set behind a URL, which would be opened for what "
+                "is missing. Give --data with that URL, or a whole folder"
+            )
     manifest = read_manifest(folder)
     if manifest.tokenizer.sha256 != run.tokenizer_digest:
         raise DataError(
@@ -197,28 +214,3 @@ def evaluate_run(
         batch_size=8,
         segment_documents=run.config.data.segment_documents,
     )
-
-
-def _evaluation_data(run: TrainedModel, data: str | None) -> Path:
-    """Returns the folder of the data set to evaluate on; opens a URL of the caller only."""
-    if data is not None and "://" in data:
-        config = DataConfig(path=data, order="sequential")
-        return local_folder(config, run.config.training.sequence_length)
-    folder = _local_data(run.config) if data is None else Path(data)
-    if folder is None:
-        raise DataError(
-            f"{run.checkpoint}: was trained on a data set behind a URL, and one that a "
-            "checkpoint names is not opened. Give --data with that URL or a folder"
-        )
-    if data is None and not folder.is_dir():
-        raise DataError(
-            f"{folder}: the data set that {run.checkpoint} was trained on is not here. Give "
-            "--data DIR, or build the sample corpus with `cdrmix data sample`"
-        )
-    # A cache names the URL of its data set, which would be opened without the user's knowledge.
-    if remote_files(folder) is not None:
-        raise DataError(
-            f"{folder}: is a cache of a data set behind a URL, which would be opened for what is "
-            "missing. Give --data with that URL, or a whole folder"
-        )
-    return folder

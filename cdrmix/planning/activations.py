@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from cdrmix.config.schema import Config
@@ -66,16 +66,10 @@ class SavedActivations:
         # save input and normalised input, both in float32
         kept = 2 * 4 * self.model.hidden_size if device == "cpu" else self._stream
         self._norm = PerToken(kept + 4)
-        self.stages = cache(self._stages)
+        # blocks of each pipeline stage by their number, as `parallel/pipeline.py` builds them
+        length = self.training.sequence_length
+        self.stages = cache(partial(stage_layers, self.model, length))
         self._halves_of = cache(self._halves)
-
-    def _stages(self, pipeline: int) -> list[range]:
-        """Blocks of each pipeline stage, as `parallel/pipeline.py` builds them."""
-        return stage_layers(self.model, self.training.sequence_length, pipeline)
-
-    def _kinds_on(self, pipeline: int, stage: int) -> Counter[BlockKind]:
-        """Number of blocks of each kind on a stage."""
-        return Counter(self._block_kinds[layer] for layer in self.stages(pipeline)[stage])
 
     def tokens(self, layout: Layout) -> int:
         """Tokens of a rank's micro-batch."""
@@ -131,7 +125,8 @@ class SavedActivations:
         degrees = layout.degrees
         tokens = self.tokens(layout)
         total = 0.0
-        for kind, number in self._kinds_on(degrees.pipeline, stage).items():
+        layers = self.stages(degrees.pipeline)[stage]
+        for kind, number in Counter(self._block_kinds[layer] for layer in layers).items():
             mixer, feed_forward = self._halves_of(kind, self.sequence_form(degrees))
             per_token = (mixer + feed_forward).on(degrees) * tokens
             total += number * (per_token + self._per_sample(kind, layout))
@@ -168,7 +163,8 @@ class SavedActivations:
         state = PerToken(2 * stream, 4 * self.model.head_dim * self.model.hidden_size)
         states = state.on(degrees) * ((spans - 1) * layout.micro_batch_size)
         inputs = unit = 0.0
-        for kind, number in self._kinds_on(degrees.pipeline, stage).items():
+        layers = self.stages(degrees.pipeline)[stage]
+        for kind, number in Counter(self._block_kinds[layer] for layer in layers).items():
             mixer, feed_forward = (half.on(degrees) for half in self._halves_of(kind, form))
             per_sample = self._per_sample(kind, layout)
             inputs += number * stream * tokens

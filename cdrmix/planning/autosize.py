@@ -202,7 +202,16 @@ def autosizer(family: Family, argv: Sequence[str] | None = None) -> None:
     if arguments.json:
         print(json.dumps([sizes_json(size) for size in ([new] if new else variant_sizes(family))]))
         return
-    print(sizes_text([*variant_sizes(family), *([new] if new else [])]))
+    rows = [sizes_json(size) for size in (*variant_sizes(family), *([new] if new else []))]
+    columns = []
+    for title, key, unit in _COLUMNS:
+        values = [row[key] for row in rows if key in row]
+        if values:  # only reasoning variants have the column of Stage B
+            cells = [str(value) if unit is None else f"{value / unit:.2f}" for value in values]
+            width = max(map(len, [title, *cells]))
+            justify = str.ljust if key == "name" else str.rjust
+            columns.append([justify(cell, width) for cell in (title, *cells)])
+    print("\n".join("  ".join(cells) for cells in zip(*columns, strict=True)))
     if new:  # the section of a configuration file
         print(f"\n{dump_yaml({'model': new.model.model_dump()})}", end="")
 
@@ -223,17 +232,3 @@ def sizes_json(size: Size) -> dict[str, Any]:
         parts["plastic_state_per_sequence"] = parts.pop("plastic_state")
         row |= {"stage_b_params": size.stage_b.total_params, "stage_b": parts}
     return row
-
-
-def sizes_text(sizes: Sequence[Size]) -> str:
-    """Formats sizes as a table; only reasoning variants have the column of Stage B."""
-    rows = [sizes_json(size) for size in sizes]
-    columns = []
-    for title, key, unit in _COLUMNS:
-        values = [row[key] for row in rows if key in row]
-        if values:
-            cells = [str(value) if unit is None else f"{value / unit:.2f}" for value in values]
-            width = max(map(len, [title, *cells]))
-            justify = str.ljust if key == "name" else str.rjust
-            columns.append([justify(cell, width) for cell in (title, *cells)])
-    return "\n".join("  ".join(cells) for cells in zip(*columns, strict=True))

@@ -69,14 +69,18 @@ class Comparison:
 def compare(config: Config, cluster: Cluster) -> Comparison:
     """Compares all legal plans of a run on a cluster; raises PlanError if there is none."""
     best, *others = all_plans(config, cluster)
-    later = [plan for plan in others if plan.missing]
-    later.sort(key=lambda plan: not plan.fits)  # stable: the best that fit come first
+    # the first alternatives, one of each profile and set of degrees, by their being unavailable
+    alternatives: dict[bool, dict[tuple[str, Degrees], Plan]] = {False: {}, True: {}}
+    # stable: of the unavailable ones the best that fit come first
+    for plan in sorted(others, key=lambda plan: bool(plan.missing) and not plan.fits):
+        of_kind = alternatives[bool(plan.missing)]
+        of_kind.setdefault((plan.profile, plan.degrees), plan)
     compared = Comparison(
         config=config,
         cluster=cluster,
         plan=explained(best, config, cluster),
-        runners_up=_unlike([plan for plan in others if not plan.missing]),
-        later=_unlike(later),
+        runners_up=tuple(alternatives[False].values())[:RUNNERS_UP],
+        later=tuple(alternatives[True].values())[:RUNNERS_UP],
         num_layouts=1 + len(others),
         changes=(),
     )
@@ -86,14 +90,6 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
 def unavailable(plan: Plan, config: Config, cluster: Cluster) -> list[str]:
     """Messages about the features that this version lacks for a plan."""
     return rules.broken(combination_of(plan, config, cluster))
-
-
-def _unlike(plans: list[Plan]) -> tuple[Plan, ...]:
-    """The first plans, one of each profile and set of degrees."""
-    first: dict[tuple[str, Degrees], Plan] = {}
-    for plan in plans:
-        first.setdefault((plan.profile, plan.degrees), plan)
-    return tuple(first.values())[:RUNNERS_UP]
 
 
 def _changes(compared: Comparison) -> Iterator[str]:
@@ -177,8 +173,18 @@ def plan_text(compared: Comparison, *, explain: bool = False) -> str:
     if compared.changes:
         changes = (f"  - {change}" for change in compared.changes)
         lines += ["", "what would have to change", *changes]
-    lines += _alternatives("runners-up", compared.runners_up)
-    lines += _alternatives(UNAVAILABLE, compared.later)
+    for title, plans in (("runners-up", compared.runners_up), (UNAVAILABLE, compared.later)):
+        if not plans:
+            continue
+        width = max(len(title) - 2, *(len(plan.describe()) for plan in plans))
+        lines += ["", f"{title:{width + 2}}     GiB  tokens/s"]
+        for plan in plans:
+            memory, cost = plan.estimates()
+            note = "" if plan.fits else "  does not fit"
+            lines.append(
+                f"  {plan.describe():{width}} {memory.total / GIB:7.1f} "
+                f"{cost.tokens_per_second:9,.0f}{note}"
+            )
     if explain:
         lines += ["", f"{compared.num_layouts} legal layouts compared. {_ASSUMPTIONS}"]
     return "\n".join(lines)
@@ -205,19 +211,4 @@ def _time_lines(compared: Comparison, *, explain: bool) -> list[str]:
             f"{cost.communication_seconds[kind]:.3g} s: {kind.replace('_', ' ')}"
             for kind, payload in cost.communication_bytes.items()
         ]
-    return lines
-
-
-def _alternatives(title: str, plans: tuple[Plan, ...]) -> list[str]:
-    if not plans:
-        return []
-    width = max(len(title) - 2, *(len(plan.describe()) for plan in plans))
-    lines = ["", f"{title:{width + 2}}     GiB  tokens/s"]
-    for plan in plans:
-        memory, cost = plan.estimates()
-        note = "" if plan.fits else "  does not fit"
-        lines.append(
-            f"  {plan.describe():{width}} {memory.total / GIB:7.1f} "
-            f"{cost.tokens_per_second:9,.0f}{note}"
-        )
     return lines

@@ -211,11 +211,23 @@ class CostModel:
         """Communication of gradients and weights.
 
         DeepSpeed 0.19.8 all-reduces gradients in the type of the weights, under ZeRO-1 once a step,
-        under ZeRO-2 in each micro-step; updated weights are gathered once.
+        under ZeRO-2 in each micro-step; updated weights are gathered once. Under ZeRO-3 each
+        micro-step gathers the weights and reduce-scatters the gradients; parameters that stay whole
+        are gathered once a step.
         """
-        if layout.zero_stage == 3:
-            return self._zero3_traffic(layout)
         degrees = layout.degrees
+        if layout.zero_stage == 3:
+            if degrees.data == 1:
+                return {}
+            steps = layout.gradient_accumulation_steps
+            recompute = layout.activation_checkpointing
+            each_micro_step, once = self.memory.gathered_by_zero3(recompute=recompute)
+            payloads = {
+                "gradients_reduce_scatter": steps * self.size * self.counts.total_params,
+                "weights_all_gather": self.size * (steps * each_micro_step + once),
+            }
+            share = (1 - 1 / degrees.data) / self._bandwidth(degrees.data)
+            return {kind: (payload, payload * share) for kind, payload in payloads.items()}
         reductions = 1 if layout.zero_stage == 1 else layout.gradient_accumulation_steps
         reduced = gathered = reducing = gathering = 0.0
         bandwidth = self._bandwidth(degrees.stage_ranks)
@@ -249,22 +261,3 @@ class CostModel:
         sizes = [len(stage) for stage in self.memory.stages(degrees.pipeline)]
         stages = sorted({0, sizes.index(max(sizes)), len(sizes) - 1})
         return max((self.memory.held(degrees, s) for s in stages), key=lambda h: sum(h.values()))
-
-    def _zero3_traffic(self, layout: Layout) -> _Traffic:
-        """Communication of gradients and weights under ZeRO-3.
-
-        Each micro-step gathers the weights and reduce-scatters the gradients; parameters that stay
-        whole are gathered once a step.
-        """
-        data = layout.degrees.data
-        steps = layout.gradient_accumulation_steps
-        if data == 1:
-            return {}
-        recompute = layout.activation_checkpointing
-        gathered, persistent = self.memory.gathered_by_zero3(recompute=recompute)
-        payloads = {
-            "gradients_reduce_scatter": steps * self.size * self.counts.total_params,
-            "weights_all_gather": self.size * (steps * gathered + persistent),
-        }
-        share = (1 - 1 / data) / self._bandwidth(data)
-        return {kind: (payload, payload * share) for kind, payload in payloads.items()}

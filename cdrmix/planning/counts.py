@@ -63,16 +63,11 @@ def count(model: ModelConfig, sequence_length: int) -> Counts:
 
 @lru_cache(maxsize=16)  # a search asks for each of its layouts
 def params_by_part(model: ModelConfig) -> Counter[Part]:
-    """Parameters of each part of the backbone (count)."""
+    """Parameters of each part of the backbone, the tied embedding and head counted once."""
     parts: Counter[Part] = Counter()
     for parameter in parameters(model):
         parts[parameter.part] += parameter.num_elements
     return parts
-
-
-def total_params(model: ModelConfig) -> int:
-    """All parameters of the backbone, the tied embedding and head counted once."""
-    return params_by_part(model).total()
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:

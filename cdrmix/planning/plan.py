@@ -14,6 +14,14 @@ from cdrmix.planning.layout import Layout
 if TYPE_CHECKING:  # a run without Stage B imports none of its modules
     from cdrmix.planning.stage_b import StageBLayout
 
+# Plain values of a layout that stand behind its degrees, in this order.
+_LAYOUT_VALUES = (
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "sequence_checkpoint_tokens",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Layout):
@@ -56,7 +64,8 @@ class Plan(Layout):
         return {
             "profile": self.name,
             "profile_path": str(profile_path(self.profile)),
-            **self._layout_to_json(),
+            "degrees": asdict(self.degrees),
+            **{name: getattr(self, name) for name in _LAYOUT_VALUES},
             "memory_per_rank_bytes": self.memory and self.memory.to_json(),
             "saves_in_background": self.saves_in_background,
             "reasons": list(self.reasons),
@@ -68,7 +77,8 @@ class Plan(Layout):
         memory, cost = self.estimates()
         return {
             "profile": self.name,
-            **self._layout_to_json(),
+            "degrees": asdict(self.degrees),
+            **{name: getattr(self, name) for name in _LAYOUT_VALUES},
             "memory_per_rank_bytes": memory.to_json(),
             "buffers_bytes": memory.buffers,
             "host_memory_per_rank_bytes": memory.on_host,
@@ -76,13 +86,4 @@ class Plan(Layout):
             "fits": self.fits and not self.missing,
             "not_available": list(self.missing),
             **asdict(cost),
-        }
-
-    def _layout_to_json(self) -> dict[str, Any]:
-        return {
-            "degrees": asdict(self.degrees),
-            "micro_batch_size": self.micro_batch_size,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "activation_checkpointing": self.activation_checkpointing,
-            "sequence_checkpoint_tokens": self.sequence_checkpoint_tokens,
         }

@@ -47,11 +47,10 @@ def check_legal(
     `device` ("cpu" or "cuda") rules about it are left out. Raises PlanError with all reasons if the
     run is impossible on these ranks.
     """
-    plainest = _plainest(config, world_size, profile, device)
     # the shape of the cluster is unknown here, so that all ranks count as one node
     found = combinations(config, world_size=world_size, gpus_per_node=world_size, profile=profile)
     legal = list(found)
-    _check_some_are_legal(legal, plainest)
+    plainest = _check_some_are_legal(legal, config, world_size, profile, device)
     if all(missing for _, missing in legal):
         nearest, _ = min(legal, key=lambda each: each[0].degrees != plainest.degrees)
         rules.check(replace(nearest, device=device))
@@ -66,27 +65,22 @@ def check_legal(
 def all_plans(config: Config, cluster: Cluster, profile: str | None = None) -> list[Plan]:
     """Returns every legal plan on a cluster, best first; raises PlanError if there is none."""
     plans = search(config, cluster, profile=profile)
-    _check_some_are_legal(plans, _plainest(config, cluster.world_size, profile, cluster.device))
+    _check_some_are_legal(plans, config, cluster.world_size, profile, cluster.device)
     return plans
 
 
-def _check_some_are_legal(legal: Sequence[object], plainest: Combination) -> None:
-    """Raises PlanError if no layout is legal, or if only a cut of a small model is."""
-    config = plainest.config
-    world_size = plainest.world_size
-    # If nothing is fixed and data ranks alone do not divide the batch, the error about the batch is
-    # more useful than a model split over more axes than it needs.
-    is_free = not config.parallel.model_fields_set
-    if not legal or (is_free and world_size <= config.training.global_batch_size):
-        rules.check(plainest, of_this_version=False)
-    if not legal:
-        raise PlanError(f"{config.name}: no layout of {world_size} ranks is legal")
-
-
-def _plainest(
-    config: Config, world_size: int, profile: str | None, device: str | None
+def _check_some_are_legal(
+    legal: Sequence[object],
+    config: Config,
+    world_size: int,
+    profile: str | None,
+    device: str | None,
 ) -> Combination:
-    """Combination with the configured degrees; without them, data ranks and usual experts."""
+    """Raises PlanError if no layout is legal, or if only a cut of a small model is.
+
+    Returns the plainest combination: the configured degrees; without them, data ranks and usual
+    experts.
+    """
     parallel = config.parallel
     data = parallel.data or max(1, world_size // (parallel.tensor * parallel.pipeline))
     degrees = Degrees(data, parallel.tensor, parallel.pipeline, parallel.sequence)
@@ -94,7 +88,15 @@ def _plainest(
     stage, _ = zero.zero_stage(config.model, degrees)
     name = profile or zero.profile_name(stage, degrees)
     settings = read_profile(profile_path(name))
-    return Combination(config, degrees, settings, name, world_size, device)
+    plainest = Combination(config, degrees, settings, name, world_size, device)
+    # If nothing is fixed and data ranks alone do not divide the batch, the error about the batch is
+    # more useful than a model split over more axes than it needs.
+    is_free = not parallel.model_fields_set
+    if not legal or (is_free and world_size <= config.training.global_batch_size):
+        rules.check(plainest, of_this_version=False)
+    if not legal:
+        raise PlanError(f"{config.name}: no layout of {world_size} ranks is legal")
+    return plainest
 
 
 def explained(plan: Plan, config: Config, cluster: Cluster, profile: str | None = None) -> Plan:
@@ -163,28 +165,28 @@ def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) 
     shared = ""
     if degrees.sequence > 1:
         shared = f" / sequence {degrees.sequence}"
-        reasons.append(_sequence_reason(config, degrees.sequence))
+        # the bytes of both exchanges of a recurrence
+        length = training.sequence_length
+        size = ELEMENT_BYTES[training.precision]
+        form = sequence_form(
+            config.model,
+            sequence_length=length,
+            sequence=degrees.sequence,
+            element_bytes=size,
+        )
+        passed = "pass their state" if form == "state" else "exchange heads"
+        state = state_bytes(config.model, 1, degrees.sequence) / 2**20
+        heads = recurrence_bytes(config.model, length // degrees.sequence, size) / 2**20
+        reasons.append(
+            f"sequence {degrees.sequence}: recurrences {passed}: {state:.3g} MiB of states a layer "
+            f"and sample, {heads:.3g} MiB of heads"
+        )
     reasons.append(
         f"accumulation {plan.gradient_accumulation_steps} = global batch "
         f"{training.global_batch_size} / (micro batch {plan.micro_batch_size} * {degrees.data} "
         f"data ranks{shared})"
     )
     return reasons
-
-
-def _sequence_reason(config: Config, sequence: int) -> str:
-    """Compares the bytes of both exchanges of a recurrence between sequence ranks."""
-    model = config.model
-    length = config.training.sequence_length
-    size = ELEMENT_BYTES[config.training.precision]
-    form = sequence_form(model, sequence_length=length, sequence=sequence, element_bytes=size)
-    exchange = "recurrences pass their state" if form == "state" else "recurrences exchange heads"
-    state = state_bytes(model, 1, sequence) / 2**20
-    heads = recurrence_bytes(model, length // sequence, size) / 2**20
-    return (
-        f"sequence {sequence}: {exchange}: {state:.3g} MiB of states a layer and sample, "
-        f"{heads:.3g} MiB of heads"
-    )
 
 
 def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cdrmix.errors import PlanError
 from cdrmix.planning import zero
-from cdrmix.planning.counts import total_params
+from cdrmix.planning.counts import params_by_part
 from cdrmix.planning.deepspeed_json import profile_path
 from cdrmix.planning.layout import Combination
 
@@ -21,6 +21,7 @@ UNAVAILABLE = "not available in this version"
 _OF_RANKS = "layout of ranks"
 # Sections of a DeepSpeed profile, with which a message about one begins.
 _SECTIONS = ("zero_optimization.", "pipeline.")
+# Source of rules that refuse what is valid but not implemented yet.
 THIS_VERSION = "this version"
 
 
@@ -34,11 +35,6 @@ class Rule:
     # returns) and `unavailable`; or a function that returns all this
     text: str | Callable[[Combination], str]
     source: str  # origin of the reason
-
-    @property
-    def is_about_this_version(self) -> bool:
-        """True if the combination is valid but not implemented yet."""
-        return self.source == THIS_VERSION
 
     def message(self, combination: Combination) -> str:
         """Returns the settings of a combination that are refused, the reason and advice."""
@@ -70,7 +66,7 @@ def check(combination: Combination, *, of_this_version: bool = True) -> None:
 def broken(combination: Combination, *, of_this_version: bool = True) -> list[str]:
     """Messages of all rules that a combination breaks; without `of_this_version` those are left out
     that only refuse what is valid but not implemented yet."""
-    rules = [rule for rule in RULES if of_this_version or not rule.is_about_this_version]
+    rules = [rule for rule in RULES if of_this_version or rule.source != THIS_VERSION]
     found = [rule for rule in rules if rule.applies(combination)]
     if any(rule.source == _OF_RANKS for rule in found):
         # the number of ranks that read samples follows from the degrees
@@ -192,13 +188,6 @@ def _batch_message(combination: Combination) -> str:
     )
 
 
-def _splits_boundaries(combination: Combination) -> bool:
-    """True if DeepSpeed splits stage boundaries over tensor ranks, as it does by default."""
-    pipeline = combination.deepspeed.get("pipeline", {})
-    splits = any(pipeline.get(key, True) for key in ("pipe_partitioned", "grad_partitioned"))
-    return splits and combination.degrees.pipeline > 1 and combination.degrees.tensor > 1
-
-
 def _clips_wrongly(combination: Combination) -> bool:
     spread = combination.degrees.expert > 1 or combination.degrees.pipeline > 1
     return combination.zero_stage == 0 and combination.training.gradient_clipping > 0 and spread
@@ -209,6 +198,8 @@ def _is_unfused(combination: Combination) -> bool:
     return combination.zero_stage == 0 and is_half and combination.degrees.pipeline == 1
 
 
+# Settings by which DeepSpeed splits what crosses a stage boundary over tensor ranks.
+_SPLIT_BORDERS = ("pipe_partitioned", "grad_partitioned")
 # Settings of ZeRO that DeepSpeed's MoE layer asserts, and whose other value is not its default.
 _NEEDED_BY_EXPERTS = ("contiguous_gradients", "reduce_scatter")
 # Settings of ZeRO++: its secondary partitions and quantised copies are not in our checkpoints.
@@ -220,30 +211,10 @@ _ZERO_PLUS_PLUS = (
 )
 
 
-def _withheld_from_experts(combination: Combination) -> list[str]:
-    names = _NEEDED_BY_EXPERTS if combination.model.moe is not None else ()
-    return [name for name in names if not combination.zero.get(name, True)]
-
-
-def _zero_plus_plus(combination: Combination) -> list[str]:
-    # a group of one rank is DeepSpeed's default
-    values = {name: combination.zero.get(name, 0) for name in _ZERO_PLUS_PLUS}
-    return [name for name, value in values.items() if value > name.endswith("size")]
-
-
 def _offloads(combination: Combination, device: str | None = None) -> list[str]:
     """Sections of DeepSpeed's settings that offload, to any device or to the given one."""
     names = [name for name in ("offload_optimizer", "offload_param") if combination.offloads(name)]
     return [name for name in names if device in (None, combination.zero[name]["device"])]
-
-
-def _stores_a_large_models_activations(combination: Combination) -> bool:
-    training = combination.training
-    if "activation_checkpointing" not in training.model_fields_set:  # the plan decides
-        return False
-    if training.activation_checkpointing or training.stage == "b":  # Stage B trains little of it
-        return False
-    return total_params(combination.model) >= zero.STAGED_PARAMS
 
 
 RULES: tuple[Rule, ...] = (
@@ -280,9 +251,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "large-without-recomputation",
-        _stores_a_large_models_activations,
         lambda x: (
-            f"training.activation_checkpointing = false with {total_params(x.model) / 1e9:.3g}B "
+            "activation_checkpointing" in x.training.model_fields_set  # else the plan decides
+            and not x.training.activation_checkpointing
+            and x.training.stage != "b"  # Stage B trains little of it
+            and params_by_part(x.model).total() >= zero.STAGED_PARAMS
+        ),
+        lambda x: (
+            "training.activation_checkpointing = false with "
+            f"{params_by_part(x.model).total() / 1e9:.3g}B "
             f"parameters: from {zero.STAGED_PARAMS / 1e9:.0f}B on every block is recomputed, as "
             "what blocks keep outgrows the weights. Try true, or leave it out"
         ),
@@ -305,7 +282,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "split-borders",
-        _splits_boundaries,
+        # DeepSpeed splits them over tensor ranks by default
+        lambda x: (
+            x.degrees.pipeline > 1
+            and x.degrees.tensor > 1
+            and any(x.deepspeed.get("pipeline", {}).get(key, True) for key in _SPLIT_BORDERS)
+        ),
         "pipeline.pipe_partitioned and grad_partitioned must be false with parallel.pipeline = "
         "{x.degrees.pipeline} and parallel.tensor = {x.degrees.tensor}: each tensor rank sends "
         "heads and counts of its own. Try profile 'pipeline'",
@@ -346,7 +328,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "experts-need-reduce-scatter",
-        _withheld_from_experts,
+        lambda x: [n for n in _NEEDED_BY_EXPERTS if x.model.moe and not x.zero.get(n, True)],
         "zero_optimization.{found[0]} = false cannot run with model.moe: DeepSpeed reduces the "
         "gradients of experts in their own groups on that path only. Try true, or profile 'expert'",
         "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py: _configure_moe_settings",
@@ -396,7 +378,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "zero-plus-plus-unavailable",
-        _zero_plus_plus,
+        # a group of one rank is DeepSpeed's default
+        lambda x: [n for n in _ZERO_PLUS_PLUS if x.zero.get(n, 0) > n.endswith("size")],
         "zero_optimization.{found[0]}: ZeRO++ is {unavailable}. Try leaving it out",
         THIS_VERSION,
     ),

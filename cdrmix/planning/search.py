@@ -98,7 +98,7 @@ def combinations(
         for name in names if profile is None else [profile]:
             combination = Combination(config, degrees, read(name), name, world_size)
             broken = [rule for rule in rules.RULES if rule.applies(combination)]
-            if all(rule.is_about_this_version for rule in broken):
+            if all(rule.source == rules.THIS_VERSION for rule in broken):
                 yield combination, tuple(rule.id.removesuffix("-unavailable") for rule in broken)
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from cdrmix.config.reasoning import StageBTraining
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import Cluster, processes
 from cdrmix.planning.layout import AXES, Degrees, Layout
@@ -180,53 +179,55 @@ def aspects(config: Config, plan: Plan, small: list[Rehearsal]) -> list[Aspect]:
         planned = f"spans of {plan.sequence_checkpoint_tokens:,} tokens"
         covered.append(("sequence checkpointing", planned, f"spans of {SMALL_SPAN_TOKENS} tokens"))
     covered.append(("schedule", schedule, schedule))
-    ranks = tuple(str(each.degrees.world_size) for each in small)
-    planned_ranks = f"{plan.degrees.world_size:,}"
-    return [
-        *_of_degrees(axes, plan.degrees, small),
-        *_of_rows(covered, _reduced(config, small), len(small)),
-        Aspect("ranks", planned_ranks, ranks, planned_ranks in ranks),
-    ]
-
-
-def _of_degrees(axes: dict[str, str], planned: Degrees, small: list[Rehearsal]) -> Iterator[Aspect]:
-    """Aspects of parallel degrees by name, each covered by a rehearsal with a degree above one."""
-    for name, axis in axes.items():
-        degree = getattr(planned, axis)
-        rehearsed = [getattr(each.degrees, axis) for each in small]
-        is_exercised = max(rehearsed) > 1 if degree > 1 else None
-        yield Aspect(name, str(degree), tuple(map(str, rehearsed)), is_exercised)
-
-
-def _of_rows(covered: Iterable[_Row], reduced: Iterable[_Row], number: int) -> Iterator[Aspect]:
-    """Aspects that `number` rehearsals cover alike, and those covered only if values are equal."""
-    for name, planned, rehearsed in covered:
-        yield Aspect(name, planned, (rehearsed,) * number, True)
-    for name, planned, rehearsed in reduced:
-        yield Aspect(name, planned, (rehearsed,) * number, planned == rehearsed)
-
-
-def _reduced(config: Config, small: list[Rehearsal]) -> Iterator[_Row]:
-    """Properties that only the cluster itself can cover."""
+    # properties that only the cluster itself can cover
     model = config.model
     small_model = small[0].config.model
-    yield "precision", config.training.precision, "fp32"
-    yield "hidden size", f"{model.hidden_size:,}", str(small_model.hidden_size)
-    yield "layers", str(model.num_layers), str(small_model.num_layers)
-    yield "tokens a sample", f"{config.training.sequence_length:,}", str(SEQUENCE_LENGTH)
-    yield "devices and links", "as planned", "processors, gloo"
+    reduced = [
+        ("precision", config.training.precision, "fp32"),
+        ("hidden size", f"{model.hidden_size:,}", str(small_model.hidden_size)),
+        ("layers", str(model.num_layers), str(small_model.num_layers)),
+        ("tokens a sample", f"{config.training.sequence_length:,}", str(SEQUENCE_LENGTH)),
+        ("devices and links", "as planned", "processors, gloo"),
+    ]
     if model.moe is not None:
         numbers = [each.config.model.moe.num_experts for each in small if each.config.model.moe]
         if max(numbers) != model.moe.num_experts:
-            yield "experts a layer", str(model.moe.num_experts), str(max(numbers))
+            reduced.append(("experts a layer", str(model.moe.num_experts), str(max(numbers))))
         if model.moe.drop_tokens:
-            yield "tokens beyond an expert's capacity", "dropped", "kept"
+            reduced.append(("tokens beyond an expert's capacity", "dropped", "kept"))
     if config.data.token_weights is not None:
-        yield "weights of tokens", "by what they are part of", "all 1"
+        reduced.append(("weights of tokens", "by what they are part of", "all 1"))
     if config.data.mixture is not None:
-        yield "mixture", "as given", "one domain"
+        reduced.append(("mixture", "as given", "one domain"))
     if config.data.order != "shuffled":
-        yield "order of samples", config.data.order, "shuffled"
+        reduced.append(("order of samples", config.data.order, "shuffled"))
+    ranks = tuple(str(each.degrees.world_size) for each in small)
+    planned_ranks = f"{plan.degrees.world_size:,}"
+    is_exercised = planned_ranks in ranks
+    return [
+        *_aspects(axes, plan.degrees, small, covered, reduced),
+        Aspect("ranks", planned_ranks, ranks, is_exercised),
+    ]
+
+
+def _aspects(
+    axes: dict[str, str],
+    planned: Degrees,
+    small: list[Rehearsal],
+    covered: Iterable[_Row],
+    reduced: Iterable[_Row],
+) -> Iterator[Aspect]:
+    """Aspects of parallel degrees by name, each covered by a rehearsal with a degree above one; of
+    what all rehearsals cover alike; and of what they cover only if values are equal."""
+    for name, axis in axes.items():
+        degree = getattr(planned, axis)
+        degrees = [getattr(each.degrees, axis) for each in small]
+        is_exercised = max(degrees) > 1 if degree > 1 else None
+        yield Aspect(name, str(degree), tuple(map(str, degrees)), is_exercised)
+    for name, there, here in covered:
+        yield Aspect(name, there, (here,) * len(small), True)
+    for name, there, here in reduced:
+        yield Aspect(name, there, (here,) * len(small), there == here)
 
 
 def planned_stage_b(config: Config, plan: Plan, cluster: Cluster) -> Plan | None:
@@ -246,8 +247,10 @@ def stage_b_rehearsal(config: Config, planned: Plan, stage_a: Rehearsal) -> Rehe
     training = stage_b.training
     memory = stage_b.memory
     lengths = ("memory_steps", "adapter_steps", "joint_steps", "policy_steps")
-    is_uneven = _empty_slots(training, planned.degrees, planned.gradient_accumulation_steps) > 0
-    slots = 2 if is_uneven else min(2, planned.gradient_accumulation_steps)
+    # some micro-steps are empty where the data ranks do not divide the lessons
+    slots = planned.gradient_accumulation_steps
+    is_uneven = slots * planned.degrees.data > training.lessons_per_step
+    slots = 2 if is_uneven else min(2, slots)
     steps = PHASE_STEPS * len(training.phases)
     values = stage_a.config.model_dump(mode="json", exclude_unset=True)
     ranks = degrees.world_size
@@ -304,41 +307,32 @@ def stage_b_aspects(config: Config, planned: Plan, small: Rehearsal) -> list[Asp
         ("backbone", backbone, backbone),
         ("rank of adapters", str(there.adapters.rank), str(here.adapters.rank)),
     ]
-    empty = _empty_slots(there.training, planned.degrees, slots)
+    empty = slots * planned.degrees.data - there.training.lessons_per_step
     if empty:
-        small_empty = _empty_slots(here.training, small.degrees, small_slots)
+        small_empty = small_slots * small.degrees.data - here.training.lessons_per_step
         covered.insert(2, ("micro-steps without a lesson", str(empty), str(small_empty)))
-    axes = {"ranks with lessons of their own": "data", "pipeline": "pipeline"}
-    reduced = _reduced_of_stage_b(config, small, planned.degrees.world_size)
-    return [*_of_degrees(axes, planned.degrees, [small]), *_of_rows(covered, reduced, 1)]
-
-
-def _reduced_of_stage_b(config: Config, small: Rehearsal, world_size: int) -> Iterator[_Row]:
-    """Properties that only the cluster itself, or a whole run, can cover."""
-    there = stage_b_section(config).training
-    here = stage_b_section(small.config).training
-    memory = stage_b_section(config).memory
-    small_memory = stage_b_section(small.config).memory
-    window = there.window_tokens or config.training.sequence_length
-    yield "precision", config.training.precision, small.config.training.precision
-    yield "tokens a window", f"{window:,}", str(here.window_tokens)
-    for name, planned, rehearsed in (
-        ("steps", there.num_steps, here.num_steps),
-        ("texts a lesson", there.texts_per_lesson, here.texts_per_lesson),
-        ("windows of the longest text", max(there.length_ratios), max(here.length_ratios)),
-        ("episodes of a text", there.group_size, here.group_size),
-        ("width of summaries", memory.summary_dim, small_memory.summary_dim),
-        ("tokens of memory", memory.max_tokens, small_memory.max_tokens),
+    # properties that only the cluster itself, or a whole run, can cover
+    window = there.training.window_tokens or config.training.sequence_length
+    reduced = [
+        ("precision", config.training.precision, small.config.training.precision),
+        ("tokens a window", f"{window:,}", str(here.training.window_tokens)),
+    ]
+    longest, small_longest = (max(each.training.length_ratios) for each in (there, here))
+    for name, planned_number, number in (
+        ("steps", there.training.num_steps, here.training.num_steps),
+        ("texts a lesson", there.training.texts_per_lesson, here.training.texts_per_lesson),
+        ("windows of the longest text", longest, small_longest),
+        ("episodes of a text", there.training.group_size, here.training.group_size),
+        ("width of summaries", there.memory.summary_dim, here.memory.summary_dim),
+        ("tokens of memory", there.memory.max_tokens, here.memory.max_tokens),
     ):
-        yield name, f"{planned:,}", f"{rehearsed:,}"
-    if there.policy_steps:
-        yield "agent", "earns rewards", "untrained, earns none"
-    if config.evaluation.reasoning_examples:
-        yield "tasks at the end", f"{config.evaluation.reasoning_examples} a cell", "left out"
-    yield "devices and links", "as planned", "processors, gloo"
-    yield "ranks", f"{world_size:,}", str(small.degrees.world_size)
-
-
-def _empty_slots(training: StageBTraining, degrees: Degrees, slots: int) -> int:
-    """Micro-steps of a step, over all ranks, that have no lesson."""
-    return slots * degrees.data - training.lessons_per_step
+        reduced.append((name, f"{planned_number:,}", f"{number:,}"))
+    if there.training.policy_steps:
+        reduced.append(("agent", "earns rewards", "untrained, earns none"))
+    if examples := config.evaluation.reasoning_examples:
+        reduced.append(("tasks at the end", f"{examples} a cell", "left out"))
+    reduced.append(("devices and links", "as planned", "processors, gloo"))
+    ranks = f"{planned.degrees.world_size:,}"
+    reduced.append(("ranks", ranks, str(small.degrees.world_size)))
+    axes = {"ranks with lessons of their own": "data", "pipeline": "pipeline"}
+    return list(_aspects(axes, planned.degrees, [small], covered, reduced))

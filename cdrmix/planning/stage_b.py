@@ -113,14 +113,10 @@ def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> Stag
     )
 
 
-def stage_b_window(config: Config) -> int:
-    """Tokens of a window in Stage B."""
-    return stage_b_section(config).training.window_tokens or config.training.sequence_length
-
-
 def stage_b_layers(config: Config, pipeline: int) -> list[range]:
     """Cuts the blocks into pipeline stages for Stage B, by the rule of Stage A."""
-    return stage_layers(config.model, stage_b_window(config), pipeline)
+    window = stage_b_section(config).training.window_tokens
+    return stage_layers(config.model, window or config.training.sequence_length, pipeline)
 
 
 def check_stage_b(config: Config, world_size: int) -> None:
@@ -149,9 +145,18 @@ class _Model:
         self._stage_b = stage_b_section(config)
         self._cluster = cluster
         self._zero_stage = zero_stage
-        self._is_frozen = self._stage_b.training.backbone_lr_scale == 0
-        self._window = stage_b_window(config)
-        self._tokens = self._lesson_tokens(config.training.sequence_length)
+        training = self._stage_b.training
+        self._is_frozen = training.backbone_lr_scale == 0
+        self._window = training.window_tokens or config.training.sequence_length
+        # upper bound of the tokens read in a lesson of the joint phase, the largest phase
+        segment = segment_tokens(self._window)
+        texts = training.texts_per_lesson
+        window = min(self._window, TRAINED_SEGMENTS * (segment + 1) + _QUESTION_TOKENS)
+        plain = rows_of_text(texts) * row_tokens(self._window, config.training.sequence_length)
+        self._tokens = texts * (TRAINED_SEGMENTS * segment + 2 * window) + plain
+        if not self._is_frozen:
+            # plain text once more, so that it keeps its language, and drills without memory
+            self._tokens += plain + texts * DRILLS_PER_TASK * window
         one_window = config.training.model_copy(update={"sequence_length": self._window})
         # a lesson reads single texts, so there are no documents to separate
         data = config.data.model_copy(update={"segment_documents": False})
@@ -166,18 +171,6 @@ class _Model:
         self._params = Counter[int | None]()  # by block; None: outside the blocks
         for parameter in parameters(config.model):
             self._params[parameter.layer] += parameter.num_elements
-
-    def _lesson_tokens(self, sequence_length: int) -> int:
-        """Upper bound of the tokens read in a lesson of the joint phase, the largest phase."""
-        segment = segment_tokens(self._window)
-        texts = self._stage_b.training.texts_per_lesson
-        window = min(self._window, TRAINED_SEGMENTS * (segment + 1) + _QUESTION_TOKENS)
-        tokens = texts * (TRAINED_SEGMENTS * segment + 2 * window)
-        plain = rows_of_text(texts) * row_tokens(self._window, sequence_length)
-        if self._is_frozen:
-            return tokens + plain
-        # plain text twice more, so that it keeps its language, and drills without memory
-        return tokens + 2 * plain + texts * DRILLS_PER_TASK * window
 
     def estimate(self, pipeline: int) -> Memory:
         """Bytes on the fullest rank of a number of stages."""

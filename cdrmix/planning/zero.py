@@ -13,7 +13,7 @@ import math
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import GIB
-from cdrmix.planning.counts import params_by_part, total_params
+from cdrmix.planning.counts import params_by_part
 from cdrmix.planning.layout import Combination, Degrees
 
 # Total parameters from which ZeRO-2 is used: it costs a reduction in each micro-step, and 1e9
@@ -38,7 +38,7 @@ def zero_stage(model: ModelConfig, degrees: Degrees) -> tuple[int, str]:
         return 1, "DeepSpeed's pipeline engine partitions no gradients"
     if degrees.data == 1:
         return 1, "one data rank: there is nobody to share gradients with"
-    total = total_params(model)
+    total = params_by_part(model).total()
     if total < LARGE_PARAMS:
         return 1, f"{total / 1e6:.3g}M parameters: gradients are small, one exchange a step"
     return 2, f"{total / 1e9:.3g}B parameters: gradients are spread over the data ranks"
@@ -58,7 +58,7 @@ def sequence_checkpoint_tokens(
     training = config.training
     if "sequence_checkpoint_tokens" in training.model_fields_set:
         return training.sequence_checkpoint_tokens, "training.sequence_checkpoint_tokens as given"
-    total = total_params(config.model)
+    total = params_by_part(config.model).total()
     if not recompute or total < STAGED_PARAMS:
         return None, "not needed"
     part = training.sequence_length // degrees.sequence
@@ -100,8 +100,9 @@ def is_usual(combination: Combination) -> bool:
         stages.add(3)  # taken before tensor parallelism where ZeRO-2 does not fit
     if combination.zero_stage not in stages or combination.offloads("offload_optimizer"):
         return False
-    is_staged = total_params(config.model) >= STAGED_PARAMS
-    is_sequenced = total_params(config.model) >= SEQUENCED_PARAMS
+    total = params_by_part(config.model).total()
+    is_staged = total >= STAGED_PARAMS
+    is_sequenced = total >= SEQUENCED_PARAMS
     usual = {"tensor": is_staged, "pipeline": is_staged, "sequence": is_sequenced}
     if is_sequenced:
         usual["expert"] = is_moe

@@ -10,9 +10,9 @@ from cdrmix.corpus.recipe import (
     DEFAULT_STEPS,
     STEPS,
     identity,
-    is_corpus_step,
     load_recipe,
     make_step,
+    passes,
     recipe_yaml,
     step_class,
 )
@@ -64,9 +64,10 @@ def test_a_step_is_called_what_its_class_is_called(name: str) -> None:
 
 def test_parameters_reach_the_step(recipe_file: Path) -> None:
     recipe_file.write_text(SOURCE + "steps: [{normalise: {form: NFKC}}, {dedup: {num_bands: 7}}]\n")
-    normalise, dedup = load_recipe(recipe_file).steps
+    recipe = load_recipe(recipe_file)
+    normalise, dedup = recipe.steps
     assert make_step(normalise).form == "NFKC"
-    assert (is_corpus_step(normalise), is_corpus_step(dedup)) == (False, True)
+    assert list(passes(recipe)) == [([(0, normalise)], (1, dedup)), ([], None)]
 
 
 def test_domains_restrict_a_step(recipe_file: Path) -> None:
