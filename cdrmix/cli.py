@@ -201,15 +201,17 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         return
     if sampling:
         parser.error("--max-new-tokens, --temperature and --seed go without --memory")
-    from cdrmix.stage_b.answering import Lasting, answer_from, read_question_text
+    from cdrmix.stage_b.answering import Lasting, answer_with, read_question_text
+    from cdrmix.stage_b.long_context import load_reader
 
     name = str(arguments.file or "the prompt")
-    answer = answer_from(
-        arguments.run_dir,
-        read_question_text(arguments.file) if arguments.file else arguments.prompt,
+    # The text first: a file that cannot be read is told before the reader is loaded.
+    text = read_question_text(arguments.file) if arguments.file else arguments.prompt
+    answer = answer_with(
+        load_reader(arguments.run_dir, accept_threshold=arguments.accept_threshold),
+        text,
         arguments.question,
         branches=arguments.branches,
-        accept_threshold=arguments.accept_threshold,
         lasting=Lasting(arguments.index, name, arguments.faiss) if arguments.index else None,
     )
     if arguments.show_memory:

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from cdrmix import log, runtime
 from cdrmix.cluster.handover import arguments_of
+from cdrmix.cluster.messages import Outcome, write_outcome
 from cdrmix.cluster.probe import unusable_devices
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import load_config
-from cdrmix.engines.supervision import tell_launch
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
 from cdrmix.planning.profile import check_legal
 from cdrmix.verbs.flags import add_config_flags
@@ -95,7 +95,11 @@ def main(arguments: list[str]) -> int:
         if runtime.speaks_for_errors():
             log.get_logger(__name__).error("error: %s", error)
     finally:
-        tell_launch(code)
+        folder = runtime.launch_folder()
+        # Once the ranks have met, the head writes the outcome.
+        if folder is not None and not runtime.have_met():
+            rank = runtime.environment_rank()
+            write_outcome(folder, Outcome(code, f"rank {rank} ended before the ranks met", 0))
         runtime.destroy_distributed()
     return code
 

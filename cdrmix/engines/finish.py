@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -77,13 +76,14 @@ def _baselines(run: Run, stage: Pretraining) -> dict[str, float]:
     held_out = held_out_rows(validation, run.config.evaluation.final_tokens)
     num_parts = -(-len(held_out) // _ROWS_AT_ONCE)
 
-    def trained_rows() -> Iterator[np.ndarray]:  # in order, [n, T + 1] at a time
-        for first, end in run.health.trained_windows(consumed):
-            for start in range(first, end, _ROWS_AT_ONCE):
-                yield stage.loader.sample_rows(start, min(start + _ROWS_AT_ONCE, end))
-
+    # The rows trained on, in order, [n, T + 1] at a time.
+    trained_rows = (
+        stage.loader.sample_rows(start, min(start + _ROWS_AT_ONCE, end))
+        for first, end in run.health.trained_windows(consumed)
+        for start in range(first, end, _ROWS_AT_ONCE)
+    )
     baselines = unigram_and_bigram(
-        trained_rows(),
+        trained_rows,
         (validation.rows(rows) for rows in np.array_split(held_out, num_parts)),
         run.config.model.vocab_size,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,9 +10,13 @@ from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.cluster.starts import read_starts
 from cdrmix.engines.loop import train
-from cdrmix.engines.recovery import leave_behind, resume_from, write_record
+from cdrmix.engines.recovery import leave_behind, restore, write_record
 from cdrmix.engines.run import Run
-from cdrmix.engines.run_directory import keep_tokenizer, write_description, write_finished
+from cdrmix.engines.run_directory import FINISHED, write_description
+from cdrmix.log import get_logger
+from cdrmix.monitoring.sinks import write_json_atomic
+
+logger = get_logger(__name__)
 
 
 def run_stage(
@@ -38,16 +43,22 @@ def run_stage(
     """
     stage = run.stage
     directory = run.directory
+    folder = directory.path
     steps = stage.num_steps if stage.name == "b" else None
     with run:
         with run.heartbeat.phase("starting"):
             if checkpoint is not None and resumes:
-                resume_from(run, checkpoint)
+                state = restore(run, checkpoint)
+                run.earlier_seconds = state["seconds"]
+                if "health" in state:  # early versions saved none
+                    run.health.load_state_dict(state["health"])
+                logger.info("resumed from %s", checkpoint.path)
             # Only now, so that a start that is refused leaves an earlier run as it was.
             runtime.first_rank_does(
-                lambda: write_description(directory, run.config, run.plan, stage_b_steps=steps)
+                lambda: write_description(
+                    directory, run.config, run.plan, stage.corpus, stage_b_steps=steps
+                )
             )
-            runtime.first_rank_does(lambda: keep_tokenizer(directory, stage.corpus))
             if checkpoint is not None:
                 leave_behind(run, checkpoint, newer=True)
             run.start_up.done("resume")
@@ -62,9 +73,9 @@ def run_stage(
                 finish()
                 # Last of all: the batch script takes this file as the end of the run.
                 if is_last:
-                    runtime.first_rank_does(
-                        lambda: write_finished(directory, step=run.step, stage=stage.name)
-                    )
+                    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+                    end = {"step": run.step, "stage": stage.name, "finished": now}
+                    runtime.first_rank_does(lambda: write_json_atomic(folder / FINISHED, end))
     return False
 
 

@@ -157,13 +157,15 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     stage = run.stage
     last = run.step == stage.num_steps
     position = stage.loader.state_dict()
-
-    def is_due(every: int | None) -> bool:
-        return every is not None and run.step % every == 0
-
-    evaluates = is_due(config.evaluation.every_steps) and not last  # the end has its own
-    logs = evaluates or last or is_due(config.monitoring.log_every_steps)
-    saves = last or is_due(config.checkpoint.every_steps)
+    intervals = (
+        config.evaluation.every_steps,
+        config.monitoring.log_every_steps,
+        config.checkpoint.every_steps,
+    )
+    evaluates, logs, saves = (each is not None and run.step % each == 0 for each in intervals)
+    evaluates = evaluates and not last  # the end has its own
+    logs = logs or evaluates or last
+    saves = saves or last
     verdicts = [verdict]
     if logs or saves:
         metrics = stage.measure(run, result)
@@ -184,7 +186,10 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
 
 def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
     """Have rank 0 write and show a step's metrics; returns verdicts on the machine."""
-    steps, seconds, waited = run.observer.take_window()
+    window = run.observer.window
+    run.observer.window = []
+    seconds = sum(of_step for of_step, _ in window)
+    waited = sum(of_step for _, of_step in window)
     peak = take_memory_peak_bytes()
     # The slowest and the fullest rank count: the others wait for the one, and the run ends with
     # the other.
@@ -195,9 +200,13 @@ def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
     verdicts = []
     if run.stage.name == "a":  # what Stage B waits for is its own making of lessons
         verdicts.append(run.health.wait_known(run.step, seconds=waited, share=waited_share))
-        metrics["tokens_per_second"] = steps * run.config.training.tokens_per_step / seconds
+        metrics["tokens_per_second"] = len(window) * run.config.training.tokens_per_step / seconds
     verdicts.append(run.health.memory_known(run.step, peak_share))
-    metrics |= {"step_seconds": seconds / steps, "memory_peak_bytes": peak, **run.health.metrics()}
+    metrics |= {
+        "step_seconds": seconds / len(window),
+        "memory_peak_bytes": peak,
+        **run.health.metrics(),
+    }
     line = record(step=run.step, **metrics)
     # A phase, for its limit: rank 0 may wait for a file server, and the others for rank 0.
     with run.heartbeat.phase("logging"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from functools import partial
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
@@ -13,7 +13,7 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.config.load import changed_keys
 from cdrmix.config.redaction import redacted
 from cdrmix.engines.run import JsonObject, Run
-from cdrmix.engines.run_directory import record_save
+from cdrmix.engines.run_directory import SAVES
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict, Watched
@@ -34,7 +34,6 @@ def save_run(run: Run, position: JsonObject) -> None:
     """
     if run.saver.step == run.step:
         return
-    step = run.step  # `after` runs when training may be steps further
 
     def before() -> None:
         run.directory.check_held()
@@ -58,7 +57,8 @@ def save_run(run: Run, position: JsonObject) -> None:
             },
             rank_state={"random": runtime.random_state()},
             before=before,
-            after=lambda: record_save(run.directory, step),
+            # Once the checkpoint has its name, when training may be steps further.
+            after=partial(write_json_atomic, run.directory.path / SAVES, {"step": run.step}),
         )
     run.wall_time.save()
     run.saved_time = time.monotonic()
@@ -85,35 +85,10 @@ def _stalled(run: Run) -> Iterator[None]:
         yield
 
 
-def find_at(source: Path) -> store.FoundCheckpoint:
-    """Returns the newest checkpoint at --resume PATH that verifies, else StateError; collective."""
-    checkpoint = store.find_newest(source)
-    if checkpoint is None:
-        raise StateError(
-            f"--resume {source}: no checkpoint there. Try a run directory or one of its "
-            "checkpoints/<step> folders, or --resume auto with --run-dir"
-        )
-    return checkpoint
-
-
 def state_of(checkpoint: store.FoundCheckpoint) -> JsonObject:
-    """Content of a checkpoint's state.json; collective."""
+    """Content of a checkpoint's state.json; collective. Early versions, of `a`, name no stage."""
     with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
         return reader.state
-
-
-def stage_of(checkpoint: store.FoundCheckpoint) -> str:
-    """Stage that a checkpoint was saved in, `a` or `b`; early versions name none; collective."""
-    return str(state_of(checkpoint).get("stage", "a"))
-
-
-def resume_from(run: Run, checkpoint: store.FoundCheckpoint) -> None:
-    """Go on from a checkpoint of its stage, in a run that was just set up; collective."""
-    state = restore(run, checkpoint)
-    run.earlier_seconds = state["seconds"]
-    if "health" in state:  # early versions saved none
-        run.health.load_state_dict(state["health"])
-    logger.info("resumed from %s", checkpoint.path)
 
 
 def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
@@ -149,7 +124,7 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
             runtime.restore_random_state(saved_random["random"])
     run.step = checkpoint.step
     # A checkpoint of another run or of the replica: this step is still to be saved here.
-    is_ours = checkpoint.path.parent.resolve() == run.directory.checkpoints.resolve()
+    is_ours = checkpoint.path.parent.resolve() == run.directory.folders[0].resolve()
     run.saver.saved_step = checkpoint.step if is_ours else None
     return state
 
@@ -167,7 +142,7 @@ def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) ->
             store.set_aside(checkpoint, run.directory.folders, newer=is_newer_ours)
         except OSError as error:
             raise InfrastructureError(
-                f"{run.directory.checkpoints}: cannot be listed ({error.strerror}). Start again "
+                f"{run.directory.folders[0]}: cannot be listed ({error.strerror}). Start again "
                 "when the file system answers"
             ) from error
 
@@ -232,7 +207,7 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
     folders = run.directory.folders
     checkpoint = store.find_newest(*folders, before=bad_step)
     # Stage B begins with the last checkpoint of Stage A, which it cannot load as its own.
-    if checkpoint is None or stage_of(checkpoint) != run.stage.name:
+    if checkpoint is None or state_of(checkpoint).get("stage", "a") != run.stage.name:
         why = f"{verdict.why}, and there is no checkpoint to go back to"
         raise _stopped(run, verdict._replace(why=why))
     if checkpoint.step == run.health.rolled_back_to:
@@ -241,7 +216,7 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
         older = None
         with contextlib.suppress(NoUsableStateError):
             older = store.find_newest(*folders, before=checkpoint.step)
-        if older is not None and stage_of(older) == run.stage.name:
+        if older is not None and state_of(older).get("stage", "a") == run.stage.name:
             checkpoint = older
     state = restore(run, checkpoint)
     leave_behind(run, checkpoint, newer=False)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -48,7 +49,8 @@ class Observer:
     """Metrics file and progress, on rank 0 alone, and the time window between two logged lines."""
 
     _files: tuple[MetricsFile, Progress] | None = None
-    _window: list[tuple[float, float]] = field(default_factory=list)
+    # Of the steps since the last logged line: wall time, and the share of it spent on reading data.
+    window: list[tuple[float, float]] = field(default_factory=list)
 
     def open(self, folder: Path, *, step: int, num_steps: int) -> None:
         """Start at `step` of `num_steps`, on rank 0 alone; cut off metrics of later steps.
@@ -60,20 +62,14 @@ class Observer:
         self._files = (metrics, Progress(num_steps, initial=step, stream=sys.stderr))
 
     def step_done(self, step: int, seconds: float, *, waited: float) -> None:
-        """Count a step, logged or not: its wall time, and the share of it spent on reading data."""
-        self._window.append((seconds, waited))
+        """Count a step, logged or not."""
+        self.window.append((seconds, waited))
         if self._files is not None:
             self._files[1].update(step)
 
-    def take_window(self) -> tuple[int, float, float]:
-        """Steps since the last call, their seconds, and the seconds of reading data in them."""
-        steps = self._window
-        self._window = []
-        return len(steps), sum(seconds for seconds, _ in steps), sum(waited for _, waited in steps)
-
     def go_back(self, step: int) -> None:
         """Cut off the metrics after `step`, from which the run goes on."""
-        self._window = []  # of steps that do not count
+        self.window = []  # of steps that do not count
         if self._files is not None:
             metrics, progress = self._files
             metrics.truncate_after(step)
@@ -173,7 +169,7 @@ class Start:
 
 
 @dataclass(kw_only=True)
-class Run(Start, Generic[Batch, Result]):
+class Run(Start, AbstractContextManager[None], Generic[Batch, Result]):
     """A run under way on this rank: a start with its engine, its stage and its progress."""
 
     topology: Topology  # this rank's place in the layout
@@ -192,9 +188,6 @@ class Run(Start, Generic[Batch, Result]):
     def seconds(self) -> float:
         """Wall time of all starts of this run."""
         return self.earlier_seconds + time.monotonic() - self.started
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop reading ahead, end the writing thread, close the files.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import errno
 import fcntl
 import hashlib
@@ -10,9 +9,10 @@ import json
 import os
 import socket
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import IO, Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint.files import MANIFEST_FILE, is_passing, read_json, retried
@@ -40,7 +40,7 @@ METRICS = "metrics.jsonl"
 # Written after the last stage of a run, and removed when the run is extended.
 FINISHED = "finished.json"
 # Step of the newest save, kept outside of checkpoints/, which may be a volume that is not mounted.
-_SAVES = "saves.json"
+SAVES = "saves.json"
 # Files of a start that was refused before it became a run.
 _LEFT_BY_REFUSED = {_LOCK, LOG, LAUNCH_FOLDER}
 # Everything else is renamed into place, which replaces a link; these would follow it elsewhere.
@@ -50,7 +50,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 @dataclass
-class RunDirectory:
+class RunDirectory(AbstractContextManager["RunDirectory"]):
     """Folder of a run, locked by this job."""
 
     path: Path
@@ -58,14 +58,9 @@ class RunDirectory:
     _lock: IO[str] | None = field(default=None, repr=False)
 
     @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints, one folder per step."""
-        return self.path / "checkpoints"
-
-    @property
     def folders(self) -> tuple[Path, ...]:
-        """All folders of its checkpoints."""
-        return (self.checkpoints, *self.copies)
+        """All folders of its checkpoints, with one folder per step; its own comes first."""
+        return (self.path / "checkpoints", *self.copies)
 
     def holds(self, checkpoint: Path) -> bool:
         """Tells if a checkpoint belongs to this run."""
@@ -88,9 +83,6 @@ class RunDirectory:
                 f"{self.path}: process {holder['process']} on {holder['host']} has taken this run "
                 "directory over, because the file server lost sight of this host"
             )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Release the lock."""
@@ -271,7 +263,7 @@ def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
     """Raises StateError if a run without a checkpoint has saved: a volume may not be mounted."""
     path = directory.path
     try:
-        record = read_json(path / _SAVES)
+        record = read_json(path / SAVES)
         step = int(record["step"])
     except FileNotFoundError:
         # A run of an older version, or one that has not saved yet. A second save waits for the
@@ -283,47 +275,26 @@ def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
         if every is None or step - min(steps) < 2 * every:
             return
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StateError(f"{path / _SAVES}: cannot be read ({error}). Try removing it") from error
+        raise StateError(f"{path / SAVES}: cannot be read ({error}). Try removing it") from error
     raise StateError(
-        f"{directory.checkpoints}: holds no checkpoint, though this run has come to step {step} "
+        f"{directory.folders[0]}: holds no checkpoint, though this run has come to step {step} "
         "and saved. Is a volume not mounted, or were they moved? Bring them back. To begin again, "
-        f"give another --run-dir, or remove {_SAVES} and {METRICS} from this one"
+        f"give another --run-dir, or remove {SAVES} and {METRICS} from this one"
     )
 
 
-def record_save(directory: RunDirectory, step: int) -> None:
-    """Record that there is a checkpoint of `step`; rank 0, once the checkpoint has its name."""
-    write_json_atomic(directory.path / _SAVES, {"step": step})
-
-
-def keep_tokenizer(directory: RunDirectory, corpus: Corpus) -> None:
-    """Copy a data set's tokenizer beside the checkpoints, which can then be used alone; rank 0.
-
-    Raises DataError if the file has another digest than the manifest says.
-    """
-    source = corpus.folder / TOKENIZER_FILE
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{source}: cannot be read ({error}). Copy the data set again") from error
-    if hashlib.sha256(text.encode()).hexdigest() != corpus.manifest.tokenizer.sha256:
-        raise DataError(f"{source}: its content has changed (sha256). Copy the data set again")
-    for folder in (directory.path, *directory.copies):
-        write_text_atomic(folder / TOKENIZER_FILE, text)
-
-
-def write_finished(directory: RunDirectory, *, step: int, stage: Literal["a", "b"]) -> None:
-    """Write finished.json, which the batch script reads; rank 0, after everything else."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    write_json_atomic(directory.path / FINISHED, {"step": step, "stage": stage, "finished": now})
-
-
 def write_description(
-    directory: RunDirectory, config: Config, plan: Plan, *, stage_b_steps: int | None = None
+    directory: RunDirectory,
+    config: Config,
+    plan: Plan,
+    corpus: Corpus,
+    *,
+    stage_b_steps: int | None = None,
 ) -> None:
-    """Write configuration, plan, DeepSpeed's JSON and environment of a starting stage; rank 0.
+    """Write what a starting stage runs with: configuration, plan, environment, tokenizer; rank 0.
 
     Stage B, which ends at step `stage_b_steps`, is described beside a Stage A in the same run.
+    Raises DataError if the tokenizer's file has another digest than the manifest says.
     """
     path = directory.path
     (path / FINISHED).unlink(missing_ok=True)  # a finished run may be extended
@@ -341,3 +312,13 @@ def write_description(
         content["stage_b"] = {**plan.to_json(), "num_steps": stage_b_steps}
         write_json_atomic(plan_path, content)
     write_json_atomic(path / "environment.json", runtime.describe_environment())
+    # Beside the checkpoints, which can then be used without the data set.
+    source = corpus.folder / TOKENIZER_FILE
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source}: cannot be read ({error}). Copy the data set again") from error
+    if hashlib.sha256(text.encode()).hexdigest() != corpus.manifest.tokenizer.sha256:
+        raise DataError(f"{source}: its content has changed (sha256). Copy the data set again")
+    for folder in (path, *directory.copies):
+        write_text_atomic(folder / TOKENIZER_FILE, text)

@@ -24,7 +24,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.loader import Loader
 from cdrmix.engines.optim import learning_rate
 from cdrmix.engines.run import JsonObject, Run, Stage
-from cdrmix.engines.training_data import Corpus, make_loader
+from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.models.backbone import Output, TokenEmbedding, logical_name
 from cdrmix.models.generate import generate
@@ -102,23 +102,17 @@ def loss(
     loss = nats * nats_scale
     moe = config.model.moe
     statistics = output.router_statistics
-    if moe is None or statistics is None:
-        return MicroStep(_all_or_nothing(loss), nats.detach(), None)
-    # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
-    per_token = mean_over_ranks(statistics, topology) / labels.numel()
-    losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
-    loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
-    router = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())
-    return MicroStep(_all_or_nothing(loss), nats.detach(), router)
-
-
-def _all_or_nothing(loss: Tensor) -> Tensor:
-    """The same loss, with gradients that are not finite where the loss is not.
-
-    DeepSpeed skips a step by its gradients, which can be finite where the loss is infinite: softmax
-    minus target, where the target's logit is minus infinity.
-    """
-    return loss * (1 + 0 * loss.detach())
+    router = None
+    if moe is not None and statistics is not None:
+        # Before the loss: the load-balance loss multiplies means, and is not the mean of products.
+        per_token = mean_over_ranks(statistics, topology) / labels.numel()
+        losses = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
+        loss = loss + moe.load_balance_weight * losses.load_balance + moe.z_loss_weight * losses.z
+        router = RouterMeasures(per_token.detach(), losses.load_balance.detach(), losses.z.detach())
+    # The factor is 1, or not a number where the loss is not finite: DeepSpeed skips a step by its
+    # gradients, which can be finite where the loss is infinite: softmax minus target, where the
+    # target's logit is minus infinity.
+    return MicroStep(loss * (1 + 0 * loss.detach()), nats.detach(), router)
 
 
 class StepResult(NamedTuple):
@@ -221,7 +215,21 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def __init__(self, config: Config, plan: Plan, topology: Topology, corpus: Corpus) -> None:
         self.corpus = corpus
-        self.loader = make_loader(config, plan, topology, corpus.train)
+        data = config.data
+        # This rank's samples in the run's global order; sequence ranks have the same ones.
+        self.loader = Loader(
+            corpus.train,
+            global_batch_size=config.training.global_batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            data_rank=topology.sample_rank,
+            data_size=plan.degrees.sample_ranks,
+            seed=config.training.seed,
+            shuffle=data.order != "sequential",
+            window_samples=data.window_samples if data.order == "windowed" else None,
+            segment_documents=data.segment_documents,
+            token_weights=data.token_weights,
+            prefetch=data.prefetch_batches,
+        )
         self.num_steps = config.training.num_steps
         self.samples: list[JsonObject] = []  # generated texts, one per evaluation
 

@@ -18,7 +18,7 @@ from types import FrameType
 
 from cdrmix import runtime
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, start_head
-from cdrmix.cluster.messages import Outcome, await_outcome, write_outcome
+from cdrmix.cluster.messages import await_outcome
 from cdrmix.config.schema import SupervisionConfig
 from cdrmix.errors import EXIT_FAULT, EXIT_STOPPED_BY_SIGNAL, TrainingError
 
@@ -32,25 +32,32 @@ class Requests:
         self.stop: str | None = None  # name of the signal
         self.save = False  # since the last `poll`
         self._deferred = False
-        self._launcher = _deepspeed_runner()
+        # Process id of the `deepspeed` command above this rank's launch.py, if that is our parent.
+        # Killed, it cannot end launch.py, which would go on supervising ranks that nobody sees.
+        self._launcher: int | None = None
+        parent = os.getppid()
+        above = _parent(parent)
+        with contextlib.suppress(OSError):
+            theirs, before = (Path(f"/proc/{pid}/cmdline").read_text() for pid in (parent, above))
+            if "deepspeed.launcher.launch" in theirs and "deepspeed" in before:
+                self._launcher = above
 
     def listen(self) -> None:
         """Install the handlers, and ask the kernel for SIGTERM when the launcher dies."""
 
         # Flags alone: a handler may interrupt a collective, or whoever holds the lock of the log.
-        def on_stop(number: int, frame: FrameType | None) -> None:
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGUSR2:
+                self.save = True
+                return
             self.stop = signal.Signals(number).name
             if not self._deferred:
                 raise SystemExit(EXIT_STOPPED_BY_SIGNAL)
 
-        def on_save(number: int, frame: FrameType | None) -> None:
-            self.save = True
-
-        for number in _STOPPING:
+        for number in (*_STOPPING, signal.SIGUSR2):
             # nohup ignores SIGHUP, so that a run outlives its terminal.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, on_stop)
-        signal.signal(signal.SIGUSR2, on_save)
+                signal.signal(number, on_signal)
         runtime.end_with_launcher(signal.SIGTERM)
 
     @contextlib.contextmanager
@@ -70,24 +77,6 @@ class Requests:
         save = self.save
         self.save = False
         return self.stop is not None, save
-
-
-def _deepspeed_runner() -> int | None:
-    """Process id of the `deepspeed` command above this rank's launch.py, if that is our parent.
-
-    Killed, it cannot end launch.py, which would go on supervising ranks that nobody sees.
-    """
-
-    def command(process: int) -> str:
-        try:
-            return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
-        except OSError:
-            return ""
-
-    parent = os.getppid()
-    above = _parent(parent)
-    is_deepspeed = "deepspeed.launcher.launch" in command(parent) and "deepspeed" in command(above)
-    return above if is_deepspeed else None
 
 
 def _parent(process: int) -> int:
@@ -150,11 +139,3 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
             # srun ends the head with the last rank, before the head has written the outcome.
             await_outcome(folder, _SECONDS_FOR_OUTCOME)
     return code
-
-
-def tell_launch(code: int) -> None:
-    """Write the outcome of an end before the ranks have met; afterwards the head does."""
-    folder = runtime.launch_folder()
-    if folder is not None and not runtime.have_met():
-        rank = runtime.environment_rank()
-        write_outcome(folder, Outcome(code, f"rank {rank} ended before the ranks met", 0))

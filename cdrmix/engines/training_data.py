@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config
-from cdrmix.data.loader import Loader
 from cdrmix.data.mixture import MixedDataset, built_mixture
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.sample import ensure_sample
@@ -18,8 +17,6 @@ from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
-from cdrmix.parallel.topology import Topology
-from cdrmix.planning.plan import Plan
 
 logger = get_logger(__name__)
 
@@ -106,22 +103,3 @@ def _warn_of_recipe(recipe: str | None, built_by: str | None, folder: str) -> No
             "model. Build that one with `cdrmix data build`, or set data.recipe=null.",
             *(folder, built_by, recipe),
         )
-
-
-def make_loader(
-    config: Config, plan: Plan, topology: Topology, train: TokenDataset | MixedDataset
-) -> Loader:
-    """Returns this rank's samples in the run's global order; sequence ranks have the same ones."""
-    return Loader(
-        train,
-        global_batch_size=config.training.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
-        data_rank=topology.sample_rank,
-        data_size=plan.degrees.sample_ranks,
-        seed=config.training.seed,
-        shuffle=config.data.order != "sequential",
-        window_samples=config.data.window_samples if config.data.order == "windowed" else None,
-        segment_documents=config.data.segment_documents,
-        token_weights=config.data.token_weights,
-        prefetch=config.data.prefetch_batches,
-    )

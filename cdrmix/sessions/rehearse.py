@@ -7,6 +7,7 @@ to the bit, the others to a relative 1e-5. Stage B starts from the first layout'
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -206,19 +207,23 @@ class SmallRuns:
         infinite if their last weights are not equal to the bit."""
         folders = (self._folder / run, self.first)
         logged = [read_metrics(folder / "metrics.jsonl") for folder in folders]
-        ours, theirs = ({line["step"]: line for line in lines} for lines in logged)
+        ours, theirs = (
+            {line["step"]: deterministic_part(line) for line in lines} for lines in logged
+        )
         # A resumed run has only the steps after its checkpoint.
         steps = sorted(ours.keys() & theirs.keys())
         assert steps and steps[-1] == self._small.last_step, f"{run}: logged steps {steps}"
         least = _LEAST if self._is_stage_b else 0.0
         largest = 0.0
         for step in steps:
-            our_line = self._compared(ours[step])
-            their_line = self._compared(theirs[step])
-            if our_line.keys() != their_line.keys():
-                return float("inf")
-            for name, value in their_line.items():
-                apart = abs(our_line[name] - value) / max(abs(value), least)
+            names: Collection[str] = ("loss", "grad_norm")
+            if self._is_stage_b:  # all metrics but times and memory
+                names = theirs[step].keys()
+                if ours[step].keys() != names:
+                    return float("inf")
+            for name in names:
+                value = theirs[step][name]
+                apart = abs(ours[step][name] - value) / max(abs(value), least)
                 # A maximum would drop a nan.
                 largest = max(largest, apart if math.isfinite(apart) else float("inf"))
         if not bits:
@@ -229,11 +234,6 @@ class SmallRuns:
                 one.read(name).equal(other.read(name)) for name in one.names()
             )
         return largest if are_equal else float("inf")
-
-    def _compared(self, line: dict[str, float]) -> dict[str, float]:
-        if self._is_stage_b:  # all metrics but times and memory
-            return deterministic_part(line)
-        return {name: line[name] for name in ("loss", "grad_norm")}
 
 
 def _train(config: Config, profile: str, run_dir: Path, resume: str) -> int:
@@ -270,11 +270,6 @@ class RehearsedStage:
     checks: list[list[Check]]  # by layout
     aspects: list[Aspect]
 
-    @property
-    def passed(self) -> bool:
-        """True if all comparisons passed."""
-        return all(check.passed for checks in self.checks for check in checks)
-
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
         layouts = [
@@ -291,24 +286,6 @@ class RehearsedStage:
             "aspects": [asdict(aspect) for aspect in self.aspects],
         }
 
-    def lines(self, *, first: int) -> list[str]:
-        """Tables for people, with layouts numbered from `first`."""
-        lines = [self.title]
-        heads = [f"rehearsed {first + n}" for n in range(len(self.small))]
-        for head, each, checks in zip(heads, self.small, self.checks, strict=True):
-            lines += ["", f"{head}: {each.describe()}, {each.degrees.world_size} processes"]
-            lines += [f"  {check}" for check in checks]
-        rows = [["", "planned", *heads, "exercised"]]
-        for aspect in self.aspects:
-            verdict = {True: "yes", False: "no", None: ""}[aspect.is_exercised]
-            rows.append([aspect.name, aspect.planned, *aspect.rehearsed, verdict])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = (
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
-        return [*lines, "", *table, ""]
-
 
 @dataclass(frozen=True)
 class Rehearsed:
@@ -322,7 +299,9 @@ class Rehearsed:
     @property
     def passed(self) -> bool:
         """True if all comparisons passed."""
-        return self.stage_a.passed and (self.stage_b is None or self.stage_b.passed)
+        stages = [stage for stage in (self.stage_a, self.stage_b) if stage is not None]
+        layouts = [checks for stage in stages for checks in stage.checks]
+        return all(check.passed for checks in layouts for check in checks)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
@@ -337,9 +316,26 @@ class Rehearsed:
 
     def as_text(self) -> str:
         """Tables for people."""
-        lines = self.stage_a.lines(first=1)
-        if self.stage_b is not None:
-            lines += self.stage_b.lines(first=1 + len(self.stage_a.small))
+        lines: list[str] = []
+        numbers = itertools.count(1)  # layouts of Stage B go on behind those of Stage A
+        for stage in (self.stage_a, self.stage_b):
+            if stage is None:
+                continue
+            lines.append(stage.title)
+            heads = [f"rehearsed {next(numbers)}" for _ in stage.small]
+            for head, each, checks in zip(heads, stage.small, stage.checks, strict=True):
+                lines += ["", f"{head}: {each.describe()}, {each.degrees.world_size} processes"]
+                lines += [f"  {check}" for check in checks]
+            rows = [["", "planned", *heads, "exercised"]]
+            for aspect in stage.aspects:
+                verdict = {True: "yes", False: "no", None: ""}[aspect.is_exercised]
+                rows.append([aspect.name, aspect.planned, *aspect.rehearsed, verdict])
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines.append("")
+            for row in rows:
+                cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+                lines.append("  ".join(cells).rstrip())
+            lines.append("")
         verdict = "passed" if self.passed else "FAILED"
         return "\n".join([*lines, f"rehearsal {verdict} in {self.seconds:.0f} s"])
 

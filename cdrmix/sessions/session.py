@@ -17,7 +17,7 @@ from cdrmix.engines.finish import finish
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
 from cdrmix.engines.out_of_memory import noted, with_what_fits
-from cdrmix.engines.recovery import find_at, stage_of
+from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run import Start, make_run
 from cdrmix.engines.run_directory import LOG, open_run_directory, refuse_lost_checkpoints
 from cdrmix.engines.stage_a import Pretraining
@@ -28,7 +28,7 @@ from cdrmix.log import get_logger, log_to_file
 from cdrmix.monitoring.health import Health
 from cdrmix.parallel.apply import build_model
 from cdrmix.parallel.topology import make_topology
-from cdrmix.planning.cluster import Cluster, make_cluster
+from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import choose
 
@@ -36,13 +36,10 @@ logger = get_logger(__name__)
 
 
 def choose_here(config: Config, *, profile: str | None) -> Plan:
-    """Lay the run out as `cdrmix plan` would on these devices, or raise PlanError; collective."""
-    cluster = seen_cluster()
-    return runtime.first_rank_does(lambda: choose(config, cluster, profile=profile))
+    """Lay the run out as `cdrmix plan` would on these devices, or raise PlanError; collective.
 
-
-def seen_cluster() -> Cluster:
-    """Describes the devices of all ranks, each as large as the smallest; the same on every rank."""
+    Every device is taken to be as large as the smallest.
+    """
     local = (runtime.local_world_size(), runtime.device_memory_gib(), runtime.host_memory_gib())
     ranks, device_gib, host_gib = zip(*runtime.all_gather_object(local), strict=True)
     world = len(ranks)
@@ -56,7 +53,8 @@ def seen_cluster() -> Cluster:
         gpu="cpu" if runtime.use_cpu() else None,
         gpu_memory_gib=min(device_gib),
     )
-    return replace(cluster, host_memory_gib=min(host_gib))
+    cluster = replace(cluster, host_memory_gib=min(host_gib))
+    return runtime.first_rank_does(lambda: choose(config, cluster, profile=profile))
 
 
 def run_training(
@@ -81,7 +79,14 @@ def run_training(
         start_up.done("imports")
         # Hosts read the file from their own disks, and may have versions of it.
         check_same("configurations", "hash", config_hash(config))
-        checkpoint = find_at(Path(resume)) if resume not in ("never", "auto") else None
+        checkpoint = None
+        if resume not in ("never", "auto"):
+            checkpoint = store.find_newest(Path(resume))
+            if checkpoint is None:
+                raise StateError(
+                    f"--resume {resume}: no checkpoint there. Try a run directory or one of its "
+                    "checkpoints/<step> folders, or --resume auto with --run-dir"
+                )
         with open_run_directory(config, requested=run_dir, resume=resume) as directory:
             moe = config.model.moe
             start = Start(
@@ -126,7 +131,7 @@ def _run_stages(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
     """Run the configured stages from a checkpoint on; True if a signal stopped one of them."""
     stage = start.config.training.stage
     has_stage_b = start.config.stage_b is not None
-    is_in_stage_b = checkpoint is not None and stage_of(checkpoint) == "b"
+    is_in_stage_b = checkpoint is not None and state_of(checkpoint).get("stage") == "b"
     if checkpoint is not None and is_in_stage_b and not has_stage_b:
         raise StateError(
             f"{checkpoint.path}: was saved in Stage B; this config has no stage_b section. Use "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.policy import Action, check_decision, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.segments import Texts
-from cdrmix.stage_b.long_context import TrainedReader, check_room, load_reader
+from cdrmix.stage_b.long_context import TrainedReader, check_room
 
 # Summarising and writing alone keep a segment: one that `retrieve` looks for is dropped, too.
 _WHILE_READING = {
@@ -38,13 +38,6 @@ class ReadingEvent:
     text: str
     source: str = ""  # text that a recalled segment is from
 
-    def line(self) -> str:
-        """One line for a person."""
-        # An index that was handed over may name sources that would move a terminal's cursor.
-        shown = "".join(c if c.isprintable() else "?" for c in self.source)
-        source = f" from {shown}" if shown else ""
-        return f"{self.kind:<11} {self.text.strip()!r}{source}"
-
 
 @dataclass(frozen=True)
 class Answered:
@@ -57,7 +50,12 @@ class Answered:
 
     def memory_lines(self) -> str:
         """Events as lines for a person."""
-        lines = [event.line() for event in self.events]
+        lines = []
+        for event in self.events:
+            # An index that was handed over may name sources that would move a terminal's cursor.
+            shown = "".join(c if c.isprintable() else "?" for c in event.source)
+            source = f" from {shown}" if shown else ""
+            lines.append(f"{event.kind:<11} {event.text.strip()!r}{source}")
         if self.accepted is not None:
             lines.append("branches    {} of {} decisions accepted one".format(*self.accepted))
         if self.index:
@@ -83,31 +81,6 @@ def read_question_text(path: Path) -> str:
         raise DataError(f"{path}: {reason}") from None
 
 
-def answer_from(
-    source: Path,
-    text: str,
-    question: str,
-    *,
-    branches: bool = False,
-    accept_threshold: float | None = None,
-    lasting: Lasting | None = None,
-) -> Answered:
-    """Answers a question from a text of any length, with a trained reader.
-
-    Args:
-        source, accept_threshold: see `load_reader`.
-        text: to read; may be empty with an index.
-        question: asked after it; may be empty with an index and a text.
-        branches: whether the agent acts by branches instead of its likeliest action.
-        lasting: index that stores the segments written, and that the answer may come from.
-    Raises:
-        DataError: if text and question are missing, the question leaves no room, or the agent's
-            numbers are not finite.
-    """
-    loaded = load_reader(source, accept_threshold=accept_threshold)
-    return answer_with(loaded, text, question, branches=branches, lasting=lasting)
-
-
 @torch.no_grad()
 def answer_with(
     loaded: TrainedReader,
@@ -117,7 +90,17 @@ def answer_with(
     branches: bool = False,
     lasting: Lasting | None = None,
 ) -> Answered:
-    """Answers as `answer_from` does, with a reader that is loaded."""
+    """Answers a question from a text of any length, with a trained reader.
+
+    Args:
+        text: to read; may be empty with an index.
+        question: asked after it; may be empty with an index and a text.
+        branches: whether the agent acts by branches instead of its likeliest action.
+        lasting: index that stores the segments written, and that the answer may come from.
+    Raises:
+        DataError: if text and question are missing, the question leaves no room, or the agent's
+            numbers are not finite.
+    """
     lessons = loaded.lessons
     decode = lessons.tokenizer.decode
     segments = lessons.segments(text)
@@ -139,13 +122,12 @@ def answer_with(
     # Without a text a segment without tokens is read, which stores nothing.
     texts = lessons.texts([segments or [[]]], [question]).to(loaded.reader.backbone.device)
     if lasting is None:
-        return _answered(loaded, _play(loaded, texts, None, branches=branches))
+        return _play(loaded, texts, None, branches=branches).answered
     tokenizer = loaded.trained.tokenizer_digest
     # A question alone makes no index: there would be nothing to store.
     with opened(lasting.folder, loaded.reader, tokenizer=tokenizer, make=bool(segments)) as index:
         earlier = Earlier(index, faiss=lasting.faiss)
         played = _play(loaded, texts, earlier, branches=branches)
-        answered = _answered(loaded, played)
         # Only now: a call that fails before leaves the index as it was.
         outcome = _store(index, played, lasting.source)
     events = [ReadingEvent("refreshed", decode(list(ids))) for ids in outcome.refreshed]
@@ -155,19 +137,18 @@ def answer_with(
         f"{len(outcome.evicted)} expired; now {len(index)} segments of {index.num_tokens} tokens, "
         f"at most {index.max_tokens}"
     )
-    return dataclasses.replace(answered, events=(*answered.events, *events), index=summary)
+    events = [*played.answered.events, *events]
+    return dataclasses.replace(played.answered, events=tuple(events), index=summary)
 
 
 @dataclass
 class _Played:
-    """A single episode: its rules, its last state, and what happened on the way."""
+    """A single episode: its rules, its last state, and what came of it."""
 
     episodes: ReadingEpisodes
     state: ReadingState
-    events: list[ReadingEvent] = field(default_factory=list)
-    # Of each segment read, probability of the action that writes it.
-    write_probability: dict[int, float] = field(default_factory=dict)
-    accepted: list[bool] = field(default_factory=list)  # of each decision by branches
+    write_probability: dict[int, float]  # of the action that writes it, for each segment read
+    answered: Answered
 
 
 def _play(
@@ -179,9 +160,11 @@ def _play(
     # Nobody knows the right answer here, so that no answer earns a reward.
     episodes = ReadingEpisodes(reader, reader.read(texts), lambda _, __: 0.0, earlier=earlier)
     has_question = bool(texts.questions[0])
-    played = _Played(episodes, episodes.start())
-    while not bool(played.state.solved.all()):
-        state = played.state
+    events: list[ReadingEvent] = []
+    write_probability: dict[int, float] = {}
+    accepted: list[bool] = []  # of each decision by branches
+    state = episodes.start()
+    while not bool(state.solved.all()):
         place = episodes.segment_read(state)
         # All is read: what follows are decisions about the answer.
         if place is None and not has_question:
@@ -192,11 +175,11 @@ def _play(
         if place is not None:
             # Not only where writing is the likeliest: branches may write, too.
             probability = decision.logprobs[0, Action.CACHE_WRITE].exp()
-            played.write_probability[place] = float(probability)
+            write_probability[place] = float(probability)
         if branches:
             branched = step_by_branches(episodes, policy, state)
             action = Action(int(branched.actions))
-            played.accepted.append(bool(branched.accepted))
+            accepted.append(bool(branched.accepted))
             after = branched.state
         else:
             actions = decision.logprobs.argmax(-1)
@@ -208,9 +191,12 @@ def _play(
             source = ""
             if earlier and kind == "recalled":
                 source = earlier.index.entries[segment].source
-            played.events.append(ReadingEvent(kind, text, source))
-        played.state = after
-    return played
+            events.append(ReadingEvent(kind, text, source))
+        state = after
+    ids = episodes.answers(state)[0] if bool(state.solved[0]) else []
+    counts = (sum(accepted), len(accepted)) if accepted else None
+    answered = Answered(loaded.lessons.tokenizer.decode(ids), tuple(events), counts)
+    return _Played(episodes, state, write_probability, answered)
 
 
 def _changes(
@@ -228,13 +214,6 @@ def _changes(
     changes = [(_WHILE_READING[action], place)]
     gone = set(before.memory[0].tolist()) - set(after.memory[0].tolist()) - {-1}
     return changes + [("evicted", segment) for segment in sorted(gone)]
-
-
-def _answered(loaded: TrainedReader, played: _Played) -> Answered:
-    """Answer and events of an episode."""
-    ids = played.episodes.answers(played.state)[0] if bool(played.state.solved[0]) else []
-    accepted = (sum(played.accepted), len(played.accepted)) if played.accepted else None
-    return Answered(loaded.lessons.tokenizer.decode(ids), tuple(played.events), accepted)
 
 
 def _store(index: EpisodicIndex, played: _Played, source: str) -> Kept:

@@ -92,27 +92,25 @@ def find_backbone(
             "the run directory of a finished Stage A"
         )
     state = state_of(source)
-    if _is_trained_in_stage_b(state):
+    # Stage A saves no entry of Stage B.
+    if state.get("stage_b", {}).get("is_backbone_trained"):
         # Stage B cannot begin again from weights that it has trained: only from those before.
         # Of the very step in which Stage B began, too: it is the last one of Stage A.
         first_step = state["stage_b"]["first_step"]
         earlier = store.find_newest(place, *copies, before=first_step + 1)
-        if earlier is None or _is_trained_in_stage_b(state_of(earlier)):
+        before = {} if earlier is None else state_of(earlier)
+        if earlier is None or before.get("stage_b", {}).get("is_backbone_trained"):
             raise StateError(
                 f"{source.path}: its backbone was trained in Stage B (backbone_lr_scale > 0), and "
                 f"{place} has no checkpoint of step {first_step}, where that began. The backbone "
                 f"came from {state['stage_b']['origin']}. Try stage_b.run = another run"
             )
         source = earlier
-        state = state_of(source)
+        state = before
     for name, why in source.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
     runtime.together(lambda: _check(config, manifest, state, source))
     return source
-
-
-def _is_trained_in_stage_b(state: dict[str, Any]) -> bool:
-    return state.get("stage") == "b" and state["stage_b"]["is_backbone_trained"]
 
 
 def _check(

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,15 +24,14 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment, Part, is_stage_b, part_of, reader_logical_name
-from cdrmix.config.reasoning import Phase, StageBTraining
-from cdrmix.config.schema import Config
+from cdrmix.config.reasoning import Phase, StageBConfig, StageBTraining
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
 from cdrmix.monitoring.health import Verdict
 from cdrmix.parallel.tensor import is_copy
-from cdrmix.stage_b.optimizer import Clip, in_order, learning_rates, place_of, set_learning
-from cdrmix.stage_b.phases import Course, LessonMetrics, stage_b_section
+from cdrmix.stage_b.optimizer import Clip, in_order, learning_rates, place_of
+from cdrmix.stage_b.phases import Course, LessonMetrics
 
 # Configuration keys of the fields of a loader's state that are not under stage_b.training.
 _SETTINGS = {
@@ -62,10 +62,8 @@ class LessonLoader:
         # Every rank counts the lessons of all: a position holds at any number of ranks.
         end = self.samples_consumed + self.training.lessons_per_step
         numbers = range(self.samples_consumed, end)[self.rank :: self.world_size]
-
-        def make() -> list[Any]:
-            return [self.course.lesson(phase, number) for number in numbers]
-
+        # Called below, because a lesson may fail to be made.
+        make = partial(list[Any], map(partial(self.course.lesson, phase), numbers))
         # Ranks that share lessons play together: one without a lesson, because it could not be
         # made, would be waited for in the middle of an episode. So all of them fail here.
         plays = phase == "policy"
@@ -78,14 +76,11 @@ class LessonLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position between two steps; the same on every rank."""
-        # With all that the texts follow from: a position means nothing in other lessons.
-        position = {"samples_consumed": self.samples_consumed, "steps": self._steps}
-        return position | self._identity()
-
-    def _identity(self) -> dict[str, Any]:
-        """Everything that determines the content of the lessons."""
         training = self.training
         return {
+            "samples_consumed": self.samples_consumed,
+            "steps": self._steps,
+            # All that the texts follow from: a position means nothing in other lessons.
             "manifest_digest": self.manifest_digest,
             "seed": self.seed,
             "tasks": list(training.tasks),
@@ -98,12 +93,17 @@ class LessonLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a position, on any number of ranks; StateError if the lessons differ."""
         differing = []
-        for key, ours in self._identity().items():
+        for key, ours in self.state_dict().items():
+            if key in ("samples_consumed", "steps"):
+                continue
             saved = state.get(key, ours)  # an older version saved fewer fields
             same = saved == ours
             if key == "phases" and not same:  # later phases may have other lengths
-                done = state["steps"]
-                same = _phase_of_each_step(saved)[:done] == _phase_of_each_step(ours)[:done]
+                there, here = (
+                    [phase for phase, length in lengths for _ in range(length)]
+                    for lengths in (saved, ours)
+                )
+                same = there[: state["steps"]] == here[: state["steps"]]
             if not same:
                 name = _SETTINGS.get(key, f"stage_b.training.{key}")
                 differing.append(f"{name} ({key}): {saved} there, {ours} here")
@@ -117,10 +117,6 @@ class LessonLoader:
 
     def close(self) -> None:
         """Does nothing: no file is open."""
-
-
-def _phase_of_each_step(lengths: list[list[Any]]) -> list[str]:
-    return [phase for phase, length in lengths for _ in range(length)]
 
 
 class LessonResult(NamedTuple):
@@ -142,24 +138,21 @@ class StageB(Stage[list[Any], LessonResult]):
     """
 
     course: Course  # reader, lessons and losses
-    config: Config
+    settings: StageBConfig
     clip: Clip  # of the optimizer; knows the norms
     loader: LessonLoader
     corpus: Corpus  # that lessons take texts and tokenizer from
     first_step: int  # steps of Stage A that the backbone has
+    num_steps: int  # of both stages together
     origin: str  # checkpoint that the backbone comes from
     name: Literal["a", "b"] = "b"
     _is_backbone_trained: bool = False
     _has_begun: bool = False
 
-    def __post_init__(self) -> None:
-        self._settings = stage_b_section(self.config)
-        self.num_steps = self.first_step + self._settings.training.num_steps
-
     def next_batch(self, run: Run) -> list[Any]:
         """This rank's lessons of the next step; in the policy phase the episodes collected."""
         step = run.step - self.first_step
-        if place_of(step, self._settings.training).step == 0 or not self._has_begun:
+        if place_of(step, self.settings.training).step == 0 or not self._has_begun:
             # Steps of another phase say nothing about the duration of these. Where a step has few
             # lessons their lengths make it uneven.
             run.heartbeat.forget_step(are_uneven=True)
@@ -173,9 +166,13 @@ class StageB(Stage[list[Any], LessonResult]):
     def train_step(self, run: Run, batch: list[Any], *, weight: float) -> LessonResult:
         """Take one step of a phase; `weight` is its number of lessons."""
         began = time.perf_counter()
-        place = place_of(run.step - self.first_step, self._settings.training)
+        place = place_of(run.step - self.first_step, self.settings.training)
         rates = learning_rates(place, self.course.learning(place.phase), run.config)
-        set_learning(run.engine, rates)
+        for group in run.engine.optimizer.param_groups:
+            group["lr"] = rates[group["part"]]
+        for name, parameter in run.engine.module.named_parameters():
+            # `in_order` takes gradients of these alone.
+            parameter.requires_grad_(rates[part_of(name)] > 0)
         # Should DeepSpeed skip the step, those of the step before must not be reported for it.
         self.clip.norms.clear()
         # DeepSpeed divides by the micro-steps of a rank and by the ranks; the mean is over lessons.
@@ -215,7 +212,7 @@ class StageB(Stage[list[Any], LessonResult]):
 
         Returns metrics of the last forward pass, and the number of optimizer steps.
         """
-        policy = self._settings.policy
+        policy = self.settings.policy
         farthest = policy.kl_margin * policy.kl_target
         metrics: list[LessonMetrics] = []
         for epoch in range(policy.epochs):
@@ -265,7 +262,7 @@ class StageB(Stage[list[Any], LessonResult]):
         """This rank's share of a checkpoint."""
         yield from engine_state.fragments(run.engine, reader_logical_name)
         # Data ranks hold a frozen backbone alike, outside of the engine: each saves some tensors.
-        if self._settings.training.backbone_lr_scale == 0:
+        if self.settings.training.backbone_lr_scale == 0:
             backbone = [
                 (name, tensor)
                 for name, tensor in self.course.model.named_parameters()
@@ -286,7 +283,7 @@ class StageB(Stage[list[Any], LessonResult]):
 
     def saved(self, run: Run) -> JsonObject:
         """Origin of the backbone, and whether Stage B has changed it."""
-        learns = self._settings.training.backbone_lr_scale > 0 and run.step > self.first_step
+        learns = self.settings.training.backbone_lr_scale > 0 and run.step > self.first_step
         return {
             "samples": [],  # texts of Stage A, which readers of a checkpoint expect
             "stage_b": {

@@ -62,22 +62,10 @@ def learning_rates(
 def stage_b_adamw(
     model: nn.Module, training: TrainingConfig, *, clip: Clip
 ) -> torch.optim.Optimizer:
-    """AdamW without decay, with `clip` before each step; its rates are 0 until `set_learning`."""
-    optimizer = torch.optim.AdamW(
-        part_groups(model),
-        lr=0.0,
-        betas=(training.beta1, training.beta2),
-        eps=training.epsilon,
-        weight_decay=0.0,
-        fused=True,
-    )
-    # A hook: DeepSpeed takes the step itself, once it has reduced the gradients.
-    optimizer.register_step_pre_hook(clip)
-    return optimizer
+    """AdamW without decay, with `clip` before each step and its part under `part` in each group.
 
-
-def part_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups of a model, each with its part under `part`."""
+    Its rates are 0 until `StageB.train_step` sets them.
+    """
     by_part: dict[Part, list[nn.Parameter]] = {part: [] for part in PARTS}
     for name, parameter in model.named_parameters():
         by_part[part_of(name)].append(parameter)
@@ -94,7 +82,17 @@ def part_groups(model: nn.Module) -> list[dict[str, Any]]:
             for group in parameter_groups(backbone, weight_decay=0.0)
             if group["params"]
         ]
-    return groups
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=0.0,
+        betas=(training.beta1, training.beta2),
+        eps=training.epsilon,
+        weight_decay=0.0,
+        fused=True,
+    )
+    # A hook: DeepSpeed takes the step itself, once it has reduced the gradients.
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
 
 
 class Clip:
@@ -169,15 +167,6 @@ class Clip:
         # Partitions of the ranks are disjoint, so that their squares add up to the whole norm.
         totals = runtime.all_reduce_sum(sums).sqrt().div(scale).tolist()
         return dict(zip(learning, totals, strict=True))
-
-
-def set_learning(engine: Any, rates: dict[Part, float]) -> None:
-    """Sets the rate of each group, and enables gradients only for the parts that learn."""
-    for group in engine.optimizer.param_groups:
-        group["lr"] = rates[group["part"]]
-    for name, parameter in engine.module.named_parameters():
-        # `in_order` takes gradients of these alone.
-        parameter.requires_grad_(rates[part_of(name)] > 0)
 
 
 def in_order(engine: Any, loss: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.data.shards import manifest_digest
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
-from cdrmix.engines.recovery import stage_of, write_record
+from cdrmix.engines.recovery import state_of, write_record
 from cdrmix.engines.run import Run, Start, make_run
 from cdrmix.engines.run_directory import METRICS
 from cdrmix.engines.training_data import open_corpus
@@ -53,7 +53,7 @@ def train_stage_b(start: Start, checkpoint: store.FoundCheckpoint | None) -> boo
         plan = stage_b_plan(start.config, start.plan, world_size=runtime.world_size())
         for reason in (*plan.reasons, *plan.warnings):
             logger.info("plan: %s", reason)
-        resumes = checkpoint is not None and stage_of(checkpoint) == "b"
+        resumes = checkpoint is not None and state_of(checkpoint).get("stage") == "b"
         run, course = _set_up(replace(start, plan=plan), checkpoint, resumes=resumes)
     finish = partial(finish_stage_b, run, course)
     return run_stage(run, checkpoint, resumes=resumes, finish=finish, is_last=True)
@@ -65,7 +65,8 @@ def _set_up(
     """Builds reader, engine and stage around a backbone; see `train_stage_b`."""
     config = start.config
     plan = start.plan
-    training = stage_b_section(config).training
+    settings = stage_b_section(config)
+    training = settings.training
     corpus = open_corpus(config)
     topology = make_topology(plan.degrees)
     start.start_up.done("data")
@@ -106,7 +107,8 @@ def _set_up(
     # Of a resumed run its own begin, and not the step of the checkpoint that it goes on from.
     first_step = of_stage_b.get("first_step", source.step)
     origin = of_stage_b["origin"] if resumes else str(source.path)
-    stage = StageB(course, config, clip, loader, corpus, first_step, origin)
+    num_steps = first_step + training.num_steps
+    stage = StageB(course, settings, clip, loader, corpus, first_step, num_steps, origin)
     return make_run(start, topology, engine, stage, first_step=first_step), course
 
 

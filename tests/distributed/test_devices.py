@@ -6,7 +6,7 @@ from cdrmix import runtime
 from cdrmix.config.load import load_config
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.comparison import compare
-from cdrmix.sessions.session import choose_here, seen_cluster
+from cdrmix.sessions.session import choose_here
 from tests.conftest import TINY
 from tests.harness import run_ranks
 
@@ -14,7 +14,7 @@ from tests.harness import run_ranks
 def laid_out(overrides: list[str], profile: str | None = None) -> tuple[dict, float]:
     runtime.initialize_distributed()
     plan = choose_here(load_config(TINY, overrides), profile=profile)
-    memory = seen_cluster().memory_gib
+    memory = runtime.device_memory_gib()
     runtime.destroy_distributed()
     return plan.to_json(), memory
 

@@ -155,9 +155,9 @@ def start_and_stop_at_once(argv: list[str]) -> int:
     """What a rank does that is told to stop before its first step."""
     original = life_cycle.train
 
-    def train(run: Any, stage: Any) -> bool:
+    def train(run: Any) -> bool:
         os.kill(os.getpid(), signal.SIGTERM)
-        return original(run, stage)
+        return original(run)
 
     life_cycle.train = train
     return start(argv)

@@ -128,7 +128,7 @@ def learn(
         heartbeat=SimpleNamespace(forget_step=lambda are_uneven: None),
         step=0,
     )
-    stage = StageB(course, config, clip, lessons, None, first_step=0, origin="")
+    stage = StageB(course, config.stage_b, clip, lessons, None, 0, num_steps=STEPS, origin="")
     results = []
     for run.step in range(STEPS):
         results.append(stage.train_step(run, stage.next_batch(run), weight=LESSONS))

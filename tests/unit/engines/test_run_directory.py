@@ -96,7 +96,7 @@ def test_a_directory_with_anything_of_a_run_in_it_is_only_resumed(
     with pytest.raises(StateError, match="never overwritten. Give --resume auto"):
         take(config, run_dir)
     with take(config, run_dir, "auto") as directory:
-        assert directory.checkpoints == run_dir / "checkpoints"
+        assert directory.folders == (run_dir / "checkpoints",)
 
 
 def test_what_a_refused_start_leaves_is_no_run(config: Config, run_dir: Path) -> None:

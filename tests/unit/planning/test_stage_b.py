@@ -1,5 +1,6 @@
 """Stage B's plan in time and over ranks: phases, rates, groups, clips, lessons, layout."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,8 @@ from cdrmix.stage_b.optimizer import (
     PhasePlace,
     TrainedParameters,
     learning_rates,
-    part_groups,
     place_of,
+    stage_b_adamw,
 )
 from tests.checkpoints import save_checkpoint
 
@@ -71,11 +72,12 @@ def reader() -> nn.Module:
 
 
 def test_every_part_has_a_group_and_a_frozen_backbone_has_none() -> None:
-    groups = {
-        group["part"]: len(group["params"]) for group in part_groups(TrainedParameters(reader()))
-    }
+    given = config()
+    build = partial(stage_b_adamw, training=given.training, clip=Clip(given))
+    of_reader = build(TrainedParameters(reader())).param_groups
+    groups = {group["part"]: len(group["params"]) for group in of_reader}
     assert groups == {"memory": 3, "adapters": 1, "policy": 1}
-    whole = [group["part"] for group in part_groups(reader())]
+    whole = [group["part"] for group in build(reader()).param_groups]
     assert whole == ["memory", "adapters", "policy", "backbone", "backbone"]
 
 
@@ -169,7 +171,7 @@ def test_a_metric_is_the_mean_over_the_lessons_that_have_it(
     losses = [{"loss": torch.tensor(value)} for value in (1.0, 2.0, 6.0)]
     lessons = [losses[0], losses[1], {**losses[2], "recall": torch.tensor(0.5)}]
     clip = Clip(config())
-    stage: Any = StageB(None, config(), clip, None, None, first_step=0, origin="")  # type: ignore[arg-type]
+    stage: Any = StageB(None, section(config()), clip, None, None, 0, 6, "")  # type: ignore[arg-type]
     result = LessonResult("memory", lessons, {"memory": 1.0}, 1, 0.0)
     metrics = stage.measure(None, result)
     assert (metrics["stage_b/loss"], metrics["stage_b/recall"]) == (3.0, 0.5)
@@ -354,11 +356,15 @@ def test_where_a_phase_begins_the_steps_before_are_no_measure() -> None:
     lessons: Any = LessonLoader(course, training, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
     run: Any = SimpleNamespace(step=10)
     run.heartbeat = SimpleNamespace(forget_step=lambda are_uneven: forgotten.append(run.step))
-    stage = StageB(None, config(), Clip(config()), lessons, None, first_step=10, origin="")  # type: ignore[arg-type]
+    stage = StageB(
+        None, section(config()), Clip(config()), lessons, None, 10, num_steps=16, origin=""
+    )  # type: ignore[arg-type]
     for run.step in range(10, 16):
         stage.next_batch(run)
     assert forgotten == [10, 13, 15]
-    resumed = StageB(None, config(), Clip(config()), lessons, None, first_step=10, origin="")  # type: ignore[arg-type]
+    resumed = StageB(
+        None, section(config()), Clip(config()), lessons, None, 10, num_steps=16, origin=""
+    )  # type: ignore[arg-type]
     run.step = 14
     resumed.next_batch(run)
     assert forgotten[-1] == 14

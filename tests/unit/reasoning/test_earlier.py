@@ -18,7 +18,7 @@ from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.memory_reader import NUM_FEATURES
 from cdrmix.reasoning.policy import NUM_ACTIONS, Action, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
-from cdrmix.stage_b import answering
+from cdrmix.stage_b import long_context
 from cdrmix.stage_b.answering import Answered, Lasting, answer_with
 from cdrmix.stage_b.long_context import TrainedReader
 from tests.full_disk import file_size_limit
@@ -195,7 +195,7 @@ def test_through_faiss_all_is_the_same(tmp_path: Path) -> None:
 
 def asked(monkeypatch: pytest.MonkeyPatch, reader: TrainedReader, *flags: str) -> int:
     """Exit code of the command, whose run holds the reader."""
-    monkeypatch.setattr(answering, "load_reader", lambda source, **_: reader)
+    monkeypatch.setattr(long_context, "load_reader", lambda source, **_: reader)
     return main(["generate", "run", "--memory", *flags])
 
 

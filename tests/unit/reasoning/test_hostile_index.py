@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cdrmix.errors import StateError
-from cdrmix.stage_b.answering import ReadingEvent
+from cdrmix.stage_b.answering import Answered, ReadingEvent
 from tests.unit.reasoning.test_earlier import ONE, QUESTION, loaded, told
 
 SAVE = "00000001"
@@ -129,5 +129,6 @@ def test_an_index_of_somebody_else_is_refused(name: str, tmp_path: Path) -> None
 
 
 def test_a_source_of_somebody_else_moves_no_cursor() -> None:
-    line = ReadingEvent("recalled", "a text", "a\x1b[2Jfile\n").line()
+    event = ReadingEvent("recalled", "a text", "a\x1b[2Jfile\n")
+    line = Answered("", (event,)).memory_lines()
     assert line.endswith("from a?[2Jfile?")
