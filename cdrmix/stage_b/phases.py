@@ -29,7 +29,6 @@ from cdrmix.models.backbone import Output
 from cdrmix.objectives.grpo import (
     explained_variance,
     group_advantages,
-    zero_variance_groups,
 )
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
@@ -176,7 +175,7 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
     for start in range(0, plain.shape[1] - 1, step):
         inputs = plain[:, start : min(start + step, plain.shape[1] - 1)]
         labels = plain[:, start + 1 : start + 1 + inputs.shape[1]]
-        with reader.remembering(memory if slots else None):
+        with reader.memory.reading(reader.backbone, memory if slots else None):
             if plastic:
                 episode = reader.plastic(inputs, state=state)
                 hidden = episode.output.hidden
@@ -287,7 +286,8 @@ def collect(
     }
     metrics = {name: values.float().mean() for name, values in per_episode.items()}
     # Their advantages are all 0: the policy learns nothing from them.
-    metrics["zero_variance_groups"] = zero_variance_groups(returns) / len(returns)
+    alike = (returns == returns[:, :1]).all(dim=1)
+    metrics["zero_variance_groups"] = alike.sum() / len(returns)
     targets = last.value_targets(stage_b.policy)
     explained = explained_variance(last.values[:, :-1], targets, last.taken)
     # Targets that do not vary leave nothing to explain, and no number.
