@@ -112,7 +112,9 @@ def build_dataset(
     domains = {source.domain for source in recipe.sources}
     for config in recipe.steps:
         if config.name == Filter.name:
-            make_step(config).check_domains(sorted(filter(config.takes, domains)))
+            step = make_step(config)
+            for domain in sorted(filter(config.takes, domains)):
+                step.profile_of(domain)
     try:
         with locked(out / ".lock", blocking=False) as is_locked:
             if not is_locked:

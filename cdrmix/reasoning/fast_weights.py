@@ -57,12 +57,6 @@ class Writes(NamedTuple):
     strength: Tensor  # m, already `limited`, [B, T]
 
 
-def blank(batch_size: int, rank: int, *, device: torch.device | None = None) -> FastWeights:
-    """Returns the fast weights at the start of an episode: zero."""
-    weights = torch.zeros(batch_size, rank, rank, device=device)
-    return FastWeights(weights, torch.zeros(batch_size, rank, device=device))
-
-
 def traces(pre: Tensor, trace: Tensor, decay: Tensor) -> Tensor:
     """Computes eligibility traces e_t = p_t + decay e_(t-1), with a decay of at most 1/2.
 

@@ -38,7 +38,6 @@ from cdrmix.reasoning.segments import (
     make_texts,
     window_tokens,
 )
-from cdrmix.reasoning.state_rows import map_tensors
 from cdrmix.reasoning.tasks import Example, generate_examples
 
 # Counts of stray segments in a window, one drawn for each, as an agent fetches more than the answer
@@ -72,10 +71,6 @@ class Lesson:
     plain: Tensor  # text of the corpus, [n, T + 1] int64; no rows without a corpus
     # windows with their questions, and the answers with the stop, read without any memory
     drills: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-
-    def to(self, device: torch.device) -> Lesson:
-        """Moves the lesson's tensors to a device."""
-        return map_tensors(self, lambda tensor: tensor.to(device))
 
 
 @dataclass(frozen=True)

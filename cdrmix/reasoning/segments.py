@@ -46,10 +46,6 @@ class Texts:
         """Number of segments of each text, [N]."""
         return (self.lengths > 0).sum(1)
 
-    def to(self, device: torch.device) -> Texts:
-        """Moves the texts to a device."""
-        return Texts(self.tokens.to(device), self.lengths.to(device), self.questions)
-
     def behind(self, segments: Sequence[Sequence[int]]) -> Texts:
         """Returns the texts with the same further segments, numbered first, before each."""
         longest = max(map(len, segments), default=0)

@@ -20,6 +20,7 @@ from cdrmix.reasoning.memory_reader import segment_room
 from cdrmix.reasoning.policy import Action, check_decision, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.segments import Texts
+from cdrmix.reasoning.state_rows import moved
 from cdrmix.stage_b.long_context import TrainedReader, load_reader
 
 # Summarising and writing alone keep a segment: one that `retrieve` looks for is dropped, too.
@@ -155,7 +156,7 @@ def answer_with(
     _check_input(lessons, bool(segments), question_ids, has_index=lasting is not None)
     # Without a text a segment without tokens is read, which stores nothing.
     texts = lessons.texts([segments or [[]]], [question])
-    texts = texts.to(loaded.reader.backbone.device)
+    texts = moved(texts, loaded.reader.backbone.device)
     if lasting is None:
         return _answered(loaded, _play(loaded, texts, None, branches=branches))
     tokenizer = loaded.trained.tokenizer_digest

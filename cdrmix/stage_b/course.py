@@ -22,6 +22,7 @@ from cdrmix.models.backbone import Backbone
 from cdrmix.parallel.frozen_stages import chained
 from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
+from cdrmix.reasoning.state_rows import moved
 from cdrmix.stage_b import phases
 from cdrmix.stage_b.optimizer import PhasePlace, place_of
 from cdrmix.stage_b.phases import Collected, LessonMetrics
@@ -70,7 +71,7 @@ class Course:
         Raises:
             DataError: if a shard of the corpus is missing or truncated.
         """
-        return self.lessons.lesson(phase, number).to(self.model.backbone.device)
+        return moved(self.lessons.lesson(phase, number), self.model.backbone.device)
 
     def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, LessonMetrics]:
         """Scalar loss of a lesson in a phase without rollouts, and metrics."""

@@ -50,11 +50,6 @@ def _reread_as_utf8(match: re.Match[str]) -> str:
         return match[0]
 
 
-def _joined_surrogates(match: re.Match[str]) -> str:
-    """The characters that surrogate pairs stand for, and U+FFFD for a lone surrogate."""
-    return match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
 class Normalise(DocumentStep):
     """Makes text valid, and drops documents that are not text.
 
@@ -90,7 +85,13 @@ class Normalise(DocumentStep):
         num_invalid = 0
         # ASCII cannot be cut in half, misread or in another normal form.
         if not text.isascii():
-            text = _SURROGATES.sub(_joined_surrogates, text)
+            # The characters that surrogate pairs stand for, and U+FFFD for a lone surrogate.
+            text = _SURROGATES.sub(
+                lambda match: (
+                    match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+                ),
+                text,
+            )
             num_invalid = text.count("\ufffd")
             if self.repair_encoding:
                 text = _MOJIBAKE.sub(_reread_as_utf8, text)

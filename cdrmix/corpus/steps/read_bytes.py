@@ -100,15 +100,6 @@ class _Decompressed(io.RawIOBase):
         return count
 
 
-def read_bounded(path: Path, limit: int) -> bytes:
-    """Reads the whole content of a file, decompressed, of at most `limit` bytes."""
-    with open_bytes(path) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise Unreadable("larger than max_document_bytes", f"more than {limit} bytes in one text")
-    return content
-
-
 def bounded_lines(file: BinaryIO, limit: int) -> Iterator[bytes | None]:
     """Reads lines with their ends; None for a line longer than `limit` bytes."""
     while line := file.readline(limit + 1):

@@ -317,29 +317,25 @@ def _table_rows(
 
 
 def _parquet_batches(path: Path, source: SourceConfig) -> Iterator[Any]:
-    with from_extra("pyarrow.parquet", str(path)).ParquetFile(path) as file:
-        columns = _columns(file.schema_arrow.names, source)
-        rows = _parquet_batch_rows(file.metadata, columns, source)
-        yield from file.iter_batches(rows, columns=columns)
-
-
-def _parquet_batch_rows(metadata: Any, columns: list[str], source: SourceConfig) -> int:
-    """Number of rows of a parquet file to decode together."""
+    """Decodes so many rows together that they take bounded memory."""
     # A value that stands once in a column's dictionary may be that of every row: a file of 750
     # bytes holds 64 rows of 10 MB. So each row is taken to be as large as the largest chunk.
     limit = _BATCH_DOCUMENTS * source.max_document_bytes
     largest = 1
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for chunk in map(group.column, range(metadata.num_columns)):
-            path = chunk.path_in_schema
-            if path not in columns and path.partition(".")[0] not in columns:
+    with from_extra("pyarrow.parquet", str(path)).ParquetFile(path) as file:
+        columns = _columns(file.schema_arrow.names, source)
+        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+        for chunk in (group.column(i) for group in groups for i in range(group.num_columns)):
+            name = chunk.path_in_schema
+            if name not in columns and name.partition(".")[0] not in columns:
                 continue
             size = chunk.total_uncompressed_size
             # A page is decompressed at once.
             if size > limit and size > _MAX_EXPANSION * chunk.total_compressed_size:
-                raise Unreadable("expands too much", f"{size} bytes in column {path}")
+                raise Unreadable("expands too much", f"{size} bytes in column {name}")
             largest = max(largest, size)
-    return min(_ARROW_BATCH_ROWS, max(1, limit // largest))
+        rows = min(_ARROW_BATCH_ROWS, max(1, limit // largest))
+        yield from file.iter_batches(rows, columns=columns)
 
 
 def _arrow_batches(path: Path, source: SourceConfig) -> Iterator[Any]:
@@ -360,12 +356,9 @@ def _arrow_batches(path: Path, source: SourceConfig) -> Iterator[Any]:
 
 def _columns(names: list[str], source: SourceConfig) -> list[str]:
     """Columns of a table that hold the fields that the source names."""
-
-    def column(field: str) -> str:
-        return field if field in names else field.partition(".")[0]
-
-    if missing := [field for field in source.text_fields if column(field) not in names]:
-        columns = ", ".join(names[:20])
-        raise Unreadable(f"no column '{missing[0]}'", f"its columns: {columns}")
-    fields = map(column, (*source.text_fields, *source.metadata_fields))
-    return [name for name in dict.fromkeys(fields) if name in names]
+    fields = (*source.text_fields, *source.metadata_fields)
+    columns = {each: each if each in names else each.partition(".")[0] for each in fields}
+    if missing := [field for field in source.text_fields if columns[field] not in names]:
+        known = ", ".join(names[:20])
+        raise Unreadable(f"no column '{missing[0]}'", f"its columns: {known}")
+    return [name for name in dict.fromkeys(columns.values()) if name in names]

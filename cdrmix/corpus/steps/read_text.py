@@ -28,7 +28,7 @@ from typing import IO, Any
 from xml.etree import ElementTree
 
 from cdrmix.corpus.source import SourceConfig, SourceFile
-from cdrmix.corpus.steps.read_bytes import Unreadable, from_extra, read_bounded
+from cdrmix.corpus.steps.read_bytes import Unreadable, from_extra, open_bytes
 
 # Ordinary pages take 0.025 CPU seconds and 10 MB of memory per MB.
 _CPU_SECONDS = 0.5
@@ -55,13 +55,14 @@ _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 class _Parser:
     """Child process that parses pages, started by the first page and after a page that ended it."""
 
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
-        # Its pipes serve one process at a time: a fork starts a child of its own.
-        os.register_at_fork(after_in_child=lambda: setattr(self, "process", None))
+    process: subprocess.Popen[bytes] | None = None
 
     def extract(self, html: str) -> tuple[str, str]:
-        """Asks the child for the text and title of a page."""
+        """Extracts the text that a page shows, and its title ('' if it has none).
+
+        Raises:
+            Unreadable: if the page takes more time or memory than any page of its size should.
+        """
         if self.process is None:
             from_extra("resiliparse", "HTML")
             self.process = subprocess.Popen(
@@ -96,15 +97,9 @@ class _Parser:
 
 
 _parser = _Parser()
-
-
-def extract_text(html: str) -> tuple[str, str]:
-    """Extracts the text that a page shows, and its title ('' if it has none).
-
-    Raises:
-        Unreadable: if the page takes more time or memory than any page of its size should.
-    """
-    return _parser.extract(html)
+# Its pipes serve one process at a time: a fork starts a child of its own.
+os.register_at_fork(after_in_child=lambda: setattr(_parser, "process", None))
+extract_text = _parser.extract
 
 
 def _message(text: str) -> bytes:
@@ -163,7 +158,11 @@ def read_text(file: SourceFile, source: SourceConfig) -> tuple[str, dict[str, An
     """Reads the text of a file, and metadata from within it; Unreadable if it is damaged."""
     if file.kind == "docx":
         return _docx_text(file.path, source.max_document_bytes), {}
-    content = read_bounded(file.path, source.max_document_bytes)
+    limit = source.max_document_bytes
+    with open_bytes(file.path) as compressed:
+        content = compressed.read(limit + 1)
+    if len(content) > limit:
+        raise Unreadable("larger than max_document_bytes", f"more than {limit} bytes in one text")
     encoding = source.encoding
     # The charset that an HTML page declares, if Python knows it; a byte order mark outranks it.
     if file.kind == "html" and not content.startswith(codecs.BOM_UTF8):

@@ -262,9 +262,6 @@ def _iban_length(country: str) -> int | None:
     structure = numdb.get("iban").info(country)[0][1].get("bban")
     if structure is None:
         return None
-    structure = numdb.get("iban").info(country)[0][1].get("bban")
-    if structure is None:
-        return None
     return len("DE00") + sum(int(n) for n in re.findall(r"(\d+)!", structure))
 
 
@@ -283,17 +280,14 @@ def _iban(match: re.Match[str], text: str) -> tuple[int, int] | None:
     return (match.start(), end) if iban.is_valid(compact, check_country=False) else None
 
 
-def _nino(match: re.Match[str], text: str) -> tuple[int, int] | None:
-    """Span of a United Kingdom National Insurance number, by the form that HMRC publishes."""
-    is_valid = match[0][:2] not in _NO_NINO and _starts_word(match, text)
-    return match.span() if is_valid else None
-
-
-def _codice_fiscale(match: re.Match[str], text: str) -> tuple[int, int] | None:
-    """Span of an Italian tax code with a correct check letter."""
+def _lettered_number(match: re.Match[str], text: str) -> tuple[int, int] | None:
+    """Span of a number of the United Kingdom or Italy, by prefix or check letter."""
     if not _starts_word(match, text):
         return None
-    is_valid = codicefiscale.calc_check_digit(match[0][:15]) == match[0][15]
+    if match.re is _NINO:  # National Insurance number, by the form that HMRC publishes
+        is_valid = match[0][:2] not in _NO_NINO
+    else:
+        is_valid = codicefiscale.calc_check_digit(match[0][:15]) == match[0][15]
     return match.span() if is_valid else None
 
 
@@ -353,8 +347,8 @@ def _ipv6(match: re.Match[str], text: str) -> tuple[int, int] | None:
 _ELSEWHERE = (
     ("email", _DOMAIN, _email),
     ("iban", _LETTERED, _iban),
-    ("uk_nino", _NINO, _nino),
-    ("it_cf", _CODICE_FISCALE, _codice_fiscale),
+    ("uk_nino", _NINO, _lettered_number),
+    ("it_cf", _CODICE_FISCALE, _lettered_number),
     ("ipv4", _IPV4, _ipv4),
     ("ipv6", _IPV6, _ipv6),
 )
