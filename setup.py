@@ -92,7 +92,7 @@ setup(
         "faiss": ["faiss-cpu>=1.12"],  # quicker search of a large episodic memory
         "gpu": ["fla-core[cuda]>=0.6"],
         # Engines of `cdrmix data build` beside processes of one machine.
-        "ray": ["ray[data]>=2.50"],
+        "ray": ["ray>=2.50"],
         "slurm": ["datatrove>=0.10"],
     },
     entry_points={"console_scripts": ["cdrmix = cdrmix.cli:main"]},

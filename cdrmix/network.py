@@ -8,7 +8,6 @@ import socket
 
 # Reserved for documentation (RFC 5737): no host has it, so it is routed like any outside address.
 _OUTSIDE = "192.0.2.1"
-_DISCARD_PORT = 9
 # For the ranks of SLURM jobs: below Linux's ephemeral ports (from 32,768), which any program takes.
 _FIRST_PORT = 20_000
 _NUM_PORTS = 12_000
@@ -43,7 +42,7 @@ def family_of(address: str) -> socket.AddressFamily:
 def address_towards(address: str = _OUTSIDE) -> str:
     """Local IP address used to reach `address`; sends no packet. OSError if there is no route."""
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
-        probe.connect((address, _DISCARD_PORT))
+        probe.connect((address, 9))  # the port that discards
         return str(probe.getsockname()[0])
 
 

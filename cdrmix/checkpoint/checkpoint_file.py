@@ -77,9 +77,8 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         return self.read(name, kind).reshape(self.shape(name, kind))
 
     def read(self, name: str, kind: str = "param", span: Span | None = None) -> torch.Tensor:
-        """Reads a span of a logical tensor from its fragments; None is all of it. Returns a new
-        tensor on the CPU, [span.numel], in the saved dtype. Raises StateError if there is no such
-        tensor, or its file cannot be read."""
+        """Span of a logical tensor, or all of it, as a new tensor on the CPU, [span.numel], of the
+        saved dtype. Raises StateError if there is no such tensor, or its file cannot be read."""
         entry = self._entry(name, kind)
         target = span or Span.whole(Box.whole(entry["shape"]))
         out = torch.empty(target.numel, dtype=_DTYPES[entry["dtype"]])

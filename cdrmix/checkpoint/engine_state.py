@@ -68,8 +68,7 @@ class _Partition(NamedTuple):
 def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment]:
     """Yields this rank's part of masters, optimizer state, frozen parameters and buffers. Over all
     ranks each element occurs exactly once. Called between two optimizer steps; values are views of
-    live memory where possible: use or copy them before the next. Buffers are copies: a forward pass
-    may change them."""
+    live memory where possible: use or copy them before the next."""
     states = engine.optimizer.optimizer.state
     for partition in _partitions(engine, logical_name):
         pieces = [piece for piece in partition.pieces if not piece.placement.is_copy]
@@ -87,6 +86,7 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
                     yield Fragment(piece.name, kind, (), Span.whole(Box.whole(())), number)
     for is_saved, held in _untrained(engine, logical_name):
         if is_saved:
+            # Buffers are copied: a forward pass may change them.
             flat = held.values.reshape(-1)
             yield replace(held, values=flat.float() if held.kind == "param" else flat.clone())
 
@@ -108,9 +108,9 @@ def whole_fragments(
 ) -> Iterator[Fragment]:
     """Yields parameters outside any engine, by name, undivided, for one rank to save."""
     for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
+        box = Box.whole(tensor.shape)
         values = tensor.detach().reshape(-1).float()
-        yield Fragment(logical_name(name), "param", shape, Span.whole(Box.whole(shape)), values)
+        yield Fragment(logical_name(name), "param", box.shape, Span.whole(box), values)
 
 
 def counters(engine: Any) -> dict[str, Any]:
@@ -269,9 +269,8 @@ def _placement(engine: Any, tensor: torch.Tensor) -> _Placement:
 
 
 def _untrained(engine: Any, logical_name: LogicalName) -> Iterator[tuple[bool, Fragment]]:
-    """Frozen parameters and persistent buffers in use, each with whether this rank saves it. The
-    optimizer has no masters of them. Values have the types, and undivided ones the shapes, that
-    they have in the engine."""
+    """Frozen parameters and persistent buffers, which have no masters, each with whether this rank
+    saves it. Values have the types, and undivided ones the shapes, of the engine."""
     # By the optimizer's groups, not by requires_grad, which each phase of Stage B sets anew.
     trained = {id(p) for _, parameters in _masters(engine) for p in parameters}
     for name, tensor, kind in _saved_tensors(engine.module):

@@ -172,8 +172,7 @@ def _write(path: Path, parts: Iterable[memoryview]) -> FileRecord:
                 num_bytes += part.nbytes
                 # Or this tensor would stay in host memory while the next is copied there.
                 del part
-            # Errors of delayed allocation and of NFS come with fsync, not with write: a file
-            # counts only after it.
+            # Errors of delayed allocation and of NFS come with fsync: a file counts after it alone.
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -203,8 +202,7 @@ def save_number(folder: Path) -> int | None:
 def damage(folder: Path, *, part: int = 0, parts: int = 1, with_digests: bool = True) -> list[str]:
     """Reasons why a checkpoint is damaged; empty for a whole one. Checks share number `part` of the
     files, of `parts` with about as many bytes each: sizes, and sha256 `with_digests`. Raises
-    InfrastructureError if the file system does not answer, which is no evidence against the
-    files."""
+    InfrastructureError if the file system does not answer: no evidence against the files."""
     try:
         _, files = _read_manifest(folder)
     except (OSError, *_NOT_A_MANIFEST) as error:

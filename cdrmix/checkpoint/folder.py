@@ -69,9 +69,8 @@ def write_share(
     data: list[torch.Tensor],
     state: Mapping[str, Any],
 ) -> None:
-    """Writes one rank's files, and an account of them for rank 0. `data` are the values of its
-    fragments `in_file_order`, or the bytes of these, end to end, and `state` is its own small
-    state, as JSON."""
+    """Writes one rank's files, with its own small `state`, and an account of them for rank 0.
+    `data` are the values of its fragments `in_file_order`, or the bytes of these, end to end."""
     name = f"rank-{rank:05d}"
     tensor_file = f"{name}.safetensors"
     json_file = f"{name}.json"
@@ -158,8 +157,7 @@ def _looks_whole(folder: Path) -> bool:
 def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
     """Sorts checkpoints, the last one saved first: after a rollback, a lower step may be newer. One
     without a readable manifest counts as the newest that its step allows, so that it is checked and
-    its damage reported. Equal ones keep their order. Raises InfrastructureError if the file system
-    does not answer at present."""
+    its damage reported. Equal ones keep their order. Raises as `save_number` does."""
     numbers = {folder: save_number(folder) for folder in folders}
     if len(numbers) < 2:  # a single one may have any name
         return list(numbers)

@@ -128,8 +128,7 @@ def check_cover(name: str, shape: tuple[int, ...], spans: Iterable[Span]) -> Non
     by_block: dict[Box, list[Span]] = defaultdict(list)
     for span in spans:
         by_block[span.block].append(span)
-    # Few blocks exist, one per shard, and many spans, one per rank: only blocks are compared in
-    # pairs.
+    # Few blocks exist, one per shard, but a span per rank: only blocks are compared in pairs.
     for one, other in combinations(by_block, 2):
         assert one.bounds_shared_with(other) is None, f"{name}: blocks {one} and {other} overlap"
     for block, members in by_block.items():

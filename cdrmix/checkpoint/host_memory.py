@@ -41,8 +41,7 @@ class HostMemory:
         return copy
 
     def _copy(self, tensors: Sequence[torch.Tensor], *, pin: bool) -> list[torch.Tensor]:
-        # Neighbours in memory are copied together: to start a copy takes longer than to copy a
-        # vector of weights.
+        # Neighbours in memory are copied together: a vector takes less time than to start a copy.
         runs: list[tuple[torch.Tensor, int]] = []
         end: tuple[int, int] | None = None
         for tensor in tensors:

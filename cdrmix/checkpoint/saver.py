@@ -41,8 +41,7 @@ _NAMED_RANKS = 4
 RETRY_SECONDS = (1.0, 4.0)
 # Failures that a disk can cause, and another attempt can mend.
 _FAILED_WRITES = (OSError, StateError, InfrastructureError)
-# A failed write, by file and reason, which may pass by itself (InfrastructureError) or lasts; or
-# none.
+# A failed write, by file and reason, which may pass by itself (InfrastructureError); None: written.
 _Failure = InfrastructureError | StateError | None
 
 
@@ -54,23 +53,20 @@ def agree_on_failures(action: Callable[[], T]) -> list[T]:
     """
     # Result and failure travel in one collective: a rank that failed must not miss it.
     result = None
-    failure = None
-    problem = ""
+    cause = None
+    failure: _Failure = None
     try:
         result = action()
     except Exception as error:  # the others wait in the collective below
-        failure = error
-        problem = described(error)
-    passes = isinstance(failure, InfrastructureError) or is_passing(failure)
-    lasts = failure is not None and not passes
-    outcomes = runtime.all_gather_object((result, problem, lasts))
-    problems = by_rank([text for _, text, _ in outcomes])
-    if failure is not None and not isinstance(failure, OSError | TrainingError):
-        raise failure
-    if problems:
-        kind = StateError if any(lasting for *_, lasting in outcomes) else InfrastructureError
-        raise kind(problems) from failure
-    return [cast(T, value) for value, *_ in outcomes]
+        cause = error
+        passes = isinstance(error, InfrastructureError) or is_passing(error)
+        failure = (InfrastructureError if passes else StateError)(described(error))
+    outcomes = runtime.all_gather_object((result, failure))
+    if cause is not None and not isinstance(cause, OSError | TrainingError):
+        raise cause
+    if failure := _of_all_ranks([each for _, each in outcomes]):
+        raise failure from cause
+    return [cast(T, value) for value, _ in outcomes]
 
 
 def described(error: BaseException) -> str:
@@ -80,12 +76,15 @@ def described(error: BaseException) -> str:
     return str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
 
 
-def by_rank(problems: list[str]) -> str:
-    """Problems of all ranks, by rank, in one line; empty where no rank has one."""
-    named = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+def _of_all_ranks(failures: Sequence[_Failure]) -> _Failure:
+    """Failures of all ranks as one, by rank, in one line, which lasts if any does; or None."""
+    if not any(failures):
+        return None
+    named = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
     if len(named) > _NAMED_RANKS:
         named[_NAMED_RANKS:] = [f"and {len(named) - _NAMED_RANKS} more ranks"]
-    return "; ".join(named)
+    lasts = any(isinstance(failure, StateError) for failure in failures)
+    return (StateError if lasts else InfrastructureError)("; ".join(named))
 
 
 @dataclass(frozen=True)
@@ -258,11 +257,7 @@ class Saver:
             of_ranks = runtime.all_gather_object(self._problems_here(save))
             for number, of_root in enumerate(zip(*of_ranks, strict=True)):
                 # A root that failed in the first phase gets no name in the second.
-                if any(of_root) and save.problems[number] is None:
-                    lasts = any(isinstance(problem, StateError) for problem in of_root)
-                    kind = StateError if lasts else InfrastructureError
-                    text = by_rank([str(problem or "") for problem in of_root])
-                    save.problems[number] = kind(text)
+                save.problems[number] = save.problems[number] or _of_all_ranks(of_root)
             error = save.job.exception()
             if error is not None and not isinstance(error, _FAILED_WRITES):
                 save.fault = error
@@ -277,8 +272,7 @@ class Saver:
             save.job = self._run(lambda: self._name(save) if is_first else none)
 
     def wait(self) -> None:
-        """Waits for the end of the save under way, if there is one; collective. Raises as `advance`
-        does."""
+        """Waits for the end of a save under way; collective. Raises as `advance` does."""
         with self._stall():
             # At most twice: once for each phase of the save.
             while self._save is not None:
@@ -385,9 +379,7 @@ class Saver:
     def _problems_here(self, save: _Save) -> list[_Failure]:
         """Problems of this rank in this phase, whose job is done, for each root."""
         error = save.job.exception()
-        if error is None:
-            return save.job.result()
-        return [_as_problem(error) for _ in self._roots]
+        return [_as_problem(error) for _ in self._roots] if error else save.job.result()
 
 
 def _problem(action: Callable[[], None]) -> _Failure:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from cdrmix.cluster.handover import LauncherStart, LaunchPlace
+from cdrmix.cluster.handover import LauncherStart
 from cdrmix.cluster.hosts import Host, address_for_others, is_this_machine, run_on, ssh_command
 from cdrmix.config.load import shipped
 from cdrmix.errors import TrainingError
@@ -88,8 +88,15 @@ def examine(
             _space(answers, "shared_memory_free_bytes", "/dev/shm", 0),
             _shared_folder([*answers], folder),
             _ports([*answers], address),
-            _leftovers(answers),
         ]
+        leftovers = "; ".join(
+            f"{name}: {what}"
+            for name, values in answers.items()
+            for what in (*values["processes"], *values["files"])
+        )
+        advice = ". --remove-leftovers ends and deletes them" if leftovers else ""
+        detail = (leftovers or "none of this user's") + advice
+        findings.append(Finding("leftovers", "warn" if leftovers else "ok", detail))
     # last, because it takes minutes to time out where one of the others fails
     if with_all_reduce and is_ready(findings):
         findings.append(_all_reduce(hosts, folder, ranks_per_host))
@@ -246,28 +253,19 @@ def _ports(names: Sequence[str], address: str) -> Finding:
     return Finding("ports", "ok", f"{len(calls)} others reach {address} on any port")
 
 
-def _leftovers(answers: _Answers) -> Finding:
-    found = [
-        f"{name}: {what}"
-        for name, values in answers.items()
-        for what in (*values["processes"], *values["files"])
-    ]
-    if not found:
-        return Finding("leftovers", "ok", "none of this user's")
-    detail = f"{'; '.join(found)}. --remove-leftovers ends and deletes them"
-    return Finding("leftovers", "warn", detail)
-
-
 def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None) -> Finding:
     """Sums a hundred megabytes over all ranks, started as a run is."""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as name:
         out = Path(name) / "result.json"
         words = ["--bytes", str(_ALL_REDUCE_BYTES), "--out", str(out)]
-        place = LaunchPlace(tuple(hosts), ranks_per_host)
-        script = shipped("launch") / "all_reduce.py"
         try:
             with LauncherStart(
-                place, words, folder=Path(name), variables={}, script=script
+                hosts,
+                words,
+                ranks_per_host=ranks_per_host,
+                folder=Path(name),
+                variables={},
+                script=shipped("launch") / "all_reduce.py",
             ) as start:
                 start.wait_for_launcher(_ALL_REDUCE_SECONDS)
             result = json.loads(out.read_text(encoding="utf-8"))

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -61,22 +60,15 @@ _SECONDS_FOR_OUTCOME = 3.0
 _SSH_KEEPALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
 
 
-@dataclass(frozen=True)
-class LaunchPlace:
-    """Hosts of a hostfile, or this machine (no hosts), and the number of ranks on each."""
-
-    hosts: tuple[Host, ...] = ()
-    ranks_per_host: int | None = None
-
-
 class LauncherStart:
     """A running start of the launcher; leaving the context ends its remaining processes."""
 
     def __init__(
         self,
-        place: LaunchPlace,
+        hosts: Sequence[Host],
         arguments: Sequence[str],
         *,
+        ranks_per_host: int | None,
         folder: Path,
         variables: Mapping[str, str],
         script: Path = TRAIN,
@@ -84,6 +76,8 @@ class LauncherStart:
         """Starts `deepspeed ... launch/rank.py`, which becomes `script arguments`.
 
         Args:
+            hosts: of a hostfile; none for this machine.
+            ranks_per_host: default as the launcher decides.
             folder: existing folder of this start alone, seen by all hosts.
             variables: environment of the ranks on all hosts.
         Raises:
@@ -93,7 +87,7 @@ class LauncherStart:
         self._folder = folder.resolve()
         self._began = time.monotonic()
         paths = {"the present folder": Path.cwd(), "Python": sys.executable, "CDRmix": _RANK}
-        for what, path in paths.items() if place.hosts else ():
+        for what, path in paths.items() if hosts else ():
             if shlex.quote(str(path)) != str(path) or "%" in str(path):
                 raise ConfigError(
                     f"--hostfile: {what} is at {str(path)!r}, and DeepSpeed's launcher gives this "
@@ -105,25 +99,24 @@ class LauncherStart:
         end_with_parent: Callable[[], object] | None = None
         if sys.platform == "linux":  # the kernel sends the child SIGTERM when `cdrmix launch` dies
             end_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
-        first, *others = [host.name for host in place.hosts] or ["localhost"]
-        # chosen last: another program may take it before rank 0 binds it
-        port = free_port_on(first)
+        first, *others = [host.name for host in hosts] or ["localhost"]
         words = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
-        words += ["--master_port", str(port)]
-        if not place.hosts:
+        # chosen last: another program may take it before rank 0 binds it
+        words += ["--master_port", str(free_port_on(first))]
+        if not hosts:
             words += ["--hostfile", os.devnull]  # else it takes /job/hostfile where there is one
         else:
             hostfile = self._folder / "hostfile"
-            hostfile.write_text("".join(f"{h.name} slots={h.slots}\n" for h in place.hosts))
-            words += ["--hostfile", str(hostfile)]
-            words += ["--master_addr", address_for_others(first, others)]
+            hostfile.write_text("".join(f"{h.name} slots={h.slots}\n" for h in hosts))
+            address = address_for_others(first, others)
+            words += ["--hostfile", str(hostfile), "--master_addr", address]
             if not others and not is_this_machine(first):
                 words.append("--force_multi")  # else one host is taken to be this one
-        if place.ranks_per_host is not None:
-            words += ["--num_gpus", str(place.ranks_per_host)]
+        if ranks_per_host is not None:
+            words += ["--num_gpus", str(ranks_per_host)]
         self._process = subprocess.Popen(
             [*words, str(_RANK)],
-            env=_environment(place, variables, self._folder),
+            env=_environment(variables, self._folder, over_ssh=bool(hosts)),
             stdin=subprocess.DEVNULL,  # ssh would read what the user types
             # a session of its own: Ctrl-C in the terminal reaches `cdrmix launch` alone, which asks
             # the ranks to save, and `__exit__` can signal all of them as one process group
@@ -183,7 +176,7 @@ class LauncherStart:
         return True
 
 
-def _environment(place: LaunchPlace, variables: Mapping[str, str], folder: Path) -> dict[str, str]:
+def _environment(variables: Mapping[str, str], folder: Path, *, over_ssh: bool) -> dict[str, str]:
     """Environment of the launcher.
 
     Over ssh, DeepSpeed puts parts of it and the whole of a file into the command lines of pdsh, so
@@ -192,7 +185,7 @@ def _environment(place: LaunchPlace, variables: Mapping[str, str], folder: Path)
     ours = {FOLDER_VARIABLE: str(folder)}
     if COMMANDED_VARIABLE in variables:
         ours[COMMANDED_VARIABLE] = variables[COMMANDED_VARIABLE]
-    if place.hosts:
+    if over_ssh:
         environment = {**os.environ, **ours}
         environment |= {n: value for n, value in variables.items() if re.match("PDSH_|SSH_", n)}
     else:

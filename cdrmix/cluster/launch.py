@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from cdrmix import errors
-from cdrmix.cluster.handover import LauncherStart, LaunchPlace, launch_environment, train_arguments
-from cdrmix.cluster.hosts import reachable, read_hostfile
+from cdrmix.cluster.handover import LauncherStart, launch_environment, train_arguments
+from cdrmix.cluster.hosts import Host, reachable, read_hostfile
 from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
 from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
 from cdrmix.config.load import load_config, new_run_dir
@@ -45,7 +45,8 @@ class Job:
     run_dir: Path
     resume: str
     profile: str | None
-    place: LaunchPlace
+    hosts: Sequence[Host]  # of a hostfile, or none
+    ranks_per_host: int | None
     max_restarts: int  # in a row without a newer checkpoint before the run is given up
     environment: Mapping[str, str] = field(repr=False)  # of the ranks
 
@@ -96,14 +97,14 @@ def make_job(
             f"--run-dir {str(run_dir)!r}: has control characters, which files of variables and "
             "scripts cannot hold. Give another name"
         )
-    hosts = tuple(read_hostfile(hostfile)) if hostfile else ()
     return Job(
         config=resolved_config,
         arguments=train_arguments(config, overrides, profile),
         run_dir=run_dir or new_run_dir(resolved_config),
         resume=resume,
         profile=profile,
-        place=LaunchPlace(hosts, ranks_per_host),
+        hosts=read_hostfile(hostfile) if hostfile else (),
+        ranks_per_host=ranks_per_host,
         max_restarts=max_restarts,
         environment=launch_environment(resolved_config),
     )
@@ -116,7 +117,7 @@ def launch(job: Job) -> int:
     """
     signals = _Signals()
     signals.listen()  # first, so that a signal while hosts are checked ends the command by its code
-    start = replace(job, place=_reachable_place(job, is_first=True))
+    start = replace(job, hosts=_reachable_hosts(job, is_first=True))
     furthest = _resumed_at(start)
     lost_in_a_row = 0
     has_been_good = False
@@ -161,37 +162,36 @@ def launch(job: Job) -> int:
             *(number, outcome.step, outcome.reason, number + 1, wait),
         )
         time.sleep(wait)
-        start = replace(following, place=_reachable_place(job, is_first=False))
+        start = replace(following, hosts=_reachable_hosts(job, is_first=False))
     return outcome.exit_code
 
 
-def _reachable_place(job: Job, *, is_first: bool) -> LaunchPlace:
+def _reachable_hosts(job: Job, *, is_first: bool) -> Sequence[Host]:
     """Hosts that can be reached now; all of them where the configuration does not fit on these.
 
     At the first start all must be reached.
     """
-    place = job.place
-    if is_first and place.hosts and shutil.which("pdsh") is None:
+    if is_first and job.hosts and shutil.which("pdsh") is None:
         raise ConfigError(
             "no program pdsh here, by which the deepspeed launcher reaches other hosts. Try "
             "apt-get install pdsh, or no --hostfile"
         )
-    alive = reachable(place.hosts)
-    lost = ", ".join(host.name for host in place.hosts if host not in alive)
+    alive = reachable(job.hosts)
+    lost = ", ".join(host.name for host in job.hosts if host not in alive)
     if lost and is_first:  # a wrong name or key, rather than a host that has just died
         raise ConfigError(
             f"cannot reach {lost} by ssh without a password. `cdrmix doctor` tells more"
         )
     if not lost or not alive:
-        return place
-    num_ranks = sum(place.ranks_per_host or host.slots for host in alive)
+        return job.hosts
+    num_ranks = sum(job.ranks_per_host or host.slots for host in alive)
     try:
         check_legal(job.config, world_size=num_ranks, profile=job.profile)
     except PlanError as error:
         logger.warning("%s cannot be reached, and the rest will not do: %s", lost, error)
-        return place
+        return job.hosts
     logger.warning("%s cannot be reached: going on with %d ranks", lost, num_ranks)
-    return replace(place, hosts=tuple(alive))
+    return alive
 
 
 def _attempt(job: Job, signals: _Signals, began: datetime, *, is_first: bool) -> Outcome:
@@ -229,7 +229,13 @@ def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:
             # file system without locks, the run directory's lock will refuse to run.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            with LauncherStart(job.place, arguments, folder=folder, variables=variables) as start:
+            with LauncherStart(
+                job.hosts,
+                arguments,
+                ranks_per_host=job.ranks_per_host,
+                folder=folder,
+                variables=variables,
+            ) as start:
                 return start.wait(start_seconds=job.config.supervision.phase_seconds)
     finally:
         signals.folder = None  # before it is removed, since a signal would write into it
@@ -243,7 +249,7 @@ def _record(job: Job, outcome: Outcome, *, began: datetime, resumed_at: int) -> 
     """Appends the start to the run's starts; after the last one, logs the cost of all of them."""
     if not job.run_dir.is_dir():
         return
-    hosts = tuple(host.name for host in job.place.hosts)
+    hosts = tuple(host.name for host in job.hosts)
     ended = datetime.now(UTC)
     start = StartRecord(began, ended, hosts, resumed_at=resumed_at, **asdict(outcome))
     try:

@@ -182,19 +182,18 @@ def _processes() -> Iterator[tuple[int, str]]:
     watched = {parent for parent, words, _ in candidates.values() if _WATCHDOG in words}
     for number, (parent, words, folder) in candidates.items():
         # orphans become children of process 1, unless a subreaper takes them
-        is_orphan = parent == 1 and number not in watched
-        locks = (folder.parent.parent / ".lock", folder / LAUNCHER_LOCK)
-        if is_orphan and not any(map(_may_be_held, locks)):
+        if parent != 1 or number in watched:
+            continue
+        for lock in (folder.parent.parent / ".lock", folder / LAUNCHER_LOCK):
+            try:
+                with lock.open() as file:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except FileNotFoundError:
+                continue
+            except OSError:  # held, or not to be read, and may be held
+                break
+        else:
             yield number, words[:80]
-
-
-def _may_be_held(lock: Path) -> bool:
-    try:
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:  # held, or not to be read, and may be held
-        return not isinstance(error, FileNotFoundError)
-    return False
 
 
 def _files() -> Iterator[Path]:

@@ -24,8 +24,7 @@ ABSENT = "(absent)"
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Loads a YAML file and applies overrides. These are `a.b=value` each, value a YAML scalar;
     later ones win. Sections that are null or absent in the file are created; `model.moe=null`
-    removes one. Raises ConfigError with every problem of the file and the overrides, one to a
-    line."""
+    removes one. Raises ConfigError with every problem of file and overrides, one to a line."""
     path = Path(path)
     values = parse_yaml(read_config_text(path), place=str(path))
     origins: dict[Keys, str] = {}
@@ -146,11 +145,11 @@ def changed_keys(
 
     def as_json(side: Config | dict[str, Any]) -> dict[str, Any]:
         config = validate(side, Config)[0] if isinstance(side, dict) else side
-        if config is None:  # a part of a configuration, or one with fields that no longer exist
-            assert isinstance(side, dict), "a Config is valid"
-            return side
-        # JSON, because a checkpoint's copy is read from JSON, where a tuple is a list
-        return config.model_dump(mode="json")
+        if config is not None:
+            # JSON, because a checkpoint's copy is read from JSON, where a tuple is a list
+            return config.model_dump(mode="json")
+        assert isinstance(side, dict), "a Config is valid"
+        return side  # a part of a configuration, or one with fields that no longer exist
 
     return list(_differences(as_json(old), as_json(new), ()))
 

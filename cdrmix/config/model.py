@@ -26,8 +26,7 @@ class Section(BaseModel):
 
 LayerKind = Literal["rwkv", "transformer"]
 HEAD_DIMS = (32, 64, 128)
-# Fields of ModelConfig that are derived from others when left out. Pydantic requires them, the
-# JSON schema does not.
+# Fields that are derived from others when left out: pydantic requires them, not the JSON schema.
 DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
 
 

@@ -164,8 +164,7 @@ class StageBTraining(Section):
     @property
     def phases(self) -> tuple[tuple[Phase, int], ...]:
         """Phases that take place, in order, with their lengths in steps."""
-        # The policy comes last: it is rewarded for answers, which the other parts must be able to
-        # give.
+        # The policy comes last: it is rewarded for answers, which the others must be able to give.
         lengths: tuple[tuple[Phase, int], ...] = (
             ("memory", self.memory_steps),
             ("adapters", self.adapter_steps),

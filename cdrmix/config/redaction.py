@@ -16,9 +16,8 @@ def redacted_text(text: str) -> str:
 
 
 def redacted(values: dict[str, Any]) -> dict[str, Any]:
-    """Removes credentials and the values of `launch.environment` from a dumped configuration.
-    Tokens are passed in the environment of a run; only the user knows which values are secret, so
-    all are removed."""
+    """Removes credentials from a dumped configuration, and all values of `launch.environment`: only
+    the user knows which of them are secret."""
     public: dict[str, Any] = _without_credentials(values)
     launch = public.get("launch")
     if isinstance(launch, dict) and isinstance(launch.get("environment"), dict):

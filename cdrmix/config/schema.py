@@ -71,8 +71,7 @@ class DataConfig(Section):
     order: Literal["shuffled", "windowed", "sequential"] = "shuffled"
     """shuffled: a keyed permutation of each epoch's samples. windowed: a permutation of windows,
     and of the samples in each, so that few shards are open at once."""
-    # Bounds what the copies of remote shards need at once, where `shuffled` has to have room for
-    # the whole split.
+    # Bounds what copies of remote shards need at once; `shuffled` needs room for the whole split.
     window_samples: int = Field(65_536, ge=1)
     """Samples shuffled together with order = windowed."""
     verify: Literal["digest", "size"] = "digest"
@@ -108,8 +107,7 @@ class LossSpikeConfig(Section):
     window_steps: int = Field(128, ge=8)
     """Steps that a loss is compared with, at least half of them present."""
     # The factor makes it the standard deviation where losses are normal; the median is not moved by
-    # a few losses far out. Losses that hardly vary would make spikes of nothing: hence the least
-    # deviation.
+    # a few losses far out. Losses that hardly vary would make spikes of nothing: hence a least one.
     deviations: float = Field(10.0, gt=0)
     """Height above the median from which a loss is a spike (standard deviations, as 1.4826 times
     the median absolute deviation; at least 1 % of the median each)."""

@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from cdrmix.corpus.inspection import lineage, read_report, write_build_report
 from cdrmix.corpus.recipe import Numbered, Recipe, identity, load_recipe, make_step, passes
 from cdrmix.corpus.remote_jobs import Engine, EngineName, make_engine
 from cdrmix.corpus.source import (
-    SourceConfig,
     SourceFile,
     SourceListing,
     file_state,
@@ -109,12 +109,9 @@ def build_dataset(
     # Checked first: a build would meet these errors hours later.
     if recipe.tokenizer.path is not None:
         load_tokenizer(Path(recipe.tokenizer.path))
-    domains = {source.domain for source in recipe.sources}
-    for config in recipe.steps:
-        if config.name == Filter.name:
-            step = make_step(config)
-            for domain in sorted(filter(config.takes, domains)):
-                step.profile_of(domain)
+    for config, source in product(recipe.steps, recipe.sources):
+        if config.name == Filter.name and config.takes(source.domain):
+            make_step(config).profile_of(source.domain)
     try:
         with locked(out / ".lock", blocking=False) as is_locked:
             if not is_locked:
@@ -158,8 +155,19 @@ def make_tasks(
         task_bytes = min(max(2**power, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
     tasks: list[Task] = []
     for source in recipe.sources:
+        values = source.model_dump()
         if source.name not in listings:
-            tasks += _stream_tasks(source)
+            num_shards = count_shards(source)
+            # The files of a folder show a change of it; a data set on the hub has its revision.
+            folder = local_path(source)
+            paths = [path for path in folder.rglob("*") if path.is_file()]
+            states = sorted(
+                (path.relative_to(folder).as_posix(), *file_state(path)) for path in paths
+            )
+            for number in range(num_shards):
+                shard = (number, num_shards)
+                key = content_key(values, shard, states if folder.is_dir() else None)
+                tasks.append(Task(source, (), shard, key))
             continue
         groups: list[list[SourceFile]] = []
         size = 0
@@ -171,21 +179,8 @@ def make_tasks(
             size += file.state[0]
         for files in groups:
             state = [(file.name, file.kind, file.state) for file in files]
-            tasks.append(Task(source, tuple(files), None, content_key(source.model_dump(), state)))
+            tasks.append(Task(source, tuple(files), None, content_key(values, state)))
     return tasks, listings
-
-
-def _stream_tasks(source: SourceConfig) -> Iterator[Task]:
-    num_shards = count_shards(source)
-    # The files of a folder show a change of it; a data set on the hub has its revision.
-    folder = local_path(source)
-    state = None
-    if folder.is_dir():
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        state = sorted((path.relative_to(folder).as_posix(), *file_state(path)) for path in files)
-    for number in range(num_shards):
-        shard = (number, num_shards)
-        yield Task(source, (), shard, content_key(source.model_dump(), shard, state))
 
 
 def content_key(*parts: Any) -> str:

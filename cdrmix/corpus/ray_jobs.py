@@ -1,13 +1,13 @@
-"""Runs the jobs of a data build as rows of a Ray data set."""
+"""Runs the jobs of a data build as tasks of Ray."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Self
 
 import ray
-import ray.data
+import ray.exceptions
 
 from cdrmix.corpus.remote_jobs import (
     Function,
@@ -19,7 +19,7 @@ from cdrmix.corpus.remote_jobs import (
     run_packed,
 )
 
-# Rows are a job's description and its error; the least that Ray allows is 75 MB.
+# Results are a job's error; the least that Ray allows is 75 MB.
 _OBJECT_STORE_BYTES = 2**27
 
 
@@ -46,9 +46,6 @@ class RayEngine(RoundsEngine):
                 include_dashboard=False,
                 **quiet,
             )
-        # The build shows its own progress.
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        logging.getLogger("ray.data").setLevel(logging.WARNING)
         return self
 
     def end(self) -> None:
@@ -56,20 +53,31 @@ class RayEngine(RoundsEngine):
         ray.shutdown()
 
     def run_round(self, function: Function[J], jobs: Sequence[J], show: Callable[[], None]) -> None:
-        """Runs each job as a row; Ray itself restarts a job whose worker died."""
-        rows = [{"call": pack_job(function, job)} for job in jobs]
-        tasks_at_a_time = ray.data.TaskPoolStrategy(size=min(self._max_tasks, len(rows)))
-        # A block per row: Ray starts and repeats whole blocks.
-        results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-            _run_row, compute=tasks_at_a_time
-        )
-        for row in results.iter_rows():
-            if row["error"]:
-                raise error_from_json(row["error"])
+        """Runs each job as a task."""
+        # By default Ray starts the task of a worker that died again and again; a document that
+        # kills its reader would never be set aside.
+        task = ray.remote(max_retries=0)(_run_job)
+        waiting = iter(jobs)
+        running: list[Any] = []
+        while True:
+            room = self._max_tasks - len(running)
+            running += [task.remote(pack_job(function, job)) for job in islice(waiting, room)]
+            if not running:
+                return
+            done, running = ray.wait(running)
+            for reference in done:
+                try:
+                    error = ray.get(reference)
+                except ray.exceptions.RayTaskError:  # a fault of ours, not of a machine
+                    raise
+                except ray.exceptions.RayError:  # the worker died: what it left behind counts
+                    continue
+                if error:
+                    raise error_from_json(error)
             show()
 
 
-def _run_row(row: dict[str, bytes]) -> dict[str, bytes]:
-    # An error is part of the row: Ray would wrap one that is raised, and repeat the job.
-    error = run_packed(row["call"])
-    return {"error": b"" if error is None else error_as_json(error)}
+def _run_job(call: bytes) -> bytes:
+    # An error that a user can correct is a result: Ray would wrap one that is raised.
+    error = run_packed(call)
+    return b"" if error is None else error_as_json(error)

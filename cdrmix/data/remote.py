@@ -13,11 +13,11 @@ import hashlib
 import http.client
 import os
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from time import sleep
 from typing import BinaryIO, NamedTuple
 
 from cdrmix.config.redaction import REDACTED, redacted_text
@@ -153,14 +153,7 @@ def remote_files(folder: Path) -> RemoteFiles | None:
     return None if entry is None else RemoteFiles(entry[0], folder, entry[1])
 
 
-def copy(
-    url: str,
-    path: Path,
-    sha256: str | None,
-    *,
-    max_bytes: int,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
+def copy(url: str, path: Path, sha256: str | None, *, max_bytes: int) -> None:
     """Copies the content of a URL into a file.
 
     Args:
@@ -172,10 +165,8 @@ def copy(
     """
     safe_url = redacted_text(url)
     if REDACTED in url:
-        raise DataError(
-            f"{url}: a snapshot holds no credentials. Give the URL with them, such as --set "
-            "data.path=URL"
-        )
+        advice = "Give the URL with them, such as --set data.path=URL"
+        raise DataError(f"{url}: a snapshot holds no credentials. {advice}")
     for attempt in range(_ATTEMPTS):
         if attempt:
             sleep(2.0 ** (attempt - 1))
@@ -190,11 +181,9 @@ def copy(
             if digest is not None and sha256 in (None, digest):
                 return
             failure = DataError
-            problem = (
-                f"has more than {max_bytes} bytes"
-                if digest is None
-                else f"its sha256 is {digest}, the manifest says {sha256}"
-            )
+            problem = f"its sha256 is {digest}, the manifest says {sha256}"
+            if digest is None:
+                problem = f"has more than {max_bytes} bytes"
         _logger.warning("%s: %s (attempt %d of %d)", safe_url, problem, attempt + 1, _ATTEMPTS)
     raise failure(
         f"{safe_url}: {problem}; {_ATTEMPTS} attempts. Look at the server and the network, and "

@@ -143,12 +143,10 @@ def _build(out: Path, vocab_size: int, stdlib: Path) -> None:
             shards += write_shards(folder, pieces, split=split, domain=domain, dtype=dtype)
         num_tokens = tokenizer.vocab_size
         info = TokenizerInfo(file=TOKENIZER_FILE, sha256=file.sha256, num_tokens=num_tokens)
+        source = {"text": "Python standard library", "python": platform.python_version()}
+        eos_id = tokenizer.eos_id
         manifest = new_manifest(
-            shards,
-            vocab_size=vocab_size,
-            tokenizer=info,
-            eos_id=tokenizer.eos_id,
-            source={"text": "Python standard library", "python": platform.python_version()},
+            shards, vocab_size=vocab_size, tokenizer=info, eos_id=eos_id, source=source
         )
         write_manifest(folder, manifest)
     tokens = ", ".join(f"{part.tokens:,} {split}" for split, part in manifest.splits.items())

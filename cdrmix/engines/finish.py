@@ -11,6 +11,7 @@ import numpy as np
 from cdrmix import runtime
 from cdrmix.engines.recovery import write_record
 from cdrmix.engines.run import Run
+from cdrmix.engines.run_directory import METRICS
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.evaluation.ngram import unigram_and_bigram
 from cdrmix.evaluation.perplexity import held_out_rows
@@ -23,16 +24,14 @@ _ROWS_AT_ONCE = 256  # in memory, of a corpus that may not fit in it
 
 def finish(run: Run, stage: Pretraining) -> None:
     """Evaluate, write metrics.json and report.html, and log the results; collective."""
-    evaluation, _ = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
+    evaluation = stage.evaluate_now(run, max_tokens=run.config.evaluation.final_tokens)
 
     def write_results() -> None:
-        if runtime.rank() != 0:
-            return
         from cdrmix.monitoring.report import write_report  # Matplotlib, which only the end needs
 
         baselines = _baselines(run, stage) if run.config.evaluation.baselines else None
         path = run.directory.path
-        lines = read_metrics(path / "metrics.jsonl")
+        lines = read_metrics(path / METRICS)
         speeds = [line["tokens_per_second"] for line in lines]
         summary: dict[str, Any] = {
             "name": run.config.name,
@@ -56,21 +55,18 @@ def finish(run: Run, stage: Pretraining) -> None:
         logger.info("sample: %s%s", sample["prompt"], sample["text"])
         logger.info(
             "validation: loss %.4f, perplexity %.2f, %.4f bits per byte over %s tokens",
-            evaluation.loss,
-            evaluation.perplexity,
-            evaluation.bits_per_byte,
+            *(evaluation.loss, evaluation.perplexity, evaluation.bits_per_byte),
             f"{evaluation.tokens:,}",
         )
         if baselines is not None:
             logger.info(
                 "counted on the very tokens it trained on: smoothed bigram %.4f, "
                 "smoothed unigram %.4f",
-                baselines["bigram_loss"],
-                baselines["unigram_loss"],
+                *(baselines["bigram_loss"], baselines["unigram_loss"]),
             )
         logger.info("report: %s", report)
 
-    runtime.together(write_results)
+    runtime.first_rank_does(write_results)
 
 
 def _baselines(run: Run, stage: Pretraining) -> dict[str, float]:
@@ -79,6 +75,7 @@ def _baselines(run: Run, stage: Pretraining) -> dict[str, float]:
     consumed = min(stage.loader.samples_consumed, stage.corpus.train.num_samples)
     validation = stage.corpus.validation
     held_out = held_out_rows(validation, run.config.evaluation.final_tokens)
+    num_parts = -(-len(held_out) // _ROWS_AT_ONCE)
 
     def trained_rows() -> Iterator[np.ndarray]:  # in order, [n, T + 1] at a time
         for first, end in run.health.trained_windows(consumed):
@@ -87,10 +84,7 @@ def _baselines(run: Run, stage: Pretraining) -> dict[str, float]:
 
     baselines = unigram_and_bigram(
         trained_rows(),
-        (
-            validation.rows(rows)
-            for rows in np.array_split(held_out, -(-len(held_out) // _ROWS_AT_ONCE))
-        ),
+        (validation.rows(rows) for rows in np.array_split(held_out, num_parts)),
         run.config.model.vocab_size,
     )
     return {"unigram_loss": baselines.unigram_loss, "bigram_loss": baselines.bigram_loss}

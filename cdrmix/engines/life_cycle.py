@@ -10,13 +10,12 @@ from cdrmix.checkpoint import store
 from cdrmix.cluster.starts import read_starts
 from cdrmix.engines.loop import train
 from cdrmix.engines.recovery import leave_behind, resume_from, write_record
-from cdrmix.engines.run import Batch, Measures, Result, Run, Stage
+from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import keep_tokenizer, write_description, write_finished
 
 
 def run_stage(
     run: Run,
-    stage: Stage[Batch, Result, Measures],
     checkpoint: store.FoundCheckpoint | None,
     *,
     resumes: bool,
@@ -28,58 +27,52 @@ def run_stage(
 
     Args:
         run: just set up.
-        stage: that of the run.
         checkpoint: that the start goes on from; newer ones of this run are renamed. None: there
             is none, or Stage A has just ended.
         resumes: `checkpoint` is one of this stage, to be loaded; Stage B may start on one of A.
         finish: called after the last step, on every rank.
         is_last: no other stage follows in this run.
-        guard: entered around training and `finish`.
+        guard: entered around training and `finish`, whose evaluation takes memory as well.
     Returns:
         True if a signal stopped it; the state is then saved.
-    Raises:
-        TrainingError: on every rank, whichever met it.
     """
-    config = run.config
+    stage = run.stage
     directory = run.directory
-    tokenizer = stage.corpus.manifest.tokenizer.sha256
-    stage_b_steps = stage.num_steps if stage.name == "b" else None
-
-    def describe() -> None:
-        write_description(directory, config, run.plan, stage_b_steps=stage_b_steps)
-        keep_tokenizer(directory, stage.corpus.folder, tokenizer)
-
+    steps = stage.num_steps if stage.name == "b" else None
     with run:
         with run.heartbeat.phase("starting"):
             if checkpoint is not None and resumes:
                 resume_from(run, checkpoint)
             # Only now, so that a start that is refused leaves an earlier run as it was.
-            runtime.together(describe)
+            runtime.first_rank_does(
+                lambda: write_description(directory, run.config, run.plan, stage_b_steps=steps)
+            )
+            runtime.first_rank_does(lambda: keep_tokenizer(directory, stage.corpus))
             if checkpoint is not None:
                 leave_behind(run, checkpoint, newer=True)
             run.start_up.done("resume")
-            runtime.together(lambda: _open_records(run))
-        # Around `finish` too, whose evaluation and sample take memory as well.
+            runtime.first_rank_does(lambda: _open_records(run))
         with guard or nullcontext():
             # Outside of the training loop nothing is unsaved: a signal may end the rank at once.
             with run.requests.deferred():
-                is_stopped = train(run, stage)
-            if not is_stopped:
-                with run.heartbeat.phase("finishing"):
-                    finish()
-                    # Last of all: the batch script takes this file as the end of the run.
-                    if is_last:
-                        runtime.together(
-                            lambda: write_finished(directory, step=run.step, stage=stage.name)
-                        )
-    return is_stopped
+                is_stopped = train(run)
+            if is_stopped:
+                return True
+            with run.heartbeat.phase("finishing"):
+                finish()
+                # Last of all: the batch script takes this file as the end of the run.
+                if is_last:
+                    runtime.first_rank_does(
+                        lambda: write_finished(directory, step=run.step, stage=stage.name)
+                    )
+    return False
 
 
 def _open_records(run: Run) -> None:
     # The account first: it needs the metrics of an earlier start, which the observer cuts back.
     # Stage B goes on with the account of Stage A.
     folder = run.directory.path
-    if runtime.rank() == 0 and not run.wall_time.is_open:
+    if not run.wall_time.is_open:
         starts = read_starts(folder)
         run.wall_time.open(
             folder,

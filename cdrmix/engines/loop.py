@@ -1,7 +1,6 @@
-"""The one training loop.
+"""The one training loop: the order of a step, its intervals of logging, evaluation and saving.
 
-It owns DeepSpeed's engine, the order of a step, the intervals of logging, evaluation and saving,
-and stopping. Batches and losses are the stage's.
+Batches and losses are the stage's.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from cdrmix.checkpoint.engine_state import before_each_step
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.optim import adamw
 from cdrmix.engines.recovery import hold, react, save_run, settle
-from cdrmix.engines.run import Batch, Measures, Result, Run, Stage
+from cdrmix.engines.run import Batch, Result, Run
 from cdrmix.errors import DataError, StateError, TrainingError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.health import Verdict
+from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import ModelParallelUnit, Topology
 from cdrmix.planning.plan import Plan
@@ -54,12 +54,13 @@ def start_engine(
             # cdrmix.runtime has made the process group, with a time-out of its own.
             dist_init_required=False,
         )
+    runtime.share_timeout()
     if config.training.precision == "fp16":  # at the lowest scale, cdrmix.monitoring.health judges
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     return engine
 
 
-def train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
+def train(run: Run) -> bool:
     """Train up to the end of a stage, and wait for the last checkpoint.
 
     Returns:
@@ -70,7 +71,7 @@ def train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
     """
     try:
         with before_each_step(run.engine, partial(hold, run)):
-            is_stopped = _train(run, stage)
+            is_stopped = _train(run)
     except TrainingError:  # raised on all ranks alike, so that they can wait for each other here
         try:
             settle(run)
@@ -87,7 +88,8 @@ def train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
     return is_stopped
 
 
-def _train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
+def _train(run: Run[Batch, Result]) -> bool:
+    stage = run.stage
     failure: DataError | None = None
 
     def raise_failure() -> None:
@@ -106,7 +108,7 @@ def _train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
             failure = error
         waited_for_data = time.perf_counter() - began
         # On GPUs the optimizer step before ends in here: the first wait for the device.
-        agreement = agree(run, stage, batch)
+        agreement = agree(run, batch)
         waited = time.perf_counter() - began
         if agreement.loss is not None:
             verdict = run.health.loss_known(run.step, agreement.loss)
@@ -139,7 +141,7 @@ def _train(run: Run, stage: Stage[Batch, Result, Measures]) -> bool:
         seconds = waited + result.seconds - (run.saver.stall_seconds - stalled)
         run.observer.step_done(run.step, seconds, waited=waited_for_data)
         run.wall_time.step_done(run.step, seconds)
-        _observe(run, stage, result, verdict)
+        _observe(run, result, verdict)
     return False
 
 
@@ -149,11 +151,10 @@ def may_lower_scale(engine: Any) -> bool:
     return scaler is not None and scaler.dynamic and scaler.cur_scale > scaler.min_scale
 
 
-def _observe(
-    run: Run, stage: Stage[Batch, Result, Measures], result: Result, verdict: Verdict | None
-) -> None:
+def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -> None:
     """Judge, evaluate, log and save after a step, each where it is due."""
     config = run.config
+    stage = run.stage
     last = run.step == stage.num_steps
     position = stage.loader.state_dict()
 
@@ -165,47 +166,61 @@ def _observe(
     saves = last or is_due(config.checkpoint.every_steps)
     verdicts = [verdict]
     if logs or saves:
-        measures = stage.measure(run, result)
-        verdicts += stage.judge(run, measures)
+        metrics = stage.measure(run, result)
+        verdicts += stage.judge(run, metrics)
     else:  # the loss becomes known in the next `agree`, without a collective of its own
         run.unjudged = stage.own_loss(result)
     # Before an evaluation or a save, which would be of weights known to be bad.
     if react(run, verdicts, position):
         return
-    evaluation = stage.evaluate(run) if evaluates else {}
+    if evaluates:
+        metrics |= stage.evaluate(run)
     # The metrics first: a run resumed from the checkpoint of this step does not write them again.
     if logs:
-        react(run, stage.log(run, measures, evaluation), position)
+        react(run, _log(run, metrics), position)
     if saves:
         save_run(run, position)
 
 
+def _log(run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
+    """Have rank 0 write and show a step's metrics; returns verdicts on the machine."""
+    steps, seconds, waited = run.observer.take_window()
+    peak = take_memory_peak_bytes()
+    # The slowest and the fullest rank count: the others wait for the one, and the run ends with
+    # the other.
+    usage = (peak, peak / (runtime.device_memory_gib() * 2**30), waited, waited / seconds)
+    peak, peak_share, waited, waited_share = map(
+        max, zip(*runtime.all_gather_object(usage), strict=True)
+    )
+    verdicts = []
+    if run.stage.name == "a":  # what Stage B waits for is its own making of lessons
+        verdicts.append(run.health.wait_known(run.step, seconds=waited, share=waited_share))
+        metrics["tokens_per_second"] = steps * run.config.training.tokens_per_step / seconds
+    verdicts.append(run.health.memory_known(run.step, peak_share))
+    metrics |= {"step_seconds": seconds / steps, "memory_peak_bytes": peak, **run.health.metrics()}
+    line = record(step=run.step, **metrics)
+    # A phase, for its limit: rank 0 may wait for a file server, and the others for rank 0.
+    with run.heartbeat.phase("logging"):
+        runtime.together(lambda: run.observer.write(run.step, line))
+    return verdicts
+
+
 class Agreement(NamedTuple):
-    """Facts that all ranks know alike before a step.
+    """Facts that all ranks know alike before a step."""
 
-    Attributes:
-        tokens: weight of the global batch: valid tokens in Stage A, lessons in Stage B.
-        stop: a rank received a signal to stop.
-        save: a rank received a signal to save, or rank 0's clock says that a checkpoint is due.
-        unread: a rank could not read its share of the batch.
-        loss: of the step before, in nats per token; None where it was known already.
-    """
-
-    tokens: float
-    stop: bool
-    save: bool
-    unread: bool
-    loss: float | None
+    tokens: float  # weight of the global batch: valid tokens in Stage A, lessons in Stage B
+    stop: bool  # a rank received a signal to stop
+    save: bool  # a rank received a signal to save, or rank 0's clock says that one is due
+    unread: bool  # a rank could not read its share of the batch
+    loss: float | None  # of the step before, in nats per token; None where it was known already
 
 
-def agree(run: Run, stage: Stage[Batch, Result, Measures], batch: Batch | None) -> Agreement:
+def agree(run: Run[Batch, Result], batch: Batch | None) -> Agreement:
     """Exchange in one collective: the weight of the global batch, requests of signals, the loss of
     the step before, and each rank's progress with the checkpoint written in the background.
 
-    Args:
-        run: the run between two steps.
-        stage: under way.
-        batch: this rank's share of the coming step; None where it could not be read.
+    `batch` is this rank's share of the coming step, None where it could not be read.
+
     Raises:
         StateError: on every rank, if any of them could not write that checkpoint.
     """
@@ -213,14 +228,13 @@ def agree(run: Run, stage: Stage[Batch, Result, Measures], batch: Batch | None) 
     minutes = run.config.checkpoint.every_minutes
     if minutes is not None and runtime.rank() == 0:  # clocks differ: one of them decides
         save = save or time.monotonic() - run.saved_time >= 60 * minutes
-    weight = stage.weight(run, batch) if batch is not None else 0.0
+    weight = run.stage.weight(run, batch) if batch is not None else 0.0
     own_loss, loss_weight = run.unjudged or (0.0, 0.0)
     requests = [stop, save, batch is None]
     # float64 counts tokens exactly up to 9e15.
-    votes = torch.tensor(
-        [weight, float(own_loss), *requests, *run.saver.votes()], dtype=torch.float64
-    )
-    tokens, loss, *counts = runtime.all_reduce_sum(votes.to(runtime.device())).tolist()
+    votes = [weight, float(own_loss), *requests, *run.saver.votes()]
+    sums = torch.tensor(votes, dtype=torch.float64).to(runtime.device())
+    tokens, loss, *counts = runtime.all_reduce_sum(sums).tolist()
     run.saver.advance(counts[len(requests) :])
     stop, save, unread = (count > 0 for count in counts[: len(requests)])
     # A batch of nothing but prompts may weigh nothing: its loss is 0, not 0 / 0.

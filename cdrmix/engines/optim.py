@@ -15,12 +15,9 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
     """Groups for AdamW: matrices decayed, vectors not, experts by themselves.
 
     DeepSpeed reduces and clips a group marked `moe` over its expert group, which its name gives;
-    a group may hold either experts or dense parameters (0.19.8, moe/utils.py). Experts are never
-    split into several groups, so that every pipeline stage has the same number of them.
-
-    Args:
-        model: the module; expert parameters carry `allreduce = False` and their group's name.
-        weight_decay: decoupled decay of everything with two or more dimensions.
+    a group may hold either experts or dense parameters (0.19.8, moe/utils.py). Experts, parameters
+    with `allreduce = False` and their group's name, are never split into several groups, so that
+    every pipeline stage has the same number of them.
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -33,14 +30,14 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
             decayed.append(parameter)
         else:
             plain.append(parameter)
-    groups: list[dict[str, Any]] = [
+    return [
         {"name": "matrices", "params": decayed, "weight_decay": weight_decay},
         {"name": "vectors", "params": plain, "weight_decay": 0.0},
+        *(
+            {"name": name, "params": parameters, "weight_decay": weight_decay, "moe": True}
+            for name, parameters in experts.items()
+        ),
     ]
-    for name, parameters in experts.items():
-        group = {"name": name, "params": parameters, "weight_decay": weight_decay, "moe": True}
-        groups.append(group)
-    return groups
 
 
 def adamw(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
@@ -56,12 +53,7 @@ def adamw(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:
-    """Learning rate of one step: linear warm-up, then cosine to the minimum.
-
-    Args:
-        step: steps completed before this one, from 0.
-        training: peak, minimum, warm-up and length.
-    """
+    """Learning rate of a step, numbered from 0: linear warm-up, then cosine to the minimum."""
     peak = training.learning_rate
     lowest = training.min_learning_rate
     warmup = training.warmup_steps

@@ -1,10 +1,8 @@
 """A micro-batch that a GPU's memory does not hold: the next start takes smaller ones.
 
-The rank that runs out of memory cannot go on: the others wait for it in collectives of the step,
-which it could join only by repeating all of the step so far. So it leaves a note in the run
-directory and ends, which ends the run; the next start, by `cdrmix launch` or by hand, goes on from
-the newest checkpoint with smaller micro-batches and as many more of them. The note stays, so that
-this happens once.
+The rank that runs out of memory cannot join the collectives in which the others wait for it. So it
+leaves a note in the run directory, which stays, and ends, which ends the run; the next start goes
+on from the newest checkpoint with smaller micro-batches and as many more of them.
 """
 
 from __future__ import annotations
@@ -37,13 +35,8 @@ _LESS = 0.9
 
 
 def with_what_fits(plan: Plan, config: Config, run_dir: Path) -> Plan:
-    """Returns the plan, with smaller micro-batches where notes say that its do not fit; collective.
-
-    Args:
-        plan: of this start.
-        config: of the run.
-        run_dir: run directory, with the notes of earlier starts.
-    """
+    """Returns the plan, with smaller micro-batches if notes of earlier starts in the run directory
+    say that its do not fit; collective."""
 
     def noted_sizes() -> list[int]:
         matches = [_NOTES.fullmatch(path.name) for path in run_dir.iterdir()]
@@ -66,10 +59,9 @@ def with_what_fits(plan: Plan, config: Config, run_dir: Path) -> Plan:
 
 @contextlib.contextmanager
 def noted(run: Run) -> Iterator[None]:
-    """End this rank where a GPU's memory runs out, with a note for the next start.
+    """End this rank with `LostAlone` where a GPU's memory runs out, with a note for the next start.
 
-    Raises:
-        LostAlone: then; with exit code 2 where there is no smaller micro-batch.
+    The exit code is 2 where there is no smaller micro-batch.
     """
     try:
         yield

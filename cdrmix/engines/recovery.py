@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,10 +26,8 @@ def save_run(run: Run, position: JsonObject) -> None:
     """Save the current step, unless the run directory has it already or is getting it; collective.
 
     In the background if so planned: `agree` in the loop then notices its end, or `settle` does.
+    The next step's batch begins at `position`, of the stage.
 
-    Args:
-        run: the run, between two steps.
-        position: of the stage, at which the next step's batch begins.
     Raises:
         StateError: on every rank, if any of them could not write this checkpoint or, in the
             background, the one before.
@@ -38,6 +35,12 @@ def save_run(run: Run, position: JsonObject) -> None:
     if run.saver.step == run.step:
         return
     step = run.step  # `after` runs when training may be steps further
+
+    def before() -> None:
+        run.directory.check_held()
+        # A resumed run cuts metrics back to its step, and could not write lost ones again.
+        run.observer.sync()
+
     with _stalled(run):
         run.saver.start(
             run.step,
@@ -54,8 +57,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 **run.stage.saved(run),
             },
             rank_state={"random": runtime.random_state()},
-            # A resumed run cuts metrics back to its step, and could not write lost ones again.
-            before=run.observer.sync,
+            before=before,
             after=lambda: record_save(run.directory, step),
         )
     run.wall_time.save()
@@ -72,11 +74,7 @@ def hold(run: Run) -> None:
 
 
 def settle(run: Run) -> None:
-    """Wait until the checkpoint under way is on disk; collective.
-
-    Raises:
-        StateError: on every rank, if any of them could not write.
-    """
+    """Wait until the checkpoint under way is on disk; collective, and raises as `save_run` does."""
     with _stalled(run):
         run.saver.wait()
 
@@ -88,12 +86,7 @@ def _stalled(run: Run) -> Iterator[None]:
 
 
 def find_at(source: Path) -> store.FoundCheckpoint:
-    """Returns the newest checkpoint that verifies at --resume PATH; collective.
-
-    Raises:
-        NoUsableStateError: if there are checkpoints and all are damaged.
-        StateError: if there is none.
-    """
+    """Returns the newest checkpoint at --resume PATH that verifies, else StateError; collective."""
     checkpoint = store.find_newest(source)
     if checkpoint is None:
         raise StateError(
@@ -103,22 +96,19 @@ def find_at(source: Path) -> store.FoundCheckpoint:
     return checkpoint
 
 
+def state_of(checkpoint: store.FoundCheckpoint) -> JsonObject:
+    """Content of a checkpoint's state.json; collective."""
+    with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
+        return reader.state
+
+
 def stage_of(checkpoint: store.FoundCheckpoint) -> str:
-    """Stage that a checkpoint was saved in, `a` or `b`; checkpoints of early versions name none."""
-    state = json.loads((checkpoint.path / "state.json").read_text(encoding="utf-8"))
-    return str(state.get("stage", "a"))
+    """Stage that a checkpoint was saved in, `a` or `b`; early versions name none; collective."""
+    return str(state_of(checkpoint).get("stage", "a"))
 
 
 def resume_from(run: Run, checkpoint: store.FoundCheckpoint) -> None:
-    """Go on from a checkpoint; collective.
-
-    Args:
-        run: a run that was just set up.
-        checkpoint: of its stage, with the newer ones that were skipped.
-    Raises:
-        StateError: on every rank, if it belongs to another model or data order, or if any of them
-            could not read it.
-    """
+    """Go on from a checkpoint of its stage, in a run that was just set up; collective."""
     state = restore(run, checkpoint)
     run.earlier_seconds = state["seconds"]
     if "health" in state:  # early versions saved none
@@ -127,12 +117,9 @@ def resume_from(run: Run, checkpoint: store.FoundCheckpoint) -> None:
 
 
 def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
-    """Load a checkpoint into a run, between two steps; collective.
+    """Load a checkpoint into a run, between two steps, and return its state.json; collective.
 
-    Returns:
-        Its state.json.
-    Raises:
-        StateError: as `resume_from`.
+    Raises StateError on every rank, if it is of another model or data order, or cannot be read.
     """
     for name, why in checkpoint.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
@@ -168,21 +155,16 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
 
 
 def leave_behind(run: Run, checkpoint: store.FoundCheckpoint, *, newer: bool) -> None:
-    """Rename checkpoints of this run that are passed over for another; collective.
+    """Rename the damaged checkpoints of a run that were skipped for `checkpoint`; collective.
 
-    Args:
-        run: goes on from `checkpoint`.
-        checkpoint: with the damaged ones that were skipped.
-        newer: also rename whole ones of later steps.
-    Raises:
-        InfrastructureError: on every rank, if the file system fails for now.
+    With `newer` also whole ones of later steps. Raises InfrastructureError on every rank, if the
+    file system fails for now.
     """
-    folders = (run.directory.checkpoints, *run.directory.copies)
 
     def rename() -> None:
         try:
             is_newer_ours = newer and run.directory.holds(checkpoint.path)
-            store.set_aside(checkpoint, folders, newer=is_newer_ours)
+            store.set_aside(checkpoint, run.directory.folders, newer=is_newer_ours)
         except OSError as error:
             raise InfrastructureError(
                 f"{run.directory.checkpoints}: cannot be listed ({error.strerror}). Start again "
@@ -204,16 +186,13 @@ _ADVICE: dict[Watched, str] = {
     "loader": "data on a faster disk, or data.order = windowed; see health.loader",
     "memory": "a smaller training.micro_batch_size; see health.memory",
 }
-HEALTH = "health.json"
 
 
 def react(run: Run, verdicts: Iterable[Verdict | None], position: JsonObject) -> bool:
     """Carry out the verdicts on the last step, which every rank has alike; collective.
 
-    Args:
-        run: the run, between two steps, its step counted.
-        verdicts: None is healthy.
-        position: of the stage, at which the next step's batch begins.
+    None is healthy. For `position` see `save_run`.
+
     Returns:
         True if the run went back to an earlier step.
     Raises:
@@ -230,7 +209,7 @@ def react(run: Run, verdicts: Iterable[Verdict | None], position: JsonObject) ->
         )
     worst = unhealthy[-1]
     if news:  # repeated warnings are written once, at the end of the run
-        runtime.together(lambda: write_record(run))
+        runtime.first_rank_does(lambda: write_record(run))
     if worst.action == "rollback":
         with run.heartbeat.phase("rolling back"):
             _roll_back(run, worst, position)
@@ -243,17 +222,17 @@ def react(run: Run, verdicts: Iterable[Verdict | None], position: JsonObject) ->
 
 def write_record(run: Run) -> None:
     """Write the record of unhealthy steps into the run directory; rank 0."""
-    if runtime.rank() == 0:
-        write_json_atomic(run.directory.path / HEALTH, run.health.record())
+    write_json_atomic(run.directory.path / "health.json", run.health.record())
 
 
 def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
     settle(run)  # the checkpoint under way may be the one to go back to
     bad_step = run.step
     resumes_at = position["samples_consumed"]
-    folders = (run.directory.checkpoints, *run.directory.copies)
+    folders = run.directory.folders
     checkpoint = store.find_newest(*folders, before=bad_step)
-    if checkpoint is None or not _is_of_this_stage(run, checkpoint):
+    # Stage B begins with the last checkpoint of Stage A, which it cannot load as its own.
+    if checkpoint is None or stage_of(checkpoint) != run.stage.name:
         why = f"{verdict.why}, and there is no checkpoint to go back to"
         raise _stopped(run, verdict._replace(why=why))
     if checkpoint.step == run.health.rolled_back_to:
@@ -262,7 +241,7 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
         older = None
         with contextlib.suppress(NoUsableStateError):
             older = store.find_newest(*folders, before=checkpoint.step)
-        if older is not None and _is_of_this_stage(run, older):
+        if older is not None and stage_of(older) == run.stage.name:
             checkpoint = older
     state = restore(run, checkpoint)
     leave_behind(run, checkpoint, newer=False)
@@ -274,7 +253,7 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
     # The weights go back and the data does not: the samples that led here are passed over.
     run.stage.loader.load_state_dict(position)
     runtime.together(lambda: run.observer.go_back(run.step))
-    runtime.together(lambda: write_record(run))
+    runtime.first_rank_does(lambda: write_record(run))
     # The checkpoint of this step does not know which samples are passed over: save it again.
     run.saver.saved_step = None
     save_run(run, position)
@@ -282,12 +261,6 @@ def _roll_back(run: Run, verdict: Verdict, position: JsonObject) -> None:
         "went back from step %d to %s, and on behind sample %d: rollback %d",
         *(bad_step, checkpoint.path, resumes_at, run.health.rollbacks),
     )
-
-
-def _is_of_this_stage(run: Run, checkpoint: store.FoundCheckpoint) -> bool:
-    """Stage B begins with the last checkpoint of Stage A, which it cannot load as its own."""
-    with runtime.together(lambda: CheckpointFile(checkpoint.path)) as reader:
-        return reader.state.get("stage", "a") == run.stage.name
 
 
 def _stopped(run: Run, verdict: Verdict) -> StateError:

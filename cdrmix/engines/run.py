@@ -7,18 +7,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from cdrmix import runtime
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.saver import Saver
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.schema import Config
-from cdrmix.engines.run_directory import RunDirectory
+from cdrmix.engines.run_directory import METRICS, RunDirectory
 from cdrmix.engines.supervision import Requests
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import TrainingError
@@ -30,81 +29,81 @@ from cdrmix.parallel.topology import Topology
 from cdrmix.planning.plan import Plan
 
 JsonObject = dict[str, Any]
+Batch = TypeVar("Batch")
 
 
+class Timed(Protocol):
+    """Result of a step on this rank, of which the loop reads the time alone."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of forward, backward and optimizer."""
+
+
+Result = TypeVar("Result", bound=Timed)
+
+
+@dataclass
 class Observer:
-    """Metrics file and progress of rank 0, and the time window between two logged lines.
+    """Metrics file and progress, on rank 0 alone, and the time window between two logged lines."""
 
-    The other ranks keep the window and write nothing.
-    """
-
-    def __init__(self) -> None:
-        self._metrics: MetricsFile | None = None
-        self._progress: Progress | None = None
-        self._steps = 0
-        self._seconds = 0.0
-        self._waited = 0.0
+    _files: tuple[MetricsFile, Progress] | None = None
+    _window: list[tuple[float, float]] = field(default_factory=list)
 
     def open(self, folder: Path, *, step: int, num_steps: int) -> None:
-        """Start at `step` of `num_steps`; cut off metrics of later steps.
+        """Start at `step` of `num_steps`, on rank 0 alone; cut off metrics of later steps.
 
-        Raises:
-            StateError: if the metrics file in `folder` cannot be written.
+        Raises StateError, as every method does, if the metrics file cannot be written.
         """
-        if runtime.rank() != 0:
-            return
-        self._metrics = MetricsFile(folder / "metrics.jsonl")
-        self._metrics.truncate_after(step)
-        self._progress = Progress(num_steps, initial=step, stream=sys.stderr)
+        metrics = MetricsFile(folder / METRICS)
+        metrics.truncate_after(step)
+        self._files = (metrics, Progress(num_steps, initial=step, stream=sys.stderr))
 
     def step_done(self, step: int, seconds: float, *, waited: float) -> None:
         """Count a step, logged or not: its wall time, and the share of it spent on reading data."""
-        self._steps += 1
-        self._seconds += seconds
-        self._waited += waited
-        if self._progress is not None:
-            self._progress.update(step)
+        self._window.append((seconds, waited))
+        if self._files is not None:
+            self._files[1].update(step)
 
     def take_window(self) -> tuple[int, float, float]:
-        """Steps, their seconds, and seconds of reading data since the last call; starts anew."""
-        window = self._steps, self._seconds, self._waited
-        self._steps = 0
-        self._seconds = 0.0
-        self._waited = 0.0
-        return window
+        """Steps since the last call, their seconds, and the seconds of reading data in them."""
+        steps = self._window
+        self._window = []
+        return len(steps), sum(seconds for seconds, _ in steps), sum(waited for _, waited in steps)
 
     def go_back(self, step: int) -> None:
-        """Cut off the metrics after `step`, from which the run goes on; may raise StateError."""
-        self.take_window()  # of steps that do not count
-        if self._metrics is not None and self._progress is not None:
-            self._metrics.truncate_after(step)
-            self._progress.update(step)
+        """Cut off the metrics after `step`, from which the run goes on."""
+        self._window = []  # of steps that do not count
+        if self._files is not None:
+            metrics, progress = self._files
+            metrics.truncate_after(step)
+            progress.update(step)
 
     def write(self, step: int, line: dict[str, float]) -> None:
-        """Write and show one record; may raise StateError."""
-        if self._metrics is not None and self._progress is not None:
-            self._metrics.write({k: value for k, value in line.items() if k not in SHOWN_ONLY})
-            self._progress.update(step, line)
+        """Write and show one record."""
+        if self._files is not None:
+            metrics, progress = self._files
+            metrics.write({k: value for k, value in line.items() if k not in SHOWN_ONLY})
+            progress.update(step, line)
 
     def sync(self) -> None:
         """Make the written metrics durable, before a checkpoint of their step gets its name."""
-        if self._metrics is not None:
-            self._metrics.sync()
+        if self._files is not None:
+            self._files[0].sync()
 
     def close(self) -> None:
         """End the progress and close the metrics file."""
-        if self._progress is not None:
-            self._progress.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._files is not None:
+            metrics, progress = self._files
+            progress.close()
+            metrics.close()
 
 
 class BatchSource(Protocol):
     """Samples or lessons in the run's global order."""
 
     def state_dict(self) -> JsonObject:
-        """Position at which the next batch begins, the same on every rank; its `samples_consumed`
-        counts those before it."""
+        """Position of the next batch, alike on all ranks; `samples_consumed` counts before it."""
 
     def load_state_dict(self, state: JsonObject) -> None:
         """Go to a saved position. Raises StateError if it is one in other data."""
@@ -113,22 +112,41 @@ class BatchSource(Protocol):
         """Stop reading ahead."""
 
 
-class StageState(Protocol):
-    """State of a stage between two steps, as checkpoints hold it.
+class Stage(Protocol[Batch, Result]):
+    """Training as the one loop sees it: Stage A and Stage B differ in what they do here.
 
-    Attributes:
-        name: a, pretraining, or b, reasoning enablement.
-        num_steps: step at which the stage ends.
-        corpus: data set that the stage reads.
+    Each stage has its own types for a batch, this rank's share of a step, and for the result that
+    this rank computes from it.
     """
 
-    name: Literal["a", "b"]
-    num_steps: int
+    name: Literal["a", "b"]  # pretraining, reasoning enablement
+    num_steps: int  # at which the stage ends
     corpus: Corpus
+    loader: BatchSource  # batches of this data rank
 
-    @property
-    def loader(self) -> BatchSource:
-        """Batches of this data rank."""
+    def next_batch(self, run: Run) -> Batch:
+        """Read this rank's share of the next step. Raises DataError if it cannot be read."""
+
+    def weight(self, run: Run, batch: Batch) -> float:
+        """Weight of that share in the mean over the global batch."""
+
+    def train_step(self, run: Run, batch: Batch, *, weight: float) -> Result:
+        """Take one step; `weight` is that of the global batch. Returns a result."""
+
+    def own_loss(self, result: Result) -> tuple[Tensor, float] | None:
+        """This rank's part of a step's loss, scalar, and the weight of the global batch, by which
+        the sum over ranks is divided; None where only `measure` gives a loss."""
+        return None
+
+    def measure(self, run: Run, result: Result) -> dict[str, float]:
+        """Reduce a result over all ranks to metrics by name; collective."""
+
+    def judge(self, run: Run, metrics: dict[str, float]) -> Sequence[Verdict | None]:
+        """Verdicts on a step's loss."""
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Metrics of an evaluation between steps, if the stage has one."""
+        return {}
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
         """This rank's share of a checkpoint; over all ranks each element comes once."""
@@ -140,106 +158,33 @@ class StageState(Protocol):
         """The stage's entries of a checkpoint's state.json."""
 
 
-class Timed(Protocol):
-    """Result of a step.
-
-    Attributes:
-        seconds: wall time of forward, backward and optimizer.
-    """
-
-    @property
-    def seconds(self) -> float: ...
-
-
-Batch = TypeVar("Batch")
-Result = TypeVar("Result", bound=Timed)
-Measures = TypeVar("Measures")
-
-
-class Stage(StageState, Protocol[Batch, Result, Measures]):
-    """Training as the one loop sees it: Stage A and Stage B differ in what they do here.
-
-    A `Batch` is this rank's share of a step, a `Result` what this rank computed from it, and
-    `Measures` are the result reduced over all ranks.
-    """
-
-    def next_batch(self, run: Run) -> Batch:
-        """Read this rank's share of the next step. Raises DataError if it cannot be read."""
-
-    def weight(self, run: Run, batch: Batch) -> float:
-        """Weight of that share in the mean over the global batch."""
-
-    def train_step(self, run: Run, batch: Batch, *, weight: float) -> Result:
-        """Take one step; `weight` is that of the global batch."""
-
-    def evaluate(self, run: Run) -> dict[str, float]:
-        """Metrics of an evaluation between steps."""
-
-    def own_loss(self, result: Result) -> tuple[Tensor, float] | None:
-        """This rank's part of a step's loss, scalar, and the weight of the global batch, by which
-        the sum over ranks is divided; None where only `measure` gives a loss."""
-
-    def measure(self, run: Run, result: Result) -> Measures:
-        """Reduce a result over all ranks; collective."""
-
-    def judge(self, run: Run, measures: Measures) -> Sequence[Verdict | None]:
-        """Verdicts on a step's loss."""
-
-    def log(
-        self, run: Run, measures: Measures, evaluation: dict[str, float]
-    ) -> Sequence[Verdict | None]:
-        """Write and show a step's metrics, with those of an evaluation if there was one; returns
-        verdicts on the machine."""
-
-
 @dataclass(kw_only=True)
 class Start:
-    """A start of a run before its model is built.
-
-    Attributes:
-        config: resolved configuration.
-        plan: profile, degrees and batch sizes.
-        directory: the run directory.
-        requests: signals received.
-        heartbeat: reports progress to the watchdogs.
-        start_up: duration of this start so far, by its parts.
-        health: judges steps, and keeps the record of unhealthy ones.
-        wall_time: account of the time of all starts.
-    """
+    """A start of a run before its model is built."""
 
     config: Config
-    plan: Plan
+    plan: Plan  # profile, degrees and batch sizes
     directory: RunDirectory
-    requests: Requests
-    heartbeat: Heartbeat
-    start_up: StartUp
-    health: Health
-    wall_time: WallTime = field(default_factory=WallTime)
+    requests: Requests  # signals received
+    heartbeat: Heartbeat  # reports progress to the watchdogs
+    start_up: StartUp  # duration of this start so far, by its parts
+    health: Health  # judges steps, and keeps the record of unhealthy ones
+    wall_time: WallTime = field(default_factory=WallTime)  # of all starts
 
 
 @dataclass(kw_only=True)
-class Run(Start):
-    """A run under way on this rank: a start with its engine, its stage and its progress.
+class Run(Start, Generic[Batch, Result]):
+    """A run under way on this rank: a start with its engine, its stage and its progress."""
 
-    Attributes:
-        topology: this rank's place in the layout.
-        engine: DeepSpeed engine around the model.
-        stage: the stage under way.
-        saver: writes the checkpoints.
-        observer: metrics file and progress.
-        step: optimizer steps completed.
-        unjudged: `Stage.own_loss` of the last step, while its loss over all ranks is not known.
-        earlier_seconds: wall time of earlier starts of this run.
-    """
-
-    topology: Topology
-    engine: Any
-    stage: StageState
-    saver: Saver
+    topology: Topology  # this rank's place in the layout
+    engine: Any  # DeepSpeed engine around the model
+    stage: Stage[Batch, Result]
+    saver: Saver  # writes the checkpoints
     observer: Observer = field(default_factory=Observer)
-    step: int = 0
+    step: int = 0  # optimizer steps completed
+    # `Stage.own_loss` of the last step, while its loss over all ranks is not known.
     unjudged: tuple[Tensor, float] | None = None
-    earlier_seconds: float = 0.0
+    earlier_seconds: float = 0.0  # wall time of earlier starts
     started: float = field(default_factory=time.monotonic)
     saved_time: float = field(default_factory=time.monotonic)
 
@@ -254,8 +199,7 @@ class Run(Start):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop reading ahead, end the writing thread, close the files.
 
-        A rank that fails alone does not wait for its save: that takes the other ranks, which are
-        to hear of the failure first.
+        A rank that fails alone does not wait for its save: the other ranks are to hear of it first.
         """
         self.wall_time.save()
         self.stage.loader.close()
@@ -265,17 +209,17 @@ class Run(Start):
 
 
 def make_run(
-    start: Start, topology: Topology, engine: Any, stage: StageState, *, first_step: int = 0
-) -> Run:
-    """Returns the run of a start, its stage at `first_step`.
-
-    The checkpoint of that step, on which Stage B is built, is never dropped.
-    """
-    config = start.config
-    directory = start.directory
+    start: Start,
+    topology: Topology,
+    engine: Any,
+    stage: Stage[Batch, Result],
+    *,
+    first_step: int = 0,
+) -> Run[Batch, Result]:
+    """Returns the run of a start, its stage at `first_step`, whose checkpoint is never dropped."""
     saver = Saver(
-        (directory.checkpoints, *directory.copies),
-        keep=config.checkpoint.keep,
+        start.directory.folders,
+        keep=start.config.checkpoint.keep,
         background=start.plan.saves_in_background,
         pinned=first_step or None,  # Stage A is built on none
     )

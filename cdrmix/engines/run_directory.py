@@ -22,6 +22,7 @@ from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE
+from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import DataError, InfrastructureError, StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
@@ -50,15 +51,10 @@ _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 @dataclass
 class RunDirectory:
-    """Folder of a run, locked by this job.
-
-    Attributes:
-        path: the folder.
-        replica: folder of copies of its checkpoints; None without copies.
-    """
+    """Folder of a run, locked by this job."""
 
     path: Path
-    replica: Path | None = None
+    copies: tuple[Path, ...] = ()  # other folders of the same checkpoints
     _lock: IO[str] | None = field(default=None, repr=False)
 
     @property
@@ -67,14 +63,31 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
-    def copies(self) -> tuple[Path, ...]:
-        """Other folders of the same checkpoints."""
-        return () if self.replica is None else (self.replica,)
+    def folders(self) -> tuple[Path, ...]:
+        """All folders of its checkpoints."""
+        return (self.checkpoints, *self.copies)
 
     def holds(self, checkpoint: Path) -> bool:
         """Tells if a checkpoint belongs to this run."""
-        folders = (self.checkpoints, *self.copies)
-        return checkpoint.parent.resolve() in {folder.resolve() for folder in folders}
+        return checkpoint.parent.resolve() in {folder.resolve() for folder in self.folders}
+
+    def check_held(self) -> None:
+        """Raises StateError if another job has taken the directory over; rank 0.
+
+        A file server gives a lock away when it has not heard of its host for the length of a lease.
+        """
+        if self._lock is None:
+            return
+        try:
+            # Opened anew: a client of NFS asks the server then, and may keep what is open.
+            holder = _parsed_holder((self.path / _LOCK).read_text(encoding="utf-8"))
+        except FileNotFoundError:  # removed by hand; nobody else has come since
+            return
+        if holder and (holder["host"], holder["process"]) != (socket.gethostname(), os.getpid()):
+            raise StateError(
+                f"{self.path}: process {holder['process']} on {holder['host']} has taken this run "
+                "directory over, because the file server lost sight of this host"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -87,34 +100,29 @@ class RunDirectory:
 
 
 def open_run_directory(config: Config, *, requested: Path | None, resume: str) -> RunDirectory:
-    """Create or lock the run directory; collective.
+    """Create or lock the run directory, --run-dir or experiments/<UTC time>-<hash>; collective.
 
-    Args:
-        config: gives the hash in the name.
-        requested: --run-dir, or None for experiments/<UTC timestamp>-<hash>.
-        resume: --resume: never, auto or the path of a run directory or checkpoint.
     Raises:
         StateError: if the directory or its replica exists and is not to be resumed, belongs to a
             running job or cannot be written, or if `auto` has no directory to look in.
         InfrastructureError: if the file system fails for now, or the lock stays held.
     """
-    opened = runtime.together(
-        lambda: _open(config, requested, resume) if runtime.rank() == 0 else None
-    )
-    places = runtime.broadcast_object((opened.path, opened.replica) if opened else None)
+    is_first = runtime.rank() == 0
+    opened = runtime.together(lambda: _open(config, requested, resume) if is_first else None)
+    places = runtime.broadcast_object((opened.path, opened.copies) if opened else None)
     assert places is not None, "rank 0 opened them"
-    path, replica = places
 
-    # On every rank: rank 0 cannot tell by itself that other hosts do not share the folder.
     def check_seen() -> None:
-        if replica is not None and not replica.is_dir():
-            raise StateError(
-                f"{replica}: rank 0 has made it, and it is not there. checkpoint.replica must be a "
-                "folder that all hosts share; of one host, a local one will do"
-            )
+        # On every rank: rank 0 cannot tell by itself that other hosts do not share the folder.
+        for replica in places[1]:
+            if not replica.is_dir():
+                raise StateError(
+                    f"{replica}: rank 0 has made it, and it is not there. checkpoint.replica must "
+                    "be a folder that all hosts share; of one host, a local one will do"
+                )
 
     runtime.together(check_seen)
-    return opened or RunDirectory(path, replica)
+    return opened or RunDirectory(*places)
 
 
 def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
@@ -160,17 +168,17 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
             "this user can write to"
         ) from error
     try:
-        return RunDirectory(path, _open_replica(config, path, goes_on=goes_on), lock)
+        return RunDirectory(path, _open_copies(config, path, goes_on=goes_on), lock)
     except StateError:
         lock.close()
         raise
 
 
-def _open_replica(config: Config, path: Path, *, goes_on: bool) -> Path | None:
-    """Creates the folder of a run's copies, with a name that no other run directory shares."""
+def _open_copies(config: Config, path: Path, *, goes_on: bool) -> tuple[Path, ...]:
+    """Makes the folder of a run's copies, with a name that no other run directory shares."""
     folder = config.checkpoint.replica
     if folder is None:
-        return None
+        return ()
     whole = path.resolve()
     # Runs of one name in different folders may have one folder for copies.
     key = hashlib.sha256(str(whole).encode()).hexdigest()[:8]
@@ -188,7 +196,7 @@ def _open_replica(config: Config, path: Path, *, goes_on: bool) -> Path | None:
             f"{replica}: has checkpoints of an earlier run in {path}, which are never overwritten. "
             "Give --resume auto to go on from them, or another --run-dir"
         )
-    return replica
+    return (replica,)
 
 
 def _locked(path: Path) -> IO[str]:
@@ -196,10 +204,6 @@ def _locked(path: Path) -> IO[str]:
 
     A lock whose holder is not known to live is waited for: a file server keeps the lock of a host
     that went down for the length of a lease.
-
-    Raises:
-        StateError: if the holder lives on this host, or the file system has no locks.
-        InfrastructureError: if the lock stays held for longer than a lease.
     """
     file = path.open("a+")  # not "w": the holder's name must outlast a start that is refused
     deadline = time.monotonic() + _SECONDS_FOR_LEASE
@@ -243,8 +247,8 @@ def _locked(path: Path) -> IO[str]:
         file.seek(0)
         file.truncate()
         process = os.getpid()
-        ticks = process_start_ticks(process)
-        holder = {"host": socket.gethostname(), "process": process, "started": ticks}
+        started = process_start_ticks(process)
+        holder = {"host": socket.gethostname(), "process": process, "started": started}
         file.write(json.dumps(holder) + "\n")
         file.flush()
     except BaseException:
@@ -264,11 +268,7 @@ def _parsed_holder(text: str) -> dict[str, Any]:
 
 
 def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
-    """Refuse to begin at step 0 in a run that has saved before: a volume may not be mounted.
-
-    Raises:
-        StateError: if a save is on record, and no checkpoint is there.
-    """
+    """Raises StateError if a run without a checkpoint has saved: a volume may not be mounted."""
     path = directory.path
     try:
         record = read_json(path / _SAVES)
@@ -296,25 +296,17 @@ def record_save(directory: RunDirectory, step: int) -> None:
     write_json_atomic(directory.path / _SAVES, {"step": step})
 
 
-def keep_tokenizer(directory: RunDirectory, data: Path, sha256: str) -> None:
+def keep_tokenizer(directory: RunDirectory, corpus: Corpus) -> None:
     """Copy a data set's tokenizer beside the checkpoints, which can then be used alone; rank 0.
 
-    Args:
-        directory: of the run.
-        data: folder of the data set.
-        sha256: digest of the tokenizer in the manifest of the data set.
-    Raises:
-        DataError: if the file has another digest.
-        StateError: if it cannot be written.
+    Raises DataError if the file has another digest than the manifest says.
     """
-    if runtime.rank() != 0:
-        return
-    source = data / TOKENIZER_FILE
+    source = corpus.folder / TOKENIZER_FILE
     try:
         text = source.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise DataError(f"{source}: cannot be read ({error}). Copy the data set again") from error
-    if hashlib.sha256(text.encode()).hexdigest() != sha256:
+    if hashlib.sha256(text.encode()).hexdigest() != corpus.manifest.tokenizer.sha256:
         raise DataError(f"{source}: its content has changed (sha256). Copy the data set again")
     for folder in (directory.path, *directory.copies):
         write_text_atomic(folder / TOKENIZER_FILE, text)
@@ -322,27 +314,17 @@ def keep_tokenizer(directory: RunDirectory, data: Path, sha256: str) -> None:
 
 def write_finished(directory: RunDirectory, *, step: int, stage: Literal["a", "b"]) -> None:
     """Write finished.json, which the batch script reads; rank 0, after everything else."""
-    if runtime.rank() != 0:
-        return
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    record = {"step": step, "stage": stage, "finished": now}
-    write_json_atomic(directory.path / FINISHED, record)
+    write_json_atomic(directory.path / FINISHED, {"step": step, "stage": stage, "finished": now})
 
 
 def write_description(
     directory: RunDirectory, config: Config, plan: Plan, *, stage_b_steps: int | None = None
 ) -> None:
-    """Write configuration, plan, DeepSpeed's JSON and environment; rank 0.
+    """Write configuration, plan, DeepSpeed's JSON and environment of a starting stage; rank 0.
 
-    Args:
-        directory: of the run.
-        config: resolved.
-        plan: of the stage that starts.
-        stage_b_steps: step at which Stage B ends, with the steps of Stage A: its description goes
-            beside that of a Stage A in the same run; None describes Stage A.
+    Stage B, which ends at step `stage_b_steps`, is described beside a Stage A in the same run.
     """
-    if runtime.rank() != 0:
-        return
     path = directory.path
     (path / FINISHED).unlink(missing_ok=True)  # a finished run may be extended
     write_text_atomic(path / "config_snapshot.yaml", snapshot_yaml(config))

@@ -21,14 +21,14 @@ from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.config.schema import Config
+from cdrmix.data.loader import Loader
 from cdrmix.engines.optim import learning_rate
-from cdrmix.engines.run import JsonObject, Run
+from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus, make_loader
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.models.backbone import Output, TokenEmbedding, logical_name
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
-from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.objectives.router import router_losses, router_monitors
 from cdrmix.parallel.apply import for_inference
@@ -43,31 +43,19 @@ Batch = dict[str, Tensor]
 
 
 class RouterMeasures(NamedTuple):
-    """Router statistics and losses, detached and over all data ranks.
+    """Router statistics per token and router losses, detached and over all data ranks."""
 
-    Attributes:
-        per_token: router statistics per token, [L, 2E + 3].
-        load_balance: load-balance loss, scalar.
-        z: z-loss, scalar.
-    """
-
-    per_token: Tensor
-    load_balance: Tensor
-    z: Tensor
+    per_token: Tensor  # [L, 2E + 3]
+    load_balance: Tensor  # scalar
+    z: Tensor  # scalar
 
 
 class MicroStep(NamedTuple):
-    """Result of the forward pass of one micro-batch.
+    """Result of the forward pass of one micro-batch."""
 
-    Attributes:
-        loss: to run backward from, scalar.
-        nats: summed cross-entropy of this rank's tokens, weighted, scalar, detached.
-        router: None for a dense model.
-    """
-
-    loss: Tensor
-    nats: Tensor
-    router: RouterMeasures | None
+    loss: Tensor  # to run backward from, scalar
+    nats: Tensor  # summed cross-entropy of this rank's tokens, weighted, scalar, detached
+    router: RouterMeasures | None  # None for a dense model
 
 
 def micro_step(
@@ -81,13 +69,9 @@ def micro_step(
     segment_ids: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> MicroStep:
-    """Forward pass and loss of one micro-batch.
+    """Forward pass and loss of one micro-batch; see `loss` and `train_step`.
 
-    Args:
-        engine: DeepSpeed engine around the backbone.
-        config, topology, labels, nats_scale, weights: see `loss`.
-        input_ids: [B, T].
-        segment_ids: document of each token, [B, T]; None: a sample is one document.
+    `segment_ids` [B, T] is the document of each token; None: a sample is one document.
     """
     output: Output = engine(input_ids, segment_ids=segment_ids)
     embedding = engine.module.embedding
@@ -107,15 +91,12 @@ def loss(
     """Loss of one micro-batch from the output of the backbone.
 
     Args:
-        output: hidden states of every position, router statistics of all layers.
-        embedding: of this rank; tied with the head.
         labels: [B, T]; -100 is ignored.
-        config: loss weights.
-        topology: of this rank.
         nats_scale: factor on the summed cross-entropy: W * A / valid tokens of the global batch,
             or their weight. DeepSpeed divides by A and averages over W, which leaves the mean over
             all tokens.
         weights: of the labels, [B, T], float32; None: 1.
+        output, embedding, config, topology: of this rank.
     """
     nats = next_token_nats(embedding, output.hidden, labels, weights)
     loss = nats * nats_scale
@@ -134,45 +115,30 @@ def loss(
 def _all_or_nothing(loss: Tensor) -> Tensor:
     """The same loss, with gradients that are not finite where the loss is not.
 
-    DeepSpeed skips a step by its gradients. Those of an infinite loss can be finite: softmax minus
-    target, where the target's logit is minus infinity.
+    DeepSpeed skips a step by its gradients, which can be finite where the loss is infinite: softmax
+    minus target, where the target's logit is minus infinity.
     """
     return loss * (1 + 0 * loss.detach())
 
 
 class StepResult(NamedTuple):
-    """Result of one optimizer step on this rank.
+    """Result of one optimizer step on this rank."""
 
-    Attributes:
-        nats: summed cross-entropy over the micro-steps, scalar; zero where another rank counts the
-            same tokens.
-        tokens: valid tokens of the global batch, or their weight.
-        router: means over the micro-steps; None for a dense model, and before the last pipeline
-            stage.
-        seconds: wall time, without the waits for data and for other ranks before it.
-    """
-
+    # Summed cross-entropy of all micro-steps, scalar; zero where another rank counts these tokens.
     nats: Tensor
-    tokens: float
+    tokens: float  # valid tokens of the global batch, or their weight
+    # Means over the micro-steps; None for a dense model, and before the last pipeline stage.
     router: RouterMeasures | None
-    seconds: float
+    seconds: float  # wall time, without the waits for data and for other ranks before it
 
 
 def train_step(
-    engine: Any,
-    config: Config,
-    topology: Topology,
-    batch: Batch,
-    *,
-    step: int,
-    tokens: float,
+    engine: Any, config: Config, topology: Topology, batch: Batch, *, step: int, tokens: float
 ) -> StepResult:
     """Take one optimizer step over this rank's micro-batches.
 
     Args:
-        engine: DeepSpeed engine.
-        config: the run's configuration.
-        topology: of this rank.
+        engine, config, topology: of this rank; the engine is DeepSpeed's around the backbone.
         batch: `input_ids` and `labels`, each [A, B, T], `segment_ids` if documents are apart, and
             `weights` of the labels if they differ.
         step: steps completed before this one.
@@ -185,8 +151,7 @@ def train_step(
     here = {name: values.to(engine.device, non_blocking=True) for name, values in batch.items()}
     nats_scale = topology.degrees.data * len(here["input_ids"]) / tokens
     micro_batches = [
-        dict(zip(here, micro_batch, strict=True))
-        for micro_batch in zip(*here.values(), strict=True)
+        dict(zip(here, tensors, strict=True)) for tensors in zip(*here.values(), strict=True)
     ]
     parts: list[MicroStep] = []
     if topology.degrees.pipeline > 1:
@@ -243,45 +208,22 @@ _ROUTER_METRICS = (
     "moe/z_loss",
 )
 
-
-class StepMeasures(NamedTuple):
-    """Result of a step over all ranks, the same on each.
-
-    Attributes:
-        loss: nats per token.
-        routing: the router's metrics by name; none for a dense model.
-    """
-
-    loss: float
-    routing: dict[str, float]
-
-
 # Evaluation reads a token at about a third of the cost of training on it, and generates a sample.
 # Of the tokens trained on since the last one, this share keeps both within 5 % of the time.
 _EVALUATED_SHARE = 0.07
 
 
-class Pretraining:
-    """Stage A: samples of a corpus in the run's global order.
-
-    Args:
-        config: of the run.
-        plan: layout and batch sizes.
-        topology: of this rank.
-        corpus: to train on.
-
-    Attributes:
-        samples: generated texts, one per evaluation.
-        name, num_steps, corpus, loader: see `StageState`.
-    """
+class Pretraining(Stage[Batch, StepResult]):
+    """Samples of a corpus in the run's global order."""
 
     name: Literal["a", "b"] = "a"
+    loader: Loader
 
     def __init__(self, config: Config, plan: Plan, topology: Topology, corpus: Corpus) -> None:
         self.corpus = corpus
         self.loader = make_loader(config, plan, topology, corpus.train)
         self.num_steps = config.training.num_steps
-        self.samples: list[JsonObject] = []
+        self.samples: list[JsonObject] = []  # generated texts, one per evaluation
 
     def next_batch(self, run: Run) -> Batch:
         """Read this rank's share of the next batch, each tensor [A, B, T]."""
@@ -307,11 +249,17 @@ class Pretraining:
         """Held-out loss and a sample, at a cost in proportion to the steps since the last."""
         share = _EVALUATED_SHARE * (run.config.evaluation.every_steps or 0)
         tokens = int(share * run.config.training.tokens_per_step)
-        return self.evaluate_now(run, max_tokens=tokens)[1]
-
-    def evaluate_now(self, run: Run, *, max_tokens: int) -> tuple[Evaluation, dict[str, float]]:
-        """Held-out loss at the current step, and its eval/* metrics; adds a sample of text."""
         began = time.monotonic()
+        evaluation = self.evaluate_now(run, max_tokens=tokens)
+        return {
+            "eval/loss": evaluation.loss,
+            "eval/perplexity": evaluation.perplexity,
+            "eval/bits_per_byte": evaluation.bits_per_byte,
+            "eval/seconds": time.monotonic() - began,
+        }
+
+    def evaluate_now(self, run: Run, *, max_tokens: int) -> Evaluation:
+        """Held-out loss at the current step; adds a sample of text."""
         settings = run.config.evaluation
         with run.heartbeat.phase("evaluating"), run.wall_time.spent("evaluation"):
             evaluation = evaluate(
@@ -336,23 +284,20 @@ class Pretraining:
             document = itertools.takewhile(lambda token: token != tokenizer.eos_id, new[0].tolist())
             text = tokenizer.decode(list(document))
             self.samples.append({"step": run.step, "prompt": settings.sample_prompt, "text": text})
-        return evaluation, {
-            "eval/loss": evaluation.loss,
-            "eval/perplexity": evaluation.perplexity,
-            "eval/bits_per_byte": evaluation.bits_per_byte,
-            "eval/seconds": time.monotonic() - began,
-        }
+        return evaluation
 
     def own_loss(self, result: StepResult) -> tuple[Tensor, float]:
         """Nats of this rank's tokens, and the weight of the global batch."""
         return result.nats, result.tokens
 
-    def measure(self, run: Run, result: StepResult) -> StepMeasures:
+    def measure(self, run: Run, result: StepResult) -> dict[str, float]:
         """Reduce loss and routing, which only the last pipeline stage knows; one collective."""
         moe = run.config.model.moe
+        training = run.config.training
         topology = run.topology
+        names = _ROUTER_METRICS if moe else ()
         # float64: float32 would round a sum of nats over a large batch in its seventh digit.
-        sums = torch.zeros(1 if moe is None else 1 + len(_ROUTER_METRICS), dtype=torch.float64)
+        sums = torch.zeros(1 + len(names), dtype=torch.float64)
         sums[0] = result.nats
         # One rank speaks for its pipeline stage: router statistics are means over data ranks.
         if moe and result.router and topology.counts_tokens and topology.data_rank == 0:
@@ -366,61 +311,26 @@ class Pretraining:
                 float(result.router.z),
             )
             sums[1:] = torch.tensor(routing, dtype=sums.dtype)
-        nats, *routing_means = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
-        names = _ROUTER_METRICS[: len(routing_means)]
-        return StepMeasures(nats / result.tokens, dict(zip(names, routing_means, strict=True)))
+        nats, *means = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
+        metrics = {
+            "loss": nats / result.tokens,
+            "learning_rate": learning_rate(run.step - 1, training),
+            "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),
+            "tokens_seen": self.tokens_seen(run),
+            **dict(zip(names, means, strict=True)),
+        }
+        if training.precision == "fp16":
+            metrics["loss_scale"] = float(run.engine.optimizer.cur_scale)
+        return metrics
 
-    def judge(self, run: Run, measures: StepMeasures) -> list[Verdict | None]:
+    def judge(self, run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
         """Verdicts on the loss and routing of the last step."""
-        verdicts = [run.health.loss_known(run.step, measures.loss)]
-        if measures.routing:
-            overflow, entropy_bits = (measures.routing[name] for name in _ROUTER_METRICS[:2])
+        verdicts = [run.health.loss_known(run.step, metrics["loss"])]
+        if run.config.model.moe:
+            overflow, entropy_bits = (metrics[name] for name in _ROUTER_METRICS[:2])
             verdicts.append(
                 run.health.routing_known(run.step, entropy_bits=entropy_bits, overflow=overflow)
             )
-        return verdicts
-
-    def log(
-        self, run: Run, measures: StepMeasures, evaluation: dict[str, float]
-    ) -> tuple[Verdict | None, Verdict | None]:
-        """Have rank 0 write and show a step's metrics; returns verdicts on waiting and memory.
-
-        Raises:
-            StateError: on every rank, if the metrics could not be written.
-        """
-        steps, seconds, waited = run.observer.take_window()
-        peak = take_memory_peak_bytes()
-        total = runtime.device_memory_gib() * 2**30
-        # The slowest and the fullest rank count: the others wait for the one, and the run ends
-        # with the other.
-        usage = (peak, peak / total, waited, waited / seconds)
-        peak, peak_share, waited, waited_share = map(
-            max, zip(*runtime.all_gather_object(usage), strict=True)
-        )
-        verdicts = (
-            run.health.wait_known(run.step, seconds=waited, share=waited_share),
-            run.health.memory_known(run.step, peak_share),
-        )
-        training = run.config.training
-        line = record(
-            step=run.step,
-            loss=measures.loss,
-            learning_rate=learning_rate(run.step - 1, training),
-            grad_norm=float(run.engine.get_global_grad_norm() or 0.0),
-            loss_scale=(
-                float(run.engine.optimizer.cur_scale) if training.precision == "fp16" else None
-            ),
-            tokens_seen=self.tokens_seen(run),
-            tokens_per_second=steps * training.tokens_per_step / seconds,
-            step_seconds=seconds / steps,
-            memory_peak_bytes=peak,
-            **measures.routing,
-            **run.health.metrics(),
-            **evaluation,
-        )
-        # A phase, for its limit: rank 0 may wait for a file server, and the others for rank 0.
-        with run.heartbeat.phase("logging"):
-            runtime.together(lambda: run.observer.write(run.step, line))
         return verdicts
 
     def fragments(self, run: Run) -> Iterator[Fragment]:

@@ -26,16 +26,11 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Requests:
-    """Requests that reached this rank as signals.
-
-    Attributes:
-        stop: name of the signal that asked to stop, or None.
-        save: a save was asked for since the last `poll`.
-    """
+    """Requests that reached this rank as signals."""
 
     def __init__(self) -> None:
-        self.stop: str | None = None
-        self.save = False
+        self.stop: str | None = None  # name of the signal
+        self.save = False  # since the last `poll`
         self._deferred = False
         self._launcher = _deepspeed_runner()
 
@@ -116,23 +111,16 @@ class LostAlone(SystemExit):
 
 
 def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) -> int:
-    """Run `action` while every rank sends heartbeats; collective.
+    """Run `action`, the work of this rank, while every rank sends heartbeats; collective.
 
-    Args:
-        config: deadlines.
-        action: does the work of this rank, and returns its exit code.
-    Returns:
-        The exit code, after the head has received it.
+    Returns its exit code, after the head has received it.
     """
     limits = Limits(config.deadline_seconds, config.phase_seconds)
+    folder = runtime.launch_folder()
     head = None
     if runtime.rank() == 0:
-        head = start_head(
-            runtime.master_address(),
-            limits,
-            world_size=runtime.world_size(),
-            folder=runtime.launch_folder(),
-        )
+        address = runtime.master_address()
+        head = start_head(address, limits, world_size=runtime.world_size(), folder=folder)
     meeting = runtime.broadcast_object(head.meeting if head else None)
     assert meeting is not None, "rank 0 made it"
     pipe = head.pipe if head else None
@@ -158,7 +146,6 @@ def supervised(config: SupervisionConfig, action: Callable[[Heartbeat], int]) ->
             # The connections stay until the head has ended the other ranks: each would log an
             # error of a connection that closed.
             time.sleep(_SECONDS_TO_BE_FOLLOWED)
-        folder = runtime.launch_folder()
         if folder is not None and runtime.rank() == 0:
             # srun ends the head with the last rank, before the head has written the outcome.
             await_outcome(folder, _SECONDS_FOR_OUTCOME)

@@ -25,21 +25,13 @@ logger = get_logger(__name__)
 
 
 class Corpus(NamedTuple):
-    """Token shards of a run, opened and verified.
-
-    Attributes:
-        manifest: of the data set.
-        train: samples to train on.
-        validation: samples held out.
-        tokenizer: of the data set.
-        folder: of the data set on this host.
-    """
+    """Token shards of a run, opened and verified."""
 
     manifest: Manifest
     train: TokenDataset | MixedDataset
-    validation: TokenDataset
+    validation: TokenDataset  # held out
     tokenizer: Tokenizer
-    folder: Path
+    folder: Path  # on this host
 
 
 def open_corpus(config: Config) -> Corpus:
@@ -63,11 +55,7 @@ def open_corpus(config: Config) -> Corpus:
             _warn_of_recipe(config.data.recipe, manifest.source.get("recipe"), str(path))
         # Every rank verifies a part: digests of a large data set take one rank too long.
         verify_shards(
-            path,
-            manifest,
-            part=runtime.rank(),
-            parts=runtime.world_size(),
-            mode=config.data.verify,
+            path, manifest, part=runtime.rank(), parts=runtime.world_size(), mode=config.data.verify
         )
         # The mixture of the run, else the one that the data set was built with.
         mixture = config.data.mixture or built_mixture(manifest)
@@ -88,14 +76,9 @@ def open_corpus(config: Config) -> Corpus:
 
 
 def check_same(things: str, name: str, digest: str) -> None:
-    """Refuse to train where ranks have different inputs; collective.
+    """Raises DataError on every rank if they have different inputs; collective.
 
-    Args:
-        things: kind of input, in the message.
-        name: of its digest, in the message.
-        digest: of this rank's input.
-    Raises:
-        DataError: on every rank, with the hosts of each.
+    The message names the kind of input, `things`, and the `name` of its digest.
     """
     hosts: dict[str, list[str]] = {}
     everywhere = runtime.all_gather_object((socket.gethostname(), digest))
@@ -103,37 +86,32 @@ def check_same(things: str, name: str, digest: str) -> None:
         hosts.setdefault(theirs, []).append(f"rank {rank} on {host}")
     if len(hosts) == 1:
         return
-    listed = "\n".join(
+    lines = []
+    for theirs, ranks in hosts.items():
         # Of thousands of ranks the first few say enough.
-        f"  {name} {theirs[:12]}: {', '.join(ranks[:8])}"
-        + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-        for theirs, ranks in hosts.items()
-    )
+        others = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        lines.append(f"  {name} {theirs[:12]}: {', '.join(ranks[:8])}{others}\n")
     raise DataError(
-        f"ranks have different {things}:\n{listed}\nEvery host must have the same. Try a folder "
-        "that all hosts share, or copy it again to the hosts where it differs"
+        f"ranks have different {things}:\n{''.join(lines)}Every host must have the same. Try a "
+        "folder that all hosts share, or copy it again to the hosts where it differs"
     )
 
 
 @cache  # once a run: Stage B opens the data set again
 def _warn_of_recipe(recipe: str | None, built_by: str | None, folder: str) -> None:
-    """Warn of a data set that another recipe than the model's built; `built_by` is None for folders
-    that name none, such as the sample corpus."""
+    """Warn of a data set that another recipe than the model's built, where both are named."""
     if recipe is not None and built_by is not None and built_by != recipe:
         logger.warning(
             "warning: %s was built by the recipe '%s', and data.recipe = '%s' is made for this "
             "model. Build that one with `cdrmix data build`, or set data.recipe=null.",
-            folder,
-            built_by,
-            recipe,
+            *(folder, built_by, recipe),
         )
 
 
 def make_loader(
     config: Config, plan: Plan, topology: Topology, train: TokenDataset | MixedDataset
 ) -> Loader:
-    """Returns this rank's samples in the run's global order; with sequence parallelism whole ones,
-    of which the rank trains on a part."""
+    """Returns this rank's samples in the run's global order; sequence ranks have the same ones."""
     return Loader(
         train,
         global_batch_size=config.training.global_batch_size,

@@ -105,10 +105,13 @@ def line_plot(
         width, height = size
         canvas = Canvas(figsize=(width / 72, height / 72), dpi=72)
         axes = canvas.add_axes((0.0, 0.0, 1.0, 1.0))
-        finite = [_finite(curve) for curve in curves]
+        drawn = []
         ends = [*marks]  # name, height and colour of each right end
-        for curve in finite:
-            last = _draw_curve(axes, curve)
+        for curve in curves:
+            can_be_drawn = np.isfinite(curve.values)
+            values = curve.values[can_be_drawn]
+            drawn.append(replace(curve, steps=curve.steps[can_be_drawn], values=values))
+            last = _draw_curve(axes, drawn[-1])
             ends.append(Mark(f"{curve.label} {text(last)}".strip(), last, curve.color))
         for mark in marks:
             color = _PLACEHOLDERS[mark.color]
@@ -116,7 +119,7 @@ def line_plot(
         right = 12.0 + _LABEL_CHARACTER * max(len(end.label) for end in ends)
         inner = (width - _LEFT - right, height - _BOTTOM - _TOP)
         axes.set_position((_LEFT / width, _BOTTOM / height, inner[0] / width, inner[1] / height))
-        _scale_axes(axes, finite, marks, limits)
+        _scale_axes(axes, drawn, marks, limits)
         _style_axes(axes, text)
         _label_right_edge(axes, ends)
         buffer = io.StringIO()
@@ -138,12 +141,6 @@ def decimate(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
         extremes += [begin + int(stretch.argmin()), begin + int(stretch.argmax())]
     places = np.unique(extremes)
     return steps[places], values[places]
-
-
-def _finite(curve: Curve) -> Curve:
-    """Drops the points that cannot be drawn."""
-    is_finite = np.isfinite(curve.values)
-    return replace(curve, steps=curve.steps[is_finite], values=curve.values[is_finite])
 
 
 def _draw_curve(axes: Axes, curve: Curve) -> float:

@@ -125,13 +125,23 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
     elif run.num_steps and run.last_step < run.num_steps:
         state = "unfinished"
     stage_b = None
-    tiles = _tiles(run)
-    if run.reasoning_rows or (run.config and run.config.stage_b):
+    if run.config and run.config.stage_b:
         # Only here: a run without a Stage B loads nothing of it.
-        from cdrmix.monitoring import stage_b_page
+        from cdrmix.monitoring.stage_b_page import stage_b_report
 
-        stage_b = stage_b_page.stage_b_report(run)
-        tiles += stage_b_page.stage_b_tiles(run)
+        stage_b = stage_b_report(run)
+    optimizer, speed = _training_figures(run)
+    losses = [
+        Curve("training", *run.series("loss"), "c1", smooth=True),
+        Curve("validation", *run.validation_losses(), "c2"),
+    ]
+    baselines = run.summary.get("baselines") or {}
+    marks = [
+        Mark(f"{name} {value:.4f}", value)
+        for name in ("unigram", "bigram")
+        if (value := _number(baselines.get(f"{name}_loss"))) is not None
+    ]
+    title = "Training and validation"
     samples = [
         {"prompt": "", "text": "", **sample, "step": _number(sample.get("step"))}
         for sample in run.summary.get("samples") or []
@@ -141,12 +151,12 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "state": state,
         "num_bad_losses": sum(not math.isfinite(line.get("loss", 0.0)) for line in run.records),
         "max_events": _MAX_EVENTS,
-        "tiles": tiles,
-        "loss": _losses(run),
-        "has_evaluations": bool(len(run.validation_losses()[0])),
+        "tiles": _tiles(run),
+        "loss": plot(title, "nats per token", "loss", losses, marks, size=(1120, 330)),
+        "has_evaluations": bool(len(losses[1].steps)),
         "comparison": _comparison(run),
-        "optimizer": _optimizer(run),
-        "speed": _speed(run),
+        "optimizer": optimizer,
+        "speed": speed,
         "spent": _spendings(run.summary.get("goodput") or {}),
         "start_up": _spendings(run.summary.get("start_up") or {}),
         "routing": _routing(run),
@@ -193,22 +203,17 @@ def _tiles(run: RecordedRun) -> list[Tile]:
         tiles.append(Tile("Size", compact(total), unit))
     if run.is_stage_b_alone:
         tiles = [tile for tile in tiles if tile.value != _UNKNOWN]
+    rows = run.reasoning_rows
+    if rows:
+        # Weighted by texts, of which the cells may have different numbers.
+        count = sum(row["n"] for row in rows)
+        mean, backbone = (
+            sum(row[name] * row["n"] for row in rows) / count
+            for name in ("score", "backbone_score")
+        )
+        unit = f"over all lengths; backbone alone {backbone:.2f}"
+        tiles.append(Tile("Reasoning", f"{mean:.2f}", unit))
     return tiles
-
-
-def _losses(run: RecordedRun) -> Figure:
-    baselines = run.summary.get("baselines") or {}
-    marks = [
-        Mark(f"{name} {value:.4f}", value)
-        for name in ("unigram", "bigram")
-        if (value := _number(baselines.get(f"{name}_loss"))) is not None
-    ]
-    curves = [
-        Curve("training", *run.series("loss"), "c1", smooth=True),
-        Curve("validation", *run.validation_losses(), "c2"),
-    ]
-    title = "Training and validation"
-    return plot(title, "nats per token", "loss", curves, marks, size=(1120, 330))
 
 
 def _comparison(run: RecordedRun) -> dict[str, Any] | None:
@@ -236,26 +241,22 @@ def _comparison(run: RecordedRun) -> dict[str, Any] | None:
     return {"predictors": predictors, "margin": min(known.values()) - model}
 
 
-def _optimizer(run: RecordedRun) -> list[Figure]:
+def _training_figures(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
+    """Draws the figures on the optimizer, and those on speed and memory."""
     clip = run.config.training.gradient_clipping if run.config else 0
     marks = [Mark(f"clipped at {clip:g}", clip)] if clip else []
+    steps, peak = run.series("memory_peak_bytes")
     rate = Curve("", *run.series("learning_rate"), "c3")
     norm = Curve("", *run.series("grad_norm"), "c4", smooth=True)
-    short = "{:.3g}".format
-    return [
-        plot("Learning rate", "per step", "learning-rate", [rate], text=short, limits=_FROM_ZERO),
-        plot("Gradient norm", "L2, before clipping", "grad-norm", [norm], marks),
-    ]
-
-
-def _speed(run: RecordedRun) -> list[Figure]:
-    """Draws the figures on speed and memory."""
-    steps, peak = run.series("memory_peak_bytes")
     speed = Curve("", *run.series("tokens_per_second"), "c1", smooth=True)
     memory = Curve("", steps, peak / 2**30, "c2")
+    short = "{:.3g}".format
     whole = "{:,.0f}".format
     gib = "{:.2f}".format
     return [
+        plot("Learning rate", "per step", "learning-rate", [rate], text=short, limits=_FROM_ZERO),
+        plot("Gradient norm", "L2, before clipping", "grad-norm", [norm], marks),
+    ], [
         plot("Throughput", "tokens per second", "speed", [speed], text=whole, limits=_FROM_ZERO),
         plot("Peak memory", "GiB, largest rank", "memory", [memory], text=gib, limits=_FROM_ZERO),
     ]

@@ -6,7 +6,7 @@ Loaded only for a run that has a Stage B; templates/stage_b.html lays it out.
 from itertools import groupby
 from typing import Any
 
-from cdrmix.monitoring.page import Figure, Tile
+from cdrmix.monitoring.page import Figure
 from cdrmix.monitoring.plots import Curve, plot
 from cdrmix.monitoring.report import RecordedRun
 
@@ -41,14 +41,12 @@ _CURVES = (
 _SIGNED = ("Correlation objective", "Value head")
 
 
-def stage_b_report(run: RecordedRun) -> dict[str, Any] | None:
-    """Computes the part on Stage B; None where the configuration has none or cannot be read.
+def stage_b_report(run: RecordedRun) -> dict[str, Any]:
+    """Computes the part on Stage B.
 
     `scores` of the suite, None before it was run, are by task: one (with memory, of the backbone)
     for each length in windows of `ratios`, or None where that was not run.
     """
-    if run.config is None or run.config.stage_b is None:
-        return None
     scores = None
     rows = run.reasoning_rows
     if rows:
@@ -71,19 +69,6 @@ def stage_b_report(run: RecordedRun) -> dict[str, Any] | None:
         "learning": _figures(run, "stage_b/"),
         "policy": _figures(run, "policy/"),
     }
-
-
-def stage_b_tiles(run: RecordedRun) -> list[Tile]:
-    """Returns a tile with the scores of the reasoning suite; none before it was run."""
-    rows = run.reasoning_rows
-    if not rows:
-        return []
-    # Weighted by texts, of which the cells may have different numbers.
-    count = sum(row["n"] for row in rows)
-    mean, backbone = (
-        sum(row[name] * row["n"] for row in rows) / count for name in ("score", "backbone_score")
-    )
-    return [Tile("Reasoning", f"{mean:.2f}", f"over all lengths; backbone alone {backbone:.2f}")]
 
 
 def _figures(run: RecordedRun, group: str) -> list[Figure]:

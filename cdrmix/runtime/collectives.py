@@ -19,7 +19,6 @@ from cdrmix.runtime.device import device, use_cpu
 from cdrmix.runtime.environment import local_rank, map_environment
 
 T = TypeVar("T")
-
 _SECONDS_TO_TEAR_DOWN = 60.0
 
 
@@ -61,9 +60,8 @@ def import_deepspeed() -> Any:
 def initialize_distributed(*, timeout_minutes: float = 30) -> None:
     """Makes the process group of this run through DeepSpeed: nccl on GPUs, gloo on CPUs.
 
-    A collective waits `timeout_minutes` at most. Raises InfrastructureError if the port is taken or
-    the address cannot be reached for now, ConfigError if the address does not exist, or this user
-    may not bind the port.
+    Raises InfrastructureError if the port is taken or the address cannot be reached for now,
+    ConfigError if the address does not exist, or this user may not bind the port.
     """
     map_environment()
     deepspeed = import_deepspeed()
@@ -103,6 +101,16 @@ def new_group(ranks: list[int], *, is_made_alone: bool = False) -> torch.distrib
     return torch.distributed.new_group(
         ranks, timeout=_GroupSettings.timeout, use_local_synchronization=is_made_alone
     )
+
+
+def share_timeout() -> None:
+    """Gives the run's timeout to all groups of this rank: DeepSpeed makes those of experts without.
+
+    Torch's own is 10 minutes with NCCL, less than a save to a slow file server may take.
+    """
+    assert _GroupSettings.timeout is not None, "initialize_distributed comes first"
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        group.set_timeout(_GroupSettings.timeout)
 
 
 def destroy_distributed() -> None:

@@ -42,25 +42,23 @@ def map_environment() -> None:
     for target, default in zip(_TARGETS, ("0", "1", "0", "1"), strict=True):
         env.setdefault(target, default)
     if env["WORLD_SIZE"] == "1":
-        env.setdefault("MASTER_ADDR", "127.0.0.1")
-        env.setdefault("MASTER_PORT", "0")
+        place = ("127.0.0.1", 0)
     elif "MASTER_ADDR" in env and "MASTER_PORT" in env:
         return
     elif "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env:
-        address, mpi_port = _address_by_mpi()
-        env.setdefault("MASTER_ADDR", address)
-        env.setdefault("MASTER_PORT", str(mpi_port))
+        place = _address_by_mpi()
     elif "SLURM_STEP_NODELIST" in env:
         step = int(env.get("SLURM_STEP_ID", "0"))
         restart = int(env.get("SLURM_RESTART_COUNT", "0"))
         port = port_of_step(int(env.get("SLURM_JOB_ID", "0")), step=step, restart=restart)
-        env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
-        env.setdefault("MASTER_PORT", str(port))
+        place = (first_host(env["SLURM_STEP_NODELIST"]), port)
     else:
         raise ConfigError(
             f"{env['WORLD_SIZE']} ranks were started without MASTER_ADDR and MASTER_PORT: export "
             "both before mpirun or srun, or start with the deepspeed launcher"
         )
+    env.setdefault("MASTER_ADDR", place[0])
+    env.setdefault("MASTER_PORT", str(place[1]))
 
 
 def _address_by_mpi() -> tuple[str, int]:
@@ -73,8 +71,7 @@ def _address_by_mpi() -> tuple[str, int]:
     if world.Get_rank() == 0:
         address = "127.0.0.1" if len({*hosts}) == 1 else address_of_this_host()
         meeting = (address, free_port())
-    address, port = world.bcast(meeting)
-    return address, port
+    return world.bcast(meeting)
 
 
 def environment_rank() -> int:

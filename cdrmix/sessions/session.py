@@ -36,14 +36,7 @@ logger = get_logger(__name__)
 
 
 def choose_here(config: Config, *, profile: str | None) -> Plan:
-    """Lay the run out as `cdrmix plan` would on the devices of the ranks; collective.
-
-    Args:
-        config: of the run; degrees and batch sizes in it are not changed.
-        profile: --profile, or None.
-    Raises:
-        PlanError: on every rank, if no layout can run.
-    """
+    """Lay the run out as `cdrmix plan` would on these devices, or raise PlanError; collective."""
     cluster = seen_cluster()
     return runtime.first_rank_does(lambda: choose(config, cluster, profile=profile))
 
@@ -72,81 +65,61 @@ def run_training(
     """Train as configured; every rank calls this once its process group is there.
 
     Args:
-        config: resolved configuration.
-        plan: profile, degrees and batch sizes for this world.
+        config, plan, start_up: of this start, on these ranks.
         run_dir: --run-dir, or None for a new one.
         resume: --resume: never, auto, or a run directory or checkpoint.
-        start_up: of this process.
     Returns:
         Exit code of the process: 0 done, 75 stopped by a signal after saving.
-    Raises:
-        TrainingError: on every rank, whichever met it.
     """
     requests = Requests()
     requests.listen()  # before a watchdog can pass a signal on
-    action = partial(
-        _train, config, plan, requests, run_dir=run_dir, resume=resume, start_up=start_up
-    )
-    return supervised(config.supervision, action)
 
-
-def _train(
-    config: Config,
-    plan: Plan,
-    requests: Requests,
-    heartbeat: Heartbeat,
-    *,
-    run_dir: Path | None,
-    resume: str,
-    start_up: StartUp,
-) -> int:
-    start_up.done("supervision")
-    runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
-    # torch imports its compiler with the setting of determinism, or else with the optimizer
-    start_up.done("imports")
-    # Hosts read the file from their own disks, and may have versions of it.
-    check_same("configurations", "hash", config_hash(config))
-    checkpoint = find_at(Path(resume)) if resume not in ("never", "auto") else None
-    with open_run_directory(config, requested=run_dir, resume=resume) as directory:
-        # Behind the lock: no other start adds notes meanwhile.
-        plan = with_what_fits(plan, config, directory.path)
-
-        def announce() -> None:
-            if runtime.rank() != 0:
-                return
-            path = directory.path / LOG
-            try:
-                log_to_file(path)
-            except OSError as error:
-                raise StateError(f"{path}: cannot be written: {error.strerror}") from error
-            logger.info("run directory: %s", directory.path)
-            for reason in plan.reasons:
-                logger.info("plan: %s", reason)
-            for warning in plan.warnings:
-                logger.warning("warning: %s", warning)
-
-        # Together: if rank 0 cannot write its log, the others end with it.
-        runtime.together(announce)
-        if runtime.rank() == 0:
-            heartbeat.log_to(directory.path / LOG)
-        if resume == "auto":
-            checkpoint = store.find_newest(directory.path, *directory.copies)
-            if checkpoint is None:
-                runtime.first_rank_does(lambda: refuse_lost_checkpoints(directory, config))
-                logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
-        start_up.done("resume")
-        moe = config.model.moe
-        start = Start(
-            config=config,
-            plan=plan,
-            directory=directory,
-            requests=requests,
-            heartbeat=heartbeat,
-            start_up=start_up,
-            health=Health(config.health, num_experts=moe.num_experts if moe else None),
-        )
-        is_stopped = _run_stages(start, checkpoint)
+    def act(heartbeat: Heartbeat) -> int:
+        start_up.done("supervision")
+        runtime.seed_everything(config.training.seed, deterministic=config.training.deterministic)
+        # torch imports its compiler with the setting of determinism, or else with the optimizer
+        start_up.done("imports")
+        # Hosts read the file from their own disks, and may have versions of it.
+        check_same("configurations", "hash", config_hash(config))
+        checkpoint = find_at(Path(resume)) if resume not in ("never", "auto") else None
+        with open_run_directory(config, requested=run_dir, resume=resume) as directory:
+            moe = config.model.moe
+            start = Start(
+                config=config,
+                # Behind the lock: no other start adds notes of what did not fit meanwhile.
+                plan=with_what_fits(plan, config, directory.path),
+                directory=directory,
+                requests=requests,
+                heartbeat=heartbeat,
+                start_up=start_up,
+                health=Health(config.health, num_experts=moe.num_experts if moe else None),
+            )
+            runtime.first_rank_does(lambda: _announce(start))
+            if resume == "auto":
+                checkpoint = store.find_newest(directory.path, *directory.copies)
+                if checkpoint is None:
+                    runtime.first_rank_does(lambda: refuse_lost_checkpoints(directory, config))
+                    logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
+            start_up.done("resume")
+            is_stopped = _run_stages(start, checkpoint)
         return EXIT_STOPPED_BY_SIGNAL if is_stopped else EXIT_DONE
+
+    return supervised(config.supervision, act)
+
+
+def _announce(start: Start) -> None:
+    """Open the log of the run, and log its directory and plan; rank 0."""
+    path = start.directory.path / LOG
+    try:
+        log_to_file(path)
+    except OSError as error:
+        raise StateError(f"{path}: cannot be written: {error.strerror}") from error
+    logger.info("run directory: %s", start.directory.path)
+    for reason in start.plan.reasons:
+        logger.info("plan: %s", reason)
+    for warning in start.plan.warnings:
+        logger.warning("warning: %s", warning)
+    start.heartbeat.log_to(path)
 
 
 def _run_stages(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
@@ -192,7 +165,8 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     start.start_up.done("engine")
     run = make_run(start, topology, engine, stage)
     is_stopped = run_stage(
-        *(run, stage, checkpoint),
+        run,
+        checkpoint,
         resumes=checkpoint is not None,
         finish=partial(finish, run, stage),
         is_last=not goes_on,

@@ -1,13 +1,9 @@
-"""Answers from texts longer than the window and from an index of earlier texts.
-
-An answer comes with its events: the fate of every segment on the way.
-"""
+"""Answers from long texts and from an index of earlier ones, with the fate of every segment."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,13 +11,11 @@ import torch
 from cdrmix.errors import DataError
 from cdrmix.reasoning.earlier import Earlier, Kept, Writing, keep, opened
 from cdrmix.reasoning.episodic_index import EpisodicIndex
-from cdrmix.reasoning.lessons import Lessons
-from cdrmix.reasoning.memory_reader import segment_room
 from cdrmix.reasoning.policy import Action, check_decision, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.segments import Texts
 from cdrmix.reasoning.state_rows import moved
-from cdrmix.stage_b.long_context import TrainedReader, load_reader
+from cdrmix.stage_b.long_context import TrainedReader, check_room, load_reader
 
 # Summarising and writing alone keep a segment: one that `retrieve` looks for is dropped, too.
 _WHILE_READING = {
@@ -36,17 +30,14 @@ _WHILE_READING = {
 class ReadingEvent:
     """Event of a segment.
 
-    Attributes:
-        kind: written, summarised or dropped during reading; evicted, because more was written than
-            memory holds; retrieved for the answer. Of the index: recalled from it; refreshed by a
-            repetition of its content; expired, because the index was full.
-        text: of the segment.
-        source: text that a recalled segment is from; empty for other events.
+    Its kind: written, summarised or dropped during reading; evicted, because more was written than
+    memory holds; retrieved for the answer. Of the index: recalled from it; refreshed by a
+    repetition of its content; expired, because the index was full.
     """
 
     kind: str
     text: str
-    source: str = ""
+    source: str = ""  # text that a recalled segment is from
 
     def line(self) -> str:
         """One line for a person."""
@@ -58,20 +49,12 @@ class ReadingEvent:
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer and its events.
-
-    Attributes:
-        answer: text; empty without a question.
-        events: in order of time.
-        accepted: number of the agent's decisions that accepted a branch, and of all decisions; None
-            if it took its likeliest actions.
-        index: summary of the index for a person; empty without one.
-    """
+    """An answer, empty without a question, and its events in order of time."""
 
     answer: str
     events: tuple[ReadingEvent, ...]
-    accepted: tuple[int, int] | None = None
-    index: str = ""
+    accepted: tuple[int, int] | None = None  # decisions that accepted a branch, and all of them
+    index: str = ""  # summary of the index for a person
 
     def memory_lines(self) -> str:
         """Events as lines for a person."""
@@ -85,25 +68,15 @@ class Answered:
 
 @dataclass(frozen=True)
 class Lasting:
-    """An index that outlives a text.
-
-    Attributes:
-        folder: of the index.
-        source: name of the text in the index.
-        faiss: whether to search through FAISS.
-    """
+    """An index that outlives a text."""
 
     folder: Path
-    source: str
-    faiss: bool = False
+    source: str  # name of the text in the index
+    faiss: bool = False  # search through FAISS
 
 
 def read_question_text(path: Path) -> str:
-    """Content of a text file.
-
-    Raises:
-        DataError: if it cannot be read, or is not UTF-8.
-    """
+    """Content of a text file. Raises DataError if it cannot be read, or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -123,17 +96,14 @@ def answer_from(
     """Answers a question from a text of any length, with a trained reader.
 
     Args:
-        source: a run directory or a checkpoint.
+        source, accept_threshold: see `load_reader`.
         text: to read; may be empty with an index.
         question: asked after it; may be empty with an index and a text.
         branches: whether the agent acts by branches instead of its likeliest action.
-        accept_threshold: advantage from which a branch is accepted; None: the run's.
         lasting: index that stores the segments written, and that the answer may come from.
     Raises:
-        StateError: if there is no checkpoint, it is older than Stage B, or does not fit the index.
         DataError: if text and question are missing, the question leaves no room, or the agent's
             numbers are not finite.
-        ConfigError: if FAISS is requested and not installed.
     """
     loaded = load_reader(source, accept_threshold=accept_threshold)
     return answer_with(loaded, text, question, branches=branches, lasting=lasting)
@@ -153,7 +123,20 @@ def answer_with(
     decode = lessons.tokenizer.decode
     segments = lessons.segments(text)
     question_ids = lessons.tokenizer.encode(question)
-    _check_input(lessons, bool(segments), question_ids, has_index=lasting is not None)
+    if lasting is None and not (segments and question_ids):
+        raise DataError(
+            "reading with memory takes a text and a question: give --prompt or --file, and "
+            "--question. With --index one of the two is enough"
+        )
+    if not segments and not question_ids:
+        raise DataError(
+            "an index takes a text to read, a question, or both: give --prompt or --file, or "
+            "--question"
+        )
+    try:
+        check_room(lessons, question)  # before the text is read, which may be long
+    except ValueError as error:
+        raise DataError(f"the {error}. Ask a shorter one") from None
     # Without a text a segment without tokens is read, which stores nothing.
     texts = lessons.texts([segments or [[]]], [question])
     texts = moved(texts, loaded.reader.backbone.device)
@@ -167,10 +150,8 @@ def answer_with(
         answered = _answered(loaded, played)
         # Only now: a call that fails before leaves the index as it was.
         outcome = _store(index, played, lasting.source)
-    changes = {"refreshed": outcome.refreshed, "expired": outcome.evicted}
-    events = [
-        ReadingEvent(kind, decode(list(ids))) for kind, group in changes.items() for ids in group
-    ]
+    events = [ReadingEvent("refreshed", decode(list(ids))) for ids in outcome.refreshed]
+    events += [ReadingEvent("expired", decode(list(ids))) for ids in outcome.evicted]
     summary = (
         f"{outcome.num_added} added, {len(outcome.refreshed)} refreshed, "
         f"{len(outcome.evicted)} expired; now {len(index)} segments of {index.num_tokens} tokens, "
@@ -179,46 +160,16 @@ def answer_with(
     return dataclasses.replace(answered, events=(*answered.events, *events), index=summary)
 
 
-def _check_input(
-    lessons: Lessons, has_text: bool, question: Sequence[int], *, has_index: bool
-) -> None:
-    """Raises DataError if text or question are missing, or the question is too long."""
-    if not has_index and not (has_text and question):
-        raise DataError(
-            "reading with memory takes a text and a question: give --prompt or --file, and "
-            "--question. With --index one of the two is enough"
-        )
-    if not has_text and not question:
-        raise DataError(
-            "an index takes a text to read, a question, or both: give --prompt or --file, or "
-            "--question"
-        )
-    # Before the text is read, which may be long.
-    room = segment_room(lessons.window_tokens, len(question))
-    if room < 0:
-        raise DataError(
-            f"the question takes {len(question)} tokens, {-room} more than a window of "
-            f"{lessons.window_tokens} tokens has room for. Ask a shorter one"
-        )
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Played:
-    """A single episode.
-
-    Attributes:
-        episodes: its rules.
-        state: its last state.
-        events: of its steps.
-        write_probability: of each segment read, probability of the action that writes it.
-        accepted: for each decision by branches, whether it accepted one; empty otherwise.
-    """
+    """A single episode: its rules, its last state, and what happened on the way."""
 
     episodes: ReadingEpisodes
     state: ReadingState
-    events: list[ReadingEvent]
-    write_probability: dict[int, float]
-    accepted: list[bool]
+    events: list[ReadingEvent] = field(default_factory=list)
+    # Of each segment read, probability of the action that writes it.
+    write_probability: dict[int, float] = field(default_factory=dict)
+    accepted: list[bool] = field(default_factory=list)  # of each decision by branches
 
 
 def _play(
@@ -229,10 +180,10 @@ def _play(
     policy = reader.policy
     # Nobody knows the right answer here, so that no answer earns a reward.
     episodes = ReadingEpisodes(reader, reader.read(texts), lambda _, __: 0.0, earlier=earlier)
-    state = episodes.start()
     has_question = bool(texts.questions[0])
-    played = _Played(episodes, state, [], {}, [])
-    while not bool(state.solved.all()):
+    played = _Played(episodes, episodes.start())
+    while not bool(played.state.solved.all()):
+        state = played.state
         place = episodes.segment_read(state)
         # All is read: what follows are decisions about the answer.
         if place is None and not has_question:
@@ -241,8 +192,7 @@ def _play(
         decision = policy(*observation)
         check_decision(decision, observation.legal)
         if place is not None:
-            # Of each segment read, not only where writing is the likeliest: branches may write,
-            # too.
+            # Not only where writing is the likeliest: branches may write, too.
             probability = decision.logprobs[0, Action.CACHE_WRITE].exp()
             played.write_probability[place] = float(probability)
         if branches:
@@ -261,8 +211,8 @@ def _play(
             if earlier and kind == "recalled":
                 source = earlier.index.entries[segment].source
             played.events.append(ReadingEvent(kind, text, source))
-        state = after
-    return dataclasses.replace(played, state=state)
+        played.state = after
+    return played
 
 
 def _changes(

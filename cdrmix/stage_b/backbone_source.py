@@ -11,9 +11,11 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
+from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.config.load import changed_keys
 from cdrmix.config.schema import Config
 from cdrmix.data.shards import Manifest, manifest_digest
+from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run_directory import RunDirectory
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.log import get_logger
@@ -31,10 +33,6 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
     """Refuses a Stage B without a Stage A, before any process group starts.
 
-    Args:
-        config: of the run.
-        run_dir: --run-dir.
-        resume: --resume.
     Raises:
         ConfigError: if neither configuration nor command line names the backbone's run.
         StateError: if there is no checkpoint in it.
@@ -71,22 +69,15 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
 
 
 def find_backbone(
-    config: Config,
-    directory: RunDirectory,
-    manifest: Manifest,
-    resumed: store.FoundCheckpoint | None,
-) -> store.FoundCheckpoint:
+    config: Config, directory: RunDirectory, manifest: Manifest, resumed: FoundCheckpoint | None
+) -> FoundCheckpoint:
     """Finds and checks the checkpoint that Stage B starts from; collective.
 
-    Args:
-        config: may name another run.
-        directory: of this run.
-        manifest: of the data that Stage B reads.
-        resumed: checkpoint of --resume, which serves where the configuration names no run.
+    The checkpoint `resumed`, of --resume, serves where the configuration names no other run.
+
     Raises:
-        NoUsableStateError: if there are checkpoints and all are damaged.
-        StateError: if there is none, it is of an unfinished Stage A, or of another architecture or
-            tokenizer, or all backbones there were trained in Stage B.
+        StateError: if there is none, or all are damaged, it is of an unfinished Stage A, or of
+            another architecture or tokenizer, or all backbones there were trained in Stage B.
     """
     assert config.stage_b is not None, "Stage B has its section"
     other_run = config.stage_b.run
@@ -100,36 +91,34 @@ def find_backbone(
             f"{place}: holds no checkpoint to take the backbone from. Give stage_b.run = RUN_DIR, "
             "the run directory of a finished Stage A"
         )
-    trained = _trained_in_stage_b(source)
-    if trained is not None:
+    state = state_of(source)
+    if _is_trained_in_stage_b(state):
         # Stage B cannot begin again from weights that it has trained: only from those before.
         # Of the very step in which Stage B began, too: it is the last one of Stage A.
-        earlier = store.find_newest(place, *copies, before=trained["first_step"] + 1)
-        if earlier is None or _trained_in_stage_b(earlier) is not None:
+        first_step = state["stage_b"]["first_step"]
+        earlier = store.find_newest(place, *copies, before=first_step + 1)
+        if earlier is None or _is_trained_in_stage_b(state_of(earlier)):
             raise StateError(
                 f"{source.path}: its backbone was trained in Stage B (backbone_lr_scale > 0), and "
-                f"{place} has no checkpoint of step {trained['first_step']}, where that began. The "
-                f"backbone came from {trained['origin']}. Try stage_b.run = another run"
+                f"{place} has no checkpoint of step {first_step}, where that began. The backbone "
+                f"came from {state['stage_b']['origin']}. Try stage_b.run = another run"
             )
         source = earlier
+        state = state_of(source)
     for name, why in source.skipped:
         logger.warning("skipped checkpoint %s: %s", name, why)
-    with runtime.together(lambda: CheckpointFile(source.path)) as checkpoint:
-        runtime.together(lambda: _check_model(config, checkpoint.state, source))
-        runtime.together(lambda: _check_tokenizer(manifest, checkpoint.state, source))
+    runtime.together(lambda: _check(config, manifest, state, source))
     return source
 
 
-def _trained_in_stage_b(source: store.FoundCheckpoint) -> dict[str, Any] | None:
-    """State of Stage B in a checkpoint, if that stage trained the backbone; collective."""
-    with runtime.together(lambda: CheckpointFile(source.path)) as checkpoint:
-        state = checkpoint.state
-    is_trained = state.get("stage") == "b" and state["stage_b"]["is_backbone_trained"]
-    return state["stage_b"] if is_trained else None
+def _is_trained_in_stage_b(state: dict[str, Any]) -> bool:
+    return state.get("stage") == "b" and state["stage_b"]["is_backbone_trained"]
 
 
-def _check_model(config: Config, state: dict[str, Any], source: store.FoundCheckpoint) -> None:
-    """Refuses a backbone of another architecture, and one of an unfinished Stage A."""
+def _check(
+    config: Config, manifest: Manifest, state: dict[str, Any], source: FoundCheckpoint
+) -> None:
+    """Refuses a backbone of another architecture, tokenizer or an unfinished Stage A."""
     model = config.model.model_dump(mode="json")
     changed = changed_keys({"model": state["config"]["model"]}, {"model": model})
     if changed:
@@ -138,22 +127,16 @@ def _check_model(config: Config, state: dict[str, Any], source: store.FoundCheck
             f"{source.path}: its backbone has another architecture: {listed}. Try the values "
             "there, or the run of a Stage A with those here"
         )
-    if state.get("stage") == "b":
-        return
-    # By its own configuration: a Stage A of this one may be longer or shorter.
-    length = Config.model_validate(state["config"]).training.num_steps
-    if source.step < length:
-        damaged = "; newer ones are damaged" if source.skipped else ""
-        raise StateError(
-            f"{source.path}: Stage A stopped at step {source.step} of {length}{damaged}. Finish it "
-            "first, with --resume auto and training.stage = a"
-        )
-
-
-def _check_tokenizer(
-    manifest: Manifest, state: dict[str, Any], source: store.FoundCheckpoint
-) -> None:
-    """Refuses another tokenizer, whose token ids mean other text; other data is allowed."""
+    if state.get("stage") != "b":
+        # By its own configuration: a Stage A of this one may be longer or shorter.
+        length = Config.model_validate(state["config"]).training.num_steps
+        if source.step < length:
+            damaged = "; newer ones are damaged" if source.skipped else ""
+            raise StateError(
+                f"{source.path}: Stage A stopped at step {source.step} of {length}{damaged}. "
+                "Finish it first, with --resume auto and training.stage = a"
+            )
+    # Token ids of another tokenizer mean other text. Other data is allowed.
     ours = manifest.tokenizer.sha256
     theirs = state.get("tokenizer")
     if theirs is None:  # older versions recorded the data set alone
@@ -171,13 +154,7 @@ def _check_tokenizer(
 
 
 def load_backbone(config: Config, checkpoint: CheckpointFile, topology: Topology) -> Backbone:
-    """Loads the backbone of a checkpoint of either stage onto this rank's device.
-
-    In a pipeline that is the part of this rank's stage.
-
-    Raises:
-        StateError: if it cannot be read.
-    """
+    """Loads the backbone of a checkpoint of either stage, or this rank's pipeline stage of it."""
     assert config.stage_b is not None, "Stage B has its section"
     pipeline = topology.degrees.pipeline
     if config.stage_b.training.backbone_lr_scale > 0:  # DeepSpeed converts it to the run's type
@@ -185,8 +162,7 @@ def load_backbone(config: Config, checkpoint: CheckpointFile, topology: Topology
             backbone = Backbone(config.model)
     else:
         # Frozen, and in the type of the run from the first: a device that it fills has no room for
-        # float32 on the way.
-        # Without memory: initial values would be replaced at once.
+        # float32 on the way. Without memory: initial values would be replaced at once.
         with torch.device("meta"):
             if pipeline == 1:
                 backbone = Backbone(config.model)
@@ -194,8 +170,7 @@ def load_backbone(config: Config, checkpoint: CheckpointFile, topology: Topology
                 layers = stage_b_layers(config, pipeline)[topology.stage]
                 backbone = FrozenStages(config.model, topology, layers)
         backbone.requires_grad_(False)
-        dtype = _TYPES[config.training.precision]
-        backbone = backbone.to(dtype).to_empty(device=runtime.device())
+        backbone.to(_TYPES[config.training.precision]).to_empty(device=runtime.device())
     # In a pipeline the parameters of other stages, and everything of Stage B, are read elsewhere.
     here = {logical_name(name) for name, _ in backbone.named_parameters()}
     elsewhere = {parameter.name for parameter in parameters(config.model)} - here

@@ -1,8 +1,11 @@
 """Stage B as the loop sees it: lessons for a reader, phase by phase.
 
-The phase of a step follows from the number of the step. A step of memory, adapters and joint is one
-optimizer step on all its lessons, each a micro-step of the rank that has it; one of the policy is a
-batch of rollouts and up to four optimizer steps on it.
+A lesson is a batch of texts that one rank learns from in one micro-step. Except for the weights all
+is a pure function of (phase, number): a lesson is the same on any rank and at any time. Losses and
+metrics are means over a lesson, and those of a step means over its lessons.
+
+The phase of a step follows from its number. A step is one optimizer step on all its lessons; one of
+the policy is a batch of rollouts and up to four optimizer steps on it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,155 +23,188 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import Fragment, Part, is_stage_b, part_of, reader_logical_name
-from cdrmix.config.reasoning import Phase
+from cdrmix.config.reasoning import Phase, StageBTraining
 from cdrmix.config.schema import Config
-from cdrmix.engines.run import JsonObject, Run
+from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import StateError
 from cdrmix.monitoring.health import Verdict
-from cdrmix.monitoring.metrics import record, take_memory_peak_bytes
 from cdrmix.parallel.tensor import is_copy
-from cdrmix.stage_b.course import Course, LessonLoader, LessonShare
-from cdrmix.stage_b.optimizer import (
-    Clip,
-    PhasePlace,
-    in_order,
-    learning_rates,
-    place_of,
-    set_learning,
-)
-from cdrmix.stage_b.phases import LessonMetrics
+from cdrmix.stage_b.optimizer import Clip, in_order, learning_rates, place_of, set_learning
+from cdrmix.stage_b.phases import Course, LessonMetrics, stage_b_section
+
+# Configuration keys of the fields of a loader's state that are not under stage_b.training.
+_SETTINGS = {
+    "manifest_digest": "data.path",
+    "seed": "training.seed",
+    "phases": "stage_b.training.{memory,adapter,joint,policy}_steps",
+}
+
+
+@dataclass
+class LessonLoader:
+    """Shares lessons out over ranks, in order; their numbers go on through all phases."""
+
+    course: Course  # makes the lessons
+    training: StageBTraining
+    rank: int  # of this process among those that share the lessons out
+    world_size: int  # number of these processes
+    manifest_digest: str  # of the data set with the texts and the tokenizer
+    seed: int  # of the lessons
+    is_shared: bool = False  # other ranks take the same lessons, and play them with this one
+    samples_consumed: int = 0  # lessons handed out so far, to all ranks
+    _steps: int = 0
+
+    def next(self, step: int) -> list[Any]:
+        """This rank's lessons of a step of Stage B; DataError if one cannot be made or played."""
+        # From the number of the step, which checkpoints and metrics have, too.
+        phase = place_of(step, self.training).phase
+        # Every rank counts the lessons of all: a position holds at any number of ranks.
+        end = self.samples_consumed + self.training.lessons_per_step
+        numbers = range(self.samples_consumed, end)[self.rank :: self.world_size]
+
+        def make() -> list[Any]:
+            return [self.course.lesson(phase, number) for number in numbers]
+
+        # Ranks that share lessons play together: one without a lesson, because it could not be
+        # made, would be waited for in the middle of an episode. So all of them fail here.
+        plays = phase == "policy"
+        lessons = runtime.together(make) if plays and self.is_shared else make()
+        if plays:
+            lessons = [self.course.collect(lesson) for lesson in lessons]
+        self.samples_consumed = end
+        self._steps = step + 1
+        return lessons
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position between two steps; the same on every rank."""
+        # With all that the texts follow from: a position means nothing in other lessons.
+        position = {"samples_consumed": self.samples_consumed, "steps": self._steps}
+        return position | self._identity()
+
+    def _identity(self) -> dict[str, Any]:
+        """Everything that determines the content of the lessons."""
+        training = self.training
+        return {
+            "manifest_digest": self.manifest_digest,
+            "seed": self.seed,
+            "tasks": list(training.tasks),
+            "length_ratios": list(training.length_ratios),
+            "window_tokens": training.window_tokens,
+            "texts_per_lesson": training.texts_per_lesson,
+            "phases": [[phase, length] for phase, length in training.phases],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a position, on any number of ranks; StateError if the lessons differ."""
+        differing = []
+        for key, ours in self._identity().items():
+            saved = state.get(key, ours)  # an older version saved fewer fields
+            same = saved == ours
+            if key == "phases" and not same:  # later phases may have other lengths
+                done = state["steps"]
+                same = _phase_of_each_step(saved)[:done] == _phase_of_each_step(ours)[:done]
+            if not same:
+                name = _SETTINGS.get(key, f"stage_b.training.{key}")
+                differing.append(f"{name} ({key}): {saved} there, {ours} here")
+        if differing:
+            raise StateError(
+                f"The lessons of the checkpoint are others: {'; '.join(differing)}. Resume with "
+                "the values of the checkpoint, or start Stage B in a new run directory"
+            )
+        self.samples_consumed = state["samples_consumed"]
+        self._steps = state.get("steps", 0)
+
+    def close(self) -> None:
+        """Does nothing: no file is open."""
+
+
+def _phase_of_each_step(lengths: list[list[Any]]) -> list[str]:
+    return [phase for phase, length in lengths for _ in range(length)]
 
 
 class LessonResult(NamedTuple):
-    """Result of a step on this rank.
-
-    Attributes:
-        place: of the step.
-        metrics: of each lesson that counts here; lessons differ in which they have.
-        rates: learning rate of every part.
-        epochs: optimizer steps taken.
-        seconds: wall time, without the wait for lessons and for other ranks before it.
-    """
-
-    place: PhasePlace
-    metrics: list[LessonMetrics]
-    rates: dict[Part, float]
-    epochs: int
-    seconds: float
-
-
-class LessonMeasures(NamedTuple):
-    """Result of a step over all ranks, the same on each.
-
-    Attributes:
-        phase: of the step.
-        means: of every metric over the lessons that have it.
-        rate: largest learning rate.
-        grad_norm: of all that learned, before clipping (L2).
-        epochs: optimizer steps taken.
-    """
+    """Result of a step on this rank."""
 
     phase: Phase
-    means: dict[str, float]
-    rate: float
-    grad_norm: float
-    epochs: int
+    metrics: list[LessonMetrics]  # of each lesson that counts here; not all have the same
+    rates: dict[Part, float]  # learning rates
+    epochs: int  # optimizer steps taken
+    seconds: float  # wall time, without the wait for lessons and for other ranks before it
 
 
-class StageB:
-    """Stage B.
+@dataclass
+class StageB(Stage[list[Any], LessonResult]):
+    """Reasoning enablement.
 
-    Args:
-        course: reader, lessons and losses.
-        config: of the run.
-        clip: of the optimizer; knows the norms.
-        loader: lessons of this data rank.
-        corpus: that lessons take texts and tokenizer from.
-        first_step: steps of Stage A that the backbone has.
-        origin: checkpoint that the backbone comes from.
-
-    Attributes:
-        name, num_steps, corpus, loader: see `StageState`.
+    The reasoning suite takes too long to run between steps: there is nothing to `evaluate`. A loss
+    is judged with its phase, by what `measure` returns, and not by `own_loss`.
     """
 
+    course: Course  # reader, lessons and losses
+    config: Config
+    clip: Clip  # of the optimizer; knows the norms
+    loader: LessonLoader
+    corpus: Corpus  # that lessons take texts and tokenizer from
+    first_step: int  # steps of Stage A that the backbone has
+    origin: str  # checkpoint that the backbone comes from
     name: Literal["a", "b"] = "b"
+    _is_backbone_trained: bool = False
+    _has_begun: bool = False
 
-    def __init__(
-        self,
-        course: Course,
-        config: Config,
-        clip: Clip,
-        loader: LessonLoader,
-        corpus: Corpus,
-        *,
-        first_step: int,
-        origin: str,
-    ) -> None:
-        assert config.stage_b is not None, "Stage B has its section"
-        self._course = course
-        self._config = config.stage_b
-        self._clip = clip
-        self.loader = loader
-        self._first_step = first_step
-        self._origin = origin
-        self._is_backbone_trained = False
-        self._has_begun = False
-        self.corpus = corpus
-        self.num_steps = first_step + config.stage_b.training.num_steps
+    def __post_init__(self) -> None:
+        self._settings = stage_b_section(self.config)
+        self.num_steps = self.first_step + self._settings.training.num_steps
 
-    def next_batch(self, run: Run) -> LessonShare:
-        """This rank's share of the next step."""
-        step = run.step - self._first_step
-        if place_of(step, self._config.training).step == 0 or not self._has_begun:
+    def next_batch(self, run: Run) -> list[Any]:
+        """This rank's lessons of the next step; in the policy phase the episodes collected."""
+        step = run.step - self.first_step
+        if place_of(step, self._settings.training).step == 0 or not self._has_begun:
             # Steps of another phase say nothing about the duration of these. Where a step has few
             # lessons their lengths make it uneven.
             run.heartbeat.forget_step(are_uneven=True)
         self._has_begun = True
         return self.loader.next(step)
 
-    def weight(self, run: Run, batch: LessonShare) -> float:
+    def weight(self, run: Run, batch: list[Any]) -> float:
         """Lessons of this rank, on one stage of a pipeline, whose ranks have the same ones."""
-        return float(len(batch.lessons)) if run.topology.counts_tokens else 0.0
+        return float(len(batch)) if run.topology.counts_tokens else 0.0
 
-    def train_step(self, run: Run, batch: LessonShare, *, weight: float) -> LessonResult:
+    def train_step(self, run: Run, batch: list[Any], *, weight: float) -> LessonResult:
         """Take one step of a phase; `weight` is its number of lessons."""
         began = time.perf_counter()
-        place = batch.place
-        rates = learning_rates(place, self._course.learning(place.phase), run.config)
+        place = place_of(run.step - self.first_step, self._settings.training)
+        rates = learning_rates(place, self.course.learning(place.phase), run.config)
         set_learning(run.engine, rates)
         # Should DeepSpeed skip the step, those of the step before must not be reported for it.
-        self._clip.norms.clear()
+        self.clip.norms.clear()
         # DeepSpeed divides by the micro-steps of a rank and by the ranks; the mean is over lessons.
         slots = run.engine.gradient_accumulation_steps()
         scale = slots * run.topology.degrees.data / weight
         epochs = 1
         if place.phase == "policy":
-            metrics, epochs = self._learn_policy(run, batch.lessons, slots, scale, weight)
+            metrics, epochs = self._learn_policy(run, batch, slots, scale, weight)
         else:
-            losses = (self._course.loss(place.phase, lesson) for lesson in batch.lessons)
+            losses = (self.course.loss(place.phase, lesson) for lesson in batch)
             metrics = self._learn(run.engine, losses, slots, scale)
         # Ranks of a pipeline have the same lessons: one stage counts them.
         counting = metrics if run.topology.counts_tokens else []
-        return LessonResult(place, counting, rates, epochs, time.perf_counter() - began)
+        return LessonResult(place.phase, counting, rates, epochs, time.perf_counter() - began)
 
     def _learn(
         self, engine: Any, losses: Iterable[tuple[Tensor, LessonMetrics]], slots: int, scale: float
     ) -> list[LessonMetrics]:
-        """Take one optimizer step, a micro-step per loss; returns the metrics of each.
-
-        Every rank takes as many micro-steps: those beyond its lessons have no gradient, and no
-        rank waits in a collective that another leaves out.
-        """
+        """Take one optimizer step, a micro-step per loss; returns the metrics of each."""
         metrics = []
         coming = iter(losses)
+        # As many on every rank, with no gradient beyond its lessons: none waits in a collective.
         for slot in range(slots):
             lesson = next(coming, None)
             if lesson is not None:
                 metrics.append({"loss": lesson[0].detach(), **lesson[1]})
             engine.backward(in_order(engine, None if lesson is None else scale * lesson[0]))
             if slot == slots - 1:  # the gradients are complete, and DeepSpeed's update comes next
-                self._clip.prepare(engine.optimizer)
+                self.clip.prepare(engine.optimizer)
             engine.step()
         return metrics
 
@@ -176,16 +213,14 @@ class StageB:
     ) -> tuple[list[LessonMetrics], int]:
         """Take optimizer steps on one batch of episodes until the policy has moved far enough.
 
-        Returns:
-            Metrics of the last forward pass, and the number of optimizer steps.
+        Returns metrics of the last forward pass, and the number of optimizer steps.
         """
-        policy = self._config.policy
+        policy = self._settings.policy
         farthest = policy.kl_margin * policy.kl_target
         metrics: list[LessonMetrics] = []
         for epoch in range(policy.epochs):
-            # Of all lessons before any is learned from: the mean divergence decides whether to go
-            # on.
-            losses = [self._course.rollout_loss(each) for each in collected]
+            # Of all lessons before any is learned from: their mean divergence may end the epochs.
+            losses = [self.course.rollout_loss(each) for each in collected]
             metrics = [
                 {**each.metrics, "loss": loss.detach(), **of_loss}
                 for each, (loss, of_loss) in zip(collected, losses, strict=True)
@@ -201,15 +236,7 @@ class StageB:
             self._learn(run.engine, losses, slots, scale)
         return metrics, policy.epochs
 
-    def evaluate(self, run: Run) -> dict[str, float]:
-        """Returns nothing: the reasoning suite takes too long to run between steps."""
-        return {}
-
-    def own_loss(self, result: LessonResult) -> None:
-        """Returns None: a loss is judged with its phase, by what `measure` returns."""
-        return
-
-    def measure(self, run: Run, result: LessonResult) -> LessonMeasures:
+    def measure(self, run: Run, result: LessonResult) -> dict[str, float]:
         """Reduce a result over the ranks: each metric's mean over the lessons that have it."""
         # Ranks differ in the metrics that their lessons have; a collective needs one order on all.
         own_names = set().union(*result.metrics)
@@ -218,71 +245,37 @@ class StageB:
         # Sums and counts, because ranks may have different numbers of lessons.
         sums = torch.tensor([[sum(each), len(each)] for each in values], dtype=torch.float64)
         totals = runtime.all_reduce_sum(sums.to(runtime.device())).tolist()
-        return LessonMeasures(
-            phase=result.place.phase,
-            means={name: total / n for name, (total, n) in zip(names, totals, strict=True)},
-            rate=max(result.rates.values()),
-            grad_norm=math.hypot(*self._clip.norms.values()),
-            epochs=result.epochs,
-        )
+        group = "policy" if result.phase == "policy" else "stage_b"
+        metrics: dict[str, float] = {}
+        for name, (total, count) in zip(names, totals, strict=True):
+            metrics[f"{group}/{name}"] = total / count
+        if group == "policy":
+            metrics["policy/epochs"] = result.epochs
+        metrics["learning_rate"] = max(result.rates.values())
+        metrics["grad_norm"] = math.hypot(*self.clip.norms.values())
+        return metrics
 
-    def judge(self, run: Run, measures: LessonMeasures) -> list[Verdict | None]:
+    def judge(self, run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
         """A verdict on a loss that is not finite."""
         # No spikes: each phase has losses of its own, and lessons differ in length.
-        loss = measures.means["loss"]
+        loss = metrics["policy/loss" if "policy/loss" in metrics else "stage_b/loss"]
         return [] if math.isfinite(loss) else [run.health.loss_known(run.step, loss)]
 
-    def log(
-        self, run: Run, measures: LessonMeasures, evaluation: dict[str, float]
-    ) -> tuple[Verdict | None, ...]:
-        """Have rank 0 write and show a step's metrics; returns the verdict on memory.
-
-        Raises:
-            StateError: on every rank, if the metrics could not be written.
-        """
-        group = "policy" if measures.phase == "policy" else "stage_b"
-        means = {f"{group}/{name}": value for name, value in measures.means.items()}
-        steps, seconds, _ = run.observer.take_window()
-        peak = take_memory_peak_bytes()
-        usage = (peak, peak / (runtime.device_memory_gib() * 2**30))
-        # Of the fullest rank, which is the one that runs out of memory.
-        peak, share = map(max, zip(*runtime.all_gather_object(usage), strict=True))
-        line = record(
-            step=run.step,
-            learning_rate=measures.rate,
-            grad_norm=measures.grad_norm,
-            step_seconds=seconds / steps,
-            memory_peak_bytes=peak,
-            **means,
-            **({"policy/epochs": measures.epochs} if group == "policy" else {}),
-            **run.health.metrics(),
-        )
-        with run.heartbeat.phase("logging"):
-            runtime.together(lambda: run.observer.write(run.step, line))
-        return (run.health.memory_known(run.step, share),)
-
     def fragments(self, run: Run) -> Iterator[Fragment]:
-        """This rank's share of a checkpoint.
-
-        Data ranks hold a frozen backbone alike, outside of the engine: each saves some tensors.
-        """
+        """This rank's share of a checkpoint."""
         yield from engine_state.fragments(run.engine, reader_logical_name)
-        if self._config.training.backbone_lr_scale == 0:
+        # Data ranks hold a frozen backbone alike, outside of the engine: each saves some tensors.
+        if self._settings.training.backbone_lr_scale == 0:
             backbone = [
                 (name, tensor)
-                for name, tensor in self._course.model.named_parameters()
+                for name, tensor in self.course.model.named_parameters()
                 if part_of(name) == "backbone" and not is_copy(tensor)
             ]
-            # In turn, so that each data rank writes about as much.
             mine = dict(backbone[run.topology.data_rank :: run.topology.degrees.data])
             yield from engine_state.whole_fragments(mine, reader_logical_name)
 
     def load(self, run: Run, reader: CheckpointFile) -> None:
-        """Put a checkpoint of Stage B into the engine; a frozen backbone stays as it is.
-
-        Raises:
-            StateError: on every rank, if it is none, or cannot be read.
-        """
+        """Put a checkpoint of Stage B into the engine; a frozen backbone stays as it is."""
         if reader.state.get("stage") != "b":
             raise StateError(f"{reader.path}: was saved before Stage B began")
         own = {reader_logical_name(name) for name, _ in run.engine.module.named_parameters()}
@@ -293,12 +286,12 @@ class StageB:
 
     def saved(self, run: Run) -> JsonObject:
         """Origin of the backbone, and whether Stage B has changed it."""
-        learns = self._config.training.backbone_lr_scale > 0 and run.step > self._first_step
+        learns = self._settings.training.backbone_lr_scale > 0 and run.step > self.first_step
         return {
             "samples": [],  # texts of Stage A, which readers of a checkpoint expect
             "stage_b": {
-                "first_step": self._first_step,
-                "origin": self._origin,
+                "first_step": self.first_step,
+                "origin": self.origin,
                 "is_backbone_trained": self._is_backbone_trained or learns,
             },
         }

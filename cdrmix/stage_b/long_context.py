@@ -1,7 +1,6 @@
 """Trained readers, and the suite that scores them on reasoning tasks by length of the text.
 
-Each score stands beside that of the backbone alone, which sees only the window at the end of the
-text; its state and cache begin there.
+Beside each score stands that of the backbone alone, which sees only the last window of the text.
 """
 
 # N texts
@@ -11,12 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
@@ -45,13 +42,7 @@ _TRIES_PER_EXAMPLE = 4
 
 @dataclass(frozen=True)
 class TrainedReader:
-    """A reader from a checkpoint.
-
-    Attributes:
-        trained: backbone, configuration and tokenizer.
-        reader: in evaluation mode.
-        lessons: tasks and texts in its tokens.
-    """
+    """A reader from a checkpoint, in evaluation mode, with tasks and texts in its tokens."""
 
     trained: TrainedModel
     reader: MemoryReader
@@ -59,14 +50,10 @@ class TrainedReader:
 
 
 def load_reader(source: Path, *, accept_threshold: float | None = None) -> TrainedReader:
-    """Loads the newest whole checkpoint under `source`.
+    """Loads the newest whole checkpoint under `source`, a run directory or a checkpoint.
 
-    Args:
-        source: a run directory or a checkpoint.
-        accept_threshold: advantage from which a branch is accepted; None: the run's.
-    Raises:
-        StateError: if there is none, or it is older than Stage B.
-        DataError: if its tokenizer cannot be read.
+    `accept_threshold` is the advantage from which a branch is accepted; None: the run's. Raises
+    StateError if there is none, it is older than Stage B, or its tokenizer cannot be read.
     """
     trained = load_trained(source)
     stage_b = trained.config.stage_b
@@ -80,16 +67,11 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
         if accept_threshold is not None:
             policy = stage_b.policy.model_copy(update={"accept_threshold": accept_threshold})
             stage_b = stage_b.model_copy(update={"policy": policy})
-        training = stage_b.training
-        lessons = Lessons(
-            training,
-            trained.config.training.seed,
-            training.window_tokens or trained.config.training.sequence_length,
-            trained.tokenizer,
-        )
-        reader = MemoryReader(
-            trained.model, stage_b, window_tokens=lessons.window_tokens, marks=lessons.marks
-        )
+        training = trained.config.training
+        window_tokens = stage_b.training.window_tokens or training.sequence_length
+        lessons = Lessons(stage_b.training, training.seed, window_tokens, trained.tokenizer)
+        marks = lessons.marks
+        reader = MemoryReader(trained.model, stage_b, window_tokens=window_tokens, marks=marks)
         reader.to(trained.model.device)
         engine_state.load_module(reader, checkpoint, reader_logical_name)
     return TrainedReader(trained, reader.eval(), lessons)
@@ -97,37 +79,22 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of the table of scores.
-
-    Attributes:
-        task: name of the task.
-        length_ratio: length of the texts (windows).
-        score: mean score of the reader, 0 to 1.
-        backbone_score: of the backbone alone, on the same texts.
-        n: number of texts.
-    """
+    """One cell of the table of scores, each a mean over `n` texts, 0 to 1."""
 
     task: str
-    length_ratio: int
+    length_ratio: int  # of the texts, in windows
     score: float
-    backbone_score: float
+    backbone_score: float  # of the backbone alone, on the same texts
     n: int
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Result of an evaluation.
-
-    Attributes:
-        rows: cells of the table.
-        accepted: share of the agent's decisions that accepted a branch; None if it took its
-            likeliest actions.
-        checkpoint: of the reader, if one was loaded.
-    """
+    """Result of an evaluation."""
 
     rows: list[Row]
-    accepted: float | None = None
-    checkpoint: Path | None = None
+    accepted: float | None = None  # share of the decisions that accepted a branch
+    checkpoint: Path | None = None  # of the reader, if one was loaded
 
     def as_json(self) -> str:
         """Rows as one JSON object, with the share of accepted branches if there is one."""
@@ -135,10 +102,27 @@ class Evaluated:
         return json.dumps({"rows": [asdict(row) for row in self.rows], **share})
 
     def table(self) -> str:
-        """Table of scores for a person."""
-        if self.accepted is None:
-            return score_table(self.rows)
-        return f"{score_table(self.rows)}; {self.accepted:.1%} of the decisions accepted a branch"
+        """Table of scores for a person: a line per task, a column per length."""
+        ratios = sorted({row.length_ratio for row in self.rows})
+        by_cell = {(row.task, row.length_ratio): row for row in self.rows}
+        heads = "".join(f"{f'{ratio}x':>14}" for ratio in ratios)
+        lines = [f"{'score, backbone alone':<24}{heads}"]
+        for task in dict.fromkeys(row.task for row in self.rows):
+            cells = []
+            for ratio in ratios:
+                row = by_cell.get((task, ratio))
+                cells.append(f"{row.score:.2f}, {row.backbone_score:.2f}" if row else "-")
+            lines.append(f"{task:<24}" + "".join(f"{cell:>14}" for cell in cells))
+        if not self.rows:
+            return "\n".join([*lines, "no task fits"])
+        # A length that has no room for some examples has fewer.
+        fewest = min(row.n for row in self.rows)
+        most = max(row.n for row in self.rows)
+        texts = f"{most}" if fewest == most else f"{fewest} to {most}"
+        lines.append(f"{texts} texts each; lengths in windows")
+        if self.accepted is not None:
+            lines[-1] += f"; {self.accepted:.1%} of the decisions accepted a branch"
+        return "\n".join(lines)
 
 
 def evaluate_reasoning(
@@ -153,22 +137,17 @@ def evaluate_reasoning(
     """Scores a trained reader on the suite, or on tasks from a file; see `store_rows`.
 
     Args:
-        source: a run directory or a checkpoint of one.
+        source, accept_threshold: see `load_reader`.
         num_examples: texts for each task of its training and each length.
-        file: tasks to read in place of the suite.
-        written: file to write the tasks to.
+        file: tasks to read in place of the suite; DataError if a row cannot be used.
+        written: file to write the tasks to; StateError if it cannot be written.
         branches: whether to act by branches instead of the likeliest action.
-        accept_threshold: advantage from which a branch is accepted; None: the run's.
-    Raises:
-        StateError: if there is no checkpoint, it is older than Stage B, or the tasks cannot be
-            written.
-        DataError: if a row of the file cannot be used.
     """
     loaded = load_reader(source, accept_threshold=accept_threshold)
     logger.info("%s: step %d", source, loaded.trained.step)
     lessons = loaded.lessons
     if file is not None:
-        examples = read_examples(file, check=partial(_check_room, lessons))
+        examples = read_examples(file, check=lambda each: check_room(lessons, each.question))
     else:
         tasks = lessons.training.tasks
         examples = suite(lessons, tasks, length_ratios=LENGTH_RATIOS, num_examples=num_examples)
@@ -178,10 +157,11 @@ def evaluate_reasoning(
     return replace(evaluated, checkpoint=loaded.trained.checkpoint)
 
 
-def _check_room(lessons: Lessons, example: Example) -> None:
-    """Raises ValueError if a window has no room for the question."""
-    count = len(lessons.tokenizer.encode(example.question))
-    if (room := segment_room(lessons.window_tokens, count)) < 0:
+def check_room(lessons: Lessons, question: str) -> None:
+    """Raises ValueError if a window has no room for a question."""
+    count = len(lessons.tokenizer.encode(question))
+    room = segment_room(lessons.window_tokens, count)
+    if room < 0:
         raise ValueError(
             f"question takes {count} tokens, {-room} more than a window of "
             f"{lessons.window_tokens} tokens has room for"
@@ -189,49 +169,20 @@ def _check_room(lessons: Lessons, example: Example) -> None:
 
 
 def store_rows(checkpoint: Path, rows: Sequence[Row]) -> None:
-    """Writes the rows of a suite into the run directory of a checkpoint folder, if it is in one.
-
-    Raises:
-        StateError: if they cannot be written.
-    """
+    """Writes the rows of a suite into the run directory of a checkpoint folder, if it is in one."""
     folder = checkpoint.parent
     # A checkpoint that was copied elsewhere belongs to no run directory.
     if folder.name == "checkpoints":
-        write_text_atomic(folder.parent / REASONING_FILE, scores_json(rows) + "\n")
-
-
-def score_tasks(
-    reader: MemoryReader,
-    lessons: Lessons,
-    tasks: Sequence[str],
-    *,
-    length_ratios: Sequence[int],
-    num_examples: int,
-) -> list[Row]:
-    """Mean scores on a `suite`.
-
-    Args:
-        reader: in evaluation mode.
-        lessons: tasks in its tokens.
-        tasks: names.
-        length_ratios: lengths (windows).
-        num_examples: texts for each cell.
-    Raises:
-        DataError: if a task is unknown, or the agent's numbers are not finite.
-    """
-    examples = suite(lessons, tasks, length_ratios=length_ratios, num_examples=num_examples)
-    return score_examples(reader, lessons, examples).rows
+        write_text_atomic(folder.parent / REASONING_FILE, Evaluated(list(rows)).as_json() + "\n")
 
 
 def suite(
     lessons: Lessons, tasks: Sequence[str], *, length_ratios: Sequence[int], num_examples: int
 ) -> list[Example]:
-    """Returns examples of every task and length, on texts that training did not see.
+    """Returns examples of every task and length (windows), on texts that training did not see.
 
-    Examples too long for a length are replaced by later ones, as long as tries last.
-
-    Raises:
-        DataError: if a task is unknown.
+    Examples too long for a length are replaced by later ones, as long as tries last. Raises
+    DataError if a task is unknown.
     """
     chosen = []
     for task, ratio in product(tasks, length_ratios):
@@ -252,18 +203,14 @@ def suite(
     return chosen
 
 
+@torch.no_grad()
 def score_examples(
     reader: MemoryReader, lessons: Lessons, examples: Sequence[Example], *, branches: bool = False
 ) -> Evaluated:
-    """Mean scores of episodes, and of the backbone alone, by task and length.
+    """Mean scores of a reader in evaluation mode, and of its backbone alone, by task and length.
 
-    Args:
-        reader: in evaluation mode.
-        lessons: its tokenizer and segments.
-        examples: with questions that a window has room for.
-        branches: whether to act by branches instead of the likeliest action.
-    Raises:
-        DataError: if the agent's numbers are not finite.
+    A window must have room for the questions. With `branches` the reader acts by branches instead
+    of the likeliest action.
     """
     cells: dict[tuple[str, int], list[Example]] = {}
     for example in examples:
@@ -273,67 +220,24 @@ def score_examples(
     num_accepted = 0
     num_decisions = 0
     for (task, ratio), cell in cells.items():
-        scores, accepted, decisions = _play(reader, lessons, cell, branches=branches)
-        mean, alone = scores.mean(0).tolist()
-        rows.append(Row(task, ratio, mean, alone, len(cell)))
-        num_accepted += accepted
-        num_decisions += decisions
+        scores = []  # with memory and of the backbone alone, [N, 2] of each batch
+        for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
+            batch = cell[first : first + _EXAMPLES_PER_BATCH]
+            segments = [lessons.segments(each.text) for each in batch]
+            texts = lessons.texts(segments, [each.question for each in batch])
+            texts = moved(texts, reader.backbone.device)
+            # The same checker for both columns, so that they differ by the memory alone.
+            grade = grade_by(batch, lessons.tokenizer)
+            episodes = ReadingEpisodes(reader, reader.read(texts), grade)
+            if branches:
+                branched = roll_out_branches(episodes, reader.policy, episodes.start())
+                final = branched.final
+                num_accepted += branched.num_accepted
+                num_decisions += branched.num_decisions
+            else:
+                final = roll_out(episodes, reader.policy, episodes.start(), generator=None).final
+            alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
+            scores.append(torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1))
+        mean, mean_alone = torch.cat(scores).mean(0).tolist()
+        rows.append(Row(task, ratio, mean, mean_alone, len(cell)))
     return Evaluated(rows, num_accepted / num_decisions if num_decisions else None)
-
-
-@torch.no_grad()
-def _play(
-    reader: MemoryReader, lessons: Lessons, cell: Sequence[Example], *, branches: bool
-) -> tuple[Tensor, int, int]:
-    """Scores of examples, [N, 2], with memory and of the backbone alone.
-
-    Further results: number of decisions that accepted a branch, and of all decisions by branches.
-    """
-    parts = []
-    num_accepted = 0
-    num_decisions = 0
-    for first in range(0, len(cell), _EXAMPLES_PER_BATCH):
-        examples = cell[first : first + _EXAMPLES_PER_BATCH]
-        segments = [lessons.segments(each.text) for each in examples]
-        texts = lessons.texts(segments, [each.question for each in examples])
-        texts = moved(texts, reader.backbone.device)
-        # The same checker for both columns, so that they differ by the memory alone.
-        grade = grade_by(examples, lessons.tokenizer)
-        episodes = ReadingEpisodes(reader, reader.read(texts), grade)
-        start = episodes.start()
-        if branches:
-            branched = roll_out_branches(episodes, reader.policy, start)
-            final = branched.final
-            num_accepted += branched.num_accepted
-            num_decisions += branched.num_decisions
-        else:
-            final = roll_out(episodes, reader.policy, start, generator=None).final
-        alone = [grade(row, answer) for row, answer in enumerate(reader.answer_alone(texts))]
-        parts.append(torch.stack([final.earned.cpu(), torch.tensor(alone)], dim=1))
-    return torch.cat(parts), num_accepted, num_decisions
-
-
-def scores_json(rows: Sequence[Row]) -> str:
-    """Rows as one JSON object."""
-    return Evaluated(list(rows)).as_json()
-
-
-def score_table(rows: Sequence[Row]) -> str:
-    """Table of the rows for a person: a line per task, a column per length."""
-    ratios = sorted({row.length_ratio for row in rows})
-    by_cell = {(row.task, row.length_ratio): row for row in rows}
-    heads = "".join(f"{f'{ratio}x':>14}" for ratio in ratios)
-    lines = [f"{'score, backbone alone':<24}{heads}"]
-    for task in dict.fromkeys(row.task for row in rows):
-        cells = []
-        for ratio in ratios:
-            row = by_cell.get((task, ratio))
-            cells.append(f"{row.score:.2f}, {row.backbone_score:.2f}" if row else "-")
-        lines.append(f"{task:<24}" + "".join(f"{cell:>14}" for cell in cells))
-    if not rows:
-        return "\n".join([*lines, "no task fits"])
-    # A length that has no room for some examples has fewer.
-    fewest = min(row.n for row in rows)
-    most = max(row.n for row in rows)
-    texts = f"{most}" if fewest == most else f"{fewest} to {most}"
-    return "\n".join([*lines, f"{texts} texts each; lengths in windows"])

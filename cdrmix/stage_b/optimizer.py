@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +16,11 @@ from cdrmix.config.reasoning import Phase, StageBTraining
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.optim import parameter_groups
 from cdrmix.parallel.topology import ALONE, Topology
+from cdrmix.stage_b.phases import stage_b_section
 
 
 class PhasePlace(NamedTuple):
-    """Position of a step of Stage B in its phase.
-
-    Attributes:
-        phase: of the step.
-        step: number of steps of the phase before it.
-        length: number of steps of the phase.
-    """
+    """Position of a step of Stage B: `step` of the `length` of its phase, from 0."""
 
     phase: Phase
     step: int
@@ -45,15 +40,8 @@ def place_of(step: int, training: StageBTraining) -> PhasePlace:
 def learning_rates(
     place: PhasePlace, learning: Collection[Part], config: Config
 ) -> dict[Part, float]:
-    """Learning rate of every part at a step: warm-up, then a cosine over the phase.
-
-    Args:
-        place: position of the step.
-        learning: parts that the phase trains; the others' rate is 0.
-        config: peak rates.
-    """
-    assert config.stage_b is not None, "Stage B has its section"
-    training = config.stage_b.training
+    """Learning rate of every part, 0 if it does not learn: warm-up, then cosine over the phase."""
+    training = stage_b_section(config).training
     peaks: dict[Part, float] = {
         "memory": training.memory_learning_rate,
         "adapters": training.adapter_learning_rate,
@@ -72,27 +60,20 @@ def learning_rates(
 
 
 def stage_b_adamw(
-    clip: Clip,
-) -> Callable[[nn.Module, TrainingConfig], torch.optim.Optimizer]:
-    """Returns a factory of AdamW without decay, with `clip` before each step.
-
-    Its rates are 0 until `set_learning`.
-    """
-
-    def make(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(
-            part_groups(model),
-            lr=0.0,
-            betas=(training.beta1, training.beta2),
-            eps=training.epsilon,
-            weight_decay=0.0,
-            fused=True,
-        )
-        # A hook: DeepSpeed takes the step itself, once it has reduced the gradients.
-        optimizer.register_step_pre_hook(clip)
-        return optimizer
-
-    return make
+    model: nn.Module, training: TrainingConfig, *, clip: Clip
+) -> torch.optim.Optimizer:
+    """AdamW without decay, with `clip` before each step; its rates are 0 until `set_learning`."""
+    optimizer = torch.optim.AdamW(
+        part_groups(model),
+        lr=0.0,
+        betas=(training.beta1, training.beta2),
+        eps=training.epsilon,
+        weight_decay=0.0,
+        fused=True,
+    )
+    # A hook: DeepSpeed takes the step itself, once it has reduced the gradients.
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
 
 
 def part_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -121,20 +102,15 @@ class Clip:
 
     DeepSpeed would clip all of them by one norm, which that of the adapters dominates. Its clipping
     is off; under ZeRO 1 and 2 a group's gradients are one flat partition per rank.
-
-    Args:
-        limits: largest L2 norm by part; 0 does not clip.
-        topology: of this rank. Parameters that all stages hold take the first stage's gradients:
-            sums over data ranks may differ in order, and the copies would differ in the last bits.
-
-    Attributes:
-        norms: L2 norm of each part's gradients before clipping, at the last step.
     """
 
-    def __init__(self, limits: dict[Part, float], topology: Topology = ALONE) -> None:
-        self._limits = limits
+    def __init__(self, config: Config, topology: Topology = ALONE) -> None:
+        stage_b = stage_b_section(config)
+        # Largest L2 norm by part; 0 does not clip.
+        self._limits = dict.fromkeys(PARTS, stage_b.training.gradient_clipping)
+        self._limits["adapters"] = stage_b.adapters.gradient_clipping
         self._topology = topology
-        self.norms: dict[Part, float] = {}
+        self.norms: dict[Part, float] = {}  # L2, before clipping, at the last step
         self._next_norms: dict[Part, float] = {}
 
     @torch.no_grad()
@@ -142,10 +118,8 @@ class Clip:
         """Measures the gradients of the next step, after its last backward pass; collective.
 
         ZeRO 1 and 2 step one group at a time (0.19.8, zero/stage_1_and_2.py), and a part may have
-        several groups, so that the step itself is too late.
-
-        Args:
-            optimizer: DeepSpeed's; other kinds step all groups together and are measured then.
+        several groups, so that the step itself is too late. Other optimizers of DeepSpeed step all
+        groups together, and are measured then.
         """
         averaged = getattr(optimizer, "averaged_gradients", None)
         if averaged is not None:
@@ -162,7 +136,9 @@ class Clip:
         self.norms = self._next_norms or self._measured(groups, gradients)
         topology = self._topology
         for group, of_group in zip(groups, gradients, strict=True):
-            # Adapters are on their layers' stages; all other parts are on every stage.
+            # Adapters are on their layers' stages; all other parts are on every stage. Their sums
+            # over data ranks may differ in order, and the copies would differ in the last bits: so
+            # all take the first stage's gradients.
             is_shared = topology.pipeline_group is not None and group["part"] != "adapters"
             for gradient in of_group if is_shared and group["lr"] else ():
                 torch.distributed.broadcast(
@@ -178,14 +154,8 @@ class Clip:
     def _measured(
         self, groups: list[dict[str, Any]], gradients: list[list[Tensor]], *, scale: float = 1.0
     ) -> dict[Part, float]:
-        """L2 norm, over all ranks and groups, of each part that learns.
-
-        Args:
-            groups: of an optimizer. A rate of 0 means that the part does not learn, or that a
-                checkpoint is being read.
-            gradients: of this rank, by group.
-            scale: factor of the gradients, to be divided out.
-        """
+        """L2 norm, over all ranks and groups, of each part that learns; `scale` is divided out."""
+        # A rate of 0 means that the part does not learn, or that a checkpoint is being read.
         learning = [part for part in PARTS if any(g["part"] == part and g["lr"] for g in groups)]
         if not learning:
             return {}
@@ -199,15 +169,6 @@ class Clip:
         # Partitions of the ranks are disjoint, so that their squares add up to the whole norm.
         totals = runtime.all_reduce_sum(sums).sqrt().div(scale).tolist()
         return dict(zip(learning, totals, strict=True))
-
-
-def make_clip(config: Config, topology: Topology = ALONE) -> Clip:
-    """Gradient clipping of a configuration, on a rank."""
-    assert config.stage_b is not None, "Stage B has its section"
-    others = config.stage_b.training.gradient_clipping
-    limits: dict[Part, float] = dict.fromkeys(PARTS, others)
-    limits["adapters"] = config.stage_b.adapters.gradient_clipping
-    return Clip(limits, topology)
 
 
 def set_learning(engine: Any, rates: dict[Part, float]) -> None:
@@ -224,11 +185,7 @@ def in_order(engine: Any, loss: Tensor | None) -> Tensor:
 
     ZeRO-2 exchanges gradients in the order in which the backward pass produces them. In a lesson
     that depends on its tasks, so that ranks with different lessons would add up gradients of
-    different parameters.
-
-    Args:
-        engine: its parameters all get a gradient if they learn.
-        loss: scalar, or None for gradients of zero.
+    different parameters. Without a loss, all that learns gets a gradient of zero.
     """
     learning = [p for p in engine.module.parameters() if p.requires_grad]
     if loss is None:
@@ -259,12 +216,9 @@ class _PrecomputedGradients(torch.autograd.Function):
 
 
 class TrainedParameters(nn.Module):
-    """Module for DeepSpeed with the parameters of a reader that Stage B trains.
+    """Module for DeepSpeed that shares the parameters of a reader, all but a frozen backbone's.
 
-    A frozen backbone is left out: DeepSpeed refuses experts that no optimizer group holds.
-
-    Args:
-        reader: its parameters are shared, not moved.
+    DeepSpeed refuses experts that no optimizer group holds.
     """
 
     def __init__(self, reader: nn.Module) -> None:

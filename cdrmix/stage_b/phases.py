@@ -1,13 +1,10 @@
-"""Losses and rollouts of the phases of Stage B.
+"""Losses and rollouts of the phases of Stage B, means over a lesson.
 
-    memory    retrieval encoder (InfoNCE) and slots (text after a window that is gone)
-    adapters  plastic adapters, on text and on answers
-    policy    the memory agent, by GRPO on whole episodes
-    joint     all except the policy, and the backbone where it is trained; plain text without memory
-              then preserves its language modelling
-
-Losses are means over a lesson, so that the mean over the lessons of a step does not depend on the
-number of ranks that share them out.
+memory    retrieval encoder (InfoNCE) and slots (text after a window that is gone)
+adapters  plastic adapters, on text and on answers
+policy    the memory agent, by GRPO on whole episodes
+joint     all except the policy, and the backbone where it is trained; plain text without memory
+          then preserves its language modelling
 """
 
 # N texts, L segments, D hidden, K key dimensions, n windows or rows, T tokens
@@ -16,27 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cdrmix import runtime
+from cdrmix.checkpoint.fragments import Part
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import Phase, StageBConfig
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import Tokenizer
-from cdrmix.models.backbone import Output
-from cdrmix.objectives.grpo import (
-    explained_variance,
-    group_advantages,
-)
+from cdrmix.engines.training_data import Corpus
+from cdrmix.models.backbone import Backbone, Output
+from cdrmix.objectives import grpo
 from cdrmix.objectives.language_model import IGNORED_LABEL, linear_cross_entropy
 from cdrmix.objectives.router import router_losses
-from cdrmix.reasoning.lessons import Lesson
+from cdrmix.parallel.frozen_stages import chained
+from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading
 from cdrmix.reasoning.policy import Action, Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
-from cdrmix.reasoning.state_rows import select
+from cdrmix.reasoning.state_rows import moved, select
 from cdrmix.reasoning.tasks import Example, score
 
 LessonMetrics = dict[str, Tensor]
@@ -45,15 +44,10 @@ LessonMetrics = dict[str, Tensor]
 def phase_loss(
     reader: MemoryReader, phase: Phase, lesson: Lesson, config: Config
 ) -> tuple[Tensor, LessonMetrics]:
-    """Loss of a lesson in one of the phases without rollouts.
+    """Scalar loss of a lesson in a phase without rollouts (memory, adapters or joint), and metrics:
+    detached scalars, means over the lesson.
 
-    Args:
-        reader: trained; gradients are enabled for the parts that the phase trains.
-        phase: memory, adapters or joint; for the policy see `collect`.
-        lesson: on the reader's device.
-        config: weights of the losses.
-    Returns:
-        Scalar loss, and metrics, detached scalars: means over the lesson.
+    The reader has gradients enabled for the parts that the phase trains.
     """
     weights = stage_b_section(config).losses
     # Memory is trained without adapters, and adapters without slots; the joint phase has both.
@@ -160,13 +154,9 @@ def retrieval_loss(
 
 
 def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool) -> Tensor:
-    """Nats per token of text that is read window by window, with the memory across windows.
+    """Nats per token of text, `plain` [n, T + 1], read window by window with memory across them.
 
-    Args:
-        reader: memory and backbone.
-        plain: [n, T + 1].
-        plastic: with fast weights.
-        slots: with every window folded into the slots.
+    Memory is the fast weights if `plastic`, and slots with every window folded in if `slots`.
     """
     state = reader.plastic.start(len(plain))
     memory = reader.memory.start(len(plain))
@@ -193,10 +183,8 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
 def _backbone_losses(
     reader: MemoryReader, lesson: Lesson, model: ModelConfig
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Losses of the backbone without memory, on drills and plain text (nats per label).
-
-    The second result is the router's loss on plain text; None without experts.
-    """
+    """Losses of the backbone without memory, on drills and plain text (nats per label), and the
+    router's on plain text; None without experts."""
     losses = {}
     router = None
     weight = reader.backbone.embedding.weight
@@ -210,12 +198,11 @@ def _backbone_losses(
         nats = linear_cross_entropy(output.hidden, weight, labels)
         losses["replay"] = nats / labels.numel()
         if model.moe is not None and output.router_statistics is not None:
+            moe = model.moe
             per_token = output.router_statistics / labels.numel()
-            parts = router_losses(
-                per_token, num_experts=model.moe.num_experts, top_k=model.moe.top_k
-            )
-            balance = model.moe.load_balance_weight * parts.load_balance
-            router = balance + model.moe.z_loss_weight * parts.z
+            parts = router_losses(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
+            balance = moe.load_balance_weight * parts.load_balance
+            router = balance + moe.z_loss_weight * parts.z
     return losses, router
 
 
@@ -236,18 +223,11 @@ def _rows_with_answers(
 
 @dataclass(frozen=True)
 class Collected:
-    """Episodes of a lesson, played by the present policy.
+    """Episodes of a lesson, played by the present policy; those of one text are neighbours."""
 
-    Attributes:
-        rollouts: the last steps of each episode, up to the policy's horizon; episodes of one text
-            are neighbours.
-        advantages: one per episode, [N].
-        metrics: detached scalars, means over the lesson's episodes.
-    """
-
-    rollouts: Rollouts[ReadingState]
-    advantages: Tensor
-    metrics: LessonMetrics
+    rollouts: Rollouts[ReadingState]  # the last steps of each, up to the policy's horizon
+    advantages: Tensor  # of each episode, [N]
+    metrics: LessonMetrics  # means over the episodes
 
 
 def grade_by(examples: Sequence[Example], tokenizer: Tokenizer) -> Grade:
@@ -255,70 +235,103 @@ def grade_by(examples: Sequence[Example], tokenizer: Tokenizer) -> Grade:
     return lambda row, tokens: score(examples[row], tokenizer.decode(tokens))
 
 
-@torch.no_grad()
-def collect(
-    reader: MemoryReader, lesson: Lesson, config: Config, tokenizer: Tokenizer
-) -> Collected:
-    """Plays `group_size` episodes of each text of a lesson.
+@dataclass(frozen=True)
+class Course:
+    """A reader with its lessons and their losses."""
 
-    Raises:
-        DataError: if a reward or a decision is not finite.
-    """
+    model: MemoryReader  # with its backbone
+    lessons: Lessons
+    config: Config
+
+    def learning(self, phase: Phase) -> set[Part]:
+        """Parts that a phase trains; the others have no gradient."""
+        if phase != "joint":
+            return {phase}
+        with_backbone = stage_b_section(self.config).training.backbone_lr_scale > 0
+        return {"memory", "adapters", "backbone"} if with_backbone else {"memory", "adapters"}
+
+    def lesson(self, phase: Phase, number: int) -> Lesson:
+        """Lesson `number` of a phase, from 0. Raises DataError if a shard is damaged."""
+        return moved(self.lessons.lesson(phase, number), self.model.backbone.device)
+
+    def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, LessonMetrics]:
+        """Scalar loss of a lesson in a phase without rollouts, and metrics."""
+        return chained(
+            self.model.backbone,
+            partial(phase_loss, self.model, phase, lesson, self.config),
+            # Stages of a pipeline must start the backward pass together.
+            learning=(p for p in self.model.parameters() if p.requires_grad),
+            learns_inside="adapters" in self.learning(phase),
+        )
+
+    @torch.no_grad()
+    def collect(self, lesson: Lesson) -> Collected:
+        """Plays `group_size` episodes of each text. Raises DataError if a number is not finite."""
+        stage_b = stage_b_section(self.config)
+        reader = self.model
+        group = stage_b.training.group_size
+        reading = reader.read(lesson.texts)
+        grade = grade_by(lesson.examples, self.lessons.tokenizer)
+        episodes = ReadingEpisodes(reader, reading, grade)
+        # Actions follow from the lesson's seed, not from the rank that plays it.
+        generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
+        rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
+        returns = rollouts.returns.view(-1, group)
+        # The advantage stays that of the whole episode; only the steps that learn are bounded.
+        last = rollouts.last(stage_b.policy.horizon)
+        per_episode = {
+            "return": rollouts.returns,
+            "success": rollouts.final.earned,
+            "memory_fill": (rollouts.final.memory >= 0).sum(1) / reader.capacity,
+        }
+        for action in Action:
+            is_taken = (rollouts.actions == action) & rollouts.taken
+            per_episode[f"operations/{action.name.lower()}"] = is_taken.sum(1)
+        metrics = {name: values.float().mean() for name, values in per_episode.items()}
+        # Their advantages are all 0: the policy learns nothing from them.
+        alike = (returns == returns[:, :1]).all(dim=1)
+        metrics["zero_variance_groups"] = alike.sum() / len(returns)
+        targets = last.value_targets(stage_b.policy)
+        explained = grpo.explained_variance(last.values[:, :-1], targets, last.taken)
+        # Targets that do not vary leave nothing to explain, and no number.
+        metrics["explained_variance"] = explained.nan_to_num(0, 0, 0)
+        per_retrieval = episodes.retrieval_seconds / max(episodes.num_retrievals, 1)
+        metrics["retrieval_milliseconds"] = torch.tensor(1e3 * per_retrieval)
+        return Collected(last, grpo.group_advantages(returns).flatten(), metrics)
+
+    def rollout_loss(self, collected: Collected) -> tuple[Tensor, LessonMetrics]:
+        """GRPO loss per step taken of the present policy on played episodes, and metrics."""
+        stage_b = stage_b_section(self.config)
+        loss, sums = policy_loss(
+            self.model.policy, collected.rollouts, collected.advantages, stage_b.policy
+        )
+        metrics = {
+            "kl": sums.kl / sums.steps,
+            "clip_fraction": sums.clipped / sums.steps,
+            "entropy": sums.entropy / sums.steps,
+            "value_loss": sums.value_loss / sums.steps,
+        }
+        # Per step, or lessons with longer texts would weigh more.
+        loss = stage_b.losses.rl * loss / sums.steps
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def make_course(config: Config, backbone: Backbone, corpus: Corpus) -> Course:
+    """Builds the lessons of a configuration, for a reader with initial values around a backbone."""
     stage_b = stage_b_section(config)
-    group = stage_b.training.group_size
-    reading = reader.read(lesson.texts)
-    episodes = ReadingEpisodes(reader, reading, grade_by(lesson.examples, tokenizer))
-    # Actions follow from the lesson's seed, not from the rank that plays it.
-    generator = torch.Generator(reading.keys.device).manual_seed(lesson.seed)
-    rollouts = roll_out(episodes, reader.policy, episodes.start(group), generator=generator)
-    returns = rollouts.returns.view(-1, group)
-    # The advantage stays that of the whole episode; only the steps that learn from it are bounded.
-    last = rollouts.last(stage_b.policy.horizon)
-    operations = {
-        f"operations/{action.name.lower()}": ((rollouts.actions == action) & rollouts.taken).sum(1)
-        for action in Action
-    }
-    per_episode = {
-        "return": rollouts.returns,
-        "success": rollouts.final.earned,
-        "memory_fill": (rollouts.final.memory >= 0).sum(1) / reader.capacity,
-        **operations,
-    }
-    metrics = {name: values.float().mean() for name, values in per_episode.items()}
-    # Their advantages are all 0: the policy learns nothing from them.
-    alike = (returns == returns[:, :1]).all(dim=1)
-    metrics["zero_variance_groups"] = alike.sum() / len(returns)
-    targets = last.value_targets(stage_b.policy)
-    explained = explained_variance(last.values[:, :-1], targets, last.taken)
-    # Targets that do not vary leave nothing to explain, and no number.
-    metrics["explained_variance"] = explained.nan_to_num(0, 0, 0)
-    per_retrieval = episodes.retrieval_seconds / max(episodes.num_retrievals, 1)
-    metrics["retrieval_milliseconds"] = torch.tensor(1e3 * per_retrieval)
-    return Collected(last, group_advantages(returns).flatten(), metrics)
-
-
-def rollout_loss(
-    reader: MemoryReader, collected: Collected, config: Config
-) -> tuple[Tensor, LessonMetrics]:
-    """GRPO loss of collected episodes, per step taken; called for each epoch on them.
-
-    Args:
-        reader: its policy is trained.
-        collected: episodes of an earlier state of the policy.
-        config: clip, discount, weight.
-    """
-    stage_b = stage_b_section(config)
-    rollouts = collected.rollouts
-    loss, sums = policy_loss(reader.policy, rollouts, collected.advantages, stage_b.policy)
-    metrics = {
-        "kl": sums.kl / sums.steps,
-        "clip_fraction": sums.clipped / sums.steps,
-        "entropy": sums.entropy / sums.steps,
-        "value_loss": sums.value_loss / sums.steps,
-    }
-    detached = {name: value.detach() for name, value in metrics.items()}
-    # Per step, or lessons with longer texts would weigh more.
-    return stage_b.losses.rl * loss / sums.steps, detached
+    lessons = Lessons(
+        stage_b.training,
+        seed=config.training.seed,
+        window_tokens=stage_b.training.window_tokens or config.training.sequence_length,
+        tokenizer=corpus.tokenizer,
+        rows=corpus.train.rows,
+        num_rows=corpus.train.num_samples,
+    )
+    window_tokens = lessons.window_tokens
+    reader = MemoryReader(backbone, stage_b, window_tokens=window_tokens, marks=lessons.marks)
+    # From seed and names, so that all ranks have the same values without a collective.
+    reader.initialize(seed=config.training.seed)
+    return Course(reader.to(runtime.device()), lessons, config)
 
 
 def stage_b_section(config: Config) -> StageBConfig:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.config.reasoning import ReasoningTask
 from cdrmix.data.shards import manifest_digest
 from cdrmix.engines.life_cycle import run_stage
 from cdrmix.engines.loop import start_engine
 from cdrmix.engines.recovery import stage_of, write_record
 from cdrmix.engines.run import Run, Start, make_run
+from cdrmix.engines.run_directory import METRICS
 from cdrmix.engines.training_data import open_corpus
 from cdrmix.log import get_logger
 from cdrmix.monitoring.report import write_report
@@ -27,18 +26,12 @@ from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_
 from cdrmix.parallel.tensor import mark_copy
 from cdrmix.parallel.topology import make_topology
 from cdrmix.planning.stage_b import stage_b_plan
+from cdrmix.stage_b import long_context
 from cdrmix.stage_b.backbone_source import find_backbone, load_backbone
-from cdrmix.stage_b.course import Course, LessonLoader, make_course
-from cdrmix.stage_b.engine import StageB
-from cdrmix.stage_b.long_context import (
-    LENGTH_RATIOS,
-    REASONING_FILE,
-    Row,
-    score_table,
-    score_tasks,
-    scores_json,
-)
-from cdrmix.stage_b.optimizer import TrainedParameters, make_clip, stage_b_adamw
+from cdrmix.stage_b.engine import LessonLoader, StageB
+from cdrmix.stage_b.long_context import Evaluated, Row, score_examples, suite
+from cdrmix.stage_b.optimizer import Clip, TrainedParameters, stage_b_adamw
+from cdrmix.stage_b.phases import Course, make_course, stage_b_section
 
 logger = get_logger(__name__)
 # Metrics whose last value summarises a phase.
@@ -46,16 +39,12 @@ _LEARNED = ("stage_b/loss", "stage_b/recall", "stage_b/answered", "policy/return
 
 
 def train_stage_b(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
-    """Run Stage B; collective.
+    """Run Stage B; True if a signal stopped it, its state then saved; collective.
 
     Args:
         start: of the run, with the plan of Stage A on these ranks.
         checkpoint: to go on from: of Stage B, or, where no other run is named, of the Stage A to
             start on; None takes the backbone from the run directory.
-    Returns:
-        True if a signal stopped it; the state is then saved.
-    Raises:
-        TrainingError: on every rank, whichever met it.
     """
     training = start.config.training
     with start.heartbeat.phase("starting"):
@@ -65,22 +54,18 @@ def train_stage_b(start: Start, checkpoint: store.FoundCheckpoint | None) -> boo
         for reason in (*plan.reasons, *plan.warnings):
             logger.info("plan: %s", reason)
         resumes = checkpoint is not None and stage_of(checkpoint) == "b"
-        run, stage, course = _set_up(replace(start, plan=plan), checkpoint, resumes=resumes)
-    return run_stage(
-        *(run, stage, checkpoint),
-        resumes=resumes,
-        finish=partial(finish_stage_b, run, course),
-        is_last=True,
-    )
+        run, course = _set_up(replace(start, plan=plan), checkpoint, resumes=resumes)
+    finish = partial(finish_stage_b, run, course)
+    return run_stage(run, checkpoint, resumes=resumes, finish=finish, is_last=True)
 
 
 def _set_up(
     start: Start, checkpoint: store.FoundCheckpoint | None, *, resumes: bool
-) -> tuple[Run, StageB, Course]:
+) -> tuple[Run, Course]:
     """Builds reader, engine and stage around a backbone; see `train_stage_b`."""
     config = start.config
     plan = start.plan
-    assert config.stage_b is not None, "Stage B has its section"
+    training = stage_b_section(config).training
     corpus = open_corpus(config)
     topology = make_topology(plan.degrees)
     start.start_up.done("data")
@@ -93,7 +78,7 @@ def _set_up(
         backbone = runtime.together(lambda: load_backbone(config, reader, topology))
         state = reader.state
     course = make_course(config, backbone, corpus)
-    clip = make_clip(config, topology)
+    clip = Clip(config, topology)
     start.start_up.done("model")
     of_stage_b = state["stage_b"] if state.get("stage") == "b" else {}
     if not resumes and start.directory.holds(source.path) and "health" in state:
@@ -104,13 +89,14 @@ def _set_up(
         is_of_a_block = "blocks" in name.replace("/", ".").split(".")
         if not topology.is_first_stage and not is_of_a_block:
             mark_copy(parameter)
-    is_frozen = config.stage_b.training.backbone_lr_scale == 0
+    is_frozen = training.backbone_lr_scale == 0
     model = TrainedParameters(course.model) if is_frozen else course.model
-    engine = start_engine(model, config, plan, topology, optimizer=stage_b_adamw(clip))
+    optimizer = partial(stage_b_adamw, clip=clip)
+    engine = start_engine(model, config, plan, topology, optimizer=optimizer)
     start.start_up.done("engine")
     loader = LessonLoader(
         course,
-        config.stage_b,
+        training,
         rank=topology.data_rank,
         world_size=plan.degrees.data,
         manifest_digest=manifest_digest(corpus.manifest),
@@ -119,25 +105,50 @@ def _set_up(
     )
     # Of a resumed run its own begin, and not the step of the checkpoint that it goes on from.
     first_step = of_stage_b.get("first_step", source.step)
-    stage = StageB(
-        *(course, config, clip, loader, corpus),
-        first_step=first_step,
-        origin=of_stage_b["origin"] if resumes else str(source.path),
-    )
-    return make_run(start, topology, engine, stage, first_step=first_step), stage, course
+    origin = of_stage_b["origin"] if resumes else str(source.path)
+    stage = StageB(course, config, clip, loader, corpus, first_step, origin)
+    return make_run(start, topology, engine, stage, first_step=first_step), course
 
 
 def finish_stage_b(run: Run, course: Course) -> None:
     """Run the reasoning suite, write metrics.json and report.html, log the results; collective."""
     rows = _reasoning(run, course)
-    runtime.together(lambda: _write(run, rows) if runtime.rank() == 0 else None)
+
+    def write_results() -> None:
+        path = run.directory.path
+        write_record(run)  # repeated warnings are counted, and written only here
+        summary_path = path / "metrics.json"
+        # of Stage A, if that was trained in this run directory
+        earlier = json.loads(summary_path.read_text("utf-8")) if summary_path.exists() else {}
+        lines = read_metrics(path / METRICS)
+        stage_b = {
+            "steps": run.step,
+            "seconds": run.seconds,
+            # Later lines overwrite earlier ones: a phase's metrics end with the phase.
+            "latest": {name: line[name] for line in lines for name in _LEARNED if name in line},
+            "reasoning": [asdict(row) for row in rows],
+        }
+        summary = {
+            "name": run.config.name,
+            "samples": [],
+            **earlier,
+            "goodput": run.wall_time.to_json(),
+            "start_up": run.start_up.to_json(),
+            "stage_b": stage_b,
+            "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
+        }
+        write_json_atomic(summary_path, summary)
+        if rows:
+            evaluated = Evaluated(rows)
+            write_text_atomic(path / long_context.REASONING_FILE, evaluated.as_json() + "\n")
+            logger.info("reasoning:\n%s", evaluated.table())
+        logger.info("report: %s", write_report(path))
+
+    runtime.first_rank_does(write_results)
 
 
 def _reasoning(run: Run, course: Course) -> list[Row]:
-    """Rows of the suite on every rank, a cell of the table per data rank at a time.
-
-    Each round is a phase of the heartbeat: no limit would fit the whole suite.
-    """
+    """Rows of the suite on every rank, a cell of the table per data rank at a time."""
     count = run.config.evaluation.reasoning_examples
     tasks = course.lessons.training.tasks
     if count == 0:
@@ -147,51 +158,18 @@ def _reasoning(run: Run, course: Course) -> list[Row]:
     rows = list[Row]()
     topology = run.topology
     # Cells of one length take about as long, so that ranks of a round wait little.
-    cells = [(task, ratio) for ratio in LENGTH_RATIOS for task in tasks]
+    cells = [(task, ratio) for ratio in long_context.LENGTH_RATIOS for task in tasks]
 
-    def score(mine: list[tuple[ReasoningTask, int]]) -> list[Row]:
-        return [
-            row
-            for task, ratio in mine
-            for row in score_tasks(
-                reader, course.lessons, [task], length_ratios=(ratio,), num_examples=count
-            )
-        ]
+    def score(place: int) -> list[Row]:
+        if place >= len(cells):  # the last round has fewer cells than ranks
+            return []
+        task, ratio = cells[place]
+        examples = suite(course.lessons, [task], length_ratios=(ratio,), num_examples=count)
+        return score_examples(reader, course.lessons, examples).rows
 
     for first in range(0, len(cells), topology.degrees.data):
-        place = first + topology.data_rank
-        with run.heartbeat.phase("reasoning"):
-            scored = runtime.together(partial(score, cells[place : place + 1]))
+        with run.heartbeat.phase("reasoning"):  # for each round: no limit would fit the whole suite
+            scored = runtime.together(partial(score, first + topology.data_rank))
             counting = scored if topology.counts_tokens else []  # all pipeline stages score alike
             rows += [row for each in runtime.all_gather_object(counting) for row in each]
     return sorted(rows, key=lambda row: (tasks.index(row.task), row.length_ratio))
-
-
-def _write(run: Run, rows: list[Row]) -> None:
-    path = run.directory.path
-    write_record(run)  # repeated warnings are counted, and written only here
-    summary_path = path / "metrics.json"
-    # of Stage A, if that was trained in this run directory
-    earlier = json.loads(summary_path.read_text("utf-8")) if summary_path.exists() else {}
-    lines = read_metrics(path / "metrics.jsonl")
-    stage_b: dict[str, Any] = {
-        "steps": run.step,
-        "seconds": run.seconds,
-        # Later lines overwrite earlier ones: a phase's metrics end with the phase.
-        "latest": {name: line[name] for line in lines for name in _LEARNED if name in line},
-        "reasoning": [asdict(row) for row in rows],
-    }
-    summary = {
-        "name": run.config.name,
-        "samples": [],
-        **earlier,
-        "goodput": run.wall_time.to_json(),
-        "start_up": run.start_up.to_json(),
-        "stage_b": stage_b,
-        "checkpoints": {"last": run.saver.saved_step, "folder": "checkpoints"},
-    }
-    write_json_atomic(summary_path, summary)
-    if rows:
-        write_text_atomic(path / REASONING_FILE, scores_json(rows) + "\n")
-        logger.info("reasoning:\n%s", score_table(rows))
-    logger.info("report: %s", write_report(path))

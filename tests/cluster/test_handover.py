@@ -42,14 +42,14 @@ told = {
 START = """
 import json, pathlib, sys
 from cdrmix.cluster.hosts import read_hostfile
-from cdrmix.cluster.handover import LauncherStart, LaunchPlace
+from cdrmix.cluster.handover import LauncherStart
 folder = pathlib.Path(sys.argv[1])
 order = json.loads((folder / "order.json").read_text())
-place = LaunchPlace(tuple(read_hostfile(folder / "hosts")), 1)
+hosts = read_hostfile(folder / "hosts")
 here = folder / "it's 100%n; touch ran"
 here.mkdir()
-with LauncherStart(place, order["arguments"], folder=here, variables=order["variables"],
-           script=folder / "tell.py") as start:
+with LauncherStart(hosts, order["arguments"], ranks_per_host=1, folder=here,
+           variables=order["variables"], script=folder / "tell.py") as start:
     start.wait_for_launcher(150)
 modes = {path.name: path.stat().st_mode & 0o777 for path in here.iterdir()}
 (folder / "modes.json").write_text(json.dumps(modes))

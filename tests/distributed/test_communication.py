@@ -77,13 +77,16 @@ def exchanged(
 
     case = Case(**fields)
     counted = count_calls()  # before DeepSpeed looks the functions up
-    runtime.initialize_distributed()
+    runtime.initialize_distributed(timeout_minutes=7)
     config = make_config(case)
     plan = choose(config, processes(case.world), profile=case.profile)
     changed = plan.deepspeed["zero_optimization"] | (settings or {})
     plan = replace(plan, deepspeed=plan.deepspeed | {"zero_optimization": changed})
     topology = make_topology(plan.degrees)
     engine = start_engine(build_model(config, plan, topology), config, plan, topology)
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    assert {backend.options._timeout.total_seconds() for backend in backends} == {7 * 60}
     torch.manual_seed(topology.data_rank)
     shape = (ACCUMULATION, case.micro_batch, case.length // case.sequence)
     for step in range(2):  # ZeRO-3 learns which modules follow; then one is counted

@@ -15,7 +15,7 @@ from cdrmix.config.schema import Config
 from cdrmix.parallel.frozen_stages import chained, mean_over_layers
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader
-from cdrmix.stage_b.course import Course
+from cdrmix.stage_b.phases import Course
 from tests.harness import run_ranks
 from tests.unit.reasoning.small_reader import (
     WINDOW_TOKENS,

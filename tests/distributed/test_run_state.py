@@ -18,7 +18,7 @@ from cdrmix.engines import life_cycle, training_data
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 from tests.harness import ROOT, run_ranks
-from tests.small_run import overrides, refused, start
+from tests.small_run import before_step, overrides, refused, start
 
 EARLIER = ROOT / "tests" / "data" / "earlier_run"
 
@@ -134,6 +134,21 @@ def test_a_checkpoint_is_saved_after_so_many_minutes(
     assert run_ranks(start, 1, argv) == [0]
     folders = [each.name for each in (stopped / "checkpoints").iterdir() if each.is_dir()]
     assert sorted(map(int, folders)) == [4, *saved]
+
+
+def start_and_lose_the_lock(argv: list[str], run_dir: str) -> int:
+    """What a rank does whose file server gives its lock to another job before step 6."""
+    holder = {"host": "another", "process": 7, "started": "5"}
+    before_step(5, lambda: (Path(run_dir) / ".lock").write_text(json.dumps(holder)))
+    return start(argv)
+
+
+def test_a_run_whose_directory_another_job_has_taken_over_names_no_checkpoint(
+    stopped: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(start_and_lose_the_lock, 1, arguments(stopped), str(stopped)) == [2]
+    assert "process 7 on another has taken this run directory over" in capfd.readouterr().out
+    assert sorted(os.listdir(stopped / "checkpoints")) == ["4", "latest"]
 
 
 def start_and_stop_at_once(argv: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,9 +83,8 @@ def learn(
     from cdrmix.parallel.topology import make_topology
     from cdrmix.planning.profile import choose
     from cdrmix.planning.stage_b import stage_b_plan
-    from cdrmix.stage_b.course import LessonLoader
-    from cdrmix.stage_b.engine import StageB
-    from cdrmix.stage_b.optimizer import TrainedParameters, make_clip, stage_b_adamw
+    from cdrmix.stage_b.engine import LessonLoader, StageB
+    from cdrmix.stage_b.optimizer import Clip, TrainedParameters, stage_b_adamw
 
     training = {"memory_steps": 0, "adapter_steps": 0, "joint_steps": 0, "policy_steps": STEPS}
     settings = {
@@ -104,13 +104,17 @@ def learn(
     plan = stage_b_plan(config, plan, world_size=world)
     topology = make_topology(plan.degrees)
     course: Any = StreamCourse(config)
-    clip = make_clip(config, topology)
+    clip = Clip(config, topology)
     engine = start_engine(
-        TrainedParameters(course.model), config, plan, topology, optimizer=stage_b_adamw(clip)
+        TrainedParameters(course.model),
+        config,
+        plan,
+        topology,
+        optimizer=partial(stage_b_adamw, clip=clip),
     )
     lessons = LessonLoader(
         course,
-        config.stage_b,
+        config.stage_b.training,
         rank=topology.data_rank,
         world_size=plan.degrees.data,
         manifest_digest="",
@@ -128,7 +132,7 @@ def learn(
     results = []
     for run.step in range(STEPS):
         results.append(stage.train_step(run, stage.next_batch(run), weight=LESSONS))
-    returns = [stage.measure(run, result).means["return"] for result in results]
+    returns = [stage.measure(run, result)["policy/return"] for result in results]
     parameters = {name: p.detach().clone() for name, p in course.model.named_parameters()}
     runtime.destroy_distributed()
     return [result.epochs for result in results], returns, parameters

@@ -83,8 +83,11 @@ class Toy:
 
 
 def make_file(toy: Toy) -> None:
-    """Make the file, once; the first process at a job that fails by signal dies before."""
+    """Make the file, once; the first process at a job that fails by signal dies before, and every
+    process at one that always fails, until something is left out."""
     before = toy.out.with_suffix(".died")
+    if toy.fails == "always" and not toy.out.with_suffix(".left_out").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
     if toy.fails == "signal" and not before.exists():
         before.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -92,6 +95,12 @@ def make_file(toy: Toy) -> None:
         raise DataError("this task cannot be done")
     with toy.out.open("x") as file:
         file.write("done")
+
+
+def leave_out(job: Toy) -> bool:
+    """Has a job that kills its process do without what it reads, as a build does."""
+    job.out.with_suffix(".left_out").touch()
+    return True
 
 
 def check_killed_workers_and_errors(engine: Engine, folder: Path) -> None:
@@ -102,6 +111,11 @@ def check_killed_workers_and_errors(engine: Engine, folder: Path) -> None:
         running.run_all(make_file, jobs, what="toys")
         assert [job.out.read_text() for job in jobs] == [*3 * ["done"], "done before"]
         assert (folder / "1.died").exists()
+        deadly = Toy(folder / "deadly", fails="always")
+        others = [Toy(folder / f"beside-{n}") for n in range(2)]
+        running.run_all(make_file, [deadly, *others], what="toys", blame=leave_out)
+        assert [job.out.read_text() for job in (deadly, *others)] == 3 * ["done"]
+        assert deadly.out.with_suffix(".left_out").exists()
         with pytest.raises(DataError, match="this task cannot be done"):
             running.run_all(make_file, [Toy(folder / "never", fails="error")], what="toys")
 

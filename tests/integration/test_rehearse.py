@@ -15,8 +15,8 @@ from cdrmix.config.load import load_config
 from cdrmix.planning.cluster import make_cluster
 from cdrmix.planning.comparison import compare
 from cdrmix.planning.shrink import planned_stage_b, rehearsals, stage_b_rehearsal
-from cdrmix.sessions import rehearsal_runs
-from cdrmix.sessions.rehearsal_runs import Check, SmallRuns
+from cdrmix.sessions import rehearse as rehearsal
+from cdrmix.sessions.rehearse import Check, SmallRuns
 from tests.harness import ROOT
 from tests.small_run import overrides
 
@@ -92,13 +92,13 @@ def test_a_rank_that_ends_with_a_fault_is_shown(tmp_path: Path) -> None:
 
 def train_with_gradients_of_rank_0_alone(*args: Any) -> int:
     """What one rank does; of what the other learns in Stage B nothing arrives."""
-    from cdrmix.sessions import rehearsal_runs
+    from cdrmix.sessions import rehearse as rehearsal
     from cdrmix.stage_b import engine
 
     original = engine.in_order
     if os.environ["RANK"] != "0":
         engine.in_order = lambda engine, loss: original(engine, None)
-    return rehearsal_runs._train(*args)
+    return rehearsal._train(*args)
 
 
 def test_a_stage_b_that_loses_a_ranks_gradients_fails_the_rehearsal(
@@ -115,9 +115,9 @@ def test_a_stage_b_that_loses_a_ranks_gradients_fails_the_rehearsal(
     model = small.config.model.model_copy(update={"vocab_size": 4096})
     small = replace(small, config=small.config.model_copy(update={"model": model}))
     stage_a = SmallRuns(tmp_path / "1", small_corpus, small)
-    stage_a._train(stage_a._config, "first", None)
+    stage_a._train(stage_a._config, "first")
     stage_b = stage_b_rehearsal(config, planned, small)
-    monkeypatch.setattr(rehearsal_runs, "_train", train_with_gradients_of_rank_0_alone)
+    monkeypatch.setattr(rehearsal, "_train", train_with_gradients_of_rank_0_alone)
     runs = SmallRuns(tmp_path / "2", small_corpus, stage_b, backbone=stage_a.first)
     resumed, alone = itertools.islice(runs.checks(), 2)
     assert (resumed.name, resumed.passed) == ("goes on from its checkpoint", True)

@@ -23,7 +23,7 @@ from cdrmix.planning.cluster import processes
 from cdrmix.planning.cost import CostModel
 from cdrmix.planning.memory import MemoryModel
 from cdrmix.planning.profile import choose
-from cdrmix.sessions.rehearsal_runs import run_ranks
+from cdrmix.sessions.rehearse import run_ranks
 from tools.benchmark.timing import report
 
 RANKS = 2

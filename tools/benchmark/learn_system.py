@@ -32,7 +32,7 @@ from cdrmix.reasoning.policy import Action, roll_out
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.tasks import generate_examples
 from cdrmix.stage_b import phases
-from cdrmix.stage_b.long_context import load_reader, score_tasks
+from cdrmix.stage_b.long_context import load_reader, score_examples, suite
 from tools.benchmark.learn_policy import learn_from
 from tools.benchmark.timing import report
 
@@ -61,13 +61,9 @@ def run(seed: int) -> dict[str, Any]:
         subprocess.run(command, check=True, stdout=sys.stderr)
         seconds = time.monotonic() - began
         loaded = load_reader(run_dir)
-        rows = score_tasks(
-            loaded.reader,
-            loaded.lessons,
-            TASKS,
-            length_ratios=(LENGTH_RATIO,),
-            num_examples=NUM_EVALUATED,
-        )
+        lessons = loaded.lessons
+        examples = suite(lessons, TASKS, length_ratios=(LENGTH_RATIO,), num_examples=NUM_EVALUATED)
+        rows = score_examples(loaded.reader, lessons, examples).rows
     scores = {row.task: (row.score, row.backbone_score) for row in rows}
     return {"seed": seed, "seconds": seconds, "scores": scores}
 

@@ -57,12 +57,9 @@ from cdrmix.errors import DataError
 __all__ = ["Method", "MinHash", "Sign", "SignUrls", "SimHash"]  # for those who run the phases
 
 DROPS = np.dtype([("id", "<u8"), ("cluster", "<u8"), ("kind", "u1")])
-# Reasons to drop a document, as stored in the lists.
-_EXACT = 1
-_NEAR = 2
-_URL = 3
-_HOST = 4
-_REASONS = ("", "exact duplicate", "near duplicate", "same url", "host has enough")  # by number
+# Reasons to drop a document; the lists hold their numbers.
+_REASONS = ("", "exact duplicate", "near duplicate", "same url", "host has enough")
+_EXACT, _NEAR, _URL, _HOST = range(1, 5)
 _NUM_LARGEST = 10
 # At one time there are two sorts, a chunk of signatures, one of links, and copies of these.
 _SHARES = 8
@@ -162,8 +159,6 @@ def find_duplicates(
     Args:
         signature_files: in the order of the corpus; see `SignatureFiles`.
         out: folder of the lists and of temporary files; made if it does not exist.
-    Raises:
-        DataError: if a signature file is missing, truncated or of another method.
     """
     files = SignatureFiles(signature_files, method)
     with _new_disk(out / "clusters.partial", memory_bytes // _SHARES) as disk:
@@ -294,22 +289,22 @@ def _sizes(links: RecordFile, disk: Disk) -> ClusterSizes:
     )
 
 
-def _cluster_sizes(chunks: Chunks) -> Iterator[tuple[Records, Records]]:
+def _cluster_sizes(chunks: Chunks) -> Iterator[tuple[Records, NDArray[np.int64]]]:
     """Leaders and sizes of clusters, from (leader, member) sorted; a leader is no member."""
-    open_leader = None
-    open_size = 0
+    leaders = last = np.empty((0, 1), np.uint64)
+    begins = np.empty(0, np.int64)  # number of the first record of each cluster
+    num_records = 0
     for chunk in chunks:
-        leaders, counts = np.unique(chunk[:, 0], return_counts=True)
-        sizes = counts.astype(np.uint64) + np.uint64(1)
-        if open_leader == leaders[0]:
-            sizes[0] += np.uint64(open_size - 1)
-        elif open_leader is not None:
-            yield np.array([open_leader]), np.array([open_size], dtype=np.uint64)
-        yield leaders[:-1], sizes[:-1]
-        open_leader = leaders[-1]
-        open_size = int(sizes[-1])
-    if open_leader is not None:
-        yield np.array([open_leader]), np.array([open_size], dtype=np.uint64)
+        new = np.flatnonzero(changes(chunk[:, :1], last))
+        leaders = np.append(leaders, chunk[new, 0])
+        begins = np.append(begins, num_records + new)
+        yield leaders[:-1], np.diff(begins) + 1
+        # The last cluster may go on.
+        leaders = leaders[-1:]
+        begins = begins[-1:]
+        last = chunk[-1:, :1]
+        num_records += len(chunk)
+    yield leaders, num_records - begins + 1
 
 
 def find_same_urls(
@@ -326,8 +321,6 @@ def find_same_urls(
     Returns:
         `documents` with an address, different `pages` and `hosts` among these, and documents
         dropped for the `same_url` or a `full_host` (counts).
-    Raises:
-        DataError: if notes are missing or damaged.
     """
     for path in notes:
         try:

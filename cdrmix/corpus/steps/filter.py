@@ -340,6 +340,7 @@ RULES: tuple[FilterRule, ...] = (
 # fmt: on
 
 
+@dataclass(kw_only=True, eq=False)
 class Filter(DocumentStep):
     """Judges each document by the rules of its domain's profile, first failure first.
 
@@ -353,37 +354,30 @@ class Filter(DocumentStep):
     """
 
     name = "filter"
+    profile: str | None = None
+    profiles: Mapping[str, str] | None = None
+    strictness: float = 0.0
+    stop_words: Sequence[str] = ENGLISH_STOP_WORDS
 
-    def __init__(
-        self,
-        *,
-        profile: str | None = None,
-        profiles: Mapping[str, str] | None = None,
-        strictness: float = 0.0,
-        stop_words: Sequence[str] = ENGLISH_STOP_WORDS,
-    ) -> None:
-        if not 0 <= strictness <= 1:
-            raise ConfigError(f"filter: strictness = {strictness} is not between 0 and 1")
-        for name in ([] if profile is None else [profile]) + list((profiles or {}).values()):
-            if name not in PROFILES:
+    def __post_init__(self) -> None:
+        if not 0 <= self.strictness <= 1:
+            raise ConfigError(f"filter: strictness = {self.strictness} is not between 0 and 1")
+        for name in (self.profile, *(self.profiles or {}).values()):
+            if name is not None and name not in PROFILES:
                 known = ", ".join(PROFILES)
                 raise ConfigError(f"filter: profile {name!r} is unknown. Known: {known}")
-        self.profile = profile
-        self.profiles = dict(profiles or {})
-        self.strictness = strictness
-        self.stop_words = frozenset(stop_words)
+        self._profiles = _PROFILE_OF_DOMAIN | dict(self.profiles or {})
+        self._stop_words = frozenset(self.stop_words)
         # Computed once, as every document needs them.
         self._limits: dict[str, list[tuple[FilterRule, float]]] = {}
-        rules = [rule for rule in RULES if stop_words or rule.figure != "num_stop_words"]
-        for known_profile in PROFILES:
-            limits = ((rule, rule.limit(known_profile, strictness)) for rule in rules)
-            self._limits[known_profile] = [
-                (rule, limit) for rule, limit in limits if limit is not None
-            ]
+        rules = [rule for rule in RULES if self.stop_words or rule.figure != "num_stop_words"]
+        for profile in PROFILES:
+            limits = ((rule, rule.limit(profile, self.strictness)) for rule in rules)
+            self._limits[profile] = [(rule, limit) for rule, limit in limits if limit is not None]
 
     def judge(self, document: Document) -> str | None:
         """Reason of the first rule that the document fails, those of RULES."""
-        statistics = Statistics(document.text, self.stop_words)
+        statistics = Statistics(document.text, self._stop_words)
         for rule, limit in self._limits[self.profile_of(document.domain)]:
             figure = statistics[rule.figure]
             value = figure if rule.n is None else figure[rule.n]
@@ -393,7 +387,7 @@ class Filter(DocumentStep):
 
     def profile_of(self, domain: str) -> str:
         """Name of the profile that judges documents of a domain; DataError if it has none."""
-        profile = self.profile or self.profiles.get(domain) or _PROFILE_OF_DOMAIN.get(domain)
+        profile = self.profile or self._profiles.get(domain)
         if profile is None:  # no text is judged by rules that nobody chose
             known = ", ".join(sorted(_PROFILE_OF_DOMAIN))
             raise DataError(

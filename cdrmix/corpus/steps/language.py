@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,40 +49,29 @@ def identify(text: str) -> tuple[str, float]:
     return label.removeprefix("__label__"), min(float(score), 1.0)
 
 
+@dataclass(kw_only=True, eq=False)
 class Language(DocumentStep):
     """Keeps documents in some languages; writes metadata `language` and `language_score`.
 
-    Args:
-        languages: ISO 639 codes to keep; None only writes the metadata and drops nothing.
-        min_score: score below which the language is uncertain. FineWeb's 0.65.
-        num_characters: length of the beginning that is examined.
-        skip_domains: passed on unexamined: identifiers call nearly all source code English.
+    Source code is passed on unexamined: identifiers call nearly all of it English.
     """
 
     name = "language"
+    # ISO 639 codes to keep; None only writes the metadata and drops nothing.
+    languages: Sequence[str] | None = ("en",)
+    min_score: float = 0.65  # FineWeb's; below it the language is uncertain
+    num_characters: int = 1000  # of the beginning, which is examined
+    skip_domains: Sequence[str] = ("code",)
 
-    def __init__(
-        self,
-        *,
-        languages: Sequence[str] | None = ("en",),
-        min_score: float = 0.65,
-        num_characters: int = 1000,
-        skip_domains: Sequence[str] = ("code",),
-    ) -> None:
-        codes = None if languages is None else frozenset(languages)
-        if codes is not None and (
-            isinstance(languages, str) or not codes or not all(map(_CODE.fullmatch, codes))
-        ):
-            raise ConfigError(
-                f"language: languages = {languages!r} is not a list of ISO 639 codes such as [en]"
-            )
-        if num_characters < 1:
-            raise ConfigError(f"language: num_characters = {num_characters} is below 1")
+    def __post_init__(self) -> None:
+        codes = self.languages
+        is_list = codes is None or (codes and not isinstance(codes, str))
+        if not is_list or not all(map(_CODE.fullmatch, codes or ())):
+            expected = "a list of ISO 639 codes such as [en]"
+            raise ConfigError(f"language: languages = {codes!r} is not {expected}")
+        if self.num_characters < 1:
+            raise ConfigError(f"language: num_characters = {self.num_characters} is below 1")
         _model()  # fails here, not in a worker an hour later
-        self.languages = codes
-        self.min_score = min_score
-        self.num_characters = num_characters
-        self.skip_domains = frozenset(skip_domains)
 
     def judge(self, document: Document) -> str | None:
         """Reasons: `language uncertain`, `language fr` and so on."""

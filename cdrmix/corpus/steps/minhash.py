@@ -29,9 +29,7 @@ Integers = NDArray[np.int64]
 Sketches = NDArray[np.uint8]
 # Most characters of a call: arrays of 8 bytes per character then stay within a core's cache.
 MAX_CHARACTERS = 2**17
-_SEPARATOR = 0
-_LETTER = 1
-_WORD = 2
+_SEPARATOR, _LETTER, _WORD = range(3)
 # Scripts written without spaces: Thai and Lao, Burmese, Khmer, kana, and the ideographs.
 _UNSPACED = (
     *((0x0E00, 0x0F00), (0x1000, 0x10A0), (0x1780, 0x1800), (0x3040, 0x3100)),
@@ -160,23 +158,19 @@ class Signatures(NamedTuple):
 class MinHash:
     """MinHash over word shingles; a pair of Jaccard similarity J becomes a candidate with
     probability 1 - (1 - J^rows)^bands: .92 at .8, .10 at .5 and .003 at .35 with 14 x 8.
-
-    Attributes:
-        shingle_words: words per shingle.
-        num_bands: keys per text.
-        rows_per_band: minima that must all be equal for a key to be.
-        min_jaccard: smallest estimated similarity of a duplicate; the estimate over 112 minima
-            has a standard error of .05 at .5. 0: every candidate is one.
     """
 
     shingle_words: int = 5
-    num_bands: int = 14
-    rows_per_band: int = 8
+    num_bands: int = 14  # keys per text
+    rows_per_band: int = 8  # minima that must all be equal for a key to be
+    # Smallest estimated similarity of a duplicate; the estimate over 112 minima has a standard
+    # error of .05 at .5. 0: every candidate is one.
     min_jaccard: float = 0.6
 
     def __post_init__(self) -> None:
-        names = ("shingle_words", "num_bands", "rows_per_band")
-        if wrong := [f"{n} = {getattr(self, n)}" for n in names if getattr(self, n) < 1]:
+        counts = asdict(self)
+        del counts["min_jaccard"]
+        if wrong := [f"{name} = {value}" for name, value in counts.items() if value < 1]:
             raise DataError(f"minhash: {', '.join(wrong)}: allowed are 1 and more.")
         if not 0 <= self.min_jaccard <= 1:
             raise DataError(f"minhash: min_jaccard = {self.min_jaccard}: allowed are 0 to 1.")
@@ -231,26 +225,20 @@ class MinHash:
 class SimHash:
     """SimHash of 64 bits over word shingles. No faster than MinHash, and at a distance of 3 it
     finds about half of the pairs of Jaccard similarity .8: a cheap extra signal.
-
-    Attributes:
-        shingle_words: words per shingle.
-        max_distance: most differing bits of duplicates, 0 to 3.
     """
 
     num_keys: ClassVar[int] = len(_KEY_MASKS)
     sketch_bytes: ClassVar[int] = 8
     shingle_words: int = 3
-    max_distance: int = 3
+    max_distance: int = 3  # most differing bits of duplicates
 
     def __post_init__(self) -> None:
         if self.shingle_words < 1:
-            shown = f"shingle_words = {self.shingle_words}"
-            raise DataError(f"simhash: {shown}: allowed are 1 and more.")
+            wrong = f"shingle_words = {self.shingle_words}"
+            raise DataError(f"simhash: {wrong}: allowed are 1 and more.")
         if not 0 <= self.max_distance <= len(_BLOCKS) - _WHOLE_BLOCKS:
-            raise DataError(
-                f"simhash: max_distance = {self.max_distance}: allowed are 0 to 3 of 64 bits; "
-                "for less similar texts take minhash."
-            )
+            wrong = f"max_distance = {self.max_distance}: allowed are 0 to 3 of 64 bits"
+            raise DataError(f"simhash: {wrong}; for less similar texts take minhash.")
 
     def sign(self, texts: Sequence[str]) -> Signatures:
         """Keys are the bits of three blocks out of six, a key per choice."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from cdrmix.data.document import Document, DocumentStep
@@ -50,34 +51,27 @@ def _reread_as_utf8(match: re.Match[str]) -> str:
         return match[0]
 
 
+@dataclass(kw_only=True, eq=False)
 class Normalise(DocumentStep):
     """Makes text valid, and drops documents that are not text.
 
     Args:
         form: Unicode normal form; NFKC also folds ligatures and full width letters, and so loses
             superscripts (x² becomes x2). None leaves the text as it is.
-        repair_encoding: undo UTF-8 that was read as Windows-1252 or Latin-1 (cafÃ© -> café).
         max_control_fraction: share of control characters above which a text is binary; two are
             always allowed.
         max_invalid_fraction: the same for U+FFFD and lone surrogates, which mark undecodable bytes.
     """
 
     name = "normalise"
+    form: Literal["NFC", "NFKC"] | None = "NFC"
+    repair_encoding: bool = True  # UTF-8 that was read as Windows-1252 or Latin-1: cafÃ© -> café
+    max_control_fraction: float = 0.02
+    max_invalid_fraction: float = 0.02
 
-    def __init__(
-        self,
-        *,
-        form: Literal["NFC", "NFKC"] | None = "NFC",
-        repair_encoding: bool = True,
-        max_control_fraction: float = 0.02,
-        max_invalid_fraction: float = 0.02,
-    ) -> None:
-        if form not in ("NFC", "NFKC", None):
-            raise ConfigError(f"normalise: form = {form!r} is not one of NFC, NFKC, null")
-        self.form = form
-        self.repair_encoding = repair_encoding
-        self.max_control_fraction = max_control_fraction
-        self.max_invalid_fraction = max_invalid_fraction
+    def __post_init__(self) -> None:
+        if self.form not in ("NFC", "NFKC", None):
+            raise ConfigError(f"normalise: form = {self.form!r} is not one of NFC, NFKC, null")
 
     def judge(self, document: Document) -> str | None:
         """Reasons: binary, undecodable, empty."""
@@ -85,11 +79,9 @@ class Normalise(DocumentStep):
         num_invalid = 0
         # ASCII cannot be cut in half, misread or in another normal form.
         if not text.isascii():
-            # The characters that surrogate pairs stand for, and U+FFFD for a lone surrogate.
+            # Surrogate pairs become the characters they stand for, lone surrogates U+FFFD.
             text = _SURROGATES.sub(
-                lambda match: (
-                    match[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-                ),
+                lambda m: m[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"),
                 text,
             )
             num_invalid = text.count("\ufffd")
@@ -160,6 +152,7 @@ def is_boilerplate(line: str) -> bool:
     return len(items) >= _MENU_ITEMS and len(line.split()) <= _WORDS_PER_MENU_ITEM * len(items)
 
 
+@dataclass(kw_only=True, eq=False)
 class Boilerplate(DocumentStep):
     """Removes boilerplate lines; indentation and order of the other lines stay.
 
@@ -174,19 +167,10 @@ class Boilerplate(DocumentStep):
     """
 
     name = "boilerplate"
-
-    def __init__(
-        self,
-        *,
-        domains: Sequence[str] = ("web",),
-        require_sentence_end: bool = False,
-        min_line_words: int = 1,
-        min_kept_fraction: float = 0.1,
-    ) -> None:
-        self.domains = frozenset(domains)
-        self.require_sentence_end = require_sentence_end
-        self.min_line_words = min_line_words
-        self.min_kept_fraction = min_kept_fraction
+    domains: Sequence[str] = ("web",)
+    require_sentence_end: bool = False
+    min_line_words: int = 1
+    min_kept_fraction: float = 0.1
 
     def judge(self, document: Document) -> str | None:
         """Reason: only boilerplate."""
@@ -209,6 +193,7 @@ class Boilerplate(DocumentStep):
         return None
 
 
+@dataclass(kw_only=True, eq=False)
 class Length(DocumentStep):
     """Keeps documents whose number of characters lies between two limits, both included.
 
@@ -216,15 +201,17 @@ class Length(DocumentStep):
     """
 
     name = "length"
+    min_characters: int = 1
+    max_characters: int | None = None
 
-    def __init__(self, *, min_characters: int = 1, max_characters: int | None = None) -> None:
-        if min_characters < 0 or (max_characters is not None and max_characters < min_characters):
+    def __post_init__(self) -> None:
+        least = self.min_characters
+        most = self.max_characters
+        if least < 0 or (most is not None and most < least):
             raise ConfigError(
-                f"length: min_characters = {min_characters} and max_characters = {max_characters} "
+                f"length: min_characters = {least} and max_characters = {most} "
                 "leave nothing; give 0 <= min_characters <= max_characters"
             )
-        self.min_characters = min_characters
-        self.max_characters = max_characters
 
     def judge(self, document: Document) -> str | None:
         """Reasons: too short, too long."""

@@ -8,11 +8,11 @@ one; memory is bounded by the largest document allowed. A stream is cut into the
 from __future__ import annotations
 
 import gzip
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import yaml
@@ -26,7 +26,6 @@ from cdrmix.data.shards import read_regular
 from cdrmix.errors import DataError
 from cdrmix.log import get_logger
 
-_WHOLE_FILES = ("text", "code", "html", "docx")
 # Metadata must stay small beside its text: it is held for every document in flight.
 _MAX_METADATA_CHARACTERS = 2_000
 
@@ -37,12 +36,10 @@ def read_file(file: SourceFile, source: SourceConfig, set_aside: SetAside) -> It
     Documents before a damage are given; the rest of the file is set aside.
     """
     try:
-        if file.kind in _WHOLE_FILES and source.chain_of_thought is not None:
+        is_whole = file.kind in ("text", "code", "html", "docx")
+        if is_whole and source.chain_of_thought is not None:
             raise Unreadable("no fields for a chain of thought", f"a file of kind {file.kind}")
-        if file.kind in _WHOLE_FILES:
-            rows: Rows = iter([(0, read_text(file, source))])
-        else:
-            rows = read_rows(file, source)
+        rows = iter([(0, read_text(file, source))]) if is_whole else read_rows(file, source)
         yield from _documents(rows, file.name, source, set_aside)
     except Unreadable as error:
         set_aside(file.name, None, error.reason, error.detail)
@@ -96,20 +93,14 @@ _logger = get_logger(__name__)
 
 
 def count_shards(source: SourceConfig) -> int:
-    """Number of parts of the stream that can be read independently.
-
-    Raises:
-        DataError: if the data set does not exist or cannot be reached.
-    """
+    """Number of parts of the stream that can be read independently."""
     try:
         return int(_open(source).num_shards)
     except (OSError, ValueError) as error:
-        advice = (
-            "A data set on the hub needs a network; without one, give the path of a folder."
-            if isinstance(error, ConnectionError)
-            else "See path, subset, split and revision of this source."
-        )
-        raise DataError(f"source '{source.name}': {source.path}: {error}. {advice}") from error
+        advice = "See path, subset, split and revision of this source"
+        if isinstance(error, ConnectionError):
+            advice = "A data set on the hub needs a network; without one, give the path of a folder"
+        raise DataError(f"source '{source.name}': {source.path}: {error}. {advice}.") from error
 
 
 def read_shard(
@@ -134,11 +125,7 @@ def read_shard(
 
 
 def retry_rows(
-    rows_from: Callable[[int], Iterator[Any]],
-    *,
-    retries: int,
-    what: str,
-    sleep: Callable[[float], None] = time.sleep,
+    rows_from: Callable[[int], Iterator[Any]], *, retries: int, what: str
 ) -> Iterator[Any]:
     """Reads all rows of a stream; where the connection breaks, reopens it at the next row.
 
@@ -158,10 +145,8 @@ def retry_rows(
             return
         except Exception as error:
             # A broken connection, rather than broken data: the clients raise classes of their own.
-            package = type(error).__module__.partition(".")[0]
-            if package not in _NETWORK_PACKAGES and (
-                _is_damage(error) or not isinstance(error, OSError)
-            ):
+            is_system = isinstance(error, OSError) and not _is_damage(error)
+            if not is_system and type(error).__module__.partition(".")[0] not in _NETWORK_PACKAGES:
                 raise
             failures += 1
             if failures > retries:
@@ -176,11 +161,11 @@ def retry_rows(
 
 def paced(rows: Iterator[Any], per_second: float) -> Iterator[Any]:
     """Gives the same rows, no faster than `per_second` on average since the first."""
-    begin = time.monotonic()
+    begin = monotonic()
     for number, row in zip(count(), rows, strict=False):
-        ahead = number / per_second - (time.monotonic() - begin)
+        ahead = number / per_second - (monotonic() - begin)
         if ahead > 0:
-            time.sleep(ahead)
+            sleep(ahead)
         yield row
 
 

@@ -47,9 +47,9 @@ def read_rows(file: SourceFile, source: SourceConfig) -> Rows:
         "jsonl": _json_lines,
         "csv": partial(_csv_rows, delimiter=","),
         "tsv": partial(_csv_rows, delimiter="\t"),
-        "parquet": partial(_table_rows, batches_of=_parquet_batches, kind="parquet"),
         "tar": _tar_samples,
-        "arrow": partial(_table_rows, batches_of=_arrow_batches, kind="arrow"),
+        "parquet": partial(_table_rows, kind="parquet"),
+        "arrow": partial(_table_rows, kind="arrow"),
     }
     return readers[file.kind](file.path, source)
 
@@ -286,18 +286,13 @@ def _tar_members(path: Path, limit: int) -> Iterator[tuple[str, str, bytes | Non
         raise Unreadable("damaged tar", "headers of headers") from None
 
 
-def _table_rows(
-    path: Path,
-    source: SourceConfig,
-    *,
-    batches_of: Callable[[Path, SourceConfig], Iterator[Any]],
-    kind: str,
-) -> Rows:
+def _table_rows(path: Path, source: SourceConfig, *, kind: str) -> Rows:
     """Rows as Python objects, a few at a time: a batch of a file on disk may be large."""
     pyarrow = from_extra("pyarrow", str(path))
     limit = source.max_document_bytes
     row = 0
     try:
+        batches_of = _parquet_batches if kind == "parquet" else _arrow_batches
         for batch in batches_of(path, source):
             # Where a few rows may be large, or the same bytes stand behind all of them
             # (dictionaries, views), one at a time: each may be as large as the whole batch.
@@ -357,8 +352,8 @@ def _arrow_batches(path: Path, source: SourceConfig) -> Iterator[Any]:
 def _columns(names: list[str], source: SourceConfig) -> list[str]:
     """Columns of a table that hold the fields that the source names."""
     fields = (*source.text_fields, *source.metadata_fields)
-    columns = {each: each if each in names else each.partition(".")[0] for each in fields}
-    if missing := [field for field in source.text_fields if columns[field] not in names]:
-        known = ", ".join(names[:20])
-        raise Unreadable(f"no column '{missing[0]}'", f"its columns: {known}")
-    return [name for name in dict.fromkeys(columns.values()) if name in names]
+    column_of = {field: field if field in names else field.partition(".")[0] for field in fields}
+    if missing := [field for field in source.text_fields if column_of[field] not in names]:
+        columns = ", ".join(names[:20])
+        raise Unreadable(f"no column '{missing[0]}'", f"its columns: {columns}")
+    return [name for name in dict.fromkeys(column_of.values()) if name in names]

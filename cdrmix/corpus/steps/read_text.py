@@ -156,11 +156,11 @@ def _answer_pages() -> None:
 
 def read_text(file: SourceFile, source: SourceConfig) -> tuple[str, dict[str, Any]]:
     """Reads the text of a file, and metadata from within it; Unreadable if it is damaged."""
-    if file.kind == "docx":
-        return _docx_text(file.path, source.max_document_bytes), {}
     limit = source.max_document_bytes
-    with open_bytes(file.path) as compressed:
-        content = compressed.read(limit + 1)
+    if file.kind == "docx":
+        return _docx_text(file.path, limit), {}
+    with open_bytes(file.path) as stream:
+        content = stream.read(limit + 1)
     if len(content) > limit:
         raise Unreadable("larger than max_document_bytes", f"more than {limit} bytes in one text")
     encoding = source.encoding

@@ -70,7 +70,8 @@ _WITHIN = frozenset(string.ascii_letters + string.digits + "_-")  # one of these
 _NO_PASSWORD = re.compile(r"(?i)[$%{<*].*|[x.]{3,}|.*\}|pass|password|passwd|pwd|secret|pw|\d{1,5}")
 
 
-def _find_secrets(text: str, kinds: frozenset[str]) -> Iterator[Span]:
+def find_secrets(text: str, kinds: frozenset[str]) -> Iterator[Span]:
+    """Spans of the secrets of these kinds, pattern by pattern."""
     if "private_key" in kinds and "PRIVATE KEY" in text:
         end = 0
         for begin in _KEY_BEGINS.finditer(text):
@@ -113,7 +114,7 @@ _TLD_NAMES = (
 _TLDS = frozenset(_TLD_NAMES.split())
 
 
-def _email(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def email_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of an address; of git@host:path none, which is how clones are written."""
     at = match.start()
     tld = match[2].lower()
@@ -150,6 +151,7 @@ _US_SSN = re.compile(
     rf"(?<![\w.-])(?!000|666|9)[0-9]{{3}}-(?!00)[0-9]{{2}}-(?!0000)[0-9]{{4}}{_END}"
 )
 _CPF = re.compile(rf"(?<![\w.-])[0-9]{{3}}\.[0-9]{{3}}\.[0-9]{{3}}-[0-9]{{2}}{_END}")
+_CHINESE_ID = re.compile(rf"(?<![\w.-])[1-9][0-9]{{16}}[0-9Xx]{_END}")
 _NIR = re.compile(
     r"(?<![\w.-])[12] ?[0-9]{2} ?(?:0[1-9]|1[0-2]|[2-9][0-9]) ?(?:[0-9]{2}|2[AB])"
     rf" ?[0-9]{{3}} ?[0-9]{{3}} ?[0-9]{{2}}{_END}"
@@ -192,10 +194,8 @@ def _is_card(match: re.Match[str], _: str) -> bool:
 
 
 def _is_chinese_id(match: re.Match[str], _: str) -> bool:
-    """Tests for the check digit and a day of birth since 1900.
-
-    The library's own test also requires a place of birth in its list, which is a current one.
-    """
+    """Tests for the check digit and a day of birth since 1900."""
+    # The library's own test also requires a place of birth in its list, which is a current one.
     number = match[0].upper()
     if number[6:8] not in ("19", "20") or ric.calc_check_digit(number) != number[17]:
         return False
@@ -234,7 +234,7 @@ def _is_phone(match: re.Match[str], text: str) -> bool:
 # (kind, pattern, test of a match); at one place, the surest kind first.
 _NUMBERS = (
     ("card", _CARD, _is_card),
-    ("cn_id", re.compile(rf"(?<![\w.-])[1-9][0-9]{{16}}[0-9Xx]{_END}"), _is_chinese_id),
+    ("cn_id", _CHINESE_ID, _is_chinese_id),
     ("fr_nir", _NIR, lambda match, _: nir.is_valid(match[0])),
     ("us_ssn", _US_SSN, lambda match, _: True),
     # The check digits hold for eleven equal digits too, which nobody has.
@@ -265,7 +265,7 @@ def _iban_length(country: str) -> int | None:
     return len("DE00") + sum(int(n) for n in re.findall(r"(\d+)!", structure))
 
 
-def _iban(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def iban_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of an IBAN, with spaces between groups of four or without."""
     length = _iban_length(match[0][:2])
     if length is None or not _starts_word(match, text):
@@ -280,7 +280,7 @@ def _iban(match: re.Match[str], text: str) -> tuple[int, int] | None:
     return (match.start(), end) if iban.is_valid(compact, check_country=False) else None
 
 
-def _lettered_number(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def lettered_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of a number of the United Kingdom or Italy, by prefix or check letter."""
     if not _starts_word(match, text):
         return None
@@ -311,7 +311,7 @@ _IPV6 = re.compile(r"[23][0-9A-Fa-f]{3}(?::[0-9A-Fa-f]{0,4}){2,7}")
 _IPV6_GROUPS = 3
 
 
-def _ipv4(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def ipv4_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of a public address, but of no version, section or object identifier."""
     start, end = match.span()
     before = text[max(0, start - 24) : start]
@@ -327,7 +327,7 @@ def _ipv4(match: re.Match[str], text: str) -> tuple[int, int] | None:
     return (start, end) if address.is_global and not address.is_multicast else None
 
 
-def _ipv6(match: re.Match[str], text: str) -> tuple[int, int] | None:
+def ipv6_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     """Span of an address of 2000::/3, the allocated range; not of the documentation range."""
     start, end = match.span()
     before = text[start - 1 : start]
@@ -345,16 +345,17 @@ def _ipv6(match: re.Match[str], text: str) -> tuple[int, int] | None:
 
 # (kind, pattern, function that gives the span of a match, or None if it is no such thing)
 _ELSEWHERE = (
-    ("email", _DOMAIN, _email),
-    ("iban", _LETTERED, _iban),
-    ("uk_nino", _NINO, _lettered_number),
-    ("it_cf", _CODICE_FISCALE, _lettered_number),
-    ("ipv4", _IPV4, _ipv4),
-    ("ipv6", _IPV6, _ipv6),
+    ("email", _DOMAIN, email_span),
+    ("iban", _LETTERED, iban_span),
+    ("uk_nino", _NINO, lettered_span),
+    ("it_cf", _CODICE_FISCALE, lettered_span),
+    ("ipv4", _IPV4, ipv4_span),
+    ("ipv6", _IPV6, ipv6_span),
 )
 
 
-def _find_personal(text: str, kinds: frozenset[str]) -> Iterator[Span]:
+def find_personal(text: str, kinds: frozenset[str]) -> Iterator[Span]:
+    """Spans of the personal data of these kinds."""
     for kind, pattern, span_of in _ELSEWHERE:
         if kind in kinds:
             for match in pattern.finditer(text):
@@ -372,12 +373,8 @@ def _find_personal(text: str, kinds: frozenset[str]) -> Iterator[Span]:
 
 
 # In the order in which they count where two begin at one place: a phone number before an address.
-KINDS = tuple(
-    dict.fromkeys(
-        ["private_key", *(row[0] for row in _SECRETS), "email", "iban"]
-        + [row[0] for row in (*_NUMBERS, *_ELSEWHERE)]
-    )
-)
+_KINDS = (row[0] for row in (*_SECRETS, *_ELSEWHERE[:2], *_NUMBERS, *_ELSEWHERE[2:]))
+KINDS = ("private_key", *dict.fromkeys(_KINDS))
 
 
 def find_private(text: str, kinds: Iterable[str] = KINDS) -> list[Span]:
@@ -386,7 +383,7 @@ def find_private(text: str, kinds: Iterable[str] = KINDS) -> list[Span]:
     Of two that overlap the one that starts first counts; at one start, the first in KINDS.
     """
     selected = frozenset(kinds)
-    spans = [*_find_secrets(text, selected), *_find_personal(text, selected)]
+    spans = [*find_secrets(text, selected), *find_personal(text, selected)]
     spans.sort(key=lambda span: (span[0], KINDS.index(span[2])))
     disjoint: list[Span] = []
     for span in spans:

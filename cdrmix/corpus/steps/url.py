@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -75,6 +76,7 @@ def url_key(url: str) -> str:
     return hashlib.blake2b(page.encode(), digest_size=_KEY_BYTES).hexdigest()
 
 
+@dataclass(kw_only=True, eq=False)
 class Url(DocumentStep):
     """Writes metadata `url` in canonical spelling, `url_key` and `host` of documents with a url.
 
@@ -83,9 +85,7 @@ class Url(DocumentStep):
     """
 
     name = "url"
-
-    def __init__(self, *, drop_invalid: bool = False) -> None:
-        self.drop_invalid = drop_invalid
+    drop_invalid: bool = False
 
     def judge(self, document: Document) -> str | None:
         """Reason, with `drop_invalid`: invalid url."""
@@ -117,6 +117,7 @@ def read_list(path: str | Path | None) -> list[str]:
     return entries
 
 
+@dataclass(kw_only=True, eq=False)
 class Blocklist(DocumentStep):
     """Drops documents from listed addresses and hosts, or with listed words.
 
@@ -129,32 +130,29 @@ class Blocklist(DocumentStep):
     """
 
     name = "blocklist"
+    hosts: str | Path | None = None
+    urls: str | Path | None = None
+    words: str | Path | None = None
+    min_distinct_words: int = 1
 
-    def __init__(
-        self,
-        *,
-        hosts: str | Path | None = None,
-        urls: str | Path | None = None,
-        words: str | Path | None = None,
-        min_distinct_words: int = 1,
-    ) -> None:
-        if hosts is None and urls is None and words is None:
+    def __post_init__(self) -> None:
+        if self.hosts is None and self.urls is None and self.words is None:
             raise ConfigError("blocklist: no list given. Set one of hosts, urls, words")
-        if min_distinct_words < 1:
-            raise ConfigError(f"blocklist: min_distinct_words = {min_distinct_words} is below 1")
-        self._hosts = {host.lower().removeprefix("www.").strip(".") for host in read_list(hosts)}
+        if self.min_distinct_words < 1:
+            number = self.min_distinct_words
+            raise ConfigError(f"blocklist: min_distinct_words = {number} is below 1")
+        hosts = read_list(self.hosts)
+        self._hosts = {host.lower().removeprefix("www.").strip(".") for host in hosts}
         self._url_keys = set()
-        for entry in read_list(urls):
+        for entry in read_list(self.urls):
             canonical = canonical_url(entry if "://" in entry else f"http://{entry}")
             if canonical is None:
-                raise DataError(
-                    f"{urls}: {entry!r} is not a web address such as https://example.org/page"
-                )
+                example = "a web address such as https://example.org/page"
+                raise DataError(f"{self.urls}: {entry!r} is not {example}")
             self._url_keys.add(url_key(canonical))
-        split = [tuple(_WORD.findall(entry.lower())) for entry in read_list(words)]
+        split = [tuple(_WORD.findall(entry.lower())) for entry in read_list(self.words)]
         self._words = {words[0] for words in split if len(words) == 1}
         self._phrases = {words for words in split if len(words) > 1}
-        self.min_distinct_words = min_distinct_words
 
     def judge(self, document: Document) -> str | None:
         """Reasons: blocked host, blocked url, blocked words."""

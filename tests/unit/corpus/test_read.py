@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cdrmix.corpus.source import SourceConfig, find_files
+from cdrmix.corpus.steps import read as read_module
 from cdrmix.corpus.steps.read import paced, read_file, retry_rows
 from cdrmix.corpus.steps.read_bytes import Unreadable
 from cdrmix.corpus.steps.read_text import extract_text
@@ -455,17 +456,19 @@ class FlakyRows:
             yield number
 
 
-def test_a_broken_stream_goes_on_at_the_next_row() -> None:
+def test_a_broken_stream_goes_on_at_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, pauses = FlakyRows(10, [4, 4, 4, 9]), []
-    assert list(retry_rows(rows, retries=3, what="s", sleep=pauses.append)) == list(range(10))
+    monkeypatch.setattr(read_module, "sleep", pauses.append)
+    assert list(retry_rows(rows, retries=3, what="s")) == list(range(10))
     assert rows.opened_at == [0, 4, 4, 4, 9]
     assert pauses == [1.0, 2.0, 4.0, 1.0]
 
 
-def test_a_stream_that_stays_broken_stops_the_build() -> None:
+def test_a_stream_that_stays_broken_stops_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = FlakyRows(10, [4] * 4)
+    monkeypatch.setattr(read_module, "sleep", lambda _: None)
     with pytest.raises(DataError, match=r"s: reading failed 3 times at row 4: reset by peer"):
-        list(retry_rows(rows, retries=2, what="s", sleep=lambda _: None))
+        list(retry_rows(rows, retries=2, what="s"))
 
 
 def test_a_paced_stream_is_no_faster_than_asked() -> None:

@@ -24,7 +24,7 @@ from cdrmix.config.schema import DataConfig
 from cdrmix.corpus.encode import write_roles
 from cdrmix.data import remote
 from cdrmix.data.loader import Loader
-from cdrmix.data.remote import RemoteFile, RemoteFiles, copy
+from cdrmix.data.remote import RemoteFile, RemoteFiles
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.shards import read_manifest, verify_shards, write_manifest
 from cdrmix.data.token_dataset import TokenDataset
@@ -99,7 +99,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy, "__kwdefaults__", {"sleep": lambda seconds: None})
+    monkeypatch.setattr(remote, "sleep", lambda seconds: None)
 
 
 def config(url: str, cache: Path, **changes: Any) -> DataConfig:

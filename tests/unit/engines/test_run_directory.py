@@ -172,11 +172,9 @@ def with_copies(config: Config, folder: Path) -> Config:
 def test_runs_of_one_name_keep_their_copies_apart(config: Config, tmp_path: Path) -> None:
     config = with_copies(config, tmp_path / "copies")
     with take(config, tmp_path / "a" / "run") as one, take(config, tmp_path / "b" / "run") as other:
-        assert one.replica is not None
-        assert other.replica is not None
-        assert one.replica != other.replica
-        assert one.replica.is_dir()
-        assert one.copies == (one.replica,)
+        ((copy,), (another,)) = (one.copies, other.copies)
+        assert copy != another
+        assert copy.is_dir()
 
 
 def test_copies_of_an_earlier_run_are_only_resumed(
@@ -184,13 +182,12 @@ def test_copies_of_an_earlier_run_are_only_resumed(
 ) -> None:
     config = with_copies(config, tmp_path / "copies")
     with take(config, run_dir) as directory:
-        assert directory.replica is not None
-        (directory.replica / "10").mkdir()
+        (directory.copies[0] / "10").mkdir()
     shutil.rmtree(run_dir)
     with pytest.raises(StateError, match="which are never overwritten. Give --resume auto"):
         take(config, run_dir)
     with take(config, run_dir, "auto") as again:
-        assert again.replica == directory.replica
+        assert again.copies == directory.copies
 
 
 def test_a_folder_for_copies_that_cannot_be_made_is_refused(

@@ -25,8 +25,7 @@ from cdrmix.planning.shrink import (
     stage_b_aspects,
     stage_b_rehearsal,
 )
-from cdrmix.sessions.rehearsal_runs import Check
-from cdrmix.sessions.rehearse import Rehearsed, RehearsedStage
+from cdrmix.sessions.rehearse import Check, Rehearsed, RehearsedStage
 
 AXES = ("pipeline", "tensor", "sequence", "sample_ranks", "expert")
 CLUSTERS = {"1b": (1, 8), "4b": (4, 8), "40b": (16, 8), "200b": (32, 8)}

@@ -17,14 +17,12 @@ from cdrmix.planning.layout import Degrees
 from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import stage_b_layout, stage_b_plan, stage_b_reason
 from cdrmix.stage_b.backbone_source import check_given
-from cdrmix.stage_b.course import LessonLoader
-from cdrmix.stage_b.engine import LessonResult, StageB
+from cdrmix.stage_b.engine import LessonLoader, LessonResult, StageB
 from cdrmix.stage_b.optimizer import (
     Clip,
     PhasePlace,
     TrainedParameters,
     learning_rates,
-    make_clip,
     part_groups,
     place_of,
 )
@@ -120,7 +118,7 @@ def stepped(clip: Clip, gradients: dict[str, list[float]], rates: dict[str, floa
 
 @pytest.mark.usefixtures("one_rank")
 def test_parts_are_clipped_apart() -> None:
-    clip = make_clip(config())  # adapters 2, the others 1
+    clip = Clip(config())  # adapters 2, the others 1
     found = stepped(clip, {"adapters": [30.0, 40.0], "memory": [3.0, 4.0], "policy": [0.3]}, {})
     assert found["adapters"] == pytest.approx([1.2, 1.6])
     assert found["memory"] == pytest.approx([0.6, 0.8])
@@ -136,7 +134,7 @@ def test_the_groups_of_a_part_are_clipped_by_their_common_norm(is_zero: bool) ->
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([gradient])
         groups.append({"params": [parameter], "part": "backbone", "lr": 1.0})
-    clip, optimizer = make_clip(config()), torch.optim.SGD(groups, lr=1.0)
+    clip, optimizer = Clip(config()), torch.optim.SGD(groups, lr=1.0)
     optimizer.register_step_pre_hook(clip)
     if is_zero:
         step_as_zero(clip, optimizer)
@@ -158,7 +156,7 @@ def step_as_zero(clip: Clip, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_what_does_not_learn_is_not_measured() -> None:
-    clip = make_clip(config())
+    clip = Clip(config())
     assert stepped(clip, {"memory": [3.0]}, {"memory": 0.0}) == {"memory": [3.0]}
     assert clip.norms == {}
 
@@ -170,10 +168,11 @@ def test_a_metric_is_the_mean_over_the_lessons_that_have_it(
     monkeypatch.setattr("cdrmix.runtime.all_gather_object", lambda own: [own])
     losses = [{"loss": torch.tensor(value)} for value in (1.0, 2.0, 6.0)]
     lessons = [losses[0], losses[1], {**losses[2], "recall": torch.tensor(0.5)}]
-    clip = make_clip(config())
+    clip = Clip(config())
     stage: Any = StageB(None, config(), clip, None, None, first_step=0, origin="")  # type: ignore[arg-type]
-    result = LessonResult(PhasePlace("memory", 0, 3), lessons, {"memory": 1.0}, 1, 0.0)
-    assert stage.measure(None, result).means == {"loss": 3.0, "recall": 0.5}
+    result = LessonResult("memory", lessons, {"memory": 1.0}, 1, 0.0)
+    metrics = stage.measure(None, result)
+    assert (metrics["stage_b/loss"], metrics["stage_b/recall"]) == (3.0, 0.5)
 
 
 def test_a_window_in_which_no_sentence_fits_is_refused() -> None:
@@ -210,17 +209,17 @@ class Numbers:
 
 
 def test_ranks_share_out_every_lesson_once_and_a_position_is_one_number() -> None:
-    stage_b, course = section(config("lessons_per_step=3")), Numbers()
+    training, course = section(config("lessons_per_step=3")).training, Numbers()
     ranks: list[Any] = [
-        LessonLoader(course, stage_b, rank=rank, world_size=2, manifest_digest="1", seed=0)  # type: ignore[arg-type]
+        LessonLoader(course, training, rank=rank, world_size=2, manifest_digest="1", seed=0)  # type: ignore[arg-type]
         for rank in range(2)
     ]
     for step in range(5):
-        taken = sorted(lesson for lessons in ranks for lesson in lessons.next(step).lessons)
+        taken = sorted(lesson for lessons in ranks for lesson in lessons.next(step))
         assert taken == [3 * step, 3 * step + 1, 3 * step + 2]
-    alone: Any = LessonLoader(course, stage_b, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
+    alone: Any = LessonLoader(course, training, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
     alone.load_state_dict(ranks[1].state_dict())
-    assert alone.next(5).lessons == [-15, -16, -17], "those of the policy's phase are played"
+    assert alone.next(5) == [-15, -16, -17], "those of the policy's phase are played"
     with pytest.raises(StateError, match=r"data.path \(manifest_digest\): 2 there, 1 here"):
         alone.load_state_dict(ranks[1].state_dict() | {"manifest_digest": "2"})
 
@@ -241,9 +240,8 @@ def test_stage_b_goes_on_with_the_lessons_that_it_began_with(
     def lessons(seed: int = 0, **changed: Any) -> Any:
         stage_b = section(config("memory_steps=5", "joint_steps=2"))
         training = stage_b.training.model_copy(update=changed)
-        stage_b = stage_b.model_copy(update={"training": training})
         return LessonLoader(
-            Numbers(), stage_b, rank=0, world_size=1, manifest_digest="1", seed=seed
+            Numbers(), training, rank=0, world_size=1, manifest_digest="1", seed=seed
         )  # type: ignore[arg-type]
 
     begun = lessons()
@@ -351,16 +349,16 @@ def test_the_zero_stage_of_stage_a_is_kept(profile: str, kept: str) -> None:
 
 
 def test_where_a_phase_begins_the_steps_before_are_no_measure() -> None:
-    stage_b, course = section(config("lessons_per_step=3")), Numbers()
+    training, course = section(config("lessons_per_step=3")).training, Numbers()
     forgotten: list[int] = []
-    lessons: Any = LessonLoader(course, stage_b, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
+    lessons: Any = LessonLoader(course, training, rank=0, world_size=1, manifest_digest="1", seed=0)  # type: ignore[arg-type]
     run: Any = SimpleNamespace(step=10)
     run.heartbeat = SimpleNamespace(forget_step=lambda are_uneven: forgotten.append(run.step))
-    stage = StageB(None, config(), make_clip(config()), lessons, None, first_step=10, origin="")  # type: ignore[arg-type]
+    stage = StageB(None, config(), Clip(config()), lessons, None, first_step=10, origin="")  # type: ignore[arg-type]
     for run.step in range(10, 16):
         stage.next_batch(run)
     assert forgotten == [10, 13, 15]
-    resumed = StageB(None, config(), make_clip(config()), lessons, None, first_step=10, origin="")  # type: ignore[arg-type]
+    resumed = StageB(None, config(), Clip(config()), lessons, None, first_step=10, origin="")  # type: ignore[arg-type]
     run.step = 14
     resumed.next_batch(run)
     assert forgotten[-1] == 14

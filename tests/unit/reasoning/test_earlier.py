@@ -70,7 +70,7 @@ def test_a_question_alone_is_answered_from_what_was_read_before(tmp_path: Path) 
     later = told(loaded(tmp_path), tmp_path, question=QUESTION)
     recalled = [event for event in later.events if event.kind == "recalled"]
     assert recalled and {event.text for event in recalled} <= set(of(first, "written"))
-    assert all(event.line().endswith("' from a text") for event in recalled)
+    assert later.memory_lines().count("' from a text") == len(recalled)
     assert not of(later, "written", "retrieved", "dropped")
     assert files(tmp_path) != before, "what was read is noted"
     assert later == told(loaded(tmp_path), tmp_path, question=QUESTION)

@@ -16,8 +16,7 @@ from cdrmix.models.moe import Router
 from cdrmix.reasoning.policy import Action, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.state_rows import select
-from cdrmix.stage_b.course import Course
-from cdrmix.stage_b.phases import Collected, phase_loss, rollout_loss
+from cdrmix.stage_b.phases import Collected, Course, phase_loss
 from tests.unit.reasoning.small_reader import (
     TASKS,
     WINDOW_TOKENS,
@@ -146,14 +145,14 @@ def test_weights_of_the_policy_are_the_configurations() -> None:
     reader = small_reader(config)
     course = Course(reader, small_lessons(config), config)
     collected = course.collect(course.lesson("policy", 0))
-    base, metrics = rollout_loss(reader, collected, config)
+    base, metrics = course.rollout_loss(collected)
     for name, metric, sign in (
         ("entropy_weight", "entropy", -1),
         ("value_weight", "value_loss", 1),
     ):
         assert config.stage_b is not None
         raised = with_policy(config, **{name: getattr(config.stage_b.policy, name) + 1})
-        loss, _ = rollout_loss(reader, collected, raised)
+        loss, _ = dataclasses.replace(course, config=raised).rollout_loss(collected)
         assert (loss - base).item() == pytest.approx(sign * float(metrics[metric]), rel=1e-4)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,6 @@ from cdrmix.stage_b.long_context import (
     Row,
     TrainedReader,
     score_examples,
-    score_table,
-    score_tasks,
-    scores_json,
     suite,
 )
 from tests.unit.reasoning.small_reader import small_config, small_lessons, small_reader, tokenizer
@@ -59,6 +57,12 @@ def loaded(
     return TrainedReader(trained, reader, small_lessons(config))
 
 
+def score_tasks(
+    reader: MemoryReader, lessons: Lessons, tasks: Sequence[str], **lengths: Any
+) -> list[Row]:
+    return score_examples(reader, lessons, suite(lessons, tasks, **lengths)).rows
+
+
 @pytest.fixture(scope="module")
 def reader() -> MemoryReader:
     return loaded().reader
@@ -90,7 +94,7 @@ def test_a_length_without_room_has_no_row(reader: MemoryReader) -> None:
     lessons = small_lessons(small_config())
     rows = score_tasks(reader, lessons, ["common_words"], length_ratios=(1,), num_examples=1)
     assert rows == []
-    assert score_table(rows).endswith("no task fits")
+    assert Evaluated(rows).table().endswith("no task fits")
 
 
 def test_examples_without_room_give_way_to_the_next(
@@ -135,7 +139,7 @@ def test_rows_are_printed_also_where_they_cannot_be_stored(
     assert "reasoning.json: cannot be written" in shown.err
     (tmp_path / "reasoning.json").rmdir()
     assert main(arguments) == 0
-    assert (tmp_path / "reasoning.json").read_text() == scores_json(rows) + "\n"
+    assert (tmp_path / "reasoning.json").read_text() == Evaluated(rows).as_json() + "\n"
 
 
 def evaluated(run_dir: Path, *flags: str) -> int:
@@ -267,15 +271,15 @@ def test_the_table_has_a_line_per_task_and_the_json_its_rows() -> None:
         Row("logic", 4, 0.75, 0.0, 8),
         Row("look_up", 4, 1, 0, 8),
     ]
-    assert score_table(rows).splitlines() == [
+    assert Evaluated(rows).table().splitlines() == [
         "score, backbone alone               1x            4x",
         "logic                       0.50, 0.25    0.75, 0.00",
         "look_up                              -    1.00, 0.00",
         "8 texts each; lengths in windows",
     ]
     fewer = [rows[0], dataclasses.replace(rows[1], n=5)]
-    assert score_table(fewer).endswith("\n5 to 8 texts each; lengths in windows")
-    assert json.loads(scores_json(rows))["rows"][0] == {
+    assert Evaluated(fewer).table().endswith("\n5 to 8 texts each; lengths in windows")
+    assert json.loads(Evaluated(rows).as_json())["rows"][0] == {
         "task": "logic",
         "length_ratio": 1,
         "score": 0.5,

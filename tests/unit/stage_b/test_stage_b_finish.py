@@ -14,7 +14,7 @@ from tests.unit.reasoning.small_reader import small_config, small_lessons, small
 
 
 def test_every_cell_of_the_suite_has_the_time_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cdrmix.stage_b.stage_b_session.LENGTH_RATIOS", LENGTH_RATIOS[:3])
+    monkeypatch.setattr("cdrmix.stage_b.long_context.LENGTH_RATIOS", LENGTH_RATIOS[:3])
     config, entered = small_config(tasks=("logic", "arithmetic")), list[str]()
     config = config.model_copy(
         update={"evaluation": config.evaluation.model_copy(update={"reasoning_examples": 1})}
