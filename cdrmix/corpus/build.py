@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,9 @@ def build_dataset(
     # Checked first: a build would meet these errors hours later.
     if recipe.tokenizer.path is not None:
         load_tokenizer(Path(recipe.tokenizer.path))
-    domains = {source.domain for source in recipe.sources}
-    for config in recipe.steps:
-        if config.name == Filter.name:
-            make_step(config).check_domains(sorted(filter(config.takes, domains)))
+    for config, source in product(recipe.steps, recipe.sources):
+        if config.name == Filter.name and config.takes(source.domain):
+            make_step(config).profile_of(source.domain)
     try:
         with locked(out / ".lock", blocking=False) as is_locked:
             if not is_locked:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self, TextIO
 from cdrmix import log
 from cdrmix.corpus.recipe import Numbered, StepConfig, make_step
 from cdrmix.corpus.source import SetAside, SourceConfig, SourceFile
-from cdrmix.corpus.steps.read import read_file, read_shard, shard_name
+from cdrmix.corpus.steps.read import SHARD_NAME, read_file, read_shard
 from cdrmix.data.document import Document, Step, parted
 from cdrmix.data.folders import new_folder, open_new
 from cdrmix.data.shards import write_file
@@ -75,7 +75,7 @@ class Task:
         parts: Iterator[tuple[str, Iterator[Document]]]
         if self.shard is not None:
             stream = read_shard(self.source, *self.shard, set_aside)
-            parts = iter([(shard_name(self.shard[0]), stream)])
+            parts = iter([(SHARD_NAME.format(self.shard[0]), stream)])
         else:
             parts = ((file.name, read_file(file, self.source, set_aside)) for file in self.files)
         for name, documents in parts:

@@ -17,7 +17,7 @@ from cdrmix.data.loader import split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel
 from cdrmix.models.moe import num_statistics
-from cdrmix.objectives.language_model import count_valid
+from cdrmix.objectives.language_model import sum_weights
 from cdrmix.objectives.router import router_monitors
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_nats
@@ -168,7 +168,7 @@ def _batch_sums(
         return None
     # Also for a batch that does not count: all data ranks together may gather the head.
     nats = next_token_nats(model.embedding, output.hidden, labels)
-    sums = [nats.reshape(1), nats.new_tensor([int(count_valid(labels)), labels.numel()])]
+    sums = [nats.reshape(1), nats.new_tensor([int(sum_weights(labels)), labels.numel()])]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
     return torch.cat(sums).double()

@@ -31,20 +31,6 @@ def group_advantages(returns: Tensor) -> Tensor:
     return returns - returns.mean(dim=1, keepdim=True)
 
 
-def zero_variance_groups(returns: Tensor) -> Tensor:
-    """Groups from which nothing can be learned, because all returns [P, G] are equal; scalar."""
-    return (returns == returns[:, :1]).all(dim=1).sum()
-
-
-def low_variance_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) from actions of the policy: never negative, unbiased.
-
-    Source: Schulman's k3 estimator, exp(d) - d - 1 with d = reference - logprobs (nats).
-    """
-    difference = reference - logprobs
-    return torch.expm1(difference) - difference
-
-
 def grpo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -72,7 +58,8 @@ def grpo_loss(
         clip_ratio: largest distance of the probability ratio from 1 that is still rewarded.
         value_weight, entropy_weight: of half the squared error, and of the entropy, maximised.
     """
-    ratio = torch.exp(logprobs - old_logprobs)  # [N, T]
+    change = logprobs - old_logprobs  # [N, T]
+    ratio = torch.exp(change)
     gain = advantages.unsqueeze(1)
     clipped_ratio = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
     loss = -torch.minimum(ratio * gain, clipped_ratio * gain) - entropy_weight * entropy
@@ -81,7 +68,8 @@ def grpo_loss(
     with torch.no_grad():
         metrics = PolicyMetrics(
             steps=is_taken.sum(),
-            kl=_total(low_variance_kl(old_logprobs, logprobs), is_taken),
+            # Schulman's k3 estimator of KL(old || present): unbiased, and never negative
+            kl=_total(torch.expm1(change) - change, is_taken),
             clipped=_total((ratio != clipped_ratio).to(loss.dtype), is_taken),
             entropy=_total(entropy, is_taken),
             value_loss=_total(value_loss, is_taken),

@@ -118,13 +118,7 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), part, label_weights)
 
 
-def count_valid(labels: Tensor) -> Tensor:
-    """Number of positions with a label, scalar int64."""
-    return (labels != IGNORED_LABEL).sum()
-
-
-def sum_weights(labels: Tensor, label_weights: Tensor | None) -> Tensor:
+def sum_weights(labels: Tensor, label_weights: Tensor | None = None) -> Tensor:
     """Divisor of the nats of `labels`: the sum of their weights, or their number; float64."""
-    if label_weights is None:
-        return count_valid(labels).double()
-    return (label_weights.double() * (labels != IGNORED_LABEL)).sum()
+    valid = labels != IGNORED_LABEL
+    return valid.sum().double() if label_weights is None else (label_weights.double() * valid).sum()

@@ -169,27 +169,18 @@ def opened(
     with contextlib.ExitStack() as stack:
         # not around the yield: a fault of the caller's own files is not one of this folder
         with _disk_faults(folder):
-            stack.enter_context(_alone(folder))
+            # a second process would save over the entries of the first; it first tries without
+            # blocking, so that a wait is announced
+            lock = folder / ".lock"
+            if not stack.enter_context(locked(lock, blocking=False)):
+                logger.info("%s: another process uses it; waiting", folder)
+                stack.enter_context(locked(lock, blocking=True))
             is_saved = load_index(index, folder, vocab_size=reader.backbone.config.vocab_size)
         before = list(index.entries) if is_saved else None
         yield index
         if index.entries != before:
             with _disk_faults(folder):
                 save_index(index, folder)
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock: a second process would save over the entries of the first."""
-    lock = folder / ".lock"
-    # first without blocking, so that a wait is announced
-    with locked(lock, blocking=False) as is_held:
-        if is_held:
-            yield
-            return
-    logger.info("%s: another process uses it; waiting", folder)
-    with locked(lock, blocking=True):
-        yield
 
 
 @contextlib.contextmanager
@@ -270,15 +261,17 @@ def load_index(index: EpisodicIndex, folder: Path, *, vocab_size: int) -> bool:
             "that it was written with, or another folder"
         )
     try:
-        keys, entries = _read_entries(newest)
-        _check_entries(keys, entries, manifest, vocab_size=vocab_size)
+        keys, entries = _read_entries(newest, manifest, vocab_size=vocab_size)
     except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise StateError(f"{newest}: not what this version writes ({error})") from None
     index.restore(keys, entries, next_id=manifest["next_id"])
     return True
 
 
-def _read_entries(save: Path) -> tuple[Tensor, list[Entry]]:
+def _read_entries(
+    save: Path, manifest: dict[str, Any], *, vocab_size: int
+) -> tuple[Tensor, list[Entry]]:
+    """Raises ValueError for what a search, an embedding or a terminal could not take."""
     keys = load_file(save / _KEYS)["keys"]
     values = load_file(save / _VALUES)
     tokens, ends = values["tokens"], values["ends"]
@@ -290,16 +283,10 @@ def _read_entries(save: Path) -> tuple[Tensor, list[Entry]]:
     rows = (save / _ENTRIES).read_text(encoding="utf-8").splitlines()
     if len(rows) != len(bounds):
         raise ValueError(f"{len(rows)} entries for {len(bounds)} segments")
-    return keys, [
+    entries = [
         Entry(tokens=tuple(tokens[begin:end].tolist()), **json.loads(row))
         for row, (begin, end) in zip(rows, bounds, strict=True)
     ]
-
-
-def _check_entries(
-    keys: Tensor, entries: list[Entry], manifest: dict[str, Any], *, vocab_size: int
-) -> None:
-    """Raises ValueError for what a search, an embedding or a terminal could not take."""
     if keys.shape != (manifest["count"], manifest["key_size"]) or len(keys) != len(entries):
         raise ValueError(
             f"keys of shape {list(keys.shape)} for {len(entries)} entries, and its manifest says "
@@ -322,6 +309,7 @@ def _check_entries(
         last = entry.id
     if type(manifest["next_id"]) is not int or manifest["next_id"] <= last:
         raise ValueError(f"{_MANIFEST}: next_id is {manifest['next_id']!r} after id {last}")
+    return keys, entries
 
 
 def _saves(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ scores and files. `FaissCache` searches many entries faster, with the same score
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -146,7 +147,20 @@ class EpisodicIndex:
             self.next_id += 1
         self._pending.clear()
         # only after all are in: capacity may be exceeded by a part of the commit
-        changes.evicted.extend(self._make_room(step, {*changes.added, *changes.refreshed}))
+        excess = self.num_tokens - self.max_tokens
+        if excess <= 0:
+            return changes
+        # least utility first, older ones of equals first, and what this commit changed last
+        new = {*changes.added, *changes.refreshed}
+        order = torch.sort(self.utility(step=step), stable=True).indices.tolist()
+        order.sort(key=lambda row: self.entries[row].id in new)
+        sizes = [len(self.entries[row].tokens) for row in order]
+        count = 1 + sum(size < excess for size in itertools.accumulate(sizes))
+        evicted = sorted(order[:count])
+        changes.evicted.extend(self.entries[row].id for row in evicted)
+        rest = sorted(order[count:])
+        self._rows = self._rows[rest]
+        self.entries = [self.entries[row] for row in rest]
         return changes
 
     def search(self, queries: Tensor, *, top_k: int) -> SearchResult:
@@ -182,25 +196,6 @@ class EpisodicIndex:
         recency = 0.5 ** (ages / weights.half_life_actions)
         worth = weights.score_weight * scores + weights.recency_weight * recency
         return worth + weights.reads_weight * reads / most
-
-    def _make_room(self, step: int, new: set[int]) -> list[int]:
-        """Evicts entries of least utility, older ones of equals and new ones last, to fit."""
-        excess = self.num_tokens - self.max_tokens
-        if excess <= 0:
-            return []
-        by_utility = torch.sort(self.utility(step=step), stable=True).indices.tolist()
-        order = sorted(by_utility, key=lambda row: self.entries[row].id in new)
-        evicted: set[int] = set()
-        for row in order:
-            if excess <= 0:
-                break
-            evicted.add(row)
-            excess -= len(self.entries[row].tokens)
-        ids = [self.entries[row].id for row in sorted(evicted)]
-        rest = [row for row in range(len(self.entries)) if row not in evicted]
-        self._rows = self._rows[rest]
-        self.entries = [self.entries[row] for row in rest]
-        return ids
 
 
 def best_of(scores: Tensor, count: int) -> Tensor:

@@ -57,12 +57,6 @@ class Writes(NamedTuple):
     strength: Tensor  # m, already `limited`, [B, T]
 
 
-def blank(batch_size: int, rank: int, *, device: torch.device | None = None) -> FastWeights:
-    """Returns the fast weights at the start of an episode: zero."""
-    weights = torch.zeros(batch_size, rank, rank, device=device)
-    return FastWeights(weights, torch.zeros(batch_size, rank, device=device))
-
-
 def traces(pre: Tensor, trace: Tensor, decay: Tensor) -> Tensor:
     """Computes eligibility traces e_t = p_t + decay e_(t-1), with a decay of at most 1/2.
 
@@ -142,7 +136,13 @@ def _scan_equal_chunks(
     # H_t = decay^t H_0 + sum over s < t of decay^(t-1-s) left_s right_s^T
     left, right, _ = writes
     if rule == "hebb":
-        starts, weights = _carry_hebb(weights, writes, to_end, decay**size, clamp)
+        faded = left * (writes.strength * to_end).unsqueeze(-1)
+        befores = []
+        for added in (faded.transpose(2, 3) @ right).unbind(1):
+            befores.append(weights)
+            weights = torch.add(added, weights, alpha=decay**size)
+            weights = weights if clamp is None else clamp(weights)
+        starts = torch.stack(befores, dim=1)
     elif rule == "delta":
         starts, weights, left = _carry_delta(weights, writes, decays, decay**size, clamp)
     else:
@@ -160,20 +160,6 @@ def _scan_equal_chunks(
     scores = scores * within.repeat_interleave(lookups.shape[3], dim=0)
     read = carried.flatten(2, 3) @ starts.transpose(2, 3) + scores @ stored
     return read.view(lookups.shape).flatten(1, 2), weights
-
-
-def _carry_hebb(
-    weights: Tensor, writes: Writes, to_end: Tensor, over_chunk: float, clamp: Clamp | None
-) -> tuple[Tensor, Tensor]:
-    """Returns H at the start of each chunk, [B, n, r, r], and H after the last."""
-    stored = writes.post * (writes.strength * to_end).unsqueeze(-1)
-    starts = []
-    for added in (stored.transpose(2, 3) @ writes.trace).unbind(1):
-        starts.append(weights)
-        weights = torch.add(added, weights, alpha=over_chunk)
-        if clamp is not None:
-            weights = clamp(weights)
-    return torch.stack(starts, dim=1), weights
 
 
 def _carry_delta(

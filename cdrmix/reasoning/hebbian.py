@@ -36,7 +36,6 @@ from cdrmix.reasoning.fast_weights import (
     FastWeights,
     Rule,
     Writes,
-    blank,
     correlation_loss,
     limited,
     scan_chunks,
@@ -231,8 +230,11 @@ class PlasticBackbone(nn.Module):
 
     def start(self, batch_size: int) -> EpisodeState:
         """Returns the state of a batch of episodes before their first token."""
-        zero = blank(batch_size, self.adapter_config.rank, device=self.backbone.device)
+        rank = self.adapter_config.rank
+        weights = torch.zeros(batch_size, rank, rank, device=self.backbone.device)
         # one for all of them, as a state is never written in place
+        trace = torch.zeros(batch_size, rank, device=self.backbone.device)
+        zero = FastWeights(weights, trace)
         return EpisodeState(dict.fromkeys(self._layers, zero), num_tokens=0)
 
     def forward(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cdrmix.config.reasoning import Phase, StageBTraining
-from cdrmix.data.tokenizer import Tokenizer
+from cdrmix.data.tokenizer import ANSWER, Tokenizer
 from cdrmix.errors import DataError
 from cdrmix.planning.stage_b import (
     DRILLS_PER_TASK,
@@ -35,11 +35,9 @@ from cdrmix.reasoning.segments import (
     Texts,
     cut_segments,
     fitting,
-    make_marks,
     make_texts,
     window_tokens,
 )
-from cdrmix.reasoning.state_rows import map_tensors
 from cdrmix.reasoning.tasks import Example, generate_examples
 
 # Counts of stray segments in a window, one drawn for each, as an agent fetches more than the answer
@@ -50,6 +48,8 @@ _STRAYS = (0, 1, 1, 2)
 _SUMMARISED_SHARE = 0.3
 # Most windows by which a text may exceed its length to have room for its task.
 _LONGER_BY = 16
+
+_SENTENCE_ENDS = (".", "?", "!", "\n")
 
 Rows = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
@@ -72,10 +72,6 @@ class Lesson:
     # windows with their questions, and the answers with the stop, read without any memory
     drills: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
-    def to(self, device: torch.device) -> Lesson:
-        """Moves the lesson's tensors to a device."""
-        return map_tensors(self, lambda tensor: tensor.to(device))
-
 
 @dataclass(frozen=True)
 class Lessons:
@@ -93,7 +89,17 @@ class Lessons:
     @functools.cached_property
     def marks(self) -> Marks:
         """Marks of the tokenizer."""
-        return make_marks(self.tokenizer)
+        tokenizer = self.tokenizer
+        # whole tokens are tested: one that joins a stop and the next word ends no segment
+        every = range(tokenizer.vocab_size)
+        ends = [tokenizer.decode([id]).endswith(_SENTENCE_ENDS) for id in every]
+        return Marks(
+            memory=tokenizer.special_id("<|memory|>"),
+            answer=tokenizer.special_id(ANSWER),
+            stop=tokenizer.eos_id,
+            pad=tokenizer.pad_id,
+            ends=torch.tensor(ends),
+        )
 
     def lesson(self, phase: Phase, number: int) -> Lesson:
         """Makes lesson `number` of a phase; raises DataError if a shard cannot be read."""

@@ -13,7 +13,6 @@ a text. At the end the window holds segments fetched from memory and the questio
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -179,12 +178,6 @@ class MemoryReader(nn.Module):
         room = segment_room(self.window_tokens, len(texts.questions[row]))
         return fitting(texts.lengths[row].tolist(), wanted, room)
 
-    def remembering(self, slots: Tensor | None) -> contextlib.AbstractContextManager[None]:
-        """Lets the backbone read slots while this lasts; None: without."""
-        if slots is None:
-            return contextlib.nullcontext()
-        return self.memory.reading(self.backbone, slots)
-
     def look(
         self,
         tokens: Tensor,
@@ -203,7 +196,7 @@ class MemoryReader(nn.Module):
             return_blocks: return the state from which a later pass goes on.
         """
         state = plastic or EpisodeState({}, 0)
-        with self.remembering(slots):
+        with self.memory.reading(self.backbone, slots):
             if state.layers:
                 read = self.plastic(tokens, state=state, writes=False, return_blocks=return_blocks)
                 return read.output, read.state
@@ -228,28 +221,27 @@ class MemoryReader(nn.Module):
         # windows of equal length together, so that neither state nor cache holds padding
         for length in windows.lengths.unique().tolist():
             group = torch.nonzero(windows.lengths == length).flatten()
-            decoded = self._decode(
-                windows.tokens[group, :length], select(slots, group), select(plastic, group)
-            )
-            for place, tokens in zip(group.tolist(), decoded.tolist(), strict=True):
-                end = tokens.index(self.marks.stop) if self.marks.stop in tokens else None
-                answers[place] = tokens[:end]
+            tokens = windows.tokens[group, :length]
+            own_slots = select(slots, group)
+            state = select(plastic, group)
+            # rows that have stopped are decoded on, which keeps the batch whole, and cut below
+            stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+            decoded = []
+            for _ in range(ANSWER_TOKENS):
+                output, state = self.look(
+                    tokens, slots=own_slots, plastic=state, return_blocks=True
+                )
+                next_tokens = self.backbone.logits(output.hidden[:, -1]).argmax(-1)
+                decoded.append(next_tokens)
+                stopped |= next_tokens == self.marks.stop
+                if bool(stopped.all()):
+                    break
+                tokens = next_tokens.unsqueeze(1)
+            rows = torch.stack(decoded, dim=1).tolist()  # [n, <= ANSWER_TOKENS]
+            for place, ids in zip(group.tolist(), rows, strict=True):
+                end = ids.index(self.marks.stop) if self.marks.stop in ids else None
+                answers[place] = ids[:end]
         return answers
-
-    def _decode(self, tokens: Tensor, slots: Tensor | None, state: EpisodeState | None) -> Tensor:
-        """Decodes until all answers have stopped, [n, T] -> [n, <= ANSWER_TOKENS]."""
-        # rows that have stopped are decoded on, which keeps the batch whole, and cut by the caller
-        stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        answer = []
-        for _ in range(ANSWER_TOKENS):
-            output, state = self.look(tokens, slots=slots, plastic=state, return_blocks=True)
-            next_tokens = self.backbone.logits(output.hidden[:, -1]).argmax(-1)
-            answer.append(next_tokens)
-            stopped |= next_tokens == self.marks.stop
-            if bool(stopped.all()):
-                break
-            tokens = next_tokens.unsqueeze(1)
-        return torch.stack(answer, dim=1)
 
     @torch.no_grad()
     def answer_alone(self, texts: Texts) -> list[list[int]]:

@@ -100,6 +100,7 @@ class ReadingEpisodes:
         self._earlier = earlier
         entries = earlier.index.entries if earlier else []
         self.num_earlier = len(entries)
+        self._most_steps = reading.texts.num_segments + STEPS_AFTER_QUESTION  # of each text, [P]
         self.texts = reading.texts.behind([entry.tokens for entry in entries])
         self.retrieval_seconds = 0.0
         self.num_retrievals = 0
@@ -139,17 +140,10 @@ class ReadingEpisodes:
         segment = self.reading.pooled[state.rows, self._place(state)]
         hidden = torch.where(at_question.unsqueeze(1), state.seen, segment)
         used = state.operations / self.config.step_budget
-        waiting = (state.buffer >= 0).float().mean(1)
-        numbers = [used, at_question.float(), waiting, state.score, state.filled]
+        fetched = (state.buffer >= 0).float().mean(1)
+        numbers = [used, at_question.float(), fetched, state.score, state.filled]
         last = F.one_hot(state.last + 1, NUM_ACTIONS + 1)[:, 1:]
         features = torch.cat([torch.stack(numbers, dim=1), last], dim=1)
-        return Observation(hidden, features, self._legal(state, at_question))
-
-    def _legal(self, state: ReadingState, at_question: Tensor) -> Tensor:
-        """Returns the legal actions, [N, A]; SPLICE_WINDOW always is, as it moves on when empty.
-
-        The budget limits retrievals and writes, so that passing a long text by costs nothing.
-        """
         legal = at_question.new_ones(len(at_question), NUM_ACTIONS)
         # a second retrieval before the splice would ask the same again
         waiting = at_question & (state.buffer >= 0).any(1)
@@ -159,9 +153,10 @@ class ReadingEpisodes:
         legal[:, Action.SUMMARIZE] = ~at_question
         for action in self.forbidden:
             legal[:, action] = False
+        # the budget limits retrievals and writes, so that passing a long text by costs nothing
         legal[state.operations >= self.config.step_budget] = False
-        legal[:, Action.SPLICE_WINDOW] = True
-        return legal
+        legal[:, Action.SPLICE_WINDOW] = True  # always, as it moves on when empty
+        return Observation(hidden, features, legal)
 
     @torch.no_grad()
     def step(self, state: ReadingState, actions: Tensor) -> Transition[ReadingState]:
@@ -204,7 +199,7 @@ class ReadingEpisodes:
         )
         now_at_question = self._is_asked(after)
         answers = splices & at_question & ~puts
-        out_of_time = now_at_question & (after.time >= self._num_steps(after))
+        out_of_time = now_at_question & (after.time >= self._most_steps[state.rows])
         done = running & (answers | out_of_time)
         # the window is run anew only where it changed: at the question, and after each splice
         after = self._look(after, running & now_at_question & ~done & (puts | ~at_question))
@@ -218,7 +213,7 @@ class ReadingEpisodes:
         deviation, the agent learns to do nothing (tests/integration/test_learning.py).
         """
         earned = self._earned(state)
-        stability = 1 - state.harm / self._num_steps(state)
+        stability = 1 - state.harm / self._most_steps[state.rows]
         worth = 1 + self.config.stability_bonus * stability
         worth = worth - self.config.latency_penalty * state.operations
         return EpisodeOutcome(dataclasses.replace(state, earned=earned), earned * worth)
@@ -303,9 +298,6 @@ class ReadingEpisodes:
 
     def _wanted(self, state: ReadingState, place: int) -> list[int]:
         return [segment for segment in state.fetched[place].tolist() if segment >= 0]
-
-    def _num_steps(self, state: ReadingState) -> Tensor:
-        return self.reading.texts.num_segments[state.rows] + STEPS_AFTER_QUESTION
 
     def _is_asked(self, state: ReadingState) -> Tensor:
         return state.time >= self.reading.texts.num_segments[state.rows]

@@ -12,10 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cdrmix.data.tokenizer import ANSWER, Tokenizer
-
-_SENTENCE_ENDS = (".", "?", "!", "\n")
-
 
 class Marks(NamedTuple):
     """Special tokens of a window."""
@@ -50,10 +46,6 @@ class Texts:
         """Number of segments of each text, [N]."""
         return (self.lengths > 0).sum(1)
 
-    def to(self, device: torch.device) -> Texts:
-        """Moves the texts to a device."""
-        return Texts(self.tokens.to(device), self.lengths.to(device), self.questions)
-
     def behind(self, segments: Sequence[Sequence[int]]) -> Texts:
         """Returns the texts with the same further segments, numbered first, before each."""
         longest = max(map(len, segments), default=0)
@@ -68,19 +60,6 @@ class Texts:
     def segment(self, row: int, place: int) -> list[int]:
         """Returns the tokens of one segment."""
         return self.tokens[row, place, : int(self.lengths[row, place])].tolist()
-
-
-def make_marks(tokenizer: Tokenizer) -> Marks:
-    """Returns the marks of a tokenizer."""
-    # whole tokens are tested: one that joins a stop and the next word ends no segment
-    ends = [tokenizer.decode([id]).endswith(_SENTENCE_ENDS) for id in range(tokenizer.vocab_size)]
-    return Marks(
-        memory=tokenizer.special_id("<|memory|>"),
-        answer=tokenizer.special_id(ANSWER),
-        stop=tokenizer.eos_id,
-        pad=tokenizer.pad_id,
-        ends=torch.tensor(ends),
-    )
 
 
 def cut_segments(ids: Sequence[int], marks: Marks, *, most: int) -> list[list[int]]:

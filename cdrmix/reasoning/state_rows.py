@@ -42,6 +42,11 @@ def map_tensors(state: Any, function: Callable[..., Tensor], *others: Any) -> An
     return state
 
 
+def moved(state: State, device: torch.device) -> State:
+    """Moves every tensor to a device."""
+    return map_tensors(state, lambda tensor: tensor.to(device))
+
+
 def branch(state: State, count: int) -> State:
     """Repeats every row `count` times, its copies beside each other."""
     return map_tensors(state, lambda rows: rows.repeat_interleave(count, dim=0))

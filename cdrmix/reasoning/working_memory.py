@@ -129,11 +129,12 @@ class WorkingMemory(nn.Module):
         return self.up((torch.softmax(scores, dim=-1) @ memory).to(x.dtype))
 
     @contextlib.contextmanager
-    def reading(self, backbone: Backbone, memory: Tensor) -> Iterator[None]:
-        """Adds a read of the slots to the backbone's embeddings while this lasts."""
-
-        def add(_: nn.Module, __: tuple[Tensor, ...], x: Tensor) -> Tensor:
-            return x + self.read(memory, x)
-
-        with backbone.embedding_norm.register_forward_hook(add):
+    def reading(self, backbone: Backbone, memory: Tensor | None) -> Iterator[None]:
+        """Adds a read of the slots to the backbone's embeddings while this lasts; None: none."""
+        if memory is None:
+            yield
+            return
+        with backbone.embedding_norm.register_forward_hook(
+            lambda _, __, x: x + self.read(memory, x)
+        ):
             yield

@@ -14,6 +14,7 @@ from cdrmix.reasoning.episodic_index import EpisodicIndex
 from cdrmix.reasoning.policy import Action, check_decision, step_by_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes, ReadingState
 from cdrmix.reasoning.segments import Texts
+from cdrmix.reasoning.state_rows import moved
 from cdrmix.stage_b.long_context import TrainedReader, check_room
 
 # Summarising and writing alone keep a segment: one that `retrieve` looks for is dropped, too.
@@ -120,7 +121,8 @@ def answer_with(
     except ValueError as error:
         raise DataError(f"the {error}. Ask a shorter one") from None
     # Without a text a segment without tokens is read, which stores nothing.
-    texts = lessons.texts([segments or [[]]], [question]).to(loaded.reader.backbone.device)
+    texts = lessons.texts([segments or [[]]], [question])
+    texts = moved(texts, loaded.reader.backbone.device)
     if lasting is None:
         return _play(loaded, texts, None, branches=branches).answered
     tokenizer = loaded.trained.tokenizer_digest

@@ -26,6 +26,7 @@ from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
 from cdrmix.reasoning.policy import roll_out, roll_out_branches
 from cdrmix.reasoning.reading_environment import ReadingEpisodes
+from cdrmix.reasoning.state_rows import moved
 from cdrmix.reasoning.tasks import Example, check_task, read_examples, write_examples
 from cdrmix.stage_b.phases import grade_by
 
@@ -224,7 +225,7 @@ def score_examples(
             batch = cell[first : first + _EXAMPLES_PER_BATCH]
             segments = [lessons.segments(each.text) for each in batch]
             texts = lessons.texts(segments, [each.question for each in batch])
-            texts = texts.to(reader.backbone.device)
+            texts = moved(texts, reader.backbone.device)
             # The same checker for both columns, so that they differ by the memory alone.
             grade = grade_by(batch, lessons.tokenizer)
             episodes = ReadingEpisodes(reader, reader.read(texts), grade)

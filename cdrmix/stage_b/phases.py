@@ -35,7 +35,7 @@ from cdrmix.reasoning.lessons import Lesson, Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, Reading
 from cdrmix.reasoning.policy import Action, Rollouts, policy_loss, roll_out
 from cdrmix.reasoning.reading_environment import Grade, ReadingEpisodes, ReadingState
-from cdrmix.reasoning.state_rows import select
+from cdrmix.reasoning.state_rows import moved, select
 from cdrmix.reasoning.tasks import Example, score
 
 LessonMetrics = dict[str, Tensor]
@@ -165,7 +165,7 @@ def text_loss(reader: MemoryReader, plain: Tensor, *, plastic: bool, slots: bool
     for start in range(0, plain.shape[1] - 1, step):
         inputs = plain[:, start : min(start + step, plain.shape[1] - 1)]
         labels = plain[:, start + 1 : start + 1 + inputs.shape[1]]
-        with reader.remembering(memory if slots else None):
+        with reader.memory.reading(reader.backbone, memory if slots else None):
             if plastic:
                 episode = reader.plastic(inputs, state=state)
                 hidden = episode.output.hidden
@@ -252,7 +252,7 @@ class Course:
 
     def lesson(self, phase: Phase, number: int) -> Lesson:
         """Lesson `number` of a phase, from 0. Raises DataError if a shard is damaged."""
-        return self.lessons.lesson(phase, number).to(self.model.backbone.device)
+        return moved(self.lessons.lesson(phase, number), self.model.backbone.device)
 
     def loss(self, phase: Phase, lesson: Lesson) -> tuple[Tensor, LessonMetrics]:
         """Scalar loss of a lesson in a phase without rollouts, and metrics."""
@@ -289,7 +289,8 @@ class Course:
             per_episode[f"operations/{action.name.lower()}"] = is_taken.sum(1)
         metrics = {name: values.float().mean() for name, values in per_episode.items()}
         # Their advantages are all 0: the policy learns nothing from them.
-        metrics["zero_variance_groups"] = grpo.zero_variance_groups(returns) / len(returns)
+        alike = (returns == returns[:, :1]).all(dim=1)
+        metrics["zero_variance_groups"] = alike.sum() / len(returns)
         targets = last.value_targets(stage_b.policy)
         explained = grpo.explained_variance(last.values[:, :-1], targets, last.taken)
         # Targets that do not vary leave nothing to explain, and no number.

@@ -22,7 +22,7 @@ from cdrmix.models.block import BlockState
 from cdrmix.models.initialize import normal_
 from cdrmix.planning.counts import count, stage_b_params
 from cdrmix.reasoning.episodic_index import Entry, EpisodicIndex
-from cdrmix.reasoning.fast_weights import blank
+from cdrmix.reasoning.fast_weights import FastWeights
 from cdrmix.reasoning.hebbian import PlasticAdapter, PlasticBackbone
 from cdrmix.reasoning.memory_reader import NUM_FEATURES
 from cdrmix.reasoning.policy import MemoryPolicy
@@ -91,7 +91,8 @@ def operations(rounds: int) -> dict[str, float]:
     segment = torch.randn(1, SEGMENT_TOKENS, width)
     before = slots.start(1)
     token = torch.randn(1, 1, width)
-    fast = blank(1, stage_b.adapters.rank)
+    rank = stage_b.adapters.rank
+    fast = FastWeights(torch.zeros(1, rank, rank), torch.zeros(1, rank))
     features = torch.rand(1, NUM_FEATURES)
     legal = torch.ones(1, 4, dtype=torch.bool)
     fresh = torch.nn.functional.normalize(torch.randn(1, stage_b.memory.summary_dim), dim=-1)

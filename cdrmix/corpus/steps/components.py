@@ -49,7 +49,8 @@ class Disk:
             runs: list[Path] = []
             for records in self._batches(chunks):
                 num_columns = records.shape[1]
-                runs.append(_write(next(paths), iter([_sorted(records, num_keys)])))
+                runs.append(next(paths))
+                _sorted(records, num_keys).tofile(runs[-1])
                 del records  # else it would be held beside the next batch
             if not runs:
                 return
@@ -60,7 +61,10 @@ class Disk:
             fan_in = capacity // _SMALLEST_BLOCK
             while len(runs) > fan_in:
                 merged = _merged(runs[:fan_in], num_columns, num_keys, capacity)
-                runs.append(_write(next(paths), merged))
+                runs.append(next(paths))
+                with runs[-1].open("wb") as file:
+                    for chunk in merged:
+                        chunk.tofile(file)
                 for path in runs[:fan_in]:
                     path.unlink()
                 runs = runs[fan_in:]
@@ -91,13 +95,6 @@ class Disk:
 def _sorted(records: Records, num_keys: int | None) -> Records:
     last_key = (num_keys or records.shape[1]) - 1
     return records[np.lexsort(records.T[last_key::-1])]
-
-
-def _write(path: Path, chunks: Chunks) -> Path:
-    with path.open("wb") as file:
-        for chunk in chunks:
-            chunk.tofile(file)
-    return path
 
 
 def _read(path: Path, num_columns: int, rows: int) -> Chunks:
@@ -250,18 +247,17 @@ def components(edges: Chunks, disk: Disk) -> RecordFile:
             smallest = np.minimum(nodes, group.leaders)
             yield np.column_stack([group.values[larger], smallest[larger]])
 
-    def small_star(edges: Chunks) -> Chunks:
-        """Links each node and its smaller neighbours to the smallest of them."""
-        for group in grouped(edges):
-            first = group.values == group.leaders
-            yield np.column_stack([group.keys[first, 0], group.leaders[first]])
-            yield np.column_stack([group.values[~first], group.leaders[~first]])
-
     stars = RecordFile(disk, "edges-0", unique(disk.sort(edges)))
     for number in itertools.count(1):
-        large = unique(disk.sort(large_star(stars.chunks())))
+        groups = grouped(unique(disk.sort(large_star(stars.chunks()))))
+        # The small star links each node and its smaller neighbours to the smallest of these: the
+        # node stands in the place of the smallest.
+        small = (
+            np.column_stack([np.where(values == leaders, keys[:, 0], values), leaders])
+            for keys, values, leaders, _ in groups
+        )
         # Two files take turns: one is read, the other written.
-        linked = RecordFile(disk, f"edges-{number % 2}", unique(disk.sort(small_star(large))))
+        linked = RecordFile(disk, f"edges-{number % 2}", unique(disk.sort(small)))
         # Equal counts and checksums: nothing has changed in this round.
         if (linked.num_records, linked.checksum) == (stars.num_records, stars.checksum):
             break

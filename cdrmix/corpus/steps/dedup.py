@@ -163,8 +163,7 @@ def find_duplicates(
     files = SignatureFiles(signature_files, method)
     with _new_disk(out / "clusters.partial", memory_bytes // _SHARES) as disk:
         search = _Search(files, method, disk)
-        exact = search.exact_links()
-        near = search.near_links(exact)
+        exact, near = search.links()
         duplicates = Duplicates(
             documents=sum(files.num_records),
             exact=_sizes(exact, disk),
@@ -178,7 +177,7 @@ def find_duplicates(
             links = {kind: _joined(cursor.up_to(last)) for kind, cursor in cursors.items()}
             places, clusters = np.concatenate(list(links.values())).T
             kinds = np.repeat(list(links), [len(part) for part in links.values()])
-            ids = files.ids(number, split_places(places)[1])
+            ids = files.records(number)["id"][split_places(places)[1]]
             _save_drops(drops_path(out, path), ids, clusters, kinds)
     # Renamed when it is whole: its presence marks the phase as done.
     report = out / "duplicates.json.partial"
@@ -191,42 +190,42 @@ def _joined(chunks: Chunks, num_columns: int = 2) -> Records:
     return np.concatenate([np.empty((0, num_columns), np.uint64), *chunks])
 
 
+@dataclass
 class _Search:
     """One search for duplicates."""
 
-    def __init__(self, files: SignatureFiles, method: Method, disk: Disk) -> None:
-        self._files = files
-        self._method = method
-        self._disk = disk
-        self.num_candidates = 0  # pairs seen by `near_links`
-        self.num_verified = 0
+    files: SignatureFiles
+    method: Method
+    disk: Disk
+    num_candidates: int = 0  # pairs with a key in common
+    num_verified: int = 0
 
-    def exact_links(self) -> RecordFile:
-        """(document, first document with the same text), sorted."""
+    def links(self) -> tuple[RecordFile, RecordFile]:
+        """Sorted pairs (document, first document with the same text), then (document, first
+        document of its cluster) without the members of the former.
+        """
         texts = (
             np.column_stack([records["text"], places])
-            for places, records in self._files.chunks(self._disk.memory_bytes)
+            for places, records in self.files.chunks(self.disk.memory_bytes)
         )
-        groups = grouped(self._disk.sort(texts))
-        links = (_pairs(group.values, group.leaders) for group in groups)
-        return RecordFile(self._disk, "exact", self._disk.sort(links))
-
-    def near_links(self, exact: RecordFile) -> RecordFile:
-        """(document, first document of its cluster), sorted; without the members of `exact`."""
-        # Linked to the first with a key and to the one before: where the first is no duplicate of
-        # the others, these still find each other.
-        candidates = (
+        groups = grouped(self.disk.sort(texts))
+        equal = (_pairs(group.values, group.leaders) for group in groups)
+        exact = RecordFile(self.disk, "exact", self.disk.sort(equal))
+        # Pairs with a key in common: each linked to the first and to the one before, so that where
+        # the first is no duplicate of the others, these still find each other.
+        pairs = (
             _pairs(group.values, others)
-            for group in grouped(self._disk.sort(self._keys(exact)))
+            for group in grouped(self.disk.sort(self._keys(exact)))
             for others in (group.leaders, group.previous)
         )
-        return components(self._verified(unique(self._disk.sort(candidates))), self._disk)
+        near = components(self._verified(unique(self.disk.sort(pairs))), self.disk)
+        return exact, near
 
     def _keys(self, exact: RecordFile) -> Chunks:
         """(key, place) of the documents that are no members of `exact`."""
         duplicates = Cursor(exact.chunks())
         # A quarter, as a record becomes a row per key.
-        for places, records in self._files.chunks(self._disk.memory_bytes // 4):
+        for places, records in self.files.chunks(self.disk.memory_bytes // 4):
             members = _joined(duplicates.up_to(places[-1]))[:, 0]
             is_first = ~np.isin(places, members, assume_unique=True)
             keys = records["keys"][is_first]  # [n, K]
@@ -237,7 +236,7 @@ class _Search:
         """Pairs whose sketches agree."""
         # Two passes over the signatures find the sketches: the first document's are stored beside
         # the pairs, which are sorted anew for the second document's.
-        width = -(-self._method.sketch_bytes // 8)  # columns
+        width = -(-self.method.sketch_bytes // 8)  # columns
 
         def with_first() -> Chunks:
             for pairs, sketches in self._with_sketches(candidates):
@@ -246,17 +245,17 @@ class _Search:
                 padded[:, : sketches.shape[1]] = sketches
                 yield np.column_stack([pairs[:, ::-1], padded.view(np.uint64)])
 
-        by_second = self._disk.sort(with_first(), num_keys=2)
+        by_second = self.disk.sort(with_first(), num_keys=2)
         for records, sketches in self._with_sketches(by_second):
             first_sketches = np.ascontiguousarray(records[:, 2:]).view(np.uint8)
-            is_near = self._method.agree(first_sketches[:, : sketches.shape[1]], sketches)
+            is_near = self.method.agree(first_sketches[:, : sketches.shape[1]], sketches)
             self.num_verified += int(is_near.sum())
             yield records[is_near, 1::-1]
 
     def _with_sketches(self, chunks: Chunks) -> Iterator[tuple[Records, NDArray[np.uint8]]]:
         """Joins sketches to records that are sorted by their first column, a place."""
         cursor = Cursor(chunks)
-        for places, signatures in self._files.chunks(self._disk.memory_bytes):
+        for places, signatures in self.files.chunks(self.disk.memory_bytes):
             for records in cursor.up_to(places[-1]):
                 yield records, signatures["sketch"][np.searchsorted(places, records[:, 0])]
 

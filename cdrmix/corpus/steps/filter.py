@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
@@ -183,12 +183,11 @@ class Statistics:
         return fractions
 
 
-def _duplicate_fraction(parts: list[str]) -> float:
-    return 1 - len(set(parts)) / max(1, len(parts))
-
-
-def _duplicate_character_fraction(parts: list[str]) -> float:
-    return 1 - sum(map(len, set(parts))) / max(1, sum(map(len, parts)))
+def _duplicate_fraction(parts: list[str], *, of_characters: bool = False) -> float:
+    distinct = set(parts)
+    if of_characters:
+        return 1 - sum(map(len, distinct)) / max(1, sum(map(len, parts)))
+    return 1 - len(distinct) / max(1, len(parts))
 
 
 # Names of the rules' figures. "Of all" is a share of words or lines, 0 where a text has none.
@@ -222,9 +221,11 @@ FIGURES: dict[str, Callable[[Statistics], float | Mapping[int, float]]] = {
     "short_line_fraction": lambda x: x.share_of_lines(lambda line: len(line) <= _SHORT_LINE),
     # Parts that repeat an earlier one of the text, of all; and their characters.
     "duplicate_line_fraction": lambda x: _duplicate_fraction(x.lines),
-    "duplicate_line_character_fraction": lambda x: _duplicate_character_fraction(x.lines),
+    "duplicate_line_character_fraction": lambda x: _duplicate_fraction(x.lines, of_characters=True),
     "duplicate_paragraph_fraction": lambda x: _duplicate_fraction(x.paragraphs),
-    "duplicate_paragraph_character_fraction": lambda x: _duplicate_character_fraction(x.paragraphs),
+    "duplicate_paragraph_character_fraction": lambda x: _duplicate_fraction(
+        x.paragraphs, of_characters=True
+    ),
     "top_ngram_fractions": Statistics.top_ngram_fractions,
     "duplicate_ngram_fractions": Statistics.duplicate_ngram_fractions,
 }
@@ -374,11 +375,6 @@ class Filter(DocumentStep):
             limits = ((rule, rule.limit(profile, self.strictness)) for rule in rules)
             self._limits[profile] = [(rule, limit) for rule, limit in limits if limit is not None]
 
-    def check_domains(self, domains: Iterable[str]) -> None:
-        """Raises a DataError that names the first domain without a profile."""
-        for domain in domains:
-            self.profile_of(domain)
-
     def judge(self, document: Document) -> str | None:
         """Reason of the first rule that the document fails, those of RULES."""
         statistics = Statistics(document.text, self._stop_words)
@@ -390,7 +386,7 @@ class Filter(DocumentStep):
         return None
 
     def profile_of(self, domain: str) -> str:
-        """Name of the profile that judges documents of a domain."""
+        """Name of the profile that judges documents of a domain; DataError if it has none."""
         profile = self.profile or self._profiles.get(domain)
         if profile is None:  # no text is judged by rules that nobody chose
             known = ", ".join(sorted(_PROFILE_OF_DOMAIN))

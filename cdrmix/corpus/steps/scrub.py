@@ -280,17 +280,14 @@ def iban_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
     return (match.start(), end) if iban.is_valid(compact, check_country=False) else None
 
 
-def nino_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
-    """Span of a United Kingdom National Insurance number, by the form that HMRC publishes."""
-    is_valid = match[0][:2] not in _NO_NINO and _starts_word(match, text)
-    return match.span() if is_valid else None
-
-
-def tax_code_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
-    """Span of an Italian tax code with a correct check letter."""
+def lettered_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
+    """Span of a number of the United Kingdom or Italy, by prefix or check letter."""
     if not _starts_word(match, text):
         return None
-    is_valid = codicefiscale.calc_check_digit(match[0][:15]) == match[0][15]
+    if match.re is _NINO:  # National Insurance number, by the form that HMRC publishes
+        is_valid = match[0][:2] not in _NO_NINO
+    else:
+        is_valid = codicefiscale.calc_check_digit(match[0][:15]) == match[0][15]
     return match.span() if is_valid else None
 
 
@@ -350,8 +347,8 @@ def ipv6_span(match: re.Match[str], text: str) -> tuple[int, int] | None:
 _ELSEWHERE = (
     ("email", _DOMAIN, email_span),
     ("iban", _LETTERED, iban_span),
-    ("uk_nino", _NINO, nino_span),
-    ("it_cf", _CODICE_FISCALE, tax_code_span),
+    ("uk_nino", _NINO, lettered_span),
+    ("it_cf", _CODICE_FISCALE, lettered_span),
     ("ipv4", _IPV4, ipv4_span),
     ("ipv6", _IPV6, ipv6_span),
 )

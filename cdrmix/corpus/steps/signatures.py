@@ -96,8 +96,14 @@ class Sign(_Signer):
         """A record per document, of the type `record_type`."""
         records = np.zeros(len(batch), dtype=record_type(self.method))
         records["id"] = [hash_id(document.id) for document in batch]
-        digests = b"".join(_text_digest(document.text) for document in batch)
-        records["text"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+        for record, document in zip(records, batch, strict=True):
+            # 128 bits, equal for texts that differ only in letter case and white space.
+            digest = hashlib.blake2b(digest_size=16)
+            for start in range(0, len(document.text), MAX_CHARACTERS):
+                # Piece by piece: the copies of a long text would be several times its size.
+                piece = document.text[start : start + MAX_CHARACTERS].lower()
+                digest.update("".join(piece.split()).encode("utf-8", "surrogatepass"))
+            record["text"] = np.frombuffer(digest.digest(), dtype="<u8")
         records["keys"], records["sketch"] = self.method.sign([d.text for d in batch])
         return records
 
@@ -159,13 +165,10 @@ class SignatureFiles:
             for start in range(0, count, rows):
                 stop = min(start + rows, count)
                 places = np.arange(start, stop, dtype=np.uint64) + place(number, 0)
-                yield places, np.array(self._map(number)[start:stop])
+                yield places, np.array(self.records(number)[start:stop])
 
-    def ids(self, file: int, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Hashed ids of some documents of one file."""
-        return np.array(self._map(file)["id"][rows]) if len(rows) else np.empty(0, np.uint64)
-
-    def _map(self, number: int) -> NDArray[Any]:
+    def records(self, number: int) -> NDArray[Any]:
+        """All records of one file, mapped from disk."""
         shape = (self.num_records[number],)
         return np.memmap(self.paths[number], self._type, "r", offset=_HEADER_BYTES, shape=shape)
 
@@ -193,16 +196,6 @@ def record_type(method: Method) -> np.dtype[Any]:
     keys = ("keys", "<u8", (method.num_keys,))
     sketch = ("sketch", "u1", (method.sketch_bytes,))
     return np.dtype([("id", "<u8"), ("text", "<u8", (2,)), keys, sketch])
-
-
-def _text_digest(text: str) -> bytes:
-    """128 bits, equal for texts that differ only in letter case and white space."""
-    digest = hashlib.blake2b(digest_size=16)
-    for start in range(0, len(text), MAX_CHARACTERS):
-        # Piece by piece: the copies of a long text would be several times its size.
-        piece = text[start : start + MAX_CHARACTERS].lower()
-        digest.update("".join(piece.split()).encode("utf-8", "surrogatepass"))
-    return digest.digest()
 
 
 def _header(method: Method) -> bytes:

@@ -6,7 +6,7 @@ import torch
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.reasoning import AdapterConfig
 from cdrmix.models.backbone import Backbone
-from cdrmix.reasoning.fast_weights import RULES, FastWeights, Writes, blank, correlation_loss
+from cdrmix.reasoning.fast_weights import RULES, FastWeights, Writes, correlation_loss
 from cdrmix.reasoning.hebbian import (
     LARGEST_RELATIVE_CHANGE,
     EpisodeState,
@@ -212,7 +212,8 @@ def test_fast_weights_and_traces_of_a_few_tokens_are_those_worked_out_by_hand() 
     first, second = torch.eye(2)
     x, y0 = torch.stack([first, second, first])[None], torch.stack([first, first, second])[None]
     read = {"start": 0, "writes": True, "with_correlation": False}
-    found = adapter(x, y0, blank(1, 2), **read)
+    blank = FastWeights(torch.zeros(1, 2, 2), torch.zeros(1, 2))
+    found = adapter(x, y0, blank, **read)
     # nothing precedes token 0; the trace before token 1 is [1, 0], before token 2 [.5, 1], whose
     # squared length of 1.25 lowers the write to 1 / 1.25
     weights = torch.tensor([[0.9, 0.0], [0.4, 0.8]])
