@@ -46,13 +46,6 @@ def address_towards(address: str = _OUTSIDE) -> str:
         return str(probe.getsockname()[0])
 
 
-def address_of_this_host() -> str:
-    """Address at which other hosts reach this one."""
-    # Debian resolves a host's own name to loopback: then that of the default route is taken.
-    address = socket.gethostbyname(platform.node())
-    return address_towards() if is_loopback(address) else address
-
-
 def is_loopback(address: str) -> bool:
     """True if only this host can reach `address`."""
     return address.startswith("127.") or address == "::1"

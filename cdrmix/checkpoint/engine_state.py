@@ -303,16 +303,8 @@ def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) ->
     else:
         _materialise_optimizer_state(engine)
     for partition in partitions:
-        for piece in partition.pieces:
-            _fill(partition.master, piece, checkpoint, "param")
-        if not is_untrained:
-            _read_optimizer_state(engine.optimizer.optimizer, partition, checkpoint)
-
-
-def _fill(flat: torch.Tensor, piece: _Piece, checkpoint: CheckpointFile, kind: str) -> None:
-    """Reads one piece of a flat partition; padding between pieces stays as it is."""
-    values = checkpoint.read(piece.name, kind, piece.span)
-    flat.detach().narrow(0, piece.offset, piece.span.numel).copy_(values)
+        state = engine.optimizer.optimizer.state.get(partition.master, {})
+        _read_partition(state, partition, checkpoint)
 
 
 def _materialise_optimizer_state(engine: Any) -> None:
@@ -341,12 +333,11 @@ def _materialise_optimizer_state(engine: Any) -> None:
         p.grad = gradient
 
 
-def _read_optimizer_state(
-    inner: torch.optim.Optimizer, partition: _Partition, checkpoint: CheckpointFile
+def _read_partition(
+    state: dict[str, Any], partition: _Partition, checkpoint: CheckpointFile
 ) -> None:
-    """Fills the optimizer's state of one partition, which `inner` has created. Raises StateError if
-    another kind of optimizer, or other parameter groups, saved the checkpoint."""
-    state = inner.state[partition.master]
+    """Fills the masters of one partition and their `state`, which the optimizer has created. Raises
+    StateError if another kind of optimizer, or other parameter groups, saved the checkpoint."""
     # Of every name in the group: ranks that hold nothing of a parameter must fail as the others do.
     for name in partition.names:
         saved = set(checkpoint.kinds(name)) - {"param"}
@@ -355,10 +346,11 @@ def _read_optimizer_state(
                 f"{checkpoint.path}: {name} was saved with optimizer state {sorted(saved)}, this "
                 f"optimizer keeps {sorted(state)}. Resume with the optimizer that it was saved with"
             )
-    for kind, value in state.items():
+    for kind, value in {"param": partition.master, **state}.items():
         if torch.is_tensor(value) and value.shape == partition.master.shape:
-            for piece in partition.pieces:
-                _fill(value, piece, checkpoint, kind)
+            for piece in partition.pieces:  # padding between them stays as it is
+                values = checkpoint.read(piece.name, kind, piece.span)
+                value.detach().narrow(0, piece.offset, piece.span.numel).copy_(values)
             continue
         # One number for all parameters of a group, such as the step count.
         numbers = {checkpoint.read(name, kind).item() for name in partition.names}

@@ -3,11 +3,12 @@ here can be repeated after a failed attempt, over the files that it left."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from cdrmix.checkpoint.files import (
     MANIFEST_FILE,
     FileRecord,
     damage,
-    save_number,
     write_json,
     write_tensors,
     write_text,
@@ -139,38 +139,16 @@ def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> 
         logger.warning("%s: removed, because the run has gone back to step %d", folder, step)
         _remove(folder)
     rest = [folder for folder in folders[len(newer) :] if step_of(folder) != pinned]
-    # Damaged ones do not count, or they would push the last whole one out.
-    whole = [folder for folder in rest if _looks_whole(folder)]
+    # By their sizes. Damaged ones do not count, or they would push the last whole one out. An
+    # unreadable one counts as damaged: one too many then stays.
+    whole = []
+    for folder in rest:
+        with contextlib.suppress(InfrastructureError):
+            if not damage(folder, with_digests=False):
+                whole.append(folder)
     if len(whole) >= keep:
         for folder in rest[rest.index(whole[keep - 1]) + 1 :]:
             _remove(folder)
-
-
-def _looks_whole(folder: Path) -> bool:
-    """True if all sizes are right. An unreadable one counts as damaged: one too many then stays."""
-    try:
-        return not damage(folder, with_digests=False)
-    except InfrastructureError:
-        return False
-
-
-def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints, the last one saved first: after a rollback, a lower step may be newer. One
-    without a readable manifest counts as the newest that its step allows, so that it is checked and
-    its damage reported. Equal ones keep their order. Raises as `save_number` does."""
-    numbers = {folder: save_number(folder) for folder in folders}
-    if len(numbers) < 2:  # a single one may have any name
-        return list(numbers)
-    known = [(step_of(folder), number) for folder, number in numbers.items() if number is not None]
-
-    def newest_first(folder: Path) -> tuple[int, int]:
-        step = step_of(folder)
-        number = numbers[folder]
-        if number is None:
-            number = max((saved for at, saved in known if at <= step), default=0)
-        return -number, -step
-
-    return sorted(numbers, key=newest_first)
 
 
 def step_folders(root: Path) -> list[Path]:

@@ -103,12 +103,6 @@ def examine(
     return findings
 
 
-def as_table(findings: Sequence[Finding]) -> str:
-    """Formats the findings in columns."""
-    width = max(len(finding.check) for finding in findings)
-    return "\n".join(f"{f.status:4}  {f.check:{width}}  {f.detail}" for f in findings)
-
-
 def is_ready(findings: Sequence[Finding]) -> bool:
     """True if no check failed."""
     return all(finding.status != "FAIL" for finding in findings)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,8 +18,8 @@ from types import FrameType
 
 from cdrmix import errors
 from cdrmix.cluster.handover import LauncherStart, launch_environment, train_arguments
-from cdrmix.cluster.hosts import Host, reachable, read_hostfile
-from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
+from cdrmix.cluster.hosts import Host, read_hostfile, run_on
+from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, STOP, Outcome
 from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
 from cdrmix.config.load import load_config, new_run_dir
 from cdrmix.config.schema import Config
@@ -58,8 +59,6 @@ class _Signals:
     def __init__(self) -> None:
         self.folder: Path | None = None  # of the start under way
         self.name: str | None = None  # of the signal that asked to stop
-
-    def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             # nohup has it ignored, so that the run outlives its terminal
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -71,7 +70,7 @@ class _Signals:
         self.name = signal.Signals(number).name
         if self.folder is None:
             raise SystemExit(errors.EXIT_STOPPED_BY_SIGNAL)
-        ask_to_stop(self.folder)
+        (self.folder / STOP).touch()
         # not logged: a handler that interrupts the writing of a line must not write to the same
         # buffer, which raises RuntimeError
         text = f"{self.name}: asking the ranks to save and stop; once more ends them\n"
@@ -115,8 +114,8 @@ def launch(job: Job) -> int:
 
     Raises TrainingError if a host cannot be reached before the first start.
     """
+    # first, so that a signal while hosts are checked ends the command by its code
     signals = _Signals()
-    signals.listen()  # first, so that a signal while hosts are checked ends the command by its code
     start = replace(job, hosts=_reachable_hosts(job, is_first=True))
     furthest = _resumed_at(start)
     lost_in_a_row = 0
@@ -176,7 +175,10 @@ def _reachable_hosts(job: Job, *, is_first: bool) -> Sequence[Host]:
             "no program pdsh here, by which the deepspeed launcher reaches other hosts. Try "
             "apt-get install pdsh, or no --hostfile"
         )
-    alive = reachable(job.hosts)
+    # at once, because each lost host takes its whole time limit
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        results = pool.map(lambda host: run_on(host.name, ["true"], timeout_seconds=20), job.hosts)
+    alive = [host for host, done in zip(job.hosts, results, strict=True) if done.returncode == 0]
     lost = ", ".join(host.name for host in job.hosts if host not in alive)
     if lost and is_first:  # a wrong name or key, rather than a host that has just died
         raise ConfigError(

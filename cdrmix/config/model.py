@@ -199,8 +199,8 @@ class ModelConfig(Section):
 
     def low_rank_sizes(self) -> LowRankSizes:
         """Computes the ranks by RWKV-LM's rule: multiples of 32 near c * sqrt(hidden_size)."""
-
-        def near(factor: float) -> int:
-            return max(32, round(factor * math.sqrt(self.hidden_size) / 32) * 32)
-
-        return LowRankSizes(decay=near(2.5), iclr=near(2.5), value=near(1.7), gate=near(5))
+        decay, value, gate = (
+            max(32, round(factor * math.sqrt(self.hidden_size) / 32) * 32)
+            for factor in (2.5, 1.7, 5)
+        )
+        return LowRankSizes(decay=decay, iclr=decay, value=value, gate=gate)
