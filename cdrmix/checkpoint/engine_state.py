@@ -20,7 +20,7 @@ partition's shape and single numbers (`step`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -101,16 +101,6 @@ def before_each_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def whole_fragments(
-    tensors: Mapping[str, torch.Tensor], logical_name: LogicalName = str
-) -> Iterator[Fragment]:
-    """Yields parameters outside any engine, by name, undivided, for one rank to save."""
-    for name, tensor in tensors.items():
-        box = Box.whole(tensor.shape)
-        values = tensor.detach().reshape(-1).float()
-        yield Fragment(logical_name(name), "param", box.shape, Span.whole(box), values)
 
 
 def counters(engine: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from cdrmix.checkpoint.files import (
     write_tensors,
     write_text,
 )
-from cdrmix.checkpoint.fragments import Fragment, index_entry, merge_entries
+from cdrmix.checkpoint.fragments import Fragment, merge_entries
 from cdrmix.data.folders import sync
 from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
@@ -79,21 +79,31 @@ def write_share(
         tensor_file: write_tensors(temporary / tensor_file, tensors, data),
         json_file: write_json(temporary / json_file, dict(state)),
     }
-    index = [index_entry(tensor_file, f"{each.kind}/{each.name}", each) for each in fragments]
+    index = []
+    for each in fragments:
+        span = each.span
+        key = f"{each.kind}/{each.name}"
+        assert each.values.numel() == span.numel, f"{key}: values do not fill their span"
+        fragment = {
+            "file": tensor_file,
+            "key": key,
+            "block_offset": list(span.block.offset),
+            "block_shape": list(span.block.shape),
+            "start": span.start,
+            "numel": span.numel,
+        }
+        entry = {"name": each.name, "kind": each.kind, "shape": list(each.shape)}
+        entry["dtype"] = str(each.values.dtype).removeprefix("torch.")
+        index.append({**entry, "fragment": fragment})
     # Last: rank 0 takes an account as the proof that the files it lists are on the disk. It stands
     # in the folder, because the writing threads take part in no collective.
     write_text(temporary / f"{name}.part", json.dumps({"files": files, "index": index}))
 
 
-def read_parts(temporary: Path, world_size: int) -> list[dict[str, Any]]:
-    """Accounts of all ranks: their `files` on the disk, and the `index` of their fragments."""
-    files = (temporary / f"rank-{rank:05d}.part" for rank in range(world_size))
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
-
-
 def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int) -> None:
-    """Completes a checkpoint of the files of all ranks: writes index, state and manifest. Deletes
-    the accounts that `read_parts` has read, so that a repeated call needs them."""
+    """Completes a checkpoint of the files of all ranks: writes index, state and manifest. `parts`
+    are the accounts of `write_share`, read before: they are deleted, and a repeated call needs
+    them."""
     index = merge_entries(entry for part in parts for entry in part["index"])
     files: dict[str, FileRecord] = {}
     for part in parts:

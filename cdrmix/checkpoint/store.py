@@ -14,9 +14,8 @@ Nothing here trusts `latest`: only verified files count. No file holds a pickle.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,15 +70,6 @@ def candidates(path: Path, copies: Sequence[Path] = ()) -> list[Path]:
         ranks[folder] = (-(newest if number is None else number), -step)
     # The sort is stable: of equal checkpoints the run's own comes before its copies.
     return sorted(numbers, key=ranks.__getitem__)
-
-
-def readable_states(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the readable state.json of the checkpoints under `path`, newest first, unverified."""
-    for folder in candidates(path):
-        with contextlib.suppress(OSError, ValueError, InfrastructureError):
-            state = read_json(folder / "state.json")
-            if isinstance(state, dict):
-                yield state
 
 
 def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCheckpoint | None:

@@ -98,14 +98,9 @@ def examine(
         detail = (leftovers or "none of this user's") + advice
         findings.append(Finding("leftovers", "warn" if leftovers else "ok", detail))
     # last, because it takes minutes to time out where one of the others fails
-    if with_all_reduce and is_ready(findings):
+    if with_all_reduce and all(finding.status != "FAIL" for finding in findings):
         findings.append(_all_reduce(hosts, folder, ranks_per_host))
     return findings
-
-
-def is_ready(findings: Sequence[Finding]) -> bool:
-    """True if no check failed."""
-    return all(finding.status != "FAIL" for finding in findings)
 
 
 def remove_leftovers_on_hosts(hosts: Sequence[Host]) -> list[str]:

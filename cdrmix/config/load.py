@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from cdrmix.config.model import Section
+from cdrmix.config.model import DERIVED_MODEL_FIELDS, Section
 from cdrmix.config.problems import Keys, alternatives, field_at, shown, validate
 from cdrmix.config.redaction import redacted
 from cdrmix.config.schema import Config
@@ -149,7 +149,7 @@ def changed_keys(
         # JSON, because a checkpoint's copy is read from JSON, where a tuple is a list. What is no
         # config is a part of one, or has fields that no longer exist.
         sides.append(side if config is None else config.model_dump(mode="json"))
-    return list(_differences(*sides, ()))
+    return list(_differences(sides[0], sides[1], ()))
 
 
 def _differences(old: Any, new: Any, path: Keys) -> Iterator[tuple[str, Any, Any]]:
@@ -162,5 +162,9 @@ def _differences(old: Any, new: Any, path: Keys) -> Iterator[tuple[str, Any, Any
 
 def schema_json() -> str:
     """Returns the JSON schema of a config file, for completion and checks in editors."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return json.dumps(schema | Config.model_json_schema(), indent=2) + "\n"
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema |= Config.model_json_schema()
+    # pydantic requires the derived fields too, which a file may leave out
+    model = schema["$defs"]["ModelConfig"]
+    model["required"] = [key for key in model["required"] if key not in DERIVED_MODEL_FIELDS]
+    return json.dumps(schema, indent=2) + "\n"

@@ -83,14 +83,8 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _derived_not_required(schema: dict[str, Any]) -> None:
-    schema["required"] = [key for key in schema["required"] if key not in DERIVED_MODEL_FIELDS]
-
-
 class ModelConfig(Section):
     """Dimensions of the RWKX-V backbone. Embedding and head are tied."""
-
-    model_config = ConfigDict(json_schema_extra=_derived_not_required)
 
     # The smallest head has 32 features.
     hidden_size: int = Field(ge=32, description="Width of the residual stream (features).")

@@ -89,16 +89,6 @@ class RecordedRun:
         both = np.array(points, dtype=np.float64).reshape(-1, 2)
         return both[:, 0], both[:, 1]
 
-    def validation_losses(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns steps and losses of all evaluations, the final one included."""
-        steps, losses = self.series("eval/loss")
-        final = (self.summary.get("evaluation") or {}).get("loss")
-        step = self.summary.get("steps")
-        # An evaluation of the last step on the way is the same point of the curve.
-        if final is None or step is None or step in steps:
-            return steps, losses
-        return np.append(steps, float(step)), np.append(losses, float(final))
-
     def latest(self, name: str) -> float | None:
         """Returns the last logged value of a metric."""
         return next((line[name] for line in reversed(self.records) if name in line), None)
@@ -164,9 +154,16 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
 
         stage_b = stage_b_report(run)
     optimizer, speed = _training_figures(run)
+    steps, validation = run.series("eval/loss")
+    final = (run.summary.get("evaluation") or {}).get("loss")
+    last = run.summary.get("steps")
+    # An evaluation of the last step on the way is the same point of the curve.
+    if final is not None and last is not None and last not in steps:
+        steps = np.append(steps, float(last))
+        validation = np.append(validation, float(final))
     losses = [
         Curve("training", *run.series("loss"), "c1", smooth=True),
-        Curve("validation", *run.validation_losses(), "c2"),
+        Curve("validation", steps, validation, "c2"),
     ]
     baselines = run.summary.get("baselines") or {}
     marks = [
