@@ -290,37 +290,30 @@ def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) ->
         engine.optimizer.optimizer.state.clear()
         # DeepSpeed links each parameter to its state once, at the first step that follows.
         engine.optimizer._hp_optimizer_states_linked = False
-    else:
-        _materialise_optimizer_state(engine)
+    elif not all(engine.optimizer.optimizer.state.get(part.master) for part in partitions):
+        # The optimizer creates its state, in its own types, by a step that changes nothing: the
+        # masters are read afterwards in any case. A rate of zero also tells gradient clipping of
+        # Stage B that no part learns in this step.
+        inner = engine.optimizer.optimizer
+        rates = [group["lr"] for group in inner.param_groups]
+        gradients = [part.master.grad for part in partitions]
+        for group in inner.param_groups:
+            group["lr"] = 0.0
+        for part in partitions:
+            part.master.grad = torch.zeros_like(part.master)
+        if engine.zero_optimization_stage() == 3:
+            # The inner optimizer holds the master of one sub-group at a time.
+            for number in range(len(engine.optimizer.fp16_groups)):
+                engine.optimizer._optimizer_step(number)
+        else:
+            inner.step()
+        for group, rate in zip(inner.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for part, gradient in zip(partitions, gradients, strict=True):
+            part.master.grad = gradient
     for partition in partitions:
         state = engine.optimizer.optimizer.state.get(partition.master, {})
         _read_partition(state, partition, checkpoint)
-
-
-def _materialise_optimizer_state(engine: Any) -> None:
-    """Makes the optimizer create its state, in its own types, by a step that changes nothing."""
-    inner = engine.optimizer.optimizer
-    masters = [master for master, _ in _masters(engine)]
-    if all(inner.state.get(p) for p in masters):
-        return
-    # The masters are read afterwards in any case. A rate of zero also tells gradient clipping of
-    # Stage B that no part learns in this step.
-    rates = [group["lr"] for group in inner.param_groups]
-    gradients = [p.grad for p in masters]
-    for group in inner.param_groups:
-        group["lr"] = 0.0
-    for p in masters:
-        p.grad = torch.zeros_like(p)
-    if engine.zero_optimization_stage() == 3:
-        # The inner optimizer holds the master of one sub-group at a time.
-        for number in range(len(engine.optimizer.fp16_groups)):
-            engine.optimizer._optimizer_step(number)
-    else:
-        inner.step()
-    for group, rate in zip(inner.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for p, gradient in zip(masters, gradients, strict=True):
-        p.grad = gradient
 
 
 def _read_partition(

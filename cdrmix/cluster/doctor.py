@@ -78,12 +78,18 @@ def examine(
     detail = _listed(failures) or f"{len(answers)} reached, the slowest in {slowest:.1f} s"
     findings = [Finding("hosts", "FAIL" if failures else "ok", detail)]
     if answers:
+        interfaces = {name: values["interface"] for name, values in answers.items()}
+        interface = Finding("interface", "ok", f"to the first host {_listed(interfaces, ', ')}")
+        if len(answers) == 1:
+            interface = Finding("interface", "ok", "loopback")
+        elif cut_off := ", ".join(name for name, via in interfaces.items() if via is None):
+            interface = Finding("interface", "FAIL", f"no way to the first host from {cut_off}")
         findings += [
             _same("python", answers),
             _same("packages", answers),
             _devices(answers, slots={host.name: host.slots for host in hosts}),
             _clocks(answers),
-            _interfaces(answers),
+            interface,
             _space(answers, "disk_free_bytes", "disk", _LEAST_DISK_BYTES),
             _space(answers, "shared_memory_free_bytes", "/dev/shm", 0),
             _shared_folder([*answers], folder),
@@ -177,16 +183,6 @@ def _clocks(answers: _Answers) -> Finding:
         detail = f"{name} is {worst:.1f} s off: logs will mislead. Try an NTP service"
         return Finding("clock", "warn", detail)
     return Finding("clock", "ok", f"within {worst:.1f} s of this machine's")
-
-
-def _interfaces(answers: _Answers) -> Finding:
-    if len(answers) == 1:
-        return Finding("interface", "ok", "loopback")
-    interfaces = {name: values["interface"] for name, values in answers.items()}
-    cut_off = ", ".join(name for name, interface in interfaces.items() if interface is None)
-    if cut_off:
-        return Finding("interface", "FAIL", f"no way to the first host from {cut_off}")
-    return Finding("interface", "ok", f"to the first host {_listed(interfaces, ', ')}")
 
 
 def _space(answers: _Answers, key: str, check: str, least: int) -> Finding:

@@ -125,7 +125,12 @@ def launch(job: Job) -> int:
         if number == 1:  # the goodput counts this process's own imports as part of the start
             began -= timedelta(seconds=age_seconds(os.getpid()))
         resumed_at = _resumed_at(start)
-        outcome = _attempt(start, signals, began, is_first=number == 1)
+        try:
+            outcome = _start_once(start, signals, began)
+        except (ConfigError, InfrastructureError) as error:
+            if number == 1:  # else the host was there at the first start
+                raise
+            outcome = Outcome(errors.EXIT_FAULT, str(error), 0)
         got_further = outcome.step > resumed_at
         # after a good start the same error before the first step is a passing fault of the machine
         is_mistake = outcome.exit_code in _DOUBTFUL and (got_further or not has_been_good)
@@ -196,23 +201,9 @@ def _reachable_hosts(job: Job, *, is_first: bool) -> Sequence[Host]:
     return alive
 
 
-def _attempt(job: Job, signals: _Signals, began: datetime, *, is_first: bool) -> Outcome:
-    """Outcome of one start, a refused later start included."""
+def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:
     marker = job.run_dir / MARKER
     was_finished = marker.is_file()
-    try:
-        outcome = _start_once(job, signals, began)
-    except (ConfigError, InfrastructureError) as error:
-        if is_first:
-            raise
-        outcome = Outcome(errors.EXIT_FAULT, str(error), 0)  # the host was there at the first start
-    if outcome.exit_code == errors.EXIT_FAULT and marker.is_file() and not was_finished:
-        # the ranks' outcome file was lost, as on a file server that is slow to show it
-        outcome = replace(outcome, exit_code=errors.EXIT_DONE)
-    return outcome
-
-
-def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:
     folder = job.run_dir / LAUNCH_FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -238,13 +229,17 @@ def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:
                 folder=folder,
                 variables=variables,
             ) as start:
-                return start.wait(start_seconds=job.config.supervision.phase_seconds)
+                outcome = start.wait(start_seconds=job.config.supervision.phase_seconds)
     finally:
         signals.folder = None  # before it is removed, since a signal would write into it
         shutil.rmtree(folder, ignore_errors=True)
         for empty in (folder.parent, job.run_dir):  # refused before it became a run
             with contextlib.suppress(OSError):
                 empty.rmdir()
+    if outcome.exit_code == errors.EXIT_FAULT and marker.is_file() and not was_finished:
+        # the ranks' outcome file was lost, as on a file server that is slow to show it
+        outcome = replace(outcome, exit_code=errors.EXIT_DONE)
+    return outcome
 
 
 def _record(job: Job, outcome: Outcome, *, began: datetime, resumed_at: int) -> None:

@@ -53,7 +53,7 @@ def changed_tiny(folder: Path, old: str, new: str) -> Path:
 def test_every_shipped_config_loads_and_is_named_after_its_file(path: Path) -> None:
     config = load_config(path)
     assert config.name == path.stem
-    assert config.variant == ("reasoning" if "reason" in path.stem else "core")
+    assert (config.stage_b is not None) == ("reason" in path.stem)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_overrides_make_sections_that_the_file_lacks() -> None:
 def test_overrides_reach_stage_b_and_can_remove_it() -> None:
     given = load_config(REASON, ["training.stage=b", "stage_b.run=experiments/x"])
     assert given.stage_b.run == "experiments/x"
-    assert load_config(REASON, ["stage_b=null"]).variant == "core"
+    assert load_config(REASON, ["stage_b=null"]).stage_b is None
 
 
 def test_a_run_of_both_stages_has_no_use_for_the_stage_a_of_another() -> None:
