@@ -113,11 +113,6 @@ def _overridden(values: Any, override: str, origins: dict[Keys, str]) -> Any:
     return values
 
 
-def resolved_yaml(config: Section) -> str:
-    """Writes the whole config as YAML with defaults and derived values; loads to an equal one."""
-    return dump_yaml(config.model_dump())
-
-
 def snapshot_yaml(config: Section) -> str:
     """Writes the config as YAML without secrets; a run that starts from it needs them set anew."""
     return dump_yaml(redacted(config.model_dump()))
