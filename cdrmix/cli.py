@@ -66,14 +66,17 @@ def add_config(verbs: Verbs) -> None:
     add_config_flags(parser, required=False)
 
     def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.config.load import load_config, resolved_yaml, schema_json
+        from cdrmix.config.load import load_config, schema_json
+        from cdrmix.config.yaml_text import dump_yaml
 
         if arguments.schema == bool(arguments.config):
             parser.error("give --config FILE or --schema")
         if arguments.schema:
             print(schema_json(), end="")
         else:
-            print(resolved_yaml(load_config(arguments.config, arguments.overrides)), end="")
+            # with defaults and derived values: it loads to an equal configuration
+            config = load_config(arguments.config, arguments.overrides)
+            print(dump_yaml(config.model_dump()), end="")
 
     parser.set_defaults(run=run)
 

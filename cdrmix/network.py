@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import socket
 
@@ -44,13 +43,6 @@ def address_towards(address: str = _OUTSIDE) -> str:
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # the port that discards
         return str(probe.getsockname()[0])
-
-
-def address_of_this_host() -> str:
-    """Address at which other hosts reach this one."""
-    # Debian resolves a host's own name to loopback: then that of the default route is taken.
-    address = socket.gethostbyname(platform.node())
-    return address_towards() if is_loopback(address) else address
 
 
 def is_loopback(address: str) -> bool:

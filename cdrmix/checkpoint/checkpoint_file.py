@@ -36,7 +36,17 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         try:
             for name, kinds in self._tensors.items():
                 for kind, entry in kinds.items():
-                    _check_entry(f"{kind} of {name!r}", entry)
+                    label = f"{kind} of {name!r}"
+                    if entry["dtype"] not in _DTYPES:
+                        raise ValueError(f"{label}: dtype {entry['dtype']!r}")
+                    for fragment in entry["fragments"]:
+                        if not _TENSOR_FILE.fullmatch(fragment["file"]):
+                            raise ValueError(f"{label}: file {fragment['file']!r}")
+                        # Before any is used: a negative start or size would address other elements.
+                        sizes = [*entry["shape"], fragment["start"], fragment["numel"]]
+                        sizes += [*fragment["block_offset"], *fragment["block_shape"]]
+                        if not all(isinstance(size, int) and size >= 0 for size in sizes):
+                            raise ValueError(f"{label}: its numbers are not sizes")
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise StateError(
                 f"{path / 'index.json'}: not the index of a checkpoint ({error}). Give a "
@@ -131,20 +141,6 @@ class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):
         if not isinstance(content, dict):
             raise StateError(f"{self.path / name}: holds no JSON object")
         return content
-
-
-def _check_entry(label: str, entry: dict[str, Any]) -> None:
-    """Raises ValueError unless a save can have written this entry of the index."""
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"{label}: dtype {entry['dtype']!r}")
-    for fragment in entry["fragments"]:
-        if not _TENSOR_FILE.fullmatch(fragment["file"]):
-            raise ValueError(f"{label}: file {fragment['file']!r}")
-        # Before any is used: a negative start or size would address other elements.
-        numbers = [*entry["shape"], *fragment["block_offset"], *fragment["block_shape"]]
-        numbers += [fragment["start"], fragment["numel"]]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
-            raise ValueError(f"{label}: its numbers are not sizes")
 
 
 def check_names(

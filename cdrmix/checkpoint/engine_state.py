@@ -20,7 +20,7 @@ partition's shape and single numbers (`step`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -101,16 +101,6 @@ def before_each_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def whole_fragments(
-    tensors: Mapping[str, torch.Tensor], logical_name: LogicalName = str
-) -> Iterator[Fragment]:
-    """Yields parameters outside any engine, by name, undivided, for one rank to save."""
-    for name, tensor in tensors.items():
-        box = Box.whole(tensor.shape)
-        values = tensor.detach().reshape(-1).float()
-        yield Fragment(logical_name(name), "param", box.shape, Span.whole(box), values)
 
 
 def counters(engine: Any) -> dict[str, Any]:
@@ -300,53 +290,37 @@ def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) ->
         engine.optimizer.optimizer.state.clear()
         # DeepSpeed links each parameter to its state once, at the first step that follows.
         engine.optimizer._hp_optimizer_states_linked = False
-    else:
-        _materialise_optimizer_state(engine)
+    elif not all(engine.optimizer.optimizer.state.get(part.master) for part in partitions):
+        # The optimizer creates its state, in its own types, by a step that changes nothing: the
+        # masters are read afterwards in any case. A rate of zero also tells gradient clipping of
+        # Stage B that no part learns in this step.
+        inner = engine.optimizer.optimizer
+        rates = [group["lr"] for group in inner.param_groups]
+        gradients = [part.master.grad for part in partitions]
+        for group in inner.param_groups:
+            group["lr"] = 0.0
+        for part in partitions:
+            part.master.grad = torch.zeros_like(part.master)
+        if engine.zero_optimization_stage() == 3:
+            # The inner optimizer holds the master of one sub-group at a time.
+            for number in range(len(engine.optimizer.fp16_groups)):
+                engine.optimizer._optimizer_step(number)
+        else:
+            inner.step()
+        for group, rate in zip(inner.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for part, gradient in zip(partitions, gradients, strict=True):
+            part.master.grad = gradient
     for partition in partitions:
-        for piece in partition.pieces:
-            _fill(partition.master, piece, checkpoint, "param")
-        if not is_untrained:
-            _read_optimizer_state(engine.optimizer.optimizer, partition, checkpoint)
+        state = engine.optimizer.optimizer.state.get(partition.master, {})
+        _read_partition(state, partition, checkpoint)
 
 
-def _fill(flat: torch.Tensor, piece: _Piece, checkpoint: CheckpointFile, kind: str) -> None:
-    """Reads one piece of a flat partition; padding between pieces stays as it is."""
-    values = checkpoint.read(piece.name, kind, piece.span)
-    flat.detach().narrow(0, piece.offset, piece.span.numel).copy_(values)
-
-
-def _materialise_optimizer_state(engine: Any) -> None:
-    """Makes the optimizer create its state, in its own types, by a step that changes nothing."""
-    inner = engine.optimizer.optimizer
-    masters = [master for master, _ in _masters(engine)]
-    if all(inner.state.get(p) for p in masters):
-        return
-    # The masters are read afterwards in any case. A rate of zero also tells gradient clipping of
-    # Stage B that no part learns in this step.
-    rates = [group["lr"] for group in inner.param_groups]
-    gradients = [p.grad for p in masters]
-    for group in inner.param_groups:
-        group["lr"] = 0.0
-    for p in masters:
-        p.grad = torch.zeros_like(p)
-    if engine.zero_optimization_stage() == 3:
-        # The inner optimizer holds the master of one sub-group at a time.
-        for number in range(len(engine.optimizer.fp16_groups)):
-            engine.optimizer._optimizer_step(number)
-    else:
-        inner.step()
-    for group, rate in zip(inner.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for p, gradient in zip(masters, gradients, strict=True):
-        p.grad = gradient
-
-
-def _read_optimizer_state(
-    inner: torch.optim.Optimizer, partition: _Partition, checkpoint: CheckpointFile
+def _read_partition(
+    state: dict[str, Any], partition: _Partition, checkpoint: CheckpointFile
 ) -> None:
-    """Fills the optimizer's state of one partition, which `inner` has created. Raises StateError if
-    another kind of optimizer, or other parameter groups, saved the checkpoint."""
-    state = inner.state[partition.master]
+    """Fills the masters of one partition and their `state`, which the optimizer has created. Raises
+    StateError if another kind of optimizer, or other parameter groups, saved the checkpoint."""
     # Of every name in the group: ranks that hold nothing of a parameter must fail as the others do.
     for name in partition.names:
         saved = set(checkpoint.kinds(name)) - {"param"}
@@ -355,10 +329,11 @@ def _read_optimizer_state(
                 f"{checkpoint.path}: {name} was saved with optimizer state {sorted(saved)}, this "
                 f"optimizer keeps {sorted(state)}. Resume with the optimizer that it was saved with"
             )
-    for kind, value in state.items():
+    for kind, value in {"param": partition.master, **state}.items():
         if torch.is_tensor(value) and value.shape == partition.master.shape:
-            for piece in partition.pieces:
-                _fill(value, piece, checkpoint, kind)
+            for piece in partition.pieces:  # padding between them stays as it is
+                values = checkpoint.read(piece.name, kind, piece.span)
+                value.detach().narrow(0, piece.offset, piece.span.numel).copy_(values)
             continue
         # One number for all parameters of a group, such as the step count.
         numbers = {checkpoint.read(name, kind).item() for name in partition.names}

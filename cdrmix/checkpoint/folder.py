@@ -3,11 +3,12 @@ here can be repeated after a failed attempt, over the files that it left."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from cdrmix.checkpoint.files import (
     MANIFEST_FILE,
     FileRecord,
     damage,
-    save_number,
     write_json,
     write_tensors,
     write_text,
 )
-from cdrmix.checkpoint.fragments import Fragment, index_entry, merge_entries
+from cdrmix.checkpoint.fragments import Fragment, merge_entries
 from cdrmix.data.folders import sync
 from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
@@ -79,21 +79,31 @@ def write_share(
         tensor_file: write_tensors(temporary / tensor_file, tensors, data),
         json_file: write_json(temporary / json_file, dict(state)),
     }
-    index = [index_entry(tensor_file, f"{each.kind}/{each.name}", each) for each in fragments]
+    index = []
+    for each in fragments:
+        span = each.span
+        key = f"{each.kind}/{each.name}"
+        assert each.values.numel() == span.numel, f"{key}: values do not fill their span"
+        fragment = {
+            "file": tensor_file,
+            "key": key,
+            "block_offset": list(span.block.offset),
+            "block_shape": list(span.block.shape),
+            "start": span.start,
+            "numel": span.numel,
+        }
+        entry = {"name": each.name, "kind": each.kind, "shape": list(each.shape)}
+        entry["dtype"] = str(each.values.dtype).removeprefix("torch.")
+        index.append({**entry, "fragment": fragment})
     # Last: rank 0 takes an account as the proof that the files it lists are on the disk. It stands
     # in the folder, because the writing threads take part in no collective.
     write_text(temporary / f"{name}.part", json.dumps({"files": files, "index": index}))
 
 
-def read_parts(temporary: Path, world_size: int) -> list[dict[str, Any]]:
-    """Accounts of all ranks: their `files` on the disk, and the `index` of their fragments."""
-    files = (temporary / f"rank-{rank:05d}.part" for rank in range(world_size))
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
-
-
 def complete(temporary: Path, parts: list[dict[str, Any]], state: str, *, save: int) -> None:
-    """Completes a checkpoint of the files of all ranks: writes index, state and manifest. Deletes
-    the accounts that `read_parts` has read, so that a repeated call needs them."""
+    """Completes a checkpoint of the files of all ranks: writes index, state and manifest. `parts`
+    are the accounts of `write_share`, read before: they are deleted, and a repeated call needs
+    them."""
     index = merge_entries(entry for part in parts for entry in part["index"])
     files: dict[str, FileRecord] = {}
     for part in parts:
@@ -139,38 +149,16 @@ def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> 
         logger.warning("%s: removed, because the run has gone back to step %d", folder, step)
         _remove(folder)
     rest = [folder for folder in folders[len(newer) :] if step_of(folder) != pinned]
-    # Damaged ones do not count, or they would push the last whole one out.
-    whole = [folder for folder in rest if _looks_whole(folder)]
+    # By their sizes. Damaged ones do not count, or they would push the last whole one out. An
+    # unreadable one counts as damaged: one too many then stays.
+    whole = []
+    for folder in rest:
+        with contextlib.suppress(InfrastructureError):
+            if not damage(folder, with_digests=False):
+                whole.append(folder)
     if len(whole) >= keep:
         for folder in rest[rest.index(whole[keep - 1]) + 1 :]:
             _remove(folder)
-
-
-def _looks_whole(folder: Path) -> bool:
-    """True if all sizes are right. An unreadable one counts as damaged: one too many then stays."""
-    try:
-        return not damage(folder, with_digests=False)
-    except InfrastructureError:
-        return False
-
-
-def in_order_of_saves(folders: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints, the last one saved first: after a rollback, a lower step may be newer. One
-    without a readable manifest counts as the newest that its step allows, so that it is checked and
-    its damage reported. Equal ones keep their order. Raises as `save_number` does."""
-    numbers = {folder: save_number(folder) for folder in folders}
-    if len(numbers) < 2:  # a single one may have any name
-        return list(numbers)
-    known = [(step_of(folder), number) for folder, number in numbers.items() if number is not None]
-
-    def newest_first(folder: Path) -> tuple[int, int]:
-        step = step_of(folder)
-        number = numbers[folder]
-        if number is None:
-            number = max((saved for at, saved in known if at <= step), default=0)
-        return -number, -step
-
-    return sorted(numbers, key=newest_first)
 
 
 def step_folders(root: Path) -> list[Path]:

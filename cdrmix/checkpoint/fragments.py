@@ -144,26 +144,6 @@ def check_cover(name: str, shape: tuple[int, ...], spans: Iterable[Span]) -> Non
     assert covered == total, f"{name}: {covered} of {total} elements are held by some rank"
 
 
-def index_entry(file: str, key: str, fragment: Fragment) -> dict[str, Any]:
-    """Entry of the index for a fragment that lies in `file` under `key`."""
-    span = fragment.span
-    assert fragment.values.numel() == span.numel, f"{key}: values do not fill their span"
-    return {
-        "name": fragment.name,
-        "kind": fragment.kind,
-        "shape": list(fragment.shape),
-        "dtype": str(fragment.values.dtype).removeprefix("torch."),
-        "fragment": {
-            "file": file,
-            "key": key,
-            "block_offset": list(span.block.offset),
-            "block_shape": list(span.block.shape),
-            "start": span.start,
-            "numel": span.numel,
-        },
-    }
-
-
 def span_of(fragment: Mapping[str, Any]) -> Span:
     """Span that the `fragment` of an index entry describes."""
     block = Box(tuple(fragment["block_offset"]), tuple(fragment["block_shape"]))
@@ -171,8 +151,8 @@ def span_of(fragment: Mapping[str, Any]) -> Span:
 
 
 def merge_entries(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Merges the entries of all ranks: name -> kind -> shape, dtype and fragments. Asserts that
-    ranks agree, and that each element is held by one rank."""
+    """Merges the index entries that `write_share` made on all ranks: name -> kind -> shape, dtype
+    and fragments. Asserts that ranks agree, and that each element is held by one rank."""
     index: dict[str, dict[str, Any]] = {}
     for entry in entries:
         name, kind, shape, dtype = (entry[key] for key in ("name", "kind", "shape", "dtype"))

@@ -331,8 +331,9 @@ class Saver:
                 with contextlib.suppress(OSError, InfrastructureError):
                     numbers += [save_number(path) or 0 for path in folder.step_folders(each)]
             save.number = 1 + max(numbers)
-        # Two attempts, not one: `complete` deletes the accounts that `read_parts` reads.
-        parts = _retried(step, lambda: folder.read_parts(temporary, runtime.world_size()))
+        # Two attempts, not one: `complete` deletes the accounts that are read here.
+        accounts = [temporary / f"rank-{n:05d}.part" for n in range(runtime.world_size())]
+        parts = _retried(step, lambda: [json.loads(each.read_text("utf-8")) for each in accounts])
         _retried(step, lambda: folder.complete(temporary, parts, save.state, save=save.number))
         _retried(step, lambda: folder.publish(temporary, step))
         if root == self._roots[0]:

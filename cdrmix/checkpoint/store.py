@@ -14,17 +14,16 @@ Nothing here trusts `latest`: only verified files count. No file holds a pickle.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cdrmix import runtime
-from cdrmix.checkpoint.files import MANIFEST_FILE, damage, read_json, retried
-from cdrmix.checkpoint.folder import STEP_FOLDER, in_order_of_saves, step_folders, step_of
+from cdrmix.checkpoint.files import MANIFEST_FILE, damage, read_json, retried, save_number
+from cdrmix.checkpoint.folder import STEP_FOLDER, step_folders, step_of
 from cdrmix.checkpoint.saver import agree_on_failures
 from cdrmix.data.folders import sync
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
@@ -44,7 +43,9 @@ class FoundCheckpoint:
 
 
 def candidates(path: Path, copies: Sequence[Path] = ()) -> list[Path]:
-    """Folders for `find_newest`, whole or damaged, the last one saved first."""
+    """Folders for `find_newest`, whole or damaged, the last one saved first: after a rollback, a
+    lower step may be newer. One without a readable manifest counts as the newest that its step
+    allows, so that it is checked and its damage reported. Raises as `save_number` does."""
     inside = path / "checkpoints"
     folders: list[Path] = []
     if retried(inside.is_dir, path):
@@ -58,17 +59,17 @@ def candidates(path: Path, copies: Sequence[Path] = ()) -> list[Path]:
         copies = (path, *copies)
     for root in copies:
         folders += retried(partial(step_folders, root), root)
+    numbers = {folder: save_number(folder) for folder in folders}
+    if len(numbers) < 2:  # a single one may have any name
+        return list(numbers)
+    known = [(step_of(folder), number) for folder, number in numbers.items() if number is not None]
+    ranks = {}
+    for folder, number in numbers.items():
+        step = step_of(folder)
+        newest = max((saved for at, saved in known if at <= step), default=0)
+        ranks[folder] = (-(newest if number is None else number), -step)
     # The sort is stable: of equal checkpoints the run's own comes before its copies.
-    return in_order_of_saves(folders)
-
-
-def readable_states(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the readable state.json of the checkpoints under `path`, newest first, unverified."""
-    for folder in candidates(path):
-        with contextlib.suppress(OSError, ValueError, InfrastructureError):
-            state = read_json(folder / "state.json")
-            if isinstance(state, dict):
-                yield state
+    return sorted(numbers, key=ranks.__getitem__)
 
 
 def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCheckpoint | None:

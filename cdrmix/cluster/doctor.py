@@ -78,12 +78,18 @@ def examine(
     detail = _listed(failures) or f"{len(answers)} reached, the slowest in {slowest:.1f} s"
     findings = [Finding("hosts", "FAIL" if failures else "ok", detail)]
     if answers:
+        interfaces = {name: values["interface"] for name, values in answers.items()}
+        interface = Finding("interface", "ok", f"to the first host {_listed(interfaces, ', ')}")
+        if len(answers) == 1:
+            interface = Finding("interface", "ok", "loopback")
+        elif cut_off := ", ".join(name for name, via in interfaces.items() if via is None):
+            interface = Finding("interface", "FAIL", f"no way to the first host from {cut_off}")
         findings += [
             _same("python", answers),
             _same("packages", answers),
             _devices(answers, slots={host.name: host.slots for host in hosts}),
             _clocks(answers),
-            _interfaces(answers),
+            interface,
             _space(answers, "disk_free_bytes", "disk", _LEAST_DISK_BYTES),
             _space(answers, "shared_memory_free_bytes", "/dev/shm", 0),
             _shared_folder([*answers], folder),
@@ -98,20 +104,9 @@ def examine(
         detail = (leftovers or "none of this user's") + advice
         findings.append(Finding("leftovers", "warn" if leftovers else "ok", detail))
     # last, because it takes minutes to time out where one of the others fails
-    if with_all_reduce and is_ready(findings):
+    if with_all_reduce and all(finding.status != "FAIL" for finding in findings):
         findings.append(_all_reduce(hosts, folder, ranks_per_host))
     return findings
-
-
-def as_table(findings: Sequence[Finding]) -> str:
-    """Formats the findings in columns."""
-    width = max(len(finding.check) for finding in findings)
-    return "\n".join(f"{f.status:4}  {f.check:{width}}  {f.detail}" for f in findings)
-
-
-def is_ready(findings: Sequence[Finding]) -> bool:
-    """True if no check failed."""
-    return all(finding.status != "FAIL" for finding in findings)
 
 
 def remove_leftovers_on_hosts(hosts: Sequence[Host]) -> list[str]:
@@ -188,16 +183,6 @@ def _clocks(answers: _Answers) -> Finding:
         detail = f"{name} is {worst:.1f} s off: logs will mislead. Try an NTP service"
         return Finding("clock", "warn", detail)
     return Finding("clock", "ok", f"within {worst:.1f} s of this machine's")
-
-
-def _interfaces(answers: _Answers) -> Finding:
-    if len(answers) == 1:
-        return Finding("interface", "ok", "loopback")
-    interfaces = {name: values["interface"] for name, values in answers.items()}
-    cut_off = ", ".join(name for name, interface in interfaces.items() if interface is None)
-    if cut_off:
-        return Finding("interface", "FAIL", f"no way to the first host from {cut_off}")
-    return Finding("interface", "ok", f"to the first host {_listed(interfaces, ', ')}")
 
 
 def _space(answers: _Answers, key: str, check: str, least: int) -> Finding:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from cdrmix.cluster.hosts import Host, address_for_others, free_port_on, is_this_machine
 from cdrmix.cluster.messages import MET, Outcome, await_outcome, is_listed, read_outcome
@@ -60,7 +60,7 @@ _SECONDS_FOR_OUTCOME = 3.0
 _SSH_KEEPALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
 
 
-class LauncherStart:
+class LauncherStart(contextlib.AbstractContextManager["LauncherStart"]):
     """A running start of the launcher; leaving the context ends its remaining processes."""
 
     def __init__(
@@ -124,9 +124,6 @@ class LauncherStart:
             preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has no other thread here
         )
 
-    def __enter__(self) -> Self:
-        return self
-
     def wait(self, *, start_seconds: float) -> Outcome:
         """Waits for the outcome; the ranks of all hosts must have met after `start_seconds`."""
         while self._process.poll() is None:
@@ -161,19 +158,15 @@ class LauncherStart:
         # the group too, because a launcher that was killed leaves its ranks behind
         for number, seconds in ((signal.SIGTERM, _SECONDS_AFTER_TERM), (signal.SIGKILL, 5.0)):
             deadline = time.monotonic() + seconds
-            if not self._signal_all(number):
-                return
-            while self._signal_all(0) and time.monotonic() < deadline:
+            signalled: int = number
+            while time.monotonic() < deadline:
+                self._process.poll()  # a zombie would count as a process of the group
+                try:
+                    os.killpg(self._process.pid, signalled)
+                except ProcessLookupError:
+                    return
+                signalled = 0  # from now on it only asks whether a process is left
                 time.sleep(_POLL_SECONDS)
-
-    def _signal_all(self, number: int) -> bool:
-        """Signals the processes of this start; False if none is left."""
-        self._process.poll()  # a zombie would count as a process of the group
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return False
-        return True
 
 
 def _environment(variables: Mapping[str, str], folder: Path, *, over_ssh: bool) -> dict[str, str]:

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import os
 import resource
+import secrets
 import selectors
 import socket
 import sys
@@ -67,7 +68,7 @@ class _Line:
     """Connection of a caller; `peer` and `channel` are set once it is authenticated."""
 
     connection: socket.socket
-    nonce: bytes = field(default_factory=messages.new_nonce)
+    nonce: bytes = field(default_factory=lambda: secrets.token_hex(16).encode())
     began: float = field(default_factory=time.monotonic)
     inbox: Inbox = field(default_factory=partial(Inbox, GREETING_BYTES))
     peer: Peer | None = None
@@ -142,7 +143,8 @@ class Head:
             self._tell({"alive": True})
             is_asked = self._stop_is_asked.is_set()
             # once, and to all: a request that comes early waits for the last rank's call
-            if is_asked and not self._has_asked_to_stop and self._all_have_called():
+            have_all_called = all(peer.host for peer in peers)
+            if is_asked and have_all_called and not self._has_asked_to_stop:
                 self._has_asked_to_stop = True
                 self._tell({"stop": True})
             outcome = self._judge()
@@ -196,7 +198,7 @@ class Head:
         line.peer = peer
         peer.host = host
         peer.unheard_seconds = 0.0
-        if self._all_have_called():
+        if all(each.host for each in self._peers.values()):
             self._have_met.set()
 
     def _hear_rank_0(self) -> None:
@@ -222,9 +224,6 @@ class Head:
                 line.connection.sendall(line.channel.encode(message))
             except OSError:
                 self._hang_up(line)
-
-    def _all_have_called(self) -> bool:
-        return all(peer.host for peer in self._peers.values())
 
     def _judge(self) -> Outcome | None:
         """Outcome of the run, once that is clear."""

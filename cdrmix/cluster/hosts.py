@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,14 +102,6 @@ def ssh_command(name: str, command: Sequence[str]) -> list[str]:
     # BatchMode: ssh fails instead of asking for a password on a terminal that nobody watches
     options = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SECONDS_TO_CONNECT}")
     return ["ssh", *options, "--", name, shlex.join(command)]
-
-
-def reachable(hosts: Sequence[Host]) -> list[Host]:
-    """Returns the hosts that run a command, in their order."""
-    # at once, because each lost host takes its whole time limit
-    with ThreadPoolExecutor(max_workers=32) as pool:
-        results = pool.map(lambda host: run_on(host.name, ["true"], timeout_seconds=20), hosts)
-    return [host for host, done in zip(hosts, results, strict=True) if done.returncode == 0]
 
 
 def free_port_on(name: str = "localhost") -> int:

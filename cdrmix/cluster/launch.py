@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,8 +18,8 @@ from types import FrameType
 
 from cdrmix import errors
 from cdrmix.cluster.handover import LauncherStart, launch_environment, train_arguments
-from cdrmix.cluster.hosts import Host, reachable, read_hostfile
-from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
+from cdrmix.cluster.hosts import Host, read_hostfile, run_on
+from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, STOP, Outcome
 from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
 from cdrmix.config.load import load_config, new_run_dir
 from cdrmix.config.schema import Config
@@ -58,8 +59,6 @@ class _Signals:
     def __init__(self) -> None:
         self.folder: Path | None = None  # of the start under way
         self.name: str | None = None  # of the signal that asked to stop
-
-    def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             # nohup has it ignored, so that the run outlives its terminal
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -71,7 +70,7 @@ class _Signals:
         self.name = signal.Signals(number).name
         if self.folder is None:
             raise SystemExit(errors.EXIT_STOPPED_BY_SIGNAL)
-        ask_to_stop(self.folder)
+        (self.folder / STOP).touch()
         # not logged: a handler that interrupts the writing of a line must not write to the same
         # buffer, which raises RuntimeError
         text = f"{self.name}: asking the ranks to save and stop; once more ends them\n"
@@ -115,8 +114,8 @@ def launch(job: Job) -> int:
 
     Raises TrainingError if a host cannot be reached before the first start.
     """
+    # first, so that a signal while hosts are checked ends the command by its code
     signals = _Signals()
-    signals.listen()  # first, so that a signal while hosts are checked ends the command by its code
     start = replace(job, hosts=_reachable_hosts(job, is_first=True))
     furthest = _resumed_at(start)
     lost_in_a_row = 0
@@ -126,7 +125,12 @@ def launch(job: Job) -> int:
         if number == 1:  # the goodput counts this process's own imports as part of the start
             began -= timedelta(seconds=age_seconds(os.getpid()))
         resumed_at = _resumed_at(start)
-        outcome = _attempt(start, signals, began, is_first=number == 1)
+        try:
+            outcome = _start_once(start, signals, began)
+        except (ConfigError, InfrastructureError) as error:
+            if number == 1:  # else the host was there at the first start
+                raise
+            outcome = Outcome(errors.EXIT_FAULT, str(error), 0)
         got_further = outcome.step > resumed_at
         # after a good start the same error before the first step is a passing fault of the machine
         is_mistake = outcome.exit_code in _DOUBTFUL and (got_further or not has_been_good)
@@ -176,7 +180,10 @@ def _reachable_hosts(job: Job, *, is_first: bool) -> Sequence[Host]:
             "no program pdsh here, by which the deepspeed launcher reaches other hosts. Try "
             "apt-get install pdsh, or no --hostfile"
         )
-    alive = reachable(job.hosts)
+    # at once, because each lost host takes its whole time limit
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        results = pool.map(lambda host: run_on(host.name, ["true"], timeout_seconds=20), job.hosts)
+    alive = [host for host, done in zip(job.hosts, results, strict=True) if done.returncode == 0]
     lost = ", ".join(host.name for host in job.hosts if host not in alive)
     if lost and is_first:  # a wrong name or key, rather than a host that has just died
         raise ConfigError(
@@ -194,23 +201,9 @@ def _reachable_hosts(job: Job, *, is_first: bool) -> Sequence[Host]:
     return alive
 
 
-def _attempt(job: Job, signals: _Signals, began: datetime, *, is_first: bool) -> Outcome:
-    """Outcome of one start, a refused later start included."""
+def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:
     marker = job.run_dir / MARKER
     was_finished = marker.is_file()
-    try:
-        outcome = _start_once(job, signals, began)
-    except (ConfigError, InfrastructureError) as error:
-        if is_first:
-            raise
-        outcome = Outcome(errors.EXIT_FAULT, str(error), 0)  # the host was there at the first start
-    if outcome.exit_code == errors.EXIT_FAULT and marker.is_file() and not was_finished:
-        # the ranks' outcome file was lost, as on a file server that is slow to show it
-        outcome = replace(outcome, exit_code=errors.EXIT_DONE)
-    return outcome
-
-
-def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:
     folder = job.run_dir / LAUNCH_FOLDER / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -236,13 +229,17 @@ def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:
                 folder=folder,
                 variables=variables,
             ) as start:
-                return start.wait(start_seconds=job.config.supervision.phase_seconds)
+                outcome = start.wait(start_seconds=job.config.supervision.phase_seconds)
     finally:
         signals.folder = None  # before it is removed, since a signal would write into it
         shutil.rmtree(folder, ignore_errors=True)
         for empty in (folder.parent, job.run_dir):  # refused before it became a run
             with contextlib.suppress(OSError):
                 empty.rmdir()
+    if outcome.exit_code == errors.EXIT_FAULT and marker.is_file() and not was_finished:
+        # the ranks' outcome file was lost, as on a file server that is slow to show it
+        outcome = replace(outcome, exit_code=errors.EXIT_DONE)
+    return outcome
 
 
 def _record(job: Job, outcome: Outcome, *, began: datetime, resumed_at: int) -> None:

@@ -96,11 +96,6 @@ def await_outcome(folder: Path, seconds: float) -> Outcome | None:
     return outcome
 
 
-def ask_to_stop(folder: Path) -> None:
-    """Asks the ranks of this start to save and stop."""
-    (folder / STOP).touch()
-
-
 def is_listed(folder: Path, name: str) -> bool:
     """True once a file of the launch folder, such as STOP or MET, is seen."""
     with contextlib.suppress(OSError):
@@ -210,11 +205,6 @@ class Channel:
         return hmac.digest(self._key, signed, "sha256").hex().encode()
 
 
-def new_nonce() -> bytes:
-    """Random number for one connection, in hexadecimal digits."""
-    return secrets.token_hex(16).encode()
-
-
 def answer(token: str, nonce: bytes, line: bytes) -> tuple[Channel, dict[str, Any]]:
     """Opens the head's side of a channel; returns it and the greeting.
 
@@ -239,7 +229,7 @@ def call(connection: socket.socket, token: str, greeting: dict[str, Any]) -> Cha
         raise ConnectionResetError("hung up without a word")
     if not _NONCE.fullmatch(nonce):
         raise ValueError("no head of a run answers there")
-    caller_nonce = new_nonce()
+    caller_nonce = secrets.token_hex(16).encode()
     channel = Channel(token, head_nonce=nonce, caller_nonce=caller_nonce, is_head=False)
     connection.sendall(caller_nonce + b" " + channel.encode(greeting))
     welcome = read_line(connection.recv, GREETING_BYTES)

@@ -31,16 +31,6 @@ class Batch:
     environment: Mapping[str, str] = field(repr=False)
     parts: Mapping[str, Any] = field(repr=False)  # variables of the template
 
-    @property
-    def script(self) -> Path:
-        """Path of the script."""
-        return self.run_dir / "job.sbatch"
-
-    @property
-    def variables(self) -> Path:
-        """Private file of `environment`, beside the script; exists if there are any variables."""
-        return self.run_dir / "job.environment"
-
 
 def make_batch(
     *,
@@ -124,19 +114,22 @@ def _check_lines(
 
 def write_script(batch: Batch) -> Path:
     """Writes the script into the run directory, which SLURM needs for its log; returns its path."""
+    script = batch.run_dir / "job.sbatch"
+    variables = batch.run_dir / "job.environment"  # private; exists if there are any
     try:
         batch.run_dir.mkdir(parents=True, exist_ok=True)
         exports = [f"export {n}={shlex.quote(v)}\n" for n, v in batch.environment.items()]
         # written even when empty, so that no values of an earlier script stay behind
-        write_private(batch.variables, "".join(exports))
+        write_private(variables, "".join(exports))
         if not exports:
-            batch.variables.unlink()
+            variables.unlink()
         template = _templates.get_template("train.sbatch")
-        write_private(batch.script, template.render(batch=batch, **batch.parts))
-        batch.script.chmod(0o700)
+        paths = {"script": script, "variables": variables}
+        write_private(script, template.render(batch=batch, **paths, **batch.parts))
+        script.chmod(0o700)
     except OSError as error:
-        raise StateError(f"{batch.script}: cannot be written: {error.strerror}") from error
-    return batch.script
+        raise StateError(f"{script}: cannot be written: {error.strerror}") from error
+    return script
 
 
 def submit(script: Path) -> str:

@@ -140,20 +140,20 @@ def is_at_its_end(run_dir: Path, config: Config) -> bool:
     Stage B: that summary may be Stage A's, because Stage B's replaces it.
     """
     wants_stage_b = config.stage_b is not None and config.training.stage != "a"
-    end = _parsed(run_dir / MARKER)
+    found: dict[str, dict[str, Any]] = {}
+    for name in (MARKER, "metrics.json"):
+        with contextlib.suppress(OSError, ValueError):
+            values = json.loads((run_dir / name).read_text(encoding="utf-8"))
+            if isinstance(values, dict):
+                found[name] = values
+    end = found.get(MARKER)
     if end is None:
-        end = _parsed(run_dir / "metrics.json")
-        if end is None or wants_stage_b:
-            return False
-        return int(end.get("steps", 0)) >= config.training.num_steps
+        steps = found.get("metrics.json", {}).get("steps", 0)
+        return (
+            "metrics.json" in found
+            and not wants_stage_b
+            and int(steps) >= config.training.num_steps
+        )
     if wants_stage_b and end.get("stage") != "b":
         return False
     return end.get("stage") == "b" or int(end.get("step", 0)) >= config.training.num_steps
-
-
-def _parsed(path: Path) -> dict[str, Any] | None:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None

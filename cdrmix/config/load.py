@@ -11,8 +11,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from cdrmix.config.model import Section
-from cdrmix.config.problems import Keys, Problem, alternatives, field_at, shown, validate
+from cdrmix.config.model import DERIVED_MODEL_FIELDS, Section
+from cdrmix.config.problems import Keys, alternatives, field_at, shown, validate
 from cdrmix.config.redaction import redacted
 from cdrmix.config.schema import Config
 from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
@@ -31,9 +31,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         values = _overridden(values, override, origins)
     config, problems = validate(values, Config)
-    if config is None:
-        raise ConfigError("\n".join(_report(problem, path, origins) for problem in problems))
-    return config
+    if config is not None:
+        return config
+    lines = []
+    for problem in problems:
+        keys = problem.path
+        dotted = ".".join(keys)
+        # An override is to blame if it set the value or a section around it; the longest path says
+        # most: `model.moe.top_k` before `model.moe`. Otherwise the file is, beside the overrides
+        # that the message names.
+        if above := [each for each in origins if keys[: len(each)] == each]:
+            place = origins[max(above, key=len)]
+        else:
+            inside = [each for each in origins if each[: len(keys)] == keys]
+            below = [origins[each] for each in inside if each[-1] in problem.text]
+            place = f"{path} with {' '.join(below)}" if below else str(path)
+        has_path = place == f"--set {dotted}" or not keys
+        lines.append(
+            f"{place}: {problem.text}" if has_path else f"{place}: {dotted}: {problem.text}"
+        )
+    raise ConfigError("\n".join(lines))
 
 
 def read_config_text(path: Path, *, folder: str = "model_configs") -> str:
@@ -96,27 +113,6 @@ def _overridden(values: Any, override: str, origins: dict[Keys, str]) -> Any:
     return values
 
 
-def _report(problem: Problem, file: Path, origins: dict[Keys, str]) -> str:
-    """Formats a problem in one line: its file or override, path, text."""
-    path = problem.path
-    dotted = ".".join(path)
-    # An override is to blame if it set the value or a section around it; the longest path says
-    # most: `model.moe.top_k` before `model.moe`. Otherwise the file is, beside the overrides that
-    # the message names.
-    if above := [keys for keys in origins if path[: len(keys)] == keys]:
-        place = origins[max(above, key=len)]
-    else:
-        below = [keys for keys in origins if keys[: len(path)] == path and keys[-1] in problem.text]
-        place = f"{file} with {' '.join(origins[keys] for keys in below)}" if below else str(file)
-    has_path = place == f"--set {dotted}" or not path
-    return f"{place}: {problem.text}" if has_path else f"{place}: {dotted}: {problem.text}"
-
-
-def resolved_yaml(config: Section) -> str:
-    """Writes the whole config as YAML with defaults and derived values; loads to an equal one."""
-    return dump_yaml(config.model_dump())
-
-
 def snapshot_yaml(config: Section) -> str:
     """Writes the config as YAML without secrets; a run that starts from it needs them set anew."""
     return dump_yaml(redacted(config.model_dump()))
@@ -142,16 +138,13 @@ def changed_keys(
     """Lists the values that differ, as (dotted path, old, new), sorted by path. ABSENT stands for a
     missing key. A section that came, went or became null is one entry. Optional fields that a whole
     old configuration lacks have their defaults: they are no change."""
-
-    def as_json(side: Config | dict[str, Any]) -> dict[str, Any]:
+    sides = []
+    for side in (old, new):
         config = validate(side, Config)[0] if isinstance(side, dict) else side
-        if config is not None:
-            # JSON, because a checkpoint's copy is read from JSON, where a tuple is a list
-            return config.model_dump(mode="json")
-        assert isinstance(side, dict), "a Config is valid"
-        return side  # a part of a configuration, or one with fields that no longer exist
-
-    return list(_differences(as_json(old), as_json(new), ()))
+        # JSON, because a checkpoint's copy is read from JSON, where a tuple is a list. What is no
+        # config is a part of one, or has fields that no longer exist.
+        sides.append(side if config is None else config.model_dump(mode="json"))
+    return list(_differences(sides[0], sides[1], ()))
 
 
 def _differences(old: Any, new: Any, path: Keys) -> Iterator[tuple[str, Any, Any]]:
@@ -164,5 +157,9 @@ def _differences(old: Any, new: Any, path: Keys) -> Iterator[tuple[str, Any, Any
 
 def schema_json() -> str:
     """Returns the JSON schema of a config file, for completion and checks in editors."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return json.dumps(schema | Config.model_json_schema(), indent=2) + "\n"
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema |= Config.model_json_schema()
+    # pydantic requires the derived fields too, which a file may leave out
+    model = schema["$defs"]["ModelConfig"]
+    model["required"] = [key for key in model["required"] if key not in DERIVED_MODEL_FIELDS]
+    return json.dumps(schema, indent=2) + "\n"

@@ -83,14 +83,8 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _derived_not_required(schema: dict[str, Any]) -> None:
-    schema["required"] = [key for key in schema["required"] if key not in DERIVED_MODEL_FIELDS]
-
-
 class ModelConfig(Section):
     """Dimensions of the RWKX-V backbone. Embedding and head are tied."""
-
-    model_config = ConfigDict(json_schema_extra=_derived_not_required)
 
     # The smallest head has 32 features.
     hidden_size: int = Field(ge=32, description="Width of the residual stream (features).")
@@ -199,8 +193,8 @@ class ModelConfig(Section):
 
     def low_rank_sizes(self) -> LowRankSizes:
         """Computes the ranks by RWKV-LM's rule: multiples of 32 near c * sqrt(hidden_size)."""
-
-        def near(factor: float) -> int:
-            return max(32, round(factor * math.sqrt(self.hidden_size) / 32) * 32)
-
-        return LowRankSizes(decay=near(2.5), iclr=near(2.5), value=near(1.7), gate=near(5))
+        decay, value, gate = (
+            max(32, round(factor * math.sqrt(self.hidden_size) / 32) * 32)
+            for factor in (2.5, 1.7, 5)
+        )
+        return LowRankSizes(decay=decay, iclr=decay, value=value, gate=gate)

@@ -54,14 +54,10 @@ def validate(values: Any, root: type[AnySection]) -> tuple[AnySection | None, li
     try:
         config = root.model_validate(known)
     except ValidationError as error:
-        return None, [*problems, *_pydantic_problems(error.errors(), known, root, problems)]
-    return (None, problems) if problems else (config, [])
-
-
-def _pydantic_problems(
-    details: list[ErrorDetails], known: dict[str, Any], root: type[Section], unknown: list[Problem]
-) -> Iterator[Problem]:
-    """Problems that pydantic has found, without those that follow from others."""
+        details = error.errors()
+    else:
+        return (None, problems) if problems else (config, [])
+    unknown = [(problem.path[:-1], problem.meant) for problem in problems]
     by_path = [(tuple(str(key) for key in detail["loc"]), detail) for detail in details]
     failed = {path for path, _ in by_path}
     # A value that could not be derived is no fault of its own.
@@ -70,15 +66,15 @@ def _pydantic_problems(
         if any(len(other) > len(path) and other[: len(path)] == path for other in failed):
             continue  # pydantic also reports a list as too short when one of its entries is wrong
         # A misspelt key is reported once, and not also as the one that is missing.
-        misspelt = any(p.path[:-1] == path[:-1] and p.meant == path[-1] for p in unknown)
-        if misspelt and detail["type"] == "missing":
+        if detail["type"] == "missing" and (path[:-1], path[-1]) in unknown:
             continue
         # The error of a derived field belongs to the fields that it was derived from.
         is_derived = path[:1] == ("model",) and path[-1] in DERIVED_MODEL_FIELDS
         if not is_derived or known["model"].get(path[-1]) is not None:
-            yield Problem(path, _message(path, detail, root))
+            problems.append(Problem(path, _message(path, detail, root)))
         elif not sources_failed:
-            yield Problem(path[:-1], _message(path, detail, root))
+            problems.append(Problem(path[:-1], _message(path, detail, root)))
+    return None, problems
 
 
 def _known(

@@ -344,11 +344,6 @@ class Config(Section):
             raise ValueError(f"{name[:80]!r} is no name: give one line of at most 200 letters")
         return name
 
-    @property
-    def variant(self) -> Literal["core", "reasoning"]:
-        """Kind of the variant: a reasoning variant has a `stage_b` section."""
-        return "core" if self.stage_b is None else "reasoning"
-
     @model_validator(mode="after")
     def _stages_fit(self) -> Config:
         stage_b = self.stage_b

@@ -83,7 +83,7 @@ def _open_records(run: Run) -> None:
     # The account first: it needs the metrics of an earlier start, which the observer cuts back.
     # Stage B goes on with the account of Stage A.
     folder = run.directory.path
-    if not run.wall_time.is_open:
+    if run.wall_time.path is None:
         starts = read_starts(folder)
         run.wall_time.open(
             folder,

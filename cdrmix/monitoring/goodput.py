@@ -30,7 +30,7 @@ class WallTime:
     """
 
     def __init__(self) -> None:
-        self._path: Path | None = None
+        self.path: Path | None = None  # of wall_time.json, from `open` on: on rank 0 only
         self._parts = dict.fromkeys(PARTS, 0.0)
         self._starts = 1
         self._step = 0
@@ -38,11 +38,6 @@ class WallTime:
         self._redone_steps = 0
         self._earlier_seconds = 0.0
         self._since = time.monotonic()
-
-    @property
-    def is_open(self) -> bool:
-        """True once `open` was called, which happens on rank 0 only."""
-        return self._path is not None
 
     def open(
         self,
@@ -62,17 +57,17 @@ class WallTime:
         Raises:
             StateError: if the metrics cannot be read.
         """
-        self._path = run_dir / WALL_TIME
+        self.path = run_dir / WALL_TIME
         self._step = step
         self._earlier_seconds = start_up_seconds
         self._since = time.monotonic()
         earlier = None
         try:
-            if self._path.exists():
-                earlier = json.loads(self._path.read_text(encoding="utf-8"))
+            if self.path.exists():
+                earlier = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             logger.warning(
-                "%s: cannot be read (%s): goodput counts from this start on", self._path, error
+                "%s: cannot be read (%s): goodput counts from this start on", self.path, error
             )
         if earlier is not None:
             reached = 0
@@ -149,7 +144,7 @@ class WallTime:
 
     def save(self) -> None:
         """Writes wall_time.json, on the rank that opened it: after a checkpoint and at the end."""
-        if self._path is None:
+        if self.path is None:
             return
         account = {
             "until": time.time(),
@@ -162,12 +157,12 @@ class WallTime:
         }
         # Renamed when whole: a start may be killed at any moment, also while it writes. The file is
         # no state: it is not forced to the disk, and a full disk does not end the run.
-        temporary = self._path.with_suffix(".tmp")
+        temporary = self.path.with_suffix(".tmp")
         try:
             temporary.write_text(json.dumps(account), encoding="utf-8")
-            os.replace(temporary, self._path)
+            os.replace(temporary, self.path)
         except OSError as error:
-            logger.warning("%s: cannot be written: %s", self._path, error.strerror)
+            logger.warning("%s: cannot be written: %s", self.path, error.strerror)
 
     @property
     def _seconds(self) -> float:

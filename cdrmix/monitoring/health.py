@@ -212,10 +212,6 @@ class Health:
         }
         return {name: count for name, count in counts.items() if count}
 
-    def timeline(self) -> dict[str, Any]:
-        """Returns the state that the next judgement depends on, as JSON."""
-        return asdict(self._timeline) | {"ongoing": sorted(self._timeline.ongoing)}
-
     def record(self) -> dict[str, Any]:
         """Returns the record of the run so far, as JSON."""
         return {
@@ -229,7 +225,8 @@ class Health:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns timeline and record, for a checkpoint."""
-        return {"timeline": self.timeline(), "record": self.record()}
+        timeline = asdict(self._timeline) | {"ongoing": sorted(self._timeline.ongoing)}  # as JSON
+        return {"timeline": timeline, "record": self.record()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from the state in a checkpoint."""

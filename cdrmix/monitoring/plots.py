@@ -119,8 +119,7 @@ def line_plot(
         right = 12.0 + _LABEL_CHARACTER * max(len(end.label) for end in ends)
         inner = (width - _LEFT - right, height - _BOTTOM - _TOP)
         axes.set_position((_LEFT / width, _BOTTOM / height, inner[0] / width, inner[1] / height))
-        _scale_axes(axes, drawn, marks, limits)
-        _style_axes(axes, text)
+        _lay_out_axes(axes, drawn, marks, text, limits)
         _label_right_edge(axes, ends)
         buffer = io.StringIO()
         # No date and no version of matplotlib, which would differ between equal runs.
@@ -170,10 +169,11 @@ def _draw_curve(axes: Axes, curve: Curve) -> float:
     return float(trend[-1])
 
 
-def _scale_axes(
+def _lay_out_axes(
     axes: Axes,
     curves: Sequence[Curve],
     marks: Sequence[Mark],
+    text: Callable[[float], str],
     limits: tuple[float | None, float | None],
 ) -> None:
     steps = np.concatenate([curve.steps for curve in curves])
@@ -193,8 +193,6 @@ def _scale_axes(
         high = 1.08 * max(values.max(), 1e-9, *(mark.value for mark in marks))
     axes.set_ylim(low, high)
 
-
-def _style_axes(axes: Axes, text: Callable[[float], str]) -> None:
     def tick(value: float, _: int | None) -> str:
         # No trailing zeros among the decimals: 2.500% becomes 2.5%, 1,000 stays.
         label = text(value)

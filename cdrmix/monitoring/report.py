@@ -89,16 +89,6 @@ class RecordedRun:
         both = np.array(points, dtype=np.float64).reshape(-1, 2)
         return both[:, 0], both[:, 1]
 
-    def validation_losses(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns steps and losses of all evaluations, the final one included."""
-        steps, losses = self.series("eval/loss")
-        final = (self.summary.get("evaluation") or {}).get("loss")
-        step = self.summary.get("steps")
-        # An evaluation of the last step on the way is the same point of the curve.
-        if final is None or step is None or step in steps:
-            return steps, losses
-        return np.append(steps, float(step)), np.append(losses, float(final))
-
     def latest(self, name: str) -> float | None:
         """Returns the last logged value of a metric."""
         return next((line[name] for line in reversed(self.records) if name in line), None)
@@ -109,7 +99,40 @@ def write_report(run_dir: Path) -> Path:
 
     Raises StateError if there is no metrics.jsonl, or the page cannot be written.
     """
-    run = _read_run(run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.is_file():
+        raise StateError(
+            f"{metrics}: not found. A report is made of a run directory, which holds metrics.jsonl "
+            "from the first logged step on."
+        )
+    # A live run or one that died lacks some files: each is a problem to name, and no error.
+    problems: dict[str, str] = {}
+    config_text = ""
+    config = None
+    snapshot = run_dir / "config_snapshot.yaml"
+    try:
+        config_text = snapshot.read_text(encoding="utf-8")
+        values = yaml.safe_load(config_text)
+        config = Config.model_validate(values)
+        public_values = redacted(values)  # a snapshot of an earlier version holds secrets
+        if public_values != values:
+            config_text = dump_yaml(public_values)
+    except FileNotFoundError:
+        problems[snapshot.name] = f"{snapshot.name} is missing."
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
+        problems[snapshot.name] = f"{snapshot.name} cannot be read: {error}"
+    run = RecordedRun(
+        folder=run_dir,
+        records=read_metrics(metrics),
+        summary=_read_json(run_dir / "metrics.json", problems),
+        plan=_read_json(run_dir / "plan.json", problems),
+        environment=_read_json(run_dir / "environment.json", problems),
+        health=_read_json(run_dir / "health.json", problems),
+        reasoning=_read_json(run_dir / "reasoning.json", problems),
+        config_text=config_text,
+        config=config,
+        problems=problems,
+    )
     path = run_dir / "report.html"
     write_text_atomic(
         path, render("monitoring/templates/report.html", run=run, report=_contents(run))
@@ -131,9 +154,16 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
 
         stage_b = stage_b_report(run)
     optimizer, speed = _training_figures(run)
+    steps, validation = run.series("eval/loss")
+    final = (run.summary.get("evaluation") or {}).get("loss")
+    last = run.summary.get("steps")
+    # An evaluation of the last step on the way is the same point of the curve.
+    if final is not None and last is not None and last not in steps:
+        steps = np.append(steps, float(last))
+        validation = np.append(validation, float(final))
     losses = [
         Curve("training", *run.series("loss"), "c1", smooth=True),
-        Curve("validation", *run.validation_losses(), "c2"),
+        Curve("validation", steps, validation, "c2"),
     ]
     baselines = run.summary.get("baselines") or {}
     marks = [
@@ -308,9 +338,19 @@ def _expert_layers(run: RecordedRun) -> list[dict[str, Any]]:
         entropy = _number(layer.get("routing_entropy_bits"))
         overflow = _number(layer.get("overflow_fraction"))
         least = limits.min_entropy_share * math.log2(num_experts)
+        shares: list[tuple[float | None, str]] = []  # None where not finite, and a colour
+        for share in map(_number, layer["utilisation"]):
+            if share is None or not math.isfinite(share):
+                shares.append((None, ""))
+                continue
+            ratio = share * num_experts
+            # Fullest from 2.8 times the even share on, yet pale enough to read the number on it.
+            strength = min(abs(math.log2(max(ratio, 1e-9))) / 1.5, 1) * 0.75
+            color = "224 122 20" if ratio > 1 else "58 120 232"
+            shares.append((share, f"rgb({color} / {strength:.2f})"))
         row = {
             "number": layer["layer"],
-            "shares": [_shaded(_number(share), num_experts) for share in layer["utilisation"]],
+            "shares": shares,
             "entropy": entropy,
             "overflow": overflow,
             "is_collapsed": entropy is not None and entropy < least,
@@ -318,42 +358,6 @@ def _expert_layers(run: RecordedRun) -> list[dict[str, Any]]:
         }
         rows.append(row)
     return rows
-
-
-def _shaded(share: float | None, num_experts: int) -> tuple[float | None, str]:
-    """An expert's share of its layer's assignments, None where not finite, and a colour for it."""
-    if share is None or not math.isfinite(share):
-        return None, ""
-    ratio = share * num_experts
-    # Fullest from 2.8 times the even share on, yet pale enough to read the number on it.
-    strength = min(abs(math.log2(max(ratio, 1e-9))) / 1.5, 1) * 0.75
-    color = "224 122 20" if ratio > 1 else "58 120 232"
-    return share, f"rgb({color} / {strength:.2f})"
-
-
-def _read_run(run_dir: Path) -> RecordedRun:
-    """Reads the files of a run directory that are there; StateError without a metrics.jsonl."""
-    metrics = run_dir / "metrics.jsonl"
-    if not metrics.is_file():
-        raise StateError(
-            f"{metrics}: not found. A report is made of a run directory, which holds metrics.jsonl "
-            "from the first logged step on."
-        )
-    # A live run or one that died lacks some files: each is a problem to name, and no error.
-    problems: dict[str, str] = {}
-    config_text, config = _read_config(run_dir / "config_snapshot.yaml", problems)
-    return RecordedRun(
-        folder=run_dir,
-        records=read_metrics(metrics),
-        summary=_read_json(run_dir / "metrics.json", problems),
-        plan=_read_json(run_dir / "plan.json", problems),
-        environment=_read_json(run_dir / "environment.json", problems),
-        health=_read_json(run_dir / "health.json", problems),
-        reasoning=_read_json(run_dir / "reasoning.json", problems),
-        config_text=config_text,
-        config=config,
-        problems=problems,
-    )
 
 
 def _read_json(path: Path, problems: dict[str, str]) -> Mapping[str, Any]:
@@ -369,21 +373,6 @@ def _read_json(path: Path, problems: dict[str, str]) -> Mapping[str, Any]:
         problems[path.name] = f"{path.name} does not hold an object."
         return {}
     return content
-
-
-def _read_config(path: Path, problems: dict[str, str]) -> tuple[str, Config | None]:
-    text = ""
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
-        config = Config.model_validate(values)
-        public_values = redacted(values)  # a snapshot of an earlier version holds secrets
-        return (text if public_values == values else dump_yaml(public_values)), config
-    except FileNotFoundError:
-        problems[path.name] = f"{path.name} is missing."
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
-        problems[path.name] = f"{path.name} cannot be read: {error}"
-    return text, None
 
 
 def _number(value: Any) -> float | None:

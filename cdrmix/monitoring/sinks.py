@@ -170,11 +170,13 @@ class Progress:
             now = self._seen[-1][1]
             # The recent pace, evaluations and saves included.
             seconds = (self._total_steps - step) * (now - began) / max(step - first, 1)
-            parts = _texts(record, _STEP_FORMATS)
+            parts = [text.format(record[n]) for n, text in _STEP_FORMATS.items() if n in record]
             if "memory_peak_bytes" in record:
                 parts.append(f"mem {record['memory_peak_bytes'] / 2**30:.1f} GiB")
             parts.append(f"eta {duration(seconds)}")
-        evaluation = _texts(record or {}, _EVALUATION_FORMATS)
+        line = record or {}
+        evaluation = [text.format(line[n]) for n, text in _EVALUATION_FORMATS.items() if n in line]
+        lines = []
         place = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
         if self._bar is not None:
             if parts:
@@ -183,23 +185,17 @@ class Progress:
             if parts:
                 self._bar.refresh()
         elif parts:
-            self._say("  ".join([f"step {place}", *parts]))
+            lines.append(("step", parts))
         if evaluation:
-            self._say("  ".join([f"eval {place}", *evaluation]))
+            lines.append(("eval", evaluation))
+        for kind, texts in lines:
+            tqdm.write("  ".join([f"{kind} {place}", *texts]), file=self._stream)
+            self._stream.flush()
 
     def close(self) -> None:
         """Leaves the bar as it stands and ends its line."""
         if self._bar is not None:
             self._bar.close()
-
-    def _say(self, line: str) -> None:
-        tqdm.write(line, file=self._stream)
-        self._stream.flush()
-
-
-def _texts(record: Mapping[str, float], formats: Mapping[str, str]) -> list[str]:
-    """Formats the metrics of a record that `formats` names, in its order."""
-    return [text.format(record[name]) for name, text in formats.items() if name in record]
 
 
 def duration(seconds: float) -> str:

@@ -63,27 +63,25 @@ def stage_b_report(run: RecordedRun) -> dict[str, Any]:
             "tasks": {row["task"]: [cells.get((row["task"], r)) for r in ratios] for row in rows},
             "num_texts": f"{most}" if fewest == most else f"{fewest} to {most}",
         }
-    return {
-        "is_logged": run.has_stage_b_steps,
-        "scores": scores,
-        "learning": _figures(run, "stage_b/"),
-        "policy": _figures(run, "policy/"),
-    }
-
-
-def _figures(run: RecordedRun, group: str) -> list[Figure]:
-    """Draws the figures on a group of metrics of which something was measured."""
-    figures = []
-    in_group = [row for row in _CURVES if row[3].startswith(group)]
-    for (title, unit), rows in groupby(in_group, key=lambda row: row[:2]):
-        curves = [
-            Curve(label, *run.series(name), f"c{number % 4 + 1}", smooth=True)
-            for number, (_, _, label, name) in enumerate(rows)
-            if len(run.series(name)[0])
-        ]
+    figures: dict[str, list[Figure]] = {"stage_b": [], "policy": []}  # by group of metrics
+    for (title, unit), named in groupby(_CURVES, key=lambda row: row[:2]):
+        group = ""
+        curves = []
+        for number, (_, _, label, name) in enumerate(named):
+            group = name.partition("/")[0]
+            steps, values = run.series(name)
+            if len(steps):
+                curves.append(Curve(label, steps, values, f"c{number % 4 + 1}", smooth=True))
         # A phase without a policy, or without replay, has no such series: no empty figure for it.
         if curves:
             key = f"b-{title.lower().replace(' ', '-')}"
             limits = (None, None) if title in _SIGNED else (0, None)
-            figures.append(plot(title, unit, key, curves, text="{:.3g}".format, limits=limits))
-    return figures
+            figures[group].append(
+                plot(title, unit, key, curves, text="{:.3g}".format, limits=limits)
+            )
+    return {
+        "is_logged": run.has_stage_b_steps,
+        "scores": scores,
+        "learning": figures["stage_b"],
+        "policy": figures["policy"],
+    }

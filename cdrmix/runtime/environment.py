@@ -6,11 +6,12 @@ import ctypes
 import os
 import platform
 import re
+import socket
 import sys
 from pathlib import Path
 
 from cdrmix.errors import ConfigError
-from cdrmix.network import address_of_this_host, first_host, free_port, port_of_step
+from cdrmix.network import address_towards, first_host, free_port, is_loopback, port_of_step
 
 _TARGETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Each launcher's names for _TARGETS. The first launcher wins: a deepspeed launcher that runs inside
@@ -53,7 +54,11 @@ def map_environment() -> None:
         hosts = world.allgather(platform.node())
         meeting = None
         if world.Get_rank() == 0:
-            address = "127.0.0.1" if len({*hosts}) == 1 else address_of_this_host()
+            address = "127.0.0.1"
+            if len({*hosts}) > 1:
+                address = socket.gethostbyname(platform.node())
+                # Debian resolves a host's own name to loopback: then that of the default route.
+                address = address_towards() if is_loopback(address) else address
             meeting = (address, free_port())
         place = world.bcast(meeting)
     elif "SLURM_STEP_NODELIST" in env:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.checkpoint.files import read_json
 from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.config.load import changed_keys
@@ -17,7 +19,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.shards import Manifest, manifest_digest
 from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run_directory import RunDirectory
-from cdrmix.errors import ConfigError, StateError
+from cdrmix.errors import ConfigError, InfrastructureError, StateError
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.parallel.frozen_stages import FrozenStages
@@ -43,9 +45,11 @@ def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
     resumed = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
     # Unverified states will do: ranks verify the checkpoint itself once they have started.
     if resumed is not None:
-        states = store.readable_states(resumed)
-        if any(state.get("stage") == "b" for state in states):  # which hold the backbone, too
-            return
+        for folder in store.candidates(resumed):
+            with contextlib.suppress(OSError, ValueError, InfrastructureError):
+                state = read_json(folder / "state.json")
+                if isinstance(state, dict) and state.get("stage") == "b":
+                    return  # it holds the backbone, too
     if config.stage_b.run is not None:
         place = Path(config.stage_b.run)
         option = f"stage_b.run = {config.stage_b.run}"

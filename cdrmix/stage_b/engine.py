@@ -23,7 +23,15 @@ from torch import Tensor
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.checkpoint.fragments import Fragment, Part, is_stage_b, part_of, reader_logical_name
+from cdrmix.checkpoint.fragments import (
+    Box,
+    Fragment,
+    Part,
+    Span,
+    is_stage_b,
+    part_of,
+    reader_logical_name,
+)
 from cdrmix.config.reasoning import Phase, StageBConfig, StageBTraining
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
@@ -268,8 +276,11 @@ class StageB(Stage[list[Any], LessonResult]):
                 for name, tensor in self.course.model.named_parameters()
                 if part_of(name) == "backbone" and not is_copy(tensor)
             ]
-            mine = dict(backbone[run.topology.data_rank :: run.topology.degrees.data])
-            yield from engine_state.whole_fragments(mine, reader_logical_name)
+            for name, tensor in backbone[run.topology.data_rank :: run.topology.degrees.data]:
+                box = Box.whole(tensor.shape)
+                values = tensor.detach().reshape(-1).float()
+                logical_name = reader_logical_name(name)
+                yield Fragment(logical_name, "param", box.shape, Span.whole(box), values)
 
     def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint of Stage B into the engine; a frozen backbone stays as it is."""

@@ -139,7 +139,7 @@ def add_doctor(verbs: Verbs) -> None:
     flag("--json", action="store_true", help="print one JSON list")
 
     def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.cluster.doctor import as_table, examine, is_ready, remove_leftovers_on_hosts
+        from cdrmix.cluster.doctor import examine, remove_leftovers_on_hosts
         from cdrmix.cluster.hosts import read_hostfile
 
         hosts = read_hostfile(arguments.hostfile) if arguments.hostfile else []
@@ -156,9 +156,11 @@ def add_doctor(verbs: Verbs) -> None:
         if arguments.json:
             print(json.dumps([asdict(finding) for finding in findings]))
         else:
-            print(as_table(findings))
+            width = max(len(finding.check) for finding in findings)
+            for finding in findings:
+                print(f"{finding.status:4}  {finding.check:{width}}  {finding.detail}")
         # As a wrong configuration: a start on these hosts, and any restart, would fail.
-        if not is_ready(findings):
+        if any(finding.status == "FAIL" for finding in findings):
             raise SystemExit(EXIT_USER_ERROR)
 
     parser.set_defaults(run=run)

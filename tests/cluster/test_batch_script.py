@@ -150,10 +150,10 @@ def test_values_of_variables_stand_in_no_script(
     monkeypatch.chdir(tmp_path)
     assert job.start(0, step=9, latest=9).startswith("0 ")
     assert job.variables[:2] == ["in $(touch x) file", "it's; touch x"]
-    text = made.script.read_text()
+    text = (made.run_dir / "job.sbatch").read_text()
     assert "touch x" not in text
     assert "in $(" not in text
-    assert made.variables.stat().st_mode & 0o777 == 0o600
+    assert (made.run_dir / "job.environment").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "x").exists() and not (ROOT / "x").exists()
 
 

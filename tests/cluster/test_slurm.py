@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from cdrmix.checkpoint import store
-from cdrmix.config.load import load_config, resolved_yaml
+from cdrmix.config.load import load_config
+from cdrmix.config.yaml_text import dump_yaml
 from tests import small_reasoning_run
 from tests.cluster.slurm_lab import SlurmLab, slurm_lab
 from tests.equal_runs import assert_equal_runs
@@ -91,7 +92,7 @@ def write_config(path: Path, data: Path, max_steps: int) -> None:
     """A configuration of any length, whose learning rate does not depend on it."""
     constant = ("training.min_learning_rate=3e-3", f"training.max_steps={max_steps}")
     settings = [*SMALL, *SETTINGS, *constant, f"data.path={data}"]
-    path.write_text(resolved_yaml(load_config(ROOT / CONFIG, settings)))
+    path.write_text(dump_yaml(load_config(ROOT / CONFIG, settings).model_dump()))
 
 
 def has_line(log: Path, text: str) -> bool:

@@ -18,8 +18,8 @@ import pytest
 from cdrmix.cluster.heartbeat import Limits, Meeting, StartedHead, start_head
 from cdrmix.cluster.messages import (
     MET,
+    STOP,
     Channel,
-    ask_to_stop,
     await_outcome,
     call,
     encode,
@@ -224,7 +224,7 @@ def test_a_silent_file_server_ends_no_run_that_needs_no_file(
         beat(watchdogs, 0.1)
         assert time.monotonic() < ends
     flag.touch()
-    ask_to_stop(tmp_path)
+    (tmp_path / STOP).touch()
     for _ in range(2):  # each time it is heard anew
         assert set(beat(watchdogs, DEADLINE_SECONDS)) == {"alive"}
     flag.unlink()
@@ -271,7 +271,7 @@ def test_of_a_stop_and_an_end_at_once_the_graver_counts(
 ) -> None:
     meeting = started(tmp_path).meeting
     watchdogs = [Watchdog(meeting, rank) for rank in range(2)]
-    ask_to_stop(tmp_path)
+    (tmp_path / STOP).touch()
     for watchdog, report in zip(watchdogs, reports, strict=True):
         watchdog.send(step=5, **report)
     assert outcome_of(tmp_path)["exit_code"] == code
@@ -281,7 +281,7 @@ def test_an_order_to_stop_and_one_to_end_reach_the_rank_that_is_left(
     started: Callable[..., StartedHead], tmp_path: Path
 ) -> None:
     meeting = started(tmp_path).meeting
-    ask_to_stop(tmp_path)
+    (tmp_path / STOP).touch()
     watchdogs = [Watchdog(meeting, rank) for rank in range(2)]
     watchdogs[1].send(died=True, step=4)
     names = beat(watchdogs[:1], 10, until="end")

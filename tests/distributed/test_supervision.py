@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import threading
@@ -21,7 +22,7 @@ import psutil
 import pytest
 
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, Meeting
-from cdrmix.cluster.messages import Channel, answer, ask_to_stop, encode, new_nonce, read_line
+from cdrmix.cluster.messages import STOP, Channel, answer, encode, read_line
 from tests.equal_runs import assert_equal_runs
 from tests.harness import RanksFailed, rank_environment, run_ranks
 from tests.small_run import STEPS, arguments, before_step, overrides, start
@@ -200,7 +201,7 @@ def test_a_healthy_run_leaves_its_exit_code_and_no_process(
 def test_a_wish_to_stop_that_came_before_the_ranks_is_heard(
     small_corpus: Path, run_dir: Path, tmp_path: Path
 ) -> None:
-    ask_to_stop(tmp_path)
+    (tmp_path / STOP).touch()
     argv = arguments(small_corpus, run_dir, "--max-steps", "1000000")
     assert run_ranks(two_ranks, 1, argv, str(tmp_path), nothing, timeout=60) == [[75, 75]]
     assert json.loads((tmp_path / "outcome.json").read_text())["exit_code"] == 75
@@ -213,7 +214,7 @@ def head_of_the_test() -> Iterator[tuple[Heartbeat, Channel, socket.socket]]:
         meeting = Meeting("127.0.0.1", listener.getsockname()[1], "token")
         heartbeat = Heartbeat(meeting, Limits(deadline_seconds=1.0, phase_seconds=100.0), rank=0)
         connection, _ = listener.accept()
-        nonce = new_nonce()
+        nonce = secrets.token_hex(16).encode()
         connection.sendall(nonce + b"\n")
         channel, greeting = answer("token", nonce, read_line(connection.recv).rstrip(b"\n"))
         assert greeting == {"rank": 0, "host": socket.gethostname()}

@@ -23,9 +23,7 @@ def signals() -> Iterator[_Signals]:
     """The command's signals; the test's own handlers are put back."""
     numbers = [signal.Signals[name] for name in STOPPING]
     handlers = [signal.getsignal(number) for number in numbers]
-    listening = _Signals()
-    listening.listen()
-    yield listening
+    yield _Signals()
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
 
@@ -54,9 +52,9 @@ def test_between_two_starts_a_signal_ends_the_command(signals: _Signals) -> None
 
 def test_a_hangup_that_nohup_has_ignored_stays_ignored(signals: _Signals) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signals.listen()
+    again = _Signals()
     os.kill(os.getpid(), signal.SIGHUP)
-    assert signals.name is None
+    assert again.name is None
 
 
 class _Interrupted(io.RawIOBase):

@@ -75,7 +75,7 @@ def test_a_loss_that_is_not_finite_counts_once_with_its_gradients(loss: float) -
     assert verdict is not None
     assert verdict.why == f"loss = {loss}"
     assert health.skipped_steps == 2
-    assert health.timeline()["losses"] == []
+    assert health.state_dict()["timeline"]["losses"] == []
 
 
 def test_routing_is_judged_by_entropy_and_by_overflow() -> None:
@@ -139,10 +139,10 @@ def roll_back(health: Health, to_step: int, first: int, end: int, timeline: Any)
 def test_a_rollback_forgets_the_losses_and_keeps_the_record() -> None:
     health = make(loss_spike={"action": "rollback"})
     feed(health, USUAL[:5])
-    saved = json.loads(json.dumps(health.timeline()))
+    saved = json.loads(json.dumps(health.state_dict()["timeline"]))
     feed(health, USUAL[5:])
     roll_back(health, 3, 24, 56, saved)
-    assert health.timeline() == saved
+    assert health.state_dict()["timeline"] == saved
     assert health.metrics() == {"health/rollbacks": 1, "health/passed_over_samples": 32}
     assert health.record()["events"][0]["outcome"] == "back to step 3, past samples 24 to 55"
 
@@ -150,7 +150,7 @@ def test_a_rollback_forgets_the_losses_and_keeps_the_record() -> None:
 def test_windows_that_were_passed_over_are_counted_once() -> None:
     health = make(loss_spike={"action": "rollback"})
     feed(health, USUAL)
-    timeline = health.timeline()
+    timeline = health.state_dict()["timeline"]
     roll_back(health, 3, 24, 56, timeline)
     roll_back(health, 3, 24, 72, timeline)  # to the same checkpoint once more
     assert list(health.trained_windows(100)) == [(0, 24), (72, 100)]
@@ -162,7 +162,7 @@ def test_windows_that_were_passed_over_are_counted_once() -> None:
 def test_one_rollback_too_many_stops_the_run() -> None:
     health = make(loss_spike={"action": "rollback"}, max_rollbacks=1)
     feed(health, USUAL)
-    roll_back(health, 3, 24, 56, health.timeline())
+    roll_back(health, 3, 24, 56, health.state_dict()["timeline"])
     feed(health, USUAL)
     verdict = health.loss_known(8, 50.0)
     assert verdict is not None
