@@ -22,7 +22,7 @@ from cdrmix.config.load import config_hash
 from cdrmix.corpus.encode import SPLITS, EncodeJob, StreamJob, run_encode, split_of, write_stream
 from cdrmix.corpus.inspection import lineage, read_report, write_build_report
 from cdrmix.corpus.recipe import Recipe, identity, load_recipe, make_step, passes
-from cdrmix.corpus.remote_jobs import Engine, EngineName, make_engine
+from cdrmix.corpus.remote_jobs import Engine, EngineName, Pool
 from cdrmix.corpus.source import (
     SAVED_DATASET_FILES,
     SourceFile,
@@ -119,7 +119,7 @@ def build_dataset(
                     f"{out}: another build is writing there. Wait for it, or give another --out."
                 )
             if isinstance(engine, str):
-                engine = make_engine(engine, workers, out / "work" / "slurm", sbatch or {})
+                engine = _engine_of(engine, workers, out / "work" / "slurm", sbatch or {})
             with engine as running:
                 return _Build(recipe, recipe_file.stem, out, running, task_bytes).run()
     except OSError as error:
@@ -127,6 +127,28 @@ def build_dataset(
             f"{error.filename or out}: {error.strerror}. Finished work stays in {out}: correct "
             "this and start again to continue from there."
         ) from error
+
+
+def _engine_of(name: EngineName, max_tasks: int, folder: Path, sbatch: Mapping[str, str]) -> Engine:
+    """Returns the engine of a name; `folder` and `sbatch` are as for `SlurmEngine`."""
+    if sbatch and name != "slurm":
+        raise DataError(f"--sbatch {', '.join(sbatch)}: is for --engine slurm")
+    # Imported here, since a core installation has neither datatrove nor Ray.
+    try:
+        if name == "slurm":
+            from cdrmix.corpus.slurm_jobs import SlurmEngine
+
+            return SlurmEngine(folder, max_tasks=max_tasks, sbatch=sbatch)
+        if name == "ray":
+            from cdrmix.corpus.ray_jobs import RayEngine
+
+            return RayEngine(max_tasks=max_tasks)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        raise DataError(
+            f"--engine {name} needs the package '{package}': pip install 'cdrmix[{name}]'"
+        ) from None
+    return Pool(max_tasks)
 
 
 def make_tasks(

@@ -15,7 +15,7 @@ import signal
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
@@ -246,30 +246,6 @@ class RoundsEngine(Engine):
                     number = len(unfinished)
                     _logger.warning("%s: %d jobs ended without a result; again", what, number)
                 remaining = unfinished
-
-
-def make_engine(
-    name: EngineName, max_tasks: int, folder: Path, sbatch: Mapping[str, str]
-) -> Engine:
-    """Returns the engine of a name; `folder` and `sbatch` are as for `SlurmEngine`."""
-    if sbatch and name != "slurm":
-        raise DataError(f"--sbatch {', '.join(sbatch)}: is for --engine slurm")
-    # Imported here, since a core installation has neither datatrove nor Ray.
-    try:
-        if name == "slurm":
-            from cdrmix.corpus.slurm_jobs import SlurmEngine
-
-            return SlurmEngine(folder, max_tasks=max_tasks, sbatch=sbatch)
-        if name == "ray":
-            from cdrmix.corpus.ray_jobs import RayEngine
-
-            return RayEngine(max_tasks=max_tasks)
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        raise DataError(
-            f"--engine {name} needs the package '{package}': pip install 'cdrmix[{name}]'"
-        ) from None
-    return Pool(max_tasks)
 
 
 def pack_job(function: Function[J], job: J) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cdrmix.monitoring.page import Figure
 from cdrmix.monitoring.plots import Curve, plot
-from cdrmix.monitoring.report import RecordedRun
+from cdrmix.monitoring.recorded_run import RecordedRun
 
 # Figure, its unit, curve (without a label if alone), metric; rows of a figure follow each other.
 _CURVES = (

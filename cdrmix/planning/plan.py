@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cdrmix.planning.cluster import Memory
 from cdrmix.planning.cost import Cost
 from cdrmix.planning.deepspeed_json import profile_path
-from cdrmix.planning.layout import Layout
-
-if TYPE_CHECKING:  # a run without Stage B imports none of its modules
-    from cdrmix.planning.stage_b import StageBLayout
+from cdrmix.planning.layout import Degrees, Layout
 
 # Plain values of a layout that stand behind its degrees, in this order.
 _LAYOUT_VALUES = (
@@ -21,6 +18,16 @@ _LAYOUT_VALUES = (
     "activation_checkpointing",
     "sequence_checkpoint_tokens",
 )
+
+
+@dataclass(frozen=True)
+class StageBLayout:
+    """Layout of Stage B with its memory."""
+
+    degrees: Degrees  # data ranks for lessons, pipeline stages for the blocks of the backbone
+    memory: Memory  # bytes on the fullest rank
+    fits: bool  # True if `memory` is within the usable share of device and host
+    whole: Memory  # bytes on a rank that would hold the whole backbone
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ the largest lesson: a frozen one saves less, its adapters about as much more
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cdrmix.config.reasoning import StageBConfig
 from cdrmix.config.schema import Config
@@ -28,7 +28,7 @@ from cdrmix.planning.counts import parameters, stage_b_params
 from cdrmix.planning.deepspeed_json import profile_path, read_profile
 from cdrmix.planning.layout import Degrees, Layout, boundary_values, stage_layers
 from cdrmix.planning.memory import MemoryModel
-from cdrmix.planning.plan import Plan
+from cdrmix.planning.plan import Plan, StageBLayout
 from cdrmix.planning.rules import nearest_divisors
 
 LARGEST_SEGMENT = 64  # tokens
@@ -66,16 +66,6 @@ def stage_b_section(config: Config) -> StageBConfig:
     """Section of Stage B, of a run that has one."""
     assert config.stage_b is not None, "Stage B has its section"
     return config.stage_b
-
-
-@dataclass(frozen=True)
-class StageBLayout:
-    """Layout of Stage B with its memory."""
-
-    degrees: Degrees  # data ranks for lessons, pipeline stages for the blocks of the backbone
-    memory: Memory  # bytes on the fullest rank
-    fits: bool  # True if `memory` is within the usable share of device and host
-    whole: Memory  # bytes on a rank that would hold the whole backbone
 
 
 def stage_b_layout(config: Config, cluster: Cluster, *, zero_stage: int) -> StageBLayout | None:

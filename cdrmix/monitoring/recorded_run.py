@@ -1,0 +1,73 @@
+"""Contents of a run directory, as a report reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cdrmix.config.schema import Config
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Contents of a run directory, of a run that finished, still goes on, or died.
+
+    `problems` says, by file, why one could not be read.
+    """
+
+    folder: Path
+    records: list[dict[str, float]]
+    summary: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    health: Mapping[str, Any]
+    reasoning: Mapping[str, Any]
+    config_text: str
+    config: Config | None
+    problems: Mapping[str, str]
+
+    @property
+    def last_step(self) -> int:
+        """Completed steps, as far as they are logged."""
+        logged = int(self.records[-1]["step"]) if self.records else 0
+        return max(logged, self.summary.get("steps") or 0)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Planned steps, those of Stage B included; None when the configuration cannot be read."""
+        # The plan counts the steps of both stages; the configuration has those of each.
+        both_stages = (self.plan.get("stage_b") or {}).get("num_steps")
+        if both_stages is not None:
+            return int(both_stages)
+        return None if self.config is None else self.config.training.num_steps
+
+    @property
+    def has_stage_b_steps(self) -> bool:
+        """True where a step of Stage B was logged."""
+        names = (name for line in self.records for name in line)
+        return any(name.startswith(("stage_b/", "policy/")) for name in names)
+
+    @property
+    def is_stage_b_alone(self) -> bool:
+        """True where only steps of Stage B were logged: Stage A was another run."""
+        return self.has_stage_b_steps and self.latest("loss") is None
+
+    @property
+    def reasoning_rows(self) -> Sequence[Mapping[str, Any]]:
+        """Rows of the reasoning suite: those of the end of the run, else those stored since."""
+        final_rows = (self.summary.get("stage_b") or {}).get("reasoning")
+        return final_rows or self.reasoning.get("rows") or []
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns steps and values of a metric, where it was logged."""
+        points = [(line["step"], line[name]) for line in self.records if name in line]
+        both = np.array(points, dtype=np.float64).reshape(-1, 2)
+        return both[:, 0], both[:, 1]
+
+    def latest(self, name: str) -> float | None:
+        """Returns the last logged value of a metric."""
+        return next((line[name] for line in reversed(self.records) if name in line), None)
