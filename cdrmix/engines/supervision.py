@@ -37,9 +37,9 @@ class Requests:
         self._launcher: int | None = None
         parent = os.getppid()
         above = _parent(parent)
-        with contextlib.suppress(OSError):
-            theirs, before = (Path(f"/proc/{pid}/cmdline").read_text() for pid in (parent, above))
-            if "deepspeed.launcher.launch" in theirs and "deepspeed" in before:
+        with contextlib.suppress(OSError):  # bytes: the arguments of any command may be no text
+            theirs, before = (Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (parent, above))
+            if b"deepspeed.launcher.launch" in theirs and b"deepspeed" in before:
                 self._launcher = above
 
     def listen(self) -> None:

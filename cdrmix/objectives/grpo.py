@@ -78,7 +78,7 @@ def grpo_loss(
 
 
 def _total(per_step: Tensor, is_taken: Tensor) -> Tensor:
-    # a product would spread the values of steps not taken, which need not be finite.
+    # A product would spread the values of steps not taken, which need not be finite.
     return torch.where(is_taken, per_step, torch.zeros_like(per_step)).sum()
 
 

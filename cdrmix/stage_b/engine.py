@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -70,8 +69,10 @@ class LessonLoader:
         # Every rank counts the lessons of all: a position holds at any number of ranks.
         end = self.samples_consumed + self.training.lessons_per_step
         numbers = range(self.samples_consumed, end)[self.rank :: self.world_size]
-        # Called below, because a lesson may fail to be made.
-        make = partial(list[Any], map(partial(self.course.lesson, phase), numbers))
+
+        def make() -> list[Any]:
+            return [self.course.lesson(phase, number) for number in numbers]
+
         # Ranks that share lessons play together: one without a lesson, because it could not be
         # made, would be waited for in the middle of an episode. So all of them fail here.
         plays = phase == "policy"

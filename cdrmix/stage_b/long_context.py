@@ -53,7 +53,8 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
     """Loads the newest whole checkpoint under `source`, a run directory or a checkpoint.
 
     `accept_threshold` is the advantage from which a branch is accepted; None: the run's. Raises
-    StateError if there is none, it is older than Stage B, or its tokenizer cannot be read.
+    StateError if there is none, it is older than Stage B, or its tokenizer is missing or another,
+    and DataError if that cannot be read.
     """
     trained = load_trained(source)
     stage_b = trained.config.stage_b

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from cdrmix.engines import supervision
 from cdrmix.engines.supervision import Requests
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
 
@@ -64,6 +66,14 @@ def test_a_request_to_save_is_answered_once(requests: Requests) -> None:
     os.kill(os.getpid(), signal.SIGUSR2)
     assert requests.poll() == (False, True)
     assert requests.poll() == (False, False)
+
+
+def test_a_command_above_whose_arguments_are_no_text_stops_no_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with subprocess.Popen(["sh", "-c", "read _", b"caf\xe9"], stdin=subprocess.PIPE) as above:
+        monkeypatch.setattr(supervision, "_parent", lambda _: above.pid)
+        assert Requests().poll() == (False, False)
 
 
 def test_the_kernel_is_asked_for_a_signal_when_the_launcher_dies(requests: Requests) -> None:

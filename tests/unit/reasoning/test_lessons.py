@@ -156,6 +156,20 @@ def test_weights_of_the_policy_are_the_configurations() -> None:
         assert (loss - base).item() == pytest.approx(sign * float(metrics[metric]), rel=1e-4)
 
 
+def test_a_group_whose_episodes_all_earn_the_same_counts_as_one_that_teaches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Nothing for any answer from the first text; from the second all, less what an episode costs.
+    grade_by = "cdrmix.stage_b.phases.grade_by"
+    monkeypatch.setattr(grade_by, lambda *_: lambda row, tokens: float(row))
+    config = small_config(texts_per_lesson=2, length_ratios=(2,))
+    course = Course(small_reader(config), small_lessons(config), config)
+    collected = course.collect(course.lesson("policy", 0))
+    nothing, something = collected.rollouts.returns.view(2, -1)
+    assert not nothing.any() and len(something.unique()) > 1
+    assert float(collected.metrics["zero_variance_groups"]) == 0.5
+
+
 def test_the_temperature_of_retrieval_is_the_configurations() -> None:
     config = small_config(texts_per_lesson=4, length_ratios=(4,))
     assert config.stage_b is not None
