@@ -19,10 +19,10 @@ class HostMemory:
         self._chunks: list[torch.Tensor] = []
 
     def copier(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Returns a function that copies `tensors` as they are now, for any thread to call. They
-        are on the host or one GPU, and must not change before it returns: their bytes end to end,
-        in chunks of host memory, uint8, all full except the last one, and valid until the next
-        copy. A GPU copies on a stream of its own, beside the work that is queued from now on."""
+        """Returns a function that copies `tensors` as they are now, for any thread to call. It
+        gives their bytes end to end, in chunks of host memory, uint8, all full except the last one,
+        and valid until the next copy. The tensors are on the host or one GPU, and must not change
+        before it returns. A GPU copies on a stream of its own, beside work queued from now on."""
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if gpu is None:
             return lambda: self._copy(tensors, pin=False)

@@ -232,6 +232,7 @@ def _read_ahead(batches: Iterator[Batch], depth: int) -> Generator[Batch]:
     """Gives the same batches, up to `depth` of them read ahead by a thread that ends on close."""
     if depth == 0:
         yield from batches
+        return
     # Two queues instead of one bounded one: a put into a full queue could not be ended on close.
     ready: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
     room: queue.SimpleQueue[None] = queue.SimpleQueue()

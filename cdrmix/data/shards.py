@@ -348,7 +348,7 @@ def verify_shards(
         for shard in (() if remote_files(folder) else manifest.shards[part::parts])
         for suffix, info in shard.files().items()
     ]
-    if part == 0:
+    if part == 0:  # one rank is enough for the tokenizer
         path = folder / manifest.tokenizer.file
         problems.append(file_problem(path, None, manifest.tokenizer.sha256, mode="digest"))
     if any(problems):

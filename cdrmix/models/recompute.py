@@ -24,7 +24,7 @@ from cdrmix.models.rwkv7 import TimeMixState
 class Context(TypedDict, total=False):
     """Surroundings of the tokens of a forward pass; by default whole sequences without a state."""
 
-    segment_ids: Tensor | None  # document of each token, [B, T], rising; nothing crosses documents
+    segment_ids: Tensor | None  # document of each token, [B, T]: never falls, and nothing crosses
     state: list[BlockState] | None  # of each block, where an earlier call stopped
     return_state: bool  # return the states after token T too, views that hold on to whole tensors
 

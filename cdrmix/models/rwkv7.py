@@ -144,7 +144,8 @@ class TimeMix(nn.Module):
         self.key = nn.Linear(hidden, hidden, bias=False)
         self.value = nn.Linear(hidden, hidden, bias=False)
         self.output = nn.Linear(hidden, hidden, bias=False)
-        for name in ("decay", "iclr", *(() if creates_v_first else ("value",)), "gate"):
+        paths = ["decay", "iclr", "gate"] if creates_v_first else ["decay", "iclr", "value", "gate"]
+        for name in paths:
             rank = getattr(ranks, name)
             if name != "gate":
                 self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(hidden)))

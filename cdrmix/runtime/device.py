@@ -165,7 +165,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     words = np.array(numpy["words"], dtype=np.uint32)
     np.random.set_state(("MT19937", words, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
-    for name, module in (("torch", torch), ("cuda", torch.cuda)):
-        if name == "torch" or (name in state and torch.cuda.is_available()):
-            values = bytearray.fromhex(state[name])
-            module.set_rng_state(torch.frombuffer(values, dtype=torch.uint8))
+    setters = {"torch": torch.set_rng_state}
+    if "cuda" in state and torch.cuda.is_available():
+        setters["cuda"] = torch.cuda.set_rng_state
+    for name, set_state in setters.items():
+        set_state(torch.frombuffer(bytearray.fromhex(state[name]), dtype=torch.uint8))

@@ -202,6 +202,9 @@ def test_a_run_of_both_stages_has_no_use_for_the_stage_a_of_another() -> None:
     (line,) = problems(REASON, "stage_b.run=experiments/x")
     assert "stage_b.run = experiments/x names that of another run" in line
     assert "say training.stage = b, or leave stage_b.run out" in line
+    unknown, conflict = problems(REASON, "stage_b.run=experiments/x", "nam=other")
+    assert "Did you mean 'name'?" in unknown
+    assert "stage_b.run = experiments/x names that of another run" in conflict
 
 
 def test_summary_slots_share_their_features_evenly() -> None:
