@@ -177,7 +177,7 @@ def _clocks(answers: _Answers) -> Finding:
     differences = []
     for name, values in answers.items():
         after = values["time"] - values["began"]
-        differences.append((max(-after, after - values["seconds"], 0.0), name))
+        differences.append((max(0.0, -after, after - values["seconds"]), name))
     worst, name = max(differences)
     if worst > _LARGEST_CLOCK_DIFFERENCE_SECONDS:
         detail = f"{name} is {worst:.1f} s off: logs will mislead. Try an NTP service"

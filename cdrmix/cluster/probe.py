@@ -177,7 +177,8 @@ def _processes() -> Iterator[tuple[int, str]]:
         # None where it cannot be read: another user's process, or one that has ended meanwhile
         start = (process.info["environ"] or {}).get(FOLDER_VARIABLE)
         if start and process.info["uids"] and process.info["uids"].effective == os.getuid():
-            words = " ".join(process.info["cmdline"] or ())
+            # bytes that are no UTF-8 are replaced: printing their stand-ins would raise
+            words = " ".join(process.info["cmdline"] or ()).encode(errors="replace").decode()
             candidates[process.pid] = (process.info["ppid"], words, Path(start))
     watched = {parent for parent, words, _ in candidates.values() if _WATCHDOG in words}
     for number, (parent, words, folder) in candidates.items():

@@ -35,7 +35,8 @@ class StartUp:
             # the furthest ancestor with this script among its arguments: deepspeed, torchrun
             launcher = os.getpid()
             with contextlib.suppress(psutil.Error):
-                for ancestor in psutil.Process().parents() if sys.argv[0].endswith(".py") else ():
+                ancestors = psutil.Process().parents() if sys.argv[0].endswith(".py") else []
+                for ancestor in ancestors:
                     if ancestor.pid != 1 and sys.argv[0] in ancestor.cmdline():
                         launcher = ancestor.pid
             since_command = age_seconds(launcher)

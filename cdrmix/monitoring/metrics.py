@@ -92,7 +92,8 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 def record(*, step: int, **values: float | None) -> dict[str, float]:
     """Makes one line of metrics: plain ints and floats, in the order of the table.
 
-    None stands for a value that was not measured at this step, and is left out.
+    None stands for a value that was not measured at this step, and is left out; a name that is not
+    in the table raises ValueError. A name with a slash is given as `**{"moe/z_loss": ...}`.
     """
     by_name = {"step": step, **values}
     for name in by_name:

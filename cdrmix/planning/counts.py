@@ -61,7 +61,7 @@ def count(model: ModelConfig, sequence_length: int) -> Counts:
     return Counts(total, total - idle_experts, train_flops_per_token=3 * forward)
 
 
-@lru_cache(maxsize=16)  # a search asks for each of its layouts
+@lru_cache(maxsize=16)  # a search asks for each of its layouts; they share the result
 def params_by_part(model: ModelConfig) -> Counter[Part]:
     """Parameters of each part of the backbone, the tied embedding and head counted once."""
     parts: Counter[Part] = Counter()

@@ -115,7 +115,8 @@ def locked(path: Path) -> Iterator[None]:
 def test_only_marked_processes_of_runs_that_are_over_are_leftovers(tmp_path: Path) -> None:
     start = tmp_path / "run" / "launch" / "20260101"
     start.mkdir(parents=True)
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)", "launch/train.py"]
+    no_utf8 = ["-X", os.fsdecode(b"caf\xe9")]
+    sleep = [sys.executable, *no_utf8, "-c", "import time; time.sleep(60)", "launch/train.py"]
     mark = {FOLDER_VARIABLE: str(start)}
 
     def left() -> set[int]:
@@ -131,6 +132,7 @@ def test_only_marked_processes_of_runs_that_are_over_are_leftovers(tmp_path: Pat
                 assert rank not in left(), f"{lock.name} is held: somebody is at work"
         told = probe.remove_leftovers()["removed"]
         assert any(line.startswith(f"process {rank} ") for line in told)
+        assert "\n".join(told).encode(), "can be printed"
         assert not any(line.startswith(f"process {bystander} ") for line in told)
         os.kill(bystander, 0)
 
