@@ -158,7 +158,8 @@ def make_tasks(
 
     Args:
         out: folder of the build, which is no part of a source that it lies in.
-        task_bytes: files are grouped up to this size; None: by the size of the corpus.
+        task_bytes: files are grouped up to this size, and a larger one is a task by itself; None:
+            by the size of the corpus.
     Returns:
         The tasks in corpus order, and the listings of the local sources by name.
     Raises:

@@ -144,7 +144,7 @@ class StreamJob:
 def write_stream(job: StreamJob) -> None:
     """Writes the shards of a stream; the result has them, their sources and their n-grams.
 
-    In the lists `shards` and `sources` an entry is a shard; `ngrams` is of `ngram_entropy`.
+    The lists `shards` and `sources` have an entry per shard; `ngrams` is `ngram_entropy`'s result.
     """
     pieces: list[tuple[str, int]] = []  # (source, pieces that its documents were cut into)
 

@@ -154,8 +154,9 @@ def load_recipe(path: str | Path) -> Recipe:
         steps = []
         for number, entry in enumerate(values.get("steps", DEFAULT_STEPS)):
             step, found = _read_step(entry, ("steps", str(number)))
-            steps += [step] if step else []
             problems += found
+            if step is not None:
+                steps.append(step)
         values = values | {"steps": steps}
     recipe, others = validate(values, Recipe)
     problems += others

@@ -185,7 +185,8 @@ def unique(chunks: Chunks) -> Chunks:
     for chunk in chunks:
         new = changes(chunk, last)
         last = chunk[-1:].copy()
-        yield chunk[new]
+        if new.any():  # a chunk may repeat the end of the one before, and none is empty
+            yield chunk[new]
 
 
 class Cursor:

@@ -78,7 +78,7 @@ class Deduplicate:
         self.drops = Path(drops)
 
     def __call__(self, documents: Iterable[Document], drop: Drop) -> Iterator[Document]:
-        """Passes on all documents that are not on the list, if it is one of these documents."""
+        """Passes on the documents not on the list; a DataError if it is of other documents."""
         try:
             drops = np.load(self.drops)
         except OSError as error:
@@ -142,13 +142,13 @@ class ClusterSizes:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Result of the search, for the report; all but `exact` of the firsts of equal texts."""
+    """Result of the search, for the report."""
 
     documents: int
     exact: ClusterSizes  # groups of equal text
-    candidates: int  # pairs with a key in common
+    candidates: int  # pairs with a key in common, among the firsts of equal texts
     verified: int  # number of these whose sketches agree
-    near: ClusterSizes
+    near: ClusterSizes  # also among the firsts of equal texts
 
 
 def find_duplicates(
