@@ -332,8 +332,9 @@ def _read_partition(
     for kind, value in {"param": partition.master, **state}.items():
         if torch.is_tensor(value) and value.shape == partition.master.shape:
             for piece in partition.pieces:  # padding between them stays as it is
-                values = checkpoint.read(piece.name, kind, piece.span)
-                value.detach().narrow(0, piece.offset, piece.span.numel).copy_(values)
+                target = value.detach().narrow(0, piece.offset, piece.span.numel)
+                # Under no name, which would keep it in memory while the next one is read.
+                target.copy_(checkpoint.read(piece.name, kind, piece.span))
             continue
         # One number for all parameters of a group, such as the step count.
         numbers = {checkpoint.read(name, kind).item() for name in partition.names}
