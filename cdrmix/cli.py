@@ -21,7 +21,7 @@ from cdrmix import __version__, log
 from cdrmix.errors import EXIT_DONE, TrainingError
 from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm
 from cdrmix.verbs.data_verbs import add_data
-from cdrmix.verbs.flags import Verbs, add_config_flags, at_least
+from cdrmix.verbs.flags import Parser, Verbs, add_config_flags, at_least
 
 if TYPE_CHECKING:
     from cdrmix.config.schema import Config
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program name; those of the process when left out.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="cdrmix", description="Trains RWKX-V language models under the DeepSpeed launcher."
     )
     parser.add_argument("--version", action="version", version=f"cdrmix {__version__}")

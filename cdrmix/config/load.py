@@ -9,10 +9,20 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, get_origin
+
+from pydantic.fields import FieldInfo
 
 from cdrmix.config.model import DERIVED_MODEL_FIELDS, Section
-from cdrmix.config.problems import Keys, alternatives, field_at, shown, validate
+from cdrmix.config.problems import (
+    Keys,
+    alternatives,
+    field_at,
+    item_of,
+    section_of,
+    shown,
+    validate,
+)
 from cdrmix.config.redaction import redacted
 from cdrmix.config.schema import Config
 from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
@@ -22,9 +32,10 @@ ABSENT = "(absent)"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Loads a YAML file and applies overrides. These are `a.b=value` each, value a YAML scalar;
-    later ones win. Sections that are null or absent in the file are created; `model.moe=null`
-    removes one. Raises ConfigError with every problem of file and overrides, one to a line."""
+    """Loads a YAML file and applies overrides. These are `a.b=value` each, value a YAML scalar or,
+    for a list or section, YAML in [] or {}; later ones win. Sections that are null or absent in the
+    file are created; `model.moe=null` removes one. Raises ConfigError with every problem of file
+    and overrides, one to a line."""
     path = Path(path)
     values = parse_yaml(read_config_text(path), place=str(path))
     origins: dict[Keys, str] = {}
@@ -96,21 +107,52 @@ def _overridden(values: Any, override: str, origins: dict[Keys, str]) -> Any:
     created = None  # the outermost section that the file lacks
     for depth, key in enumerate(keys[:-1], start=1):
         inner = section.get(key)
+        field = field_at(keys[:depth])
+        if field is not None and item_of(field.annotation) is not None:
+            where = ".".join(keys[:depth])
+            raise ConfigError(f"{place}: {where} is a list. Set the whole: --set '{where}=[...]'")
         if inner is not None and not isinstance(inner, dict):
             where = ".".join(keys[:depth])
             raise ConfigError(f"{place}: {where} = {shown(inner)} is a value, not a section")
         created = created or (keys[:depth] if inner is None else None)
         section[key] = dict(inner or {})
         section = section[key]
-    value = parse_scalar(text)
-    field = field_at(keys)
-    kinds = alternatives(field.annotation) if field is not None else ()
-    if str in kinds and not isinstance(value, str) and not (value is None and NoneType in kinds):
-        value = text  # `=8` is the text 8 for a field that takes text
-    section[keys[-1]] = value
+    section[keys[-1]] = _override_value(text, field_at(keys), place)
     # What a section that the override creates still lacks is reported at the override, too.
     origins[created or keys] = place
     return values
+
+
+def _override_value(text: str, field: FieldInfo | None, place: str) -> Any:
+    """Returns the value that the text of an override means to its field; None for an unknown key.
+    ConfigError for a list or section that is not YAML."""
+    kinds = alternatives(field.annotation) if field is not None else ()
+    if text.lstrip()[:1] in ("[", "{") and str not in kinds:
+        # Not of keys that are unknown, such as names of variables: their texts stay as they are.
+        is_nested = any(section_of(kind) or get_origin(kind) in (dict, tuple) for kind in kinds)
+        if is_nested:
+            value = parse_yaml(text, place=place)
+            _check_colons(value, place)
+            return value
+    value = parse_scalar(text)
+    if str in kinds and not isinstance(value, str) and not (value is None and NoneType in kinds):
+        return text  # `=8` is the text 8 for a field that takes text
+    return value
+
+
+def _check_colons(value: Any, place: str) -> None:
+    """Refuses `{a:1}`, which YAML reads as a key 'a:1' without a value."""
+    if isinstance(value, list):
+        for entry in value:
+            _check_colons(entry, place)
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        name, colon, rest = str(key).partition(":")
+        if colon and inner is None:
+            raise ConfigError(
+                f"{place}: '{key}' is a key without a value. Put a blank behind the colon: "
+                f"{{{name}: {rest}}}"
+            )
+        _check_colons(inner, place)
 
 
 def snapshot_yaml(config: Section) -> str:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from cdrmix.config.common_names import COMMON_NAMES
 from cdrmix.config.model import DERIVED_MODEL_FIELDS, Section
 from cdrmix.config.schema import Config
 
@@ -88,15 +89,43 @@ def _known(
             known[name] = _plain(value, field.annotation, root, (*path, name), problems)
             continue
         key = str(name)
-        names = sorted(section.model_fields)
-        # A key of this section that is spelt alike is likelier than one of another section.
-        near = difflib.get_close_matches(key, names, n=1)
-        elsewhere = [".".join(place) for place in _field_paths(root) if place[-1] == key]
-        advice = f" It belongs at '{elsewhere[0]}'." if elsewhere else ""
-        advice = f" Did you mean '{near[0]}'?" if near else advice
-        text = f"unknown key.{advice} Known: {', '.join(names)}"
-        problems.append(Problem((*path, key), text, meant=near[0] if near else None))
+        advice, meant = _meant_by(key, section, root, path)
+        text = f"unknown key.{advice} Known: {', '.join(sorted(section.model_fields))}"
+        problems.append(Problem((*path, key), text, meant=meant))
     return known
+
+
+def _meant_by(
+    key: str, section: type[Section], root: type[Section], path: Keys
+) -> tuple[str, str | None]:
+    """Returns advice on an unknown key of a section, and the key of that section that it means."""
+    paths = [".".join(place) for place in field_paths(root)]
+    common = COMMON_NAMES.get(key.lower())
+    if common in paths:
+        *around, last = common.split(".")
+        return f" Did you mean '{common}'?", last if tuple(around) == path else None
+    # A key of this section that is spelt alike is likelier than one of another section.
+    if near := difflib.get_close_matches(key, sorted(section.model_fields), n=1):
+        return f" Did you mean '{near[0]}'?", near[0]
+    elsewhere = [place for place in paths if place.rpartition(".")[2] == key]
+    return (f" It belongs at '{elsewhere[0]}'." if elsewhere else ""), None
+
+
+def nearest_paths(dotted: str, root: type[Section] = Config) -> list[str]:
+    """Finds up to three dotted paths that an unknown one may mean, the likeliest first: by a name
+    of other trainers, the same last key, or a like spelling."""
+    paths = [".".join(place) for place in field_paths(root)]
+    last = dotted.rpartition(".")[2]
+    common = COMMON_NAMES.get(last.lower())
+    if common in paths:
+        return [common]
+    same = [path for path in paths if path.rpartition(".")[2] == last]
+    # Of the same last key those whose sections are spelt alike come first: trainig.seed.
+    near = difflib.get_close_matches(dotted, same or paths, n=3, cutoff=0.0 if same else 0.6)
+    if near:
+        return near
+    keys = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    return [keys[key] for key in difflib.get_close_matches(last, keys, n=3, cutoff=0.7)]
 
 
 def _plain(
@@ -105,7 +134,7 @@ def _plain(
     inner = section_of(annotation)
     if inner is not None and isinstance(value, dict):
         return _known(value, inner, root, path, problems)
-    item = _item_of(annotation)
+    item = item_of(annotation)
     if item is not None and isinstance(value, list):
         return tuple(
             _plain(entry, item, root, (*path, str(number)), problems)
@@ -118,12 +147,14 @@ def _plain(
     return value
 
 
-def _field_paths(section: type[Section], path: Keys = ()) -> Iterator[Keys]:
+def field_paths(section: type[Section], path: Keys = ()) -> Iterator[Keys]:
+    """Yields the keys of all fields of a section, and of those inside; entries of lists have none
+    of their own."""
     for key, field in section.model_fields.items():
         yield (*path, key)
         inner = section_of(field.annotation)
         if inner is not None:
-            yield from _field_paths(inner, (*path, key))
+            yield from field_paths(inner, (*path, key))
 
 
 def _message(path: Keys, detail: ErrorDetails, root: type[Section]) -> str:
@@ -139,7 +170,7 @@ def _message(path: Keys, detail: ErrorDetails, root: type[Section]) -> str:
         length, least = (detail["ctx"][key] for key in ("actual_length", "min_length"))
         return f"{value} of {length}, allowed are {least} or more{meaning}"
     # The path of an entry ends in its index; what is allowed is then that of the entry.
-    item = _item_of(field.annotation) if path[-1].isdigit() else None
+    item = item_of(field.annotation) if path[-1].isdigit() else None
     kinds = allowed(field) if item is None else _kind_of(item)
     words = [kind for kind in alternatives(field.annotation) if isinstance(kind, str)]
     near = difflib.get_close_matches(str(detail["input"]), words, n=1)
@@ -152,8 +183,8 @@ def field_at(path: Keys, root: type[Section] = Config) -> FieldInfo | None:
     section: type[Section] | None = root
     field = None
     for key in path:
-        if field is not None and key.isdigit() and _item_of(field.annotation) is not None:
-            section = section_of(_item_of(field.annotation))
+        if field is not None and key.isdigit() and item_of(field.annotation) is not None:
+            section = section_of(item_of(field.annotation))
             continue
         field = section.model_fields.get(key) if section is not None else None
         if field is None:
@@ -177,7 +208,7 @@ def section_of(annotation: Any) -> type[Section] | None:
     return next((kind for kind in kinds if issubclass(kind, Section)), None)
 
 
-def _item_of(annotation: Any) -> Any:
+def item_of(annotation: Any) -> Any:
     """Entry type X of a `tuple[X, ...]`; None for other annotations."""
     kinds = (annotation, *get_args(annotation))
     return next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
@@ -191,14 +222,18 @@ def allowed(field: FieldInfo) -> str:
         text = f"one of {', '.join(str(kind) for kind in kinds)}"
     else:
         text = _kind_of(kinds[0])
-    bounds = [
+    text = f"{text} {bounds(field)}".strip()
+    return f"{text}, or null" if NoneType in all_kinds else text
+
+
+def bounds(field: FieldInfo) -> str:
+    """Describes the range of a number, such as 'from 0 and below 1'; empty if it has none."""
+    return " and ".join(
         f"{word} {getattr(bound, name)}"
         for name, word in _BOUNDS.items()
         for bound in field.metadata
         if hasattr(bound, name)
-    ]
-    text = " ".join((text, " and ".join(bounds))).strip()
-    return f"{text}, or null" if NoneType in all_kinds else text
+    )
 
 
 def _kind_of(kind: Any) -> str:

@@ -1,9 +1,10 @@
-"""Numbers that verbs take as flags."""
+"""Numbers that verbs take as flags, and misspelt verbs."""
 
 import argparse
 
 import pytest
 
+from cdrmix import cli
 from cdrmix.verbs.flags import at_least
 
 
@@ -15,3 +16,26 @@ def test_a_flags_number_is_of_its_type_and_not_below_the_lowest() -> None:
             at_least(lowest)(text)
     with pytest.raises(ValueError):  # which argparse tells as an invalid value
         at_least(1)("1.5")
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("trian", "launch"),
+        ("train", "launch"),
+        ("xyzzy", None),
+        ("evalute", "evaluate"),
+        ("Plan", "plan"),
+        ("data bulid", "build"),
+        ("evaluate --suite reasning run", "reasoning"),
+    ],
+)
+def test_a_misspelt_verb_or_choice_is_led_to_the_near_one(
+    line: str, meant: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(line.split())
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert "choose from" in told
+    assert told.rstrip().endswith(f"Did you mean '{meant}'?" if meant else ")")
