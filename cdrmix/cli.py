@@ -57,22 +57,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_config(verbs: Verbs) -> None:
-    """`cdrmix config`: print the resolved configuration, or the schema of configurations."""
+    """`cdrmix config`: print the resolved configuration, its schema, or its reference."""
     parser = verbs.add_parser(
-        "config", help="print a configuration with every default and derived value, or the schema"
+        "config",
+        help="print a configuration with every default and derived value, or what a key means",
     )
     flag = parser.add_argument
     flag("--schema", action="store_true", help="print the JSON schema, for editors to complete by")
+    keys = "print the reference of all keys, docs/configuration.md"
+    flag("--reference", action="store_true", help=keys)
+    key = "print type, unit, default, range and meaning of a key, or of all keys of a section"
+    flag("--explain", metavar="KEY", help=key)
     add_config_flags(parser, required=False)
 
     def run(arguments: argparse.Namespace) -> None:
         from cdrmix.config.load import load_config, schema_json
+        from cdrmix.config.reference import explain, reference_markdown
         from cdrmix.config.yaml_text import dump_yaml
 
-        if arguments.schema == bool(arguments.config):
-            parser.error("give --config FILE or --schema")
+        given = (arguments.config, arguments.schema, arguments.reference, arguments.explain)
+        if sum(value not in (None, False) for value in given) != 1:
+            parser.error("give --config FILE or --schema or --reference or --explain KEY")
         if arguments.schema:
             print(schema_json(), end="")
+        elif arguments.reference:
+            print(reference_markdown(), end="")
+        elif arguments.explain is not None:
+            print(explain(arguments.explain))
         else:
             # with defaults and derived values: it loads to an equal configuration
             config = load_config(arguments.config, arguments.overrides)

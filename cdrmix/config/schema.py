@@ -263,7 +263,7 @@ class EvaluationConfig(Section):
 
     every_steps: int | None = Field(500, ge=1, description="Optimizer steps between evaluations.")
     final_tokens: int = Field(1_000_000, ge=1)
-    """Largest number of held-out tokens at the end."""
+    """Held-out text that is read at the end, at most (tokens)."""
     sample_prompt: str = "def"
     """Text that the generated sample continues; without a blank at its end."""
     sample_tokens: int = Field(64, ge=0, description="Tokens generated at each evaluation.")

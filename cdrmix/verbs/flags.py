@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
 # argparse has no public name for it, and its class cannot be indexed where Python runs.
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 # Names of other trainers for verbs; `launch` is the one that trains.
