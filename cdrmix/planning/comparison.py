@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cdrmix.config.schema import Config
+from cdrmix.errors import PlanError
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.plan import Plan
-from cdrmix.planning.profile import all_plans, combination_of, explained
+from cdrmix.planning.profile import all_plans, combination_of, explained, shortfall
 from cdrmix.planning.rules import UNAVAILABLE
 from cdrmix.planning.search import search
 
@@ -85,6 +86,29 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
         changes=(),
     )
     return compared if compared.fits else replace(compared, changes=tuple(_changes(compared)))
+
+
+def check_fits(compared: Comparison) -> None:
+    """Raises PlanError if the run cannot start on the cluster, or would be out of memory there.
+
+    The message says what is missing for Stage A, or else for Stage B, and the next thing to try.
+    """
+    config, cluster, plan = compared.config, compared.cluster, compared.plan
+    if plan.missing:
+        raise PlanError(f"{config.name}: " + "\n".join(unavailable(plan, config, cluster)))
+    if not compared.fits:
+        # a layout that this version lacks comes first there, and cannot be tried
+        advice = next(each for each in compared.changes if each.startswith("would "))
+        raise PlanError(
+            f"{config.name}: no layout fits {cluster}: the smallest takes "
+            f"{shortfall(plan, config, cluster)}. What to try: it {advice}"
+        )
+    if not compared.stage_b_fits:
+        assert plan.stage_b is not None, "without Stage B it fits"
+        from cdrmix.planning.stage_b import stage_b_reason
+
+        told = stage_b_reason(config, cluster, plan.stage_b).removeprefix("Stage B: ")
+        raise PlanError(f"{config.name}: Stage A fits, Stage B does not: {told}")
 
 
 def unavailable(plan: Plan, config: Config, cluster: Cluster) -> list[str]:

@@ -206,6 +206,36 @@ def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     return f"{of_device}; {used:.1f} GiB of {cluster.host_memory_gib:g} GiB a host, {verdict} it"
 
 
+def shortfall(plan: Plan, config: Config, cluster: Cluster) -> str:
+    """Describes by how much a plan exceeds a device and a host, and the part that takes most.
+
+    Both are measured against the share of the memory that a plan may fill; empty if the plan fits.
+    """
+    memory = plan.estimates()[0]
+    share = config.training.memory_share
+    lacking = []
+    over = memory.total - share * cluster.memory_bytes
+    if over > 0:
+        parts = memory.to_json()
+        del parts["total"]
+        largest = max(parts, key=parts.__getitem__)
+        lacking.append(
+            f"{over / GIB:.1f} GiB too much for a device (the largest part of "
+            f"{memory.total / GIB:.1f} GiB is {largest}, {parts[largest] / GIB:.1f} GiB)"
+        )
+    if not memory.fits_host(cluster, share=share):
+        ranks = cluster.gpus_per_node
+        over = memory.on_host * ranks - share * cluster.host_memory_gib * GIB
+        held = {"offloaded states": memory.host, "a checkpoint's copy": memory.checkpoint}
+        largest = max(held, key=held.__getitem__)
+        lacking.append(
+            f"{over / GIB:,.1f} GiB too much for a host (the largest part of "
+            f"{memory.on_host * ranks / GIB:,.1f} GiB is {largest}, "
+            f"{held[largest] * ranks / GIB:,.1f} GiB)"
+        )
+    return " and ".join(lacking)
+
+
 def _saving_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     """Explains that no copy of a checkpoint fits, so that training waits for each save."""
     copied = MemoryModel(config, cluster.device).estimate(plan, has_copy=True)
