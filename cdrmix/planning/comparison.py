@@ -11,6 +11,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import GIB, Cluster
+from cdrmix.planning.cost import time_text
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import all_plans, combination_of, explained, shortfall
@@ -218,12 +219,12 @@ def _time_lines(compared: Comparison, *, explain: bool) -> list[str]:
     _, cost = compared.plan.estimates()
     training = compared.config.training
     lines = [
-        f"  a step      {cost.step_seconds:.3g} s, {cost.flops_per_step:.3g} FLOPs, "
+        f"  a step      {time_text(cost.step_seconds)}, {cost.flops_per_step:.3g} FLOPs, "
         f"{training.tokens_per_step:,} tokens",
         f"  speed       {cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%}, "
         f"scaling efficiency {cost.scaling_efficiency:.0%}",
         f"  {'Stage A' if compared.plan.stage_b else 'the run':11} {training.num_steps:,} steps, "
-        f"{cost.days:,.1f} days",
+        f"{time_text(86_400 * cost.days)}",
         f"  waiting     {cost.pipeline_bubble:.1%} pipeline bubble",
     ]
     if compared.plan.stage_b is not None and compared.config.stage_b is not None:
@@ -232,7 +233,7 @@ def _time_lines(compared: Comparison, *, explain: bool) -> list[str]:
     if explain:
         lines += [
             f"  exchanged   {payload / GIB:8.2f} GiB a step, "
-            f"{cost.communication_seconds[kind]:.3g} s: {kind.replace('_', ' ')}"
+            f"{time_text(cost.communication_seconds[kind])}: {kind.replace('_', ' ')}"
             for kind, payload in cost.communication_bytes.items()
         ]
     return lines

@@ -46,3 +46,21 @@ def test_the_help_says_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     assert "Exit code 2 where no layout fits" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_page_tells_times_in_words_and_the_json_in_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan("core-200b", *TOO_SMALL, "--explain") == 2
+    page = capsys.readouterr().out
+    step, exchanged, run = (
+        next(line for line in page.splitlines() if line.startswith(f"  {name} "))
+        for name in ("a step", "exchanged", "the run")
+    )
+    assert " minutes, " in step and run.endswith(" years")
+    assert "GiB a step, " in exchanged
+    assert "e+0" not in exchanged
+    assert " s, " not in step and " days" not in page
+    plan("core-200b", *TOO_SMALL, "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["days"] > 1_000 and printed["step_seconds"] > 1_000
