@@ -80,7 +80,7 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
     compared = Comparison(
         config=config,
         cluster=cluster,
-        plan=explained(best, config, cluster),
+        plan=explained(best, config, cluster, others=others),
         runners_up=tuple(alternatives[False].values())[:RUNNERS_UP],
         later=tuple(alternatives[True].values())[:RUNNERS_UP],
         num_layouts=1 + len(others),
