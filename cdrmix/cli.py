@@ -117,7 +117,11 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
     flag("--gpus-per-node", type=int, metavar="G", required=True, help=devices)
     presets = "a100-80, h100-80, h200-141, mi300x-192, rtx4090-24 or cpu"
     flag("--gpu", metavar="PRESET", help=presets)
-    flag("--gpu-memory-gib", type=float, metavar="M", help="memory of a device as torch reports it")
+    memory = (
+        "memory of a device as torch reports it; without --gpu, the speed assumed is that of the "
+        "smallest GPU above with as much"
+    )
+    flag("--gpu-memory-gib", type=float, metavar="M", help=memory)
 
 
 def _planned(arguments: argparse.Namespace) -> tuple[Config, Cluster]:

@@ -38,7 +38,7 @@ def zero_stage(model: ModelConfig, degrees: Degrees) -> tuple[int, str]:
     if degrees.pipeline > 1:
         return 1, "DeepSpeed's pipeline engine partitions no gradients"
     if degrees.data == 1:
-        return 1, "one data rank: there is nobody to share gradients with"
+        return 1, "one data rank: ZeRO-2 would have no other rank to spread gradients over"
     total = params_by_part(model).total()
     if total < LARGE_PARAMS:
         return 1, f"{total / 1e6:.3g}M parameters: gradients are small, one exchange a step"

@@ -152,3 +152,11 @@ def test_a_small_model_is_told_that_rules_of_size_come_before_speed() -> None:
     assert "micro batch 1: no other is faster with this profile and these degrees" in (
         made.plan.reasons
     )
+
+
+def test_one_data_rank_is_told_what_zero2_would_lack() -> None:
+    alone = make_cluster(nodes=1, gpus_per_node=1, gpu="a100-80")
+    made = compare(config("core-tiny"), alone)
+    assert made.plan.reasons[0] == (
+        "profile zero1: one data rank: ZeRO-2 would have no other rank to spread gradients over"
+    )
