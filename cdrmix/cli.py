@@ -98,7 +98,9 @@ def add_plan(verbs: Verbs) -> None:
         "plan",
         help="profile, degrees, memory and time of a run on a cluster, without a GPU",
         description="Compares all legal layouts of a configuration on a cluster by memory and time "
-        "and picks one, with its reasons. Degrees and batch sizes that are given are kept.",
+        "and picks one, with its reasons. Degrees and batch sizes that are given are kept. "
+        "Exit code 2 where no layout fits, or Stage B does not: the nearest is printed, and what "
+        "would have to change.",
     )
     _add_plan_flags(parser)
     flag = parser.add_argument
@@ -106,13 +108,14 @@ def add_plan(verbs: Verbs) -> None:
     flag("--json", action="store_true", help="print one JSON object")
 
     def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.planning.comparison import compare, plan_text
+        from cdrmix.planning.comparison import check_fits, compare, plan_text
 
         compared = compare(*_planned(arguments))
         if arguments.json:
-            print(json.dumps(compared.to_json()))
+            print(json.dumps(compared.to_json()), flush=True)
         else:
-            print(plan_text(compared, explain=arguments.explain))
+            print(plan_text(compared, explain=arguments.explain), flush=True)
+        check_fits(compared)  # the page first, which says why, and then exit code 2
 
     parser.set_defaults(run=run)
 
@@ -125,7 +128,11 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
     flag("--gpus-per-node", type=int, metavar="G", required=True, help=devices)
     presets = "a100-80, h100-80, h200-141, mi300x-192, rtx4090-24 or cpu"
     flag("--gpu", metavar="PRESET", help=presets)
-    flag("--gpu-memory-gib", type=float, metavar="M", help="memory of a device as torch reports it")
+    memory = (
+        "memory of a device as torch reports it; without --gpu, the speed assumed is that of the "
+        "smallest GPU above with as much"
+    )
+    flag("--gpu-memory-gib", type=float, metavar="M", help=memory)
 
 
 def _planned(arguments: argparse.Namespace) -> tuple[Config, Cluster]:

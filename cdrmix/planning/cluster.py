@@ -121,9 +121,10 @@ def make_cluster(
         # a nominal size is up to 5 % above the capacity that torch reports
         enough = (each for each in accelerators if each.memory_gib >= 0.95 * gpu_memory_gib)
         preset = next(enough, accelerators[-1])
+    as_fast = f"devices assumed as fast as {preset.name}"
     return replace(
         preset,
-        name=f"{preset.name} at {gpu_memory_gib:g} GiB" if gpu else f"device like {preset.name}",
+        name=f"{preset.name} at {gpu_memory_gib:g} GiB" if gpu else as_fast,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         memory_gib=gpu_memory_gib,

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cdrmix.config.schema import Config
+from cdrmix.errors import PlanError
 from cdrmix.planning import rules
 from cdrmix.planning.cluster import GIB, Cluster
+from cdrmix.planning.cost import time_text
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.plan import Plan
-from cdrmix.planning.profile import all_plans, combination_of, explained
+from cdrmix.planning.profile import all_plans, combination_of, explained, shortfall
 from cdrmix.planning.rules import UNAVAILABLE
 from cdrmix.planning.search import search
 
@@ -78,13 +80,36 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
     compared = Comparison(
         config=config,
         cluster=cluster,
-        plan=explained(best, config, cluster),
+        plan=explained(best, config, cluster, others=others),
         runners_up=tuple(alternatives[False].values())[:RUNNERS_UP],
         later=tuple(alternatives[True].values())[:RUNNERS_UP],
         num_layouts=1 + len(others),
         changes=(),
     )
     return compared if compared.fits else replace(compared, changes=tuple(_changes(compared)))
+
+
+def check_fits(compared: Comparison) -> None:
+    """Raises PlanError if the run cannot start on the cluster, or would be out of memory there.
+
+    The message says what is missing for Stage A, or else for Stage B, and the next thing to try.
+    """
+    config, cluster, plan = compared.config, compared.cluster, compared.plan
+    if plan.missing:
+        raise PlanError(f"{config.name}: " + "\n".join(unavailable(plan, config, cluster)))
+    if not compared.fits:
+        # a layout that this version lacks comes first there, and cannot be tried
+        advice = next(each for each in compared.changes if each.startswith("would "))
+        raise PlanError(
+            f"{config.name}: no layout fits {cluster}: the smallest takes "
+            f"{shortfall(plan, config, cluster)}. What to try: it {advice}"
+        )
+    if not compared.stage_b_fits:
+        assert plan.stage_b is not None, "without Stage B it fits"
+        from cdrmix.planning.stage_b import stage_b_reason
+
+        told = stage_b_reason(config, cluster, plan.stage_b).removeprefix("Stage B: ")
+        raise PlanError(f"{config.name}: Stage A fits, Stage B does not: {told}")
 
 
 def unavailable(plan: Plan, config: Config, cluster: Cluster) -> list[str]:
@@ -194,12 +219,12 @@ def _time_lines(compared: Comparison, *, explain: bool) -> list[str]:
     _, cost = compared.plan.estimates()
     training = compared.config.training
     lines = [
-        f"  a step      {cost.step_seconds:.3g} s, {cost.flops_per_step:.3g} FLOPs, "
+        f"  a step      {time_text(cost.step_seconds)}, {cost.flops_per_step:.3g} FLOPs, "
         f"{training.tokens_per_step:,} tokens",
         f"  speed       {cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%}, "
         f"scaling efficiency {cost.scaling_efficiency:.0%}",
         f"  {'Stage A' if compared.plan.stage_b else 'the run':11} {training.num_steps:,} steps, "
-        f"{cost.days:,.1f} days",
+        f"{time_text(86_400 * cost.days)}",
         f"  waiting     {cost.pipeline_bubble:.1%} pipeline bubble",
     ]
     if compared.plan.stage_b is not None and compared.config.stage_b is not None:
@@ -208,7 +233,7 @@ def _time_lines(compared: Comparison, *, explain: bool) -> list[str]:
     if explain:
         lines += [
             f"  exchanged   {payload / GIB:8.2f} GiB a step, "
-            f"{cost.communication_seconds[kind]:.3g} s: {kind.replace('_', ' ')}"
+            f"{time_text(cost.communication_seconds[kind])}: {kind.replace('_', ' ')}"
             for kind, payload in cost.communication_bytes.items()
         ]
     return lines

@@ -56,6 +56,27 @@ class Cost:
     days: float  # of the whole run
 
 
+# Units of a time in text, longest first (seconds); a year is the mean of the Julian calendar.
+_TIME_UNITS = (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes", 60))
+
+
+def time_text(seconds: float) -> str:
+    """Formats a time in the longest unit of which it has two: 18 ms, 35 s, 67 minutes, 61 years.
+
+    Two digits are shown, or all before the point: an estimate has no more.
+    """
+    for name, size in _TIME_UNITS:
+        if seconds >= 2 * size:
+            return f"{_two_digits(seconds / size)} {name}"
+    if seconds == 0 or seconds >= 0.995:
+        return f"{_two_digits(seconds)} s"
+    return f"{_two_digits(1_000 * seconds)} ms"
+
+
+def _two_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 9.95 else f"{number:.2g}"
+
+
 class CostModel:
     """Time estimates for the configuration of a memory model on one cluster."""
 

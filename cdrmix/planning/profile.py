@@ -33,9 +33,9 @@ def choose(config: Config, cluster: Cluster, *, profile: str | None = None) -> P
     `profile` is the name of a shipped profile or the path of a JSON file; None: chosen. Raises
     PlanError if the combination cannot run, with all reasons.
     """
-    best = all_plans(config, cluster, profile)[0]
+    best, *others = all_plans(config, cluster, profile)
     rules.check(combination_of(best, config, cluster))
-    return explained(best, config, cluster, profile)
+    return explained(best, config, cluster, profile, others=others)
 
 
 def check_legal(
@@ -99,8 +99,19 @@ def _check_some_are_legal(
     return plainest
 
 
-def explained(plan: Plan, config: Config, cluster: Cluster, profile: str | None = None) -> Plan:
-    """Completes a plan of the search with reasons, warnings and the layout of Stage B."""
+def explained(
+    plan: Plan,
+    config: Config,
+    cluster: Cluster,
+    profile: str | None = None,
+    *,
+    others: Sequence[Plan],
+) -> Plan:
+    """Completes a plan of the search with reasons, warnings and the layout of Stage B.
+
+    `others` are all other plans of that search: speed is a reason only where none of them that fits
+    is faster.
+    """
     combination = combination_of(plan, config, cluster)
     stage_b = None
     if config.stage_b is not None:
@@ -112,8 +123,9 @@ def explained(plan: Plan, config: Config, cluster: Cluster, profile: str | None 
         return replace(plan, reasons=tuple(reasons), stage_b=stage_b)
     warnings = rules.advise(combination)
     if not plan.fits:
-        warnings.append(memory_reason(plan, config, cluster))
-    reasons = _reasons(plan, config, cluster, profile)
+        over = shortfall(plan, config, cluster)
+        warnings += [memory_reason(plan, config, cluster), f"memory: {over}"]
+    reasons = _reasons(plan, config, cluster, profile, others)
     if stage_b is not None:
         reasons.append(stage_b_reason(config, cluster, stage_b))
         if not stage_b.fits:  # a warning before Stage A saves the time of training it
@@ -128,7 +140,9 @@ def combination_of(plan: Plan, config: Config, cluster: Cluster) -> Combination:
     return Combination(config, plan.degrees, settings, plan.profile, world_size, cluster.device)
 
 
-def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) -> list[str]:
+def _reasons(
+    plan: Plan, config: Config, cluster: Cluster, profile: str | None, others: Sequence[Plan]
+) -> list[str]:
     """Explains each part of a layout, one line each."""
     degrees = plan.degrees
     training = config.training
@@ -140,24 +154,29 @@ def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) 
     expert, by_experts = zero.expert_degree(config, degrees)
     if degrees.expert != expert:
         by_experts = "takes less memory"
-    by_speed = "the fastest that fits" if plan.fits else "what takes least"
-    if training.micro_batch_size is not None:
-        by_speed = "training.micro_batch_size as given"
+    faster = _faster(plan, others)
     reasons = [
         f"profile {plan.name}: {by_size}",
         f"degrees: data {degrees.data} = {cluster.world_size} ranks / (tensor {degrees.tensor} * "
         f"pipeline {degrees.pipeline}), sequence {degrees.sequence}",
         f"expert {degrees.expert}: {by_experts}",
-        f"micro batch {plan.micro_batch_size}: {by_speed}",
+        f"micro batch {plan.micro_batch_size}: {_micro_batch_reason(plan, config, faster)}",
         memory_reason(plan, config, cluster),
     ]
+    if not plan.fits:
+        over = shortfall(plan, config, cluster)
+        reasons.append(f"missing: no layout fits; this one takes least of a device, and yet {over}")
+    elif faster:
+        reasons.append(f"speed: {_speed_reason(plan, faster[0], config, cluster)}")
     recompute = plan.activation_checkpointing
     if recompute:
         why = "what it saves lets a larger micro batch fit, which is faster"
+        if not plan.fits:
+            why = "takes least memory"
         if training.activation_checkpointing:
             why = "training.activation_checkpointing as given"
         reasons.append(f"activation checkpointing: {why}")
-    if config.checkpoint.background is None and not plan.saves_in_background:
+    if plan.fits and config.checkpoint.background is None and not plan.saves_in_background:
         reasons.append(f"checkpoints: {_saving_reason(plan, config, cluster)}")
     if plan.sequence_checkpoint_tokens is not None:
         span, why = zero.sequence_checkpoint_tokens(config, degrees, recompute=recompute)
@@ -165,28 +184,72 @@ def _reasons(plan: Plan, config: Config, cluster: Cluster, profile: str | None) 
     shared = ""
     if degrees.sequence > 1:
         shared = f" / sequence {degrees.sequence}"
-        # the bytes of both exchanges of a recurrence
-        length = training.sequence_length
-        size = ELEMENT_BYTES[training.precision]
-        form = sequence_form(
-            config.model,
-            sequence_length=length,
-            sequence=degrees.sequence,
-            element_bytes=size,
-        )
-        passed = "pass their state" if form == "state" else "exchange heads"
-        state = state_bytes(config.model, 1, degrees.sequence) / 2**20
-        heads = recurrence_bytes(config.model, length // degrees.sequence, size) / 2**20
-        reasons.append(
-            f"sequence {degrees.sequence}: recurrences {passed}: {state:.3g} MiB of states a layer "
-            f"and sample, {heads:.3g} MiB of heads"
-        )
+        reasons.append(f"sequence {degrees.sequence}: {_sequence_reason(config, degrees)}")
     reasons.append(
         f"accumulation {plan.gradient_accumulation_steps} = global batch "
         f"{training.global_batch_size} / (micro batch {plan.micro_batch_size} * {degrees.data} "
         f"data ranks{shared})"
     )
     return reasons
+
+
+def _faster(plan: Plan, others: Sequence[Plan]) -> list[Plan]:
+    """Other plans that can run, fit, and are estimated faster; the fastest first."""
+
+    def rate(each: Plan) -> float:
+        return each.estimates()[1].tokens_per_second
+
+    runnable = (other for other in others if other.fits and not other.missing)
+    faster = (other for other in runnable if rate(other) > rate(plan))
+    return sorted(faster, key=rate, reverse=True)
+
+
+def _micro_batch_reason(plan: Plan, config: Config, faster: Sequence[Plan]) -> str:
+    if config.training.micro_batch_size is not None:
+        return "training.micro_batch_size as given"
+    if not plan.fits:
+        return "takes least memory"
+    if not faster:
+        return "the fastest that fits"
+    chosen = (plan.profile, plan.degrees)
+    if any((other.profile, other.degrees) == chosen for other in faster):
+        return "not chosen by speed alone, see there"
+    return "no other is faster with this profile and these degrees"
+
+
+def _speed_reason(plan: Plan, faster: Plan, config: Config, cluster: Cluster) -> str:
+    """Names the rule of the search that puts a plan before one that is estimated faster."""
+    rates = [each.estimates()[1].tokens_per_second for each in (plan, faster)]
+    of_size = list(zero.unusual(combination_of(faster, config, cluster)))
+    if plan.saves_in_background and not faster.saves_in_background:
+        why = "there, training would wait for each save: memory has no room for a checkpoint's copy"
+    elif of_size and zero.is_usual(combination_of(plan, config, cluster)):
+        rules_of_size = "; ".join(of_size)
+        why = f"what is usual for the size comes before an estimate of speed: {rules_of_size}"
+    elif faster.offloads_optimizer and not plan.offloads_optimizer:
+        why = "an optimizer on the host is a last resort, as its speed is assumed"
+    else:
+        why = "so small a difference counts as none, and the simpler or smaller layout is taken"
+    return (
+        f"{rates[0]:,.0f} tokens per second are estimated, and {rates[1]:,.0f} for "
+        f"{faster.describe()}, which fits too; {why}"
+    )
+
+
+def _sequence_reason(config: Config, degrees: Degrees) -> str:
+    """Compares the bytes of both exchanges of a recurrence."""
+    length = config.training.sequence_length
+    size = ELEMENT_BYTES[config.training.precision]
+    form = sequence_form(
+        config.model, sequence_length=length, sequence=degrees.sequence, element_bytes=size
+    )
+    passed = "pass their state" if form == "state" else "exchange heads"
+    state = state_bytes(config.model, 1, degrees.sequence) / 2**20
+    heads = recurrence_bytes(config.model, length // degrees.sequence, size) / 2**20
+    return (
+        f"recurrences {passed}: {state:.3g} MiB of states a layer and sample, {heads:.3g} MiB of "
+        "heads"
+    )
 
 
 def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
@@ -204,6 +267,36 @@ def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     used = memory.on_host * cluster.gpus_per_node / GIB
     verdict = "within" if fits_host else "NOT within"
     return f"{of_device}; {used:.1f} GiB of {cluster.host_memory_gib:g} GiB a host, {verdict} it"
+
+
+def shortfall(plan: Plan, config: Config, cluster: Cluster) -> str:
+    """Describes by how much a plan exceeds a device and a host, and the part that takes most.
+
+    Both are measured against the share of the memory that a plan may fill; empty if the plan fits.
+    """
+    memory = plan.estimates()[0]
+    share = config.training.memory_share
+    lacking = []
+    over = memory.total - share * cluster.memory_bytes
+    if over > 0:
+        parts = memory.to_json()
+        del parts["total"]
+        largest = max(parts, key=parts.__getitem__)
+        lacking.append(
+            f"{over / GIB:.1f} GiB too much for a device (the largest part of "
+            f"{memory.total / GIB:.1f} GiB is {largest}, {parts[largest] / GIB:.1f} GiB)"
+        )
+    if not memory.fits_host(cluster, share=share):
+        ranks = cluster.gpus_per_node
+        over = memory.on_host * ranks - share * cluster.host_memory_gib * GIB
+        held = {"offloaded states": memory.host, "a checkpoint's copy": memory.checkpoint}
+        largest = max(held, key=held.__getitem__)
+        lacking.append(
+            f"{over / GIB:,.1f} GiB too much for a host (the largest part of "
+            f"{memory.on_host * ranks / GIB:,.1f} GiB is {largest}, "
+            f"{held[largest] * ranks / GIB:,.1f} GiB)"
+        )
+    return " and ".join(lacking)
 
 
 def _saving_reason(plan: Plan, config: Config, cluster: Cluster) -> str:

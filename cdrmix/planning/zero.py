@@ -9,6 +9,7 @@ sequence and expert parallelism as well.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
@@ -37,7 +38,7 @@ def zero_stage(model: ModelConfig, degrees: Degrees) -> tuple[int, str]:
     if degrees.pipeline > 1:
         return 1, "DeepSpeed's pipeline engine partitions no gradients"
     if degrees.data == 1:
-        return 1, "one data rank: there is nobody to share gradients with"
+        return 1, "one data rank: ZeRO-2 would have no other rank to spread gradients over"
     total = params_by_part(model).total()
     if total < LARGE_PARAMS:
         return 1, f"{total / 1e6:.3g}M parameters: gradients are small, one exchange a step"
@@ -90,24 +91,39 @@ def expert_degree(config: Config, degrees: Degrees) -> tuple[int, str]:
     return degree, f"{size}, spread over groups of {degree} ranks that a node holds"
 
 
-def is_usual(combination: Combination) -> bool:
-    """True if ZeRO stage and degrees are as usual for the size, where the configuration is open."""
+def unusual(combination: Combination) -> Iterator[str]:
+    """Yields what is not as usual for the size, where the configuration leaves it open."""
     config = combination.config
     degrees = combination.degrees
     is_moe = config.model.moe is not None
-    stages = {zero_stage(config.model, degrees)[0]}
-    if not is_moe and degrees.data > 1:
-        stages.add(3)  # taken before tensor parallelism where ZeRO-2 does not fit
-    if combination.zero_stage not in stages or combination.offloads("offload_optimizer"):
-        return False
+    stage, by_size = zero_stage(config.model, degrees)
+    # ZeRO-3 is taken before tensor parallelism where ZeRO-2 does not fit
+    is_zero3 = combination.zero_stage == 3 and not is_moe and degrees.data > 1
+    if combination.zero_stage != stage and not is_zero3:
+        yield f"ZeRO-{stage} is usual here: {by_size}"
+    if combination.offloads("offload_optimizer"):
+        yield "an optimizer on the host is usual only where nothing else fits"
     total = params_by_part(config.model).total()
-    is_staged = total >= STAGED_PARAMS
-    is_sequenced = total >= SEQUENCED_PARAMS
-    usual = {"tensor": is_staged, "pipeline": is_staged, "sequence": is_sequenced}
-    if is_sequenced:
-        usual["expert"] = is_moe
-    for axis, is_cut in usual.items():
+    from_params = {
+        "tensor": STAGED_PARAMS,
+        "pipeline": STAGED_PARAMS,
+        "sequence": SEQUENCED_PARAMS,
+    }
+    if is_moe and total >= SEQUENCED_PARAMS:
+        from_params["expert"] = SEQUENCED_PARAMS
+    for axis, least in from_params.items():
+        degree = getattr(degrees, axis)
         is_given = axis in config.parallel.model_fields_set
-        if not is_given and (getattr(degrees, axis) > 1) != is_cut:
-            return False
-    return is_staged or degrees.expert == expert_degree(config, degrees)[0]
+        if not is_given and (degree > 1) != (total >= least):
+            told = f"{axis} {degree}" if degree > 1 else f"{axis} above 1"
+            has = f"{total / 1e6:.3g}M" if total < LARGE_PARAMS else f"{total / 1e9:.3g}B"
+            size = f"{least / 1e9:g}B"
+            yield f"{told} is usual from {size} parameters on, and this model has {has}"
+    expert, by_experts = expert_degree(config, degrees)
+    if total < STAGED_PARAMS and degrees.expert != expert:
+        yield f"expert {expert} is usual here: {by_experts}"
+
+
+def is_usual(combination: Combination) -> bool:
+    """True if ZeRO stage and degrees are as usual for the size, where the configuration is open."""
+    return next(unusual(combination), None) is None

@@ -50,6 +50,7 @@ def test_memory_alone_takes_the_speed_of_the_smallest_preset_that_has_as_much(
     cluster = make_cluster(nodes=1, gpus_per_node=1, gpu_memory_gib=memory)
     assert cluster.memory_gib == memory
     assert cluster.intra_bandwidth == PRESETS[like].intra_bandwidth
+    assert str(cluster) == f"1 x 1 devices assumed as fast as {like} ({memory} GiB)"
 
 
 def test_an_unknown_preset_is_told_with_the_nearest() -> None:

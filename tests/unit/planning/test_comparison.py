@@ -1,0 +1,162 @@
+"""`cdrmix plan` as people and scripts meet it: exit code, messages, and reasons that hold."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cdrmix.cli import main
+from cdrmix.config.load import load_config, shipped
+from cdrmix.config.schema import Config
+from cdrmix.planning.cluster import Cluster, make_cluster
+from cdrmix.planning.comparison import compare
+from cdrmix.planning.plan import Plan
+from cdrmix.planning.profile import all_plans, explained
+
+TOO_SMALL = ["--nodes", "1", "--gpus-per-node", "8", "--gpu", "h100-80"]
+
+
+def config(name: str, *overrides: str) -> Config:
+    return load_config(shipped("model_configs") / f"cdrmix-{name}.yaml", overrides)
+
+
+def plan(name: str, *flags: str) -> int:
+    return main(["plan", "--config", str(shipped("model_configs") / f"cdrmix-{name}.yaml"), *flags])
+
+
+def test_where_nothing_fits_the_page_is_printed_and_the_exit_code_is_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan("core-40b", *TOO_SMALL) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("cdrmix-core-40b on 1 x 8 h100-80 (79.1 GiB): does NOT fit")
+    assert printed.err.startswith("error: cdrmix-core-40b: no layout fits 1 x 8 h100-80")
+    assert "such nodes" in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_where_nothing_fits_the_json_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("core-40b", *TOO_SMALL, "--json") == 2
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_where_stage_b_alone_does_not_fit_the_exit_code_is_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = ["--set", "stage_b.training.texts_per_lesson=64"]
+    cluster = ["--nodes", "1", "--gpus-per-node", "8", "--gpu", "a100-80"]
+    assert plan("reason-1b", *cluster, *more) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: cdrmix-reason-1b: Stage A fits, Stage B does not: ")
+    assert "Try fewer stage_b.training.texts_per_lesson" in told
+    assert plan("reason-1b", *cluster) == 0
+
+
+def test_the_help_says_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "Exit code 2 where no layout fits" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_page_tells_times_in_words_and_the_json_in_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan("core-40b", *TOO_SMALL, "--explain") == 2
+    page = capsys.readouterr().out
+    step, exchanged, run = (
+        next(line for line in page.splitlines() if line.startswith(f"  {name} "))
+        for name in ("a step", "exchanged", "the run")
+    )
+    assert " minutes, " in step and run.endswith(" years")
+    assert "GiB a step, " in exchanged
+    assert "e+0" not in exchanged
+    assert " s, " not in step and " days" not in page
+    plan("core-40b", *TOO_SMALL, "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["days"] > 1_000 and printed["step_seconds"] > 700
+
+
+def test_where_nothing_fits_the_reasons_say_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan("core-40b", *TOO_SMALL)
+    page = capsys.readouterr().out
+    reasons = page.partition("\nwhy\n")[2].partition("\n\n")[0].splitlines()
+    told = dict(reason.removeprefix("  - ").partition(": ")[::2] for reason in reasons)
+    assert told["missing"] == (
+        "no layout fits; this one takes least of a device, and yet 15.7 GiB too much "
+        "for a device (the largest part of 86.9 GiB is gradients, 53.8 GiB) and 227.3 GiB too much "
+        "for a host (the largest part of 1,937.3 GiB is offloaded states, 1,937.3 GiB)"
+    )
+    assert told["micro batch 1"] == "takes least memory"
+    for claim in ("fastest", "faster", "what takes least", "copied all the same"):
+        assert claim not in page
+    assert "\nwhat would have to change\n  - would fit on 2 such nodes" in page
+
+
+def test_recomputation_of_what_does_not_fit_is_no_gain_in_speed() -> None:
+    small = make_cluster(nodes=1, gpus_per_node=1, gpu_memory_gib=10)
+    made = compare(config("core-1b"), small)
+    assert not made.fits
+    assert "activation checkpointing: takes least memory" in made.plan.reasons
+    assert any("GiB too much for a device" in warning for warning in made.plan.warnings)
+
+
+CLUSTERS = [(1, "rtx4090-24"), (2, "a100-80"), (16, "h100-80"), (1, "cpu")]
+
+
+def faster_than_the_choice(given: Config, cluster: Cluster) -> tuple[Plan, list[Plan]]:
+    """The choice, and every plan of the search that can run, fits and is estimated faster."""
+    best, *others = all_plans(given, cluster)
+    rate = best.estimates()[1].tokens_per_second
+    fitting = [other for other in others if other.fits and not other.missing]
+    faster = [other for other in fitting if other.estimates()[1].tokens_per_second > rate]
+    return explained(best, given, cluster, others=others), faster if best.fits else []
+
+
+@pytest.mark.parametrize(("nodes", "gpu"), CLUSTERS)
+@pytest.mark.parametrize("path", sorted(shipped("model_configs").glob("*.yaml")),
+                         ids=lambda path: path.stem)  # fmt: skip
+def test_fastest_is_said_only_where_nothing_that_fits_is_faster(
+    path: Path, nodes: int, gpu: str
+) -> None:
+    batch = [] if "tiny" not in path.stem else ["training.global_batch_size=128"]
+    given = load_config(path, batch)
+    cluster = make_cluster(nodes=nodes, gpus_per_node=8, gpu=gpu)
+    choice, faster = faster_than_the_choice(given, cluster)
+    told = [reason for reason in choice.reasons if reason.startswith("speed: ")]
+    if not faster:
+        assert not told
+        assert any("the fastest that fits" in each for each in choice.reasons) == choice.fits
+        return
+    assert "fastest" not in " ".join(choice.reasons)
+    fastest = max(each.estimates()[1].tokens_per_second for each in faster)
+    (speed,) = told
+    assert f"{choice.estimates()[1].tokens_per_second:,.0f} tokens per second" in speed
+    assert f"{fastest:,.0f}" in speed
+
+
+def test_a_small_model_is_told_that_rules_of_size_come_before_speed() -> None:
+    sizes = ("model.num_layers=8", "model.hidden_size=192", "model.num_heads=6")
+    cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="rtx4090-24")
+    made = compare(config("core-tiny", *sizes), cluster)
+    assert (made.plan.name, made.plan.degrees.describe()) == ("zero1", "data 8")
+    (speed,) = (reason for reason in made.plan.reasons if reason.startswith("speed: "))
+    assert speed == (
+        "speed: 114,870 tokens per second are estimated, and 143,715 for zero1, data 4 x tensor 2 "
+        "x expert 8, micro batch 2, which fits too; what is usual for the size comes before an "
+        "estimate of speed: tensor 2 is usual from 50B parameters on, and this model has 8.65M; "
+        "expert 1 is usual here: all experts take 0.012 GiB of weights and gradients, which every "
+        "rank can hold: no exchange of tokens"
+    )
+    assert "micro batch 1: no other is faster with this profile and these degrees" in (
+        made.plan.reasons
+    )
+
+
+def test_one_data_rank_is_told_what_zero2_would_lack() -> None:
+    alone = make_cluster(nodes=1, gpus_per_node=1, gpu="a100-80")
+    made = compare(config("core-tiny"), alone)
+    assert made.plan.reasons[0] == (
+        "profile zero1: one data rank: ZeRO-2 would have no other rank to spread gradients over"
+    )
