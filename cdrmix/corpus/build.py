@@ -19,8 +19,22 @@ from typing import Any
 
 from cdrmix import __version__, log
 from cdrmix.config.load import config_hash
-from cdrmix.corpus.encode import SPLITS, EncodeJob, StreamJob, run_encode, split_of, write_stream
+from cdrmix.corpus.encode import (
+    SPLITS,
+    EncodeJob,
+    StreamJob,
+    encoded_tokens,
+    run_encode,
+    split_of,
+    write_stream,
+)
 from cdrmix.corpus.inspection import lineage, read_report, write_build_report
+from cdrmix.corpus.outcome import (
+    check_something_is_left,
+    log_domains,
+    log_outcomes,
+    source_outcomes,
+)
 from cdrmix.corpus.recipe import Recipe, identity, load_recipe, make_step, passes
 from cdrmix.corpus.remote_jobs import Engine, EngineName, Pool
 from cdrmix.corpus.source import (
@@ -86,8 +100,9 @@ def build_dataset(
         task_bytes: as in `make_tasks`.
     Raises:
         ConfigError: if the recipe is wrong.
-        DataError: if a source cannot be used, the steps drop every document, or `out` holds
-            something else, such as another build, is in use or cannot be written.
+        DataError: if a source cannot be used, no document is left of one that does not allow
+            it (`allow_empty`) or of the corpus, or `out` holds something else, such as another
+            build, is in use or cannot be written.
     """
     recipe = load_recipe(recipe_file)
     if workers < 1:
@@ -179,7 +194,8 @@ def make_tasks(
         task_bytes = min(max(2**power, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
     tasks: list[Task] = []
     for source in recipe.sources:
-        values = source.model_dump()
+        # Permission to be empty changes no document, so giving it keeps the work that is done.
+        values = source.model_dump(exclude={"allow_empty"})
         if source.name not in listings:
             num_shards = count_shards(source)
             # The files of a folder show a change of it; a data set on the hub has its revision.
@@ -254,17 +270,9 @@ class _Build:
             "data build: %d tasks from %d sources", len(self._tasks), len(self._recipe.sources)
         )
         results = self._run_passes()
-        if not any(read_record(folder)["documents"] for folder in results[-1]):
-            reasons: set[str] = set()
-            for record in (read_record(folder) for done in results for folder in done):
-                for step in record["steps"]:
-                    reasons.update(f"{step['name']}: {reason}" for reason in step["dropped"])
-                reasons.update(f"read: {entry['reason']}" for entry in record["set_aside"])
-            raise DataError(
-                f"{self._out}: no document is left of the corpus. Reasons: "
-                f"{', '.join(sorted(reasons)[:10])}. Look at the steps of the recipe, and at the "
-                "domains that they are for."
-            )
+        outcomes = source_outcomes(self._recipe, self._listings, self._tasks, results)
+        # Before the tokenizer: a mistake in the recipe must not cost the hours after it.
+        check_something_is_left(outcomes, self._out)
         folder = self._make_tokenizer(results[-1])
         # Of a model's token ids: a small corpus gives fewer tokens than there are slots.
         config = self._recipe.tokenizer
@@ -272,7 +280,17 @@ class _Build:
         if config.path:
             num_slots = load_tokenizer(folder).vocab_size
         streams = self._write_shards(results[-1], folder, num_slots)
-        return self._finish(results, folder, streams, num_slots)
+        tokens = encoded_tokens(streams)
+        manifest = self._finish(results, folder, streams, num_slots)
+        log_outcomes(outcomes, tokens, self._out)
+        log_domains((source.domain for source in self._recipe.sources), manifest)
+        if "validation" not in manifest.splits:
+            _logger.warning(
+                "data build: no document was held out, so training on this cannot evaluate; "
+                "raise shards.validation_share above %g",
+                self._share,
+            )
+        return manifest
 
     def _run_passes(self) -> list[list[Path]]:
         """Returns the result folders of each pass, by task in corpus order."""
@@ -430,14 +448,4 @@ class _Build:
         shutil.rmtree(self._work)
         tokens = ", ".join(f"{info.tokens:,} {split}" for split, info in manifest.splits.items())
         _logger.info("data build: %s; tokens: %s", self._out, tokens)
-        trained_on = {shard.domain for shard in manifest.shards if shard.split == SPLITS[0]}
-        for domain in sorted({source.domain for source in self._recipe.sources} - trained_on):
-            # No error: a filter may rightly drop a small domain as a whole.
-            _logger.warning("data build: no document of domain %s is left to train on", domain)
-        if "validation" not in manifest.splits:
-            _logger.warning(
-                "data build: no document was held out, so training on this cannot evaluate; "
-                "raise shards.validation_share above %g",
-                self._share,
-            )
         return manifest

@@ -141,6 +141,15 @@ class StreamJob:
         return self.result.exists()
 
 
+def encoded_tokens(streams: Iterable[StreamJob]) -> Counter[str]:
+    """Returns the tokens of each source over all splits, EOS included, by its name."""
+    tokens: Counter[str] = Counter()
+    for stream in streams:
+        for source, folder in stream.parts:
+            tokens[source] += int(np.load(folder / f"{stream.split}.npy")[:, 0].sum())
+    return tokens
+
+
 def write_stream(job: StreamJob) -> None:
     """Writes the shards of a stream; the result has them, their sources and their n-grams.
 
