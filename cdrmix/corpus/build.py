@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from cdrmix.corpus.outcome import (
     source_outcomes,
 )
 from cdrmix.corpus.recipe import Recipe, identity, load_recipe, make_step, passes
-from cdrmix.corpus.remote_jobs import Engine, EngineName, Pool
+from cdrmix.corpus.remote_jobs import Amounts, Engine, EngineName, Pool
 from cdrmix.corpus.source import (
     SAVED_DATASET_FILES,
     SourceFile,
@@ -223,6 +223,19 @@ def make_tasks(
     return tasks, listings
 
 
+def task_amounts(jobs: Sequence[TaskJob]) -> Amounts | None:
+    """Returns the bytes that each job reads; None if a stream, of unknown size, is among them."""
+    if any(job.before is None and job.task.shard is not None for job in jobs):
+        return None
+    sizes = [
+        sum(file.state[0] for file in job.task.files)
+        if job.before is None
+        else int(read_record(job.before)["text_bytes"])
+        for job in jobs
+    ]
+    return Amounts("B", sizes)
+
+
 def content_key(*parts: Any) -> str:
     """Returns a name for the result of plain values and this version of the package (hex)."""
     # Another version may give another result for the same values.
@@ -318,7 +331,8 @@ class _Build:
                 keep = self._recipe.keep_dropped
                 jobs.append(TaskJob(task, before, decision, its_steps, notes_of, out, keep))
             what = f"pass {pass_number + 1}"
-            self._engine.run_all(run_task, jobs, what=what, blame=leave_out_last)
+            amounts = task_amounts(jobs)
+            self._engine.run_all(run_task, jobs, what=what, blame=leave_out_last, amounts=amounts)
             results.append([job.out for job in jobs])
             if corpus_step is None:
                 continue
@@ -381,7 +395,8 @@ class _Build:
             out = self._work / "tokens" / key
             job = EncodeJob(task, folder, tokenizer_folder, dtype, self._share, fim, out)
             jobs.append(job)
-        self._engine.run_all(run_encode, jobs, what="encode")
+        amounts = Amounts("B", [read_record(folder)["text_bytes"] for folder in folders])
+        self._engine.run_all(run_encode, jobs, what="encode", amounts=amounts)
         # Shards are written in place: their results are deleted first, so that none of them
         # declares a shard complete that is half written.
         shards = (path for suffix in SHARD_SUFFIXES for path in self._out.glob(f"*.{suffix}"))
@@ -403,7 +418,8 @@ class _Build:
                     result=self._work / f"{split}-{domain}.json",
                 )
                 streams.append(stream)
-        self._engine.run_all(write_stream, streams, what="shards")
+        amounts = Amounts("tokens", [encoded_tokens([stream]).total() for stream in streams])
+        self._engine.run_all(write_stream, streams, what="shards", amounts=amounts)
         return streams
 
     def _finish(

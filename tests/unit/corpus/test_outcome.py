@@ -11,6 +11,7 @@ import pytest
 from cdrmix import cli
 from cdrmix.corpus import task_run
 from cdrmix.corpus.build import build_dataset
+from cdrmix.corpus.remote_jobs import Amounts, Pool
 
 pytest.importorskip("rensa", reason="the [data] extra is not installed")
 
@@ -122,3 +123,23 @@ def test_a_domain_that_was_held_out_whole_is_warned_about(
     recipe = write_recipe(rows, *sources, shards={"validation_share": 0.97})
     build_dataset(recipe, rows / "out", workers=1)
     assert "domain code is left to train on: all of it, 1 document, was held out" in caplog.text
+
+
+def test_the_progress_of_a_build_is_in_bytes_and_tokens(
+    rows: Path,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Watched(Pool):
+        def run_all(self, function: Any, jobs: Any, *, what: str, **options: Any) -> None:
+            seen[what] = options["amounts"]
+            super().run_all(function, jobs, what=what, **options)
+
+    recipe = write_recipe(rows, {"name": "good"}, steps=["dedup"])
+    manifest = build_dataset(recipe, rows / "out", workers=1, engine=Watched(1))
+    text_bytes = sum(len(text.encode()) for text in TEXTS)
+    assert seen["pass 1"] == Amounts("B", [(rows / "good.jsonl").stat().st_size])
+    assert seen["pass 2"] == Amounts("B", [text_bytes])
+    assert seen["encode"].unit == "B" and sum(seen["encode"].of_jobs) <= text_bytes
+    counts = [manifest.splits[split].tokens for split in ("train", "validation")]
+    assert seen["shards"] == Amounts("tokens", counts)
