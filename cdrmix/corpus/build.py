@@ -26,12 +26,14 @@ from cdrmix.corpus.encode import (
     encoded_tokens,
     run_encode,
     split_of,
+    split_sizes,
     write_stream,
 )
 from cdrmix.corpus.inspection import lineage, read_report, write_build_report
 from cdrmix.corpus.outcome import (
     check_something_is_left,
     log_domains,
+    log_held_out,
     log_outcomes,
     source_outcomes,
 )
@@ -293,16 +295,11 @@ class _Build:
         if config.path:
             num_slots = load_tokenizer(folder).vocab_size
         streams = self._write_shards(results[-1], folder, num_slots)
-        tokens = encoded_tokens(streams)
+        tokens, sizes = encoded_tokens(streams), split_sizes(streams)
         manifest = self._finish(results, folder, streams, num_slots)
-        log_outcomes(outcomes, tokens, self._out)
         log_domains((source.domain for source in self._recipe.sources), manifest)
-        if "validation" not in manifest.splits:
-            _logger.warning(
-                "data build: no document was held out, so training on this cannot evaluate; "
-                "raise shards.validation_share above %g",
-                self._share,
-            )
+        log_held_out(sizes, self._share)
+        log_outcomes(outcomes, tokens, self._out)
         return manifest
 
     def _run_passes(self) -> list[list[Path]]:

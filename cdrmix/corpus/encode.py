@@ -150,6 +150,17 @@ def encoded_tokens(streams: Iterable[StreamJob]) -> Counter[str]:
     return tokens
 
 
+def split_sizes(streams: Iterable[StreamJob]) -> dict[str, tuple[int, int]]:
+    """Returns (documents, tokens) of each split; a document that shards cut counts once."""
+    sizes = dict.fromkeys(SPLITS, (0, 0))
+    for stream in streams:
+        for _, folder in stream.parts:
+            table = np.load(folder / f"{stream.split}.npy")  # [documents, (tokens, bytes)]
+            documents, tokens = sizes[stream.split]
+            sizes[stream.split] = documents + len(table), tokens + int(table[:, 0].sum())
+    return sizes
+
+
 def write_stream(job: StreamJob) -> None:
     """Writes the shards of a stream; the result has them, their sources and their n-grams.
 

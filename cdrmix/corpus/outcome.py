@@ -6,6 +6,7 @@ A source that ends with nothing is nearly always a mistake in the recipe, such a
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -205,3 +206,35 @@ def log_domains(domains: Iterable[str], manifest: Manifest) -> None:
                 "shards.validation_share"
             )
         _logger.warning("data build: no document of domain %s is left to train on: %s", domain, why)
+
+
+def log_held_out(sizes: Mapping[str, tuple[int, int]], share: float) -> None:
+    """Logs the share that was asked for and those that were held out, of documents and tokens.
+
+    Args:
+        sizes: (documents, tokens) by split.
+        share: `shards.validation_share` of the recipe.
+    """
+    documents, tokens = sizes["validation"]
+    if not documents:
+        _logger.warning(
+            "data build: no document was held out, so training on this cannot evaluate; "
+            "raise shards.validation_share above %g",
+            share,
+        )
+        return
+    of_documents = documents / sum(size[0] for size in sizes.values())
+    of_tokens = tokens / sum(size[1] for size in sizes.values())
+    # Documents are drawn one by one: a few of them, or a long one, hold out more or less.
+    is_far_off = not share / _FAR_OFF <= of_tokens <= share * _FAR_OFF
+    advice = "; whole documents are drawn by hash, so a long one, or few of them, weigh much"
+    _logger.log(
+        logging.WARNING if is_far_off else logging.INFO,
+        "data build: shards.validation_share %.3g %%: held out %s (%.3g %%) with %.3g %% of the "
+        "tokens%s",
+        100 * share,
+        _number(documents, "document"),
+        100 * of_documents,
+        100 * of_tokens,
+        advice if is_far_off else "",
+    )

@@ -11,6 +11,8 @@ import pytest
 from cdrmix import cli
 from cdrmix.corpus import task_run
 from cdrmix.corpus.build import build_dataset
+from cdrmix.corpus.encode import split_of
+from cdrmix.corpus.outcome import log_held_out
 from cdrmix.corpus.remote_jobs import Amounts, Pool
 
 pytest.importorskip("rensa", reason="the [data] extra is not installed")
@@ -143,3 +145,29 @@ def test_the_progress_of_a_build_is_in_bytes_and_tokens(
     assert seen["encode"].unit == "B" and sum(seen["encode"].of_jobs) <= text_bytes
     counts = [manifest.splits[split].tokens for split in ("train", "validation")]
     assert seen["shards"] == Amounts("tokens", counts)
+
+
+def test_a_long_document_that_was_held_out_is_told_with_both_shares(
+    rows: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held_out = [n for n in range(40) if split_of(f"good/good.jsonl#{n}", 0.2) == "validation"]
+    texts = list(TEXTS)
+    texts[held_out[0]] *= 50
+    (rows / "good.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    build_dataset(write_recipe(rows, {"name": "good"}), rows / "out", workers=1)
+    [record] = [each for each in caplog.records if "held out" in each.getMessage()]
+    splits = json.loads((rows / "out" / "manifest.json").read_text())["splits"]
+    tokens = 100 * splits["validation"]["tokens"] / sum(s["tokens"] for s in splits.values())
+    assert record.levelname == "WARNING"
+    assert (
+        f"shards.validation_share 20 %: held out {len(held_out)} documents "
+        f"({100 * len(held_out) / 40:.3g} %) with {tokens:.3g} % of the tokens; whole documents"
+    ) in record.getMessage()
+
+
+def test_shares_that_agree_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log_held_out({"train": (980, 98_000), "validation": (20, 2_000)}, 0.02)
+    [record] = caplog.records
+    assert record.levelname == "INFO"
+    assert record.getMessage().endswith("2 %: held out 20 documents (2 %) with 2 % of the tokens")
