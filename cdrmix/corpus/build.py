@@ -12,17 +12,33 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from cdrmix import __version__, log
 from cdrmix.config.load import config_hash
-from cdrmix.corpus.encode import SPLITS, EncodeJob, StreamJob, run_encode, split_of, write_stream
+from cdrmix.corpus.encode import (
+    SPLITS,
+    EncodeJob,
+    StreamJob,
+    encoded_tokens,
+    run_encode,
+    split_of,
+    split_sizes,
+    write_stream,
+)
 from cdrmix.corpus.inspection import lineage, read_report, write_build_report
+from cdrmix.corpus.outcome import (
+    check_something_is_left,
+    log_domains,
+    log_held_out,
+    log_outcomes,
+    source_outcomes,
+)
 from cdrmix.corpus.recipe import Recipe, identity, load_recipe, make_step, passes
-from cdrmix.corpus.remote_jobs import Engine, EngineName, Pool
+from cdrmix.corpus.remote_jobs import Amounts, Engine, EngineName, Pool
 from cdrmix.corpus.source import (
     SAVED_DATASET_FILES,
     SourceFile,
@@ -86,8 +102,9 @@ def build_dataset(
         task_bytes: as in `make_tasks`.
     Raises:
         ConfigError: if the recipe is wrong.
-        DataError: if a source cannot be used, the steps drop every document, or `out` holds
-            something else, such as another build, is in use or cannot be written.
+        DataError: if a source cannot be used, no document is left of one that does not allow
+            it (`allow_empty`) or of the corpus, or `out` holds something else, such as another
+            build, is in use or cannot be written.
     """
     recipe = load_recipe(recipe_file)
     if workers < 1:
@@ -179,7 +196,8 @@ def make_tasks(
         task_bytes = min(max(2**power, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
     tasks: list[Task] = []
     for source in recipe.sources:
-        values = source.model_dump()
+        # Permission to be empty changes no document, so giving it keeps the work that is done.
+        values = source.model_dump(exclude={"allow_empty"})
         if source.name not in listings:
             num_shards = count_shards(source)
             # The files of a folder show a change of it; a data set on the hub has its revision.
@@ -205,6 +223,19 @@ def make_tasks(
             state = [(file.name, file.kind, file.state) for file in files]
             tasks.append(Task(source, tuple(files), None, content_key(values, state)))
     return tasks, listings
+
+
+def task_amounts(jobs: Sequence[TaskJob]) -> Amounts | None:
+    """Returns the bytes that each job reads; None if a stream, of unknown size, is among them."""
+    if any(job.before is None and job.task.shard is not None for job in jobs):
+        return None
+    sizes = [
+        sum(file.state[0] for file in job.task.files)
+        if job.before is None
+        else int(read_record(job.before)["text_bytes"])
+        for job in jobs
+    ]
+    return Amounts("B", sizes)
 
 
 def content_key(*parts: Any) -> str:
@@ -254,17 +285,9 @@ class _Build:
             "data build: %d tasks from %d sources", len(self._tasks), len(self._recipe.sources)
         )
         results = self._run_passes()
-        if not any(read_record(folder)["documents"] for folder in results[-1]):
-            reasons: set[str] = set()
-            for record in (read_record(folder) for done in results for folder in done):
-                for step in record["steps"]:
-                    reasons.update(f"{step['name']}: {reason}" for reason in step["dropped"])
-                reasons.update(f"read: {entry['reason']}" for entry in record["set_aside"])
-            raise DataError(
-                f"{self._out}: no document is left of the corpus. Reasons: "
-                f"{', '.join(sorted(reasons)[:10])}. Look at the steps of the recipe, and at the "
-                "domains that they are for."
-            )
+        outcomes = source_outcomes(self._recipe, self._listings, self._tasks, results)
+        # Before the tokenizer: a mistake in the recipe must not cost the hours after it.
+        check_something_is_left(outcomes, self._out)
         folder = self._make_tokenizer(results[-1])
         # Of a model's token ids: a small corpus gives fewer tokens than there are slots.
         config = self._recipe.tokenizer
@@ -272,7 +295,12 @@ class _Build:
         if config.path:
             num_slots = load_tokenizer(folder).vocab_size
         streams = self._write_shards(results[-1], folder, num_slots)
-        return self._finish(results, folder, streams, num_slots)
+        tokens, sizes = encoded_tokens(streams), split_sizes(streams)
+        manifest = self._finish(results, folder, streams, num_slots)
+        log_domains((source.domain for source in self._recipe.sources), manifest)
+        log_held_out(sizes, self._share)
+        log_outcomes(outcomes, tokens, self._out)
+        return manifest
 
     def _run_passes(self) -> list[list[Path]]:
         """Returns the result folders of each pass, by task in corpus order."""
@@ -300,7 +328,8 @@ class _Build:
                 keep = self._recipe.keep_dropped
                 jobs.append(TaskJob(task, before, decision, its_steps, notes_of, out, keep))
             what = f"pass {pass_number + 1}"
-            self._engine.run_all(run_task, jobs, what=what, blame=leave_out_last)
+            amounts = task_amounts(jobs)
+            self._engine.run_all(run_task, jobs, what=what, blame=leave_out_last, amounts=amounts)
             results.append([job.out for job in jobs])
             if corpus_step is None:
                 continue
@@ -363,7 +392,8 @@ class _Build:
             out = self._work / "tokens" / key
             job = EncodeJob(task, folder, tokenizer_folder, dtype, self._share, fim, out)
             jobs.append(job)
-        self._engine.run_all(run_encode, jobs, what="encode")
+        amounts = Amounts("B", [read_record(folder)["text_bytes"] for folder in folders])
+        self._engine.run_all(run_encode, jobs, what="encode", amounts=amounts)
         # Shards are written in place: their results are deleted first, so that none of them
         # declares a shard complete that is half written.
         shards = (path for suffix in SHARD_SUFFIXES for path in self._out.glob(f"*.{suffix}"))
@@ -385,7 +415,8 @@ class _Build:
                     result=self._work / f"{split}-{domain}.json",
                 )
                 streams.append(stream)
-        self._engine.run_all(write_stream, streams, what="shards")
+        amounts = Amounts("tokens", [encoded_tokens([stream]).total() for stream in streams])
+        self._engine.run_all(write_stream, streams, what="shards", amounts=amounts)
         return streams
 
     def _finish(
@@ -430,14 +461,4 @@ class _Build:
         shutil.rmtree(self._work)
         tokens = ", ".join(f"{info.tokens:,} {split}" for split, info in manifest.splits.items())
         _logger.info("data build: %s; tokens: %s", self._out, tokens)
-        trained_on = {shard.domain for shard in manifest.shards if shard.split == SPLITS[0]}
-        for domain in sorted({source.domain for source in self._recipe.sources} - trained_on):
-            # No error: a filter may rightly drop a small domain as a whole.
-            _logger.warning("data build: no document of domain %s is left to train on", domain)
-        if "validation" not in manifest.splits:
-            _logger.warning(
-                "data build: no document was held out, so training on this cannot evaluate; "
-                "raise shards.validation_share above %g",
-                self._share,
-            )
         return manifest

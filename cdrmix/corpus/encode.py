@@ -141,6 +141,26 @@ class StreamJob:
         return self.result.exists()
 
 
+def encoded_tokens(streams: Iterable[StreamJob]) -> Counter[str]:
+    """Returns the tokens of each source over all splits, EOS included, by its name."""
+    tokens: Counter[str] = Counter()
+    for stream in streams:
+        for source, folder in stream.parts:
+            tokens[source] += int(np.load(folder / f"{stream.split}.npy")[:, 0].sum())
+    return tokens
+
+
+def split_sizes(streams: Iterable[StreamJob]) -> dict[str, tuple[int, int]]:
+    """Returns (documents, tokens) of each split; a document that shards cut counts once."""
+    sizes = dict.fromkeys(SPLITS, (0, 0))
+    for stream in streams:
+        for _, folder in stream.parts:
+            table = np.load(folder / f"{stream.split}.npy")  # [documents, (tokens, bytes)]
+            documents, tokens = sizes[stream.split]
+            sizes[stream.split] = documents + len(table), tokens + int(table[:, 0].sum())
+    return sizes
+
+
 def write_stream(job: StreamJob) -> None:
     """Writes the shards of a stream; the result has them, their sources and their n-grams.
 

@@ -23,7 +23,14 @@ from cdrmix.corpus.source import SourceListing
 from cdrmix.corpus.steps.read_bytes import bounded_lines
 from cdrmix.corpus.task_run import DROPPED_FILE, Task, close_synced, read_record
 from cdrmix.data.mixture import SEQUENCE_LENGTH, built_mixture, mixture_course
-from cdrmix.data.shards import ShardInfo, check_regular, read_manifest, read_regular, write_file
+from cdrmix.data.shards import (
+    ShardInfo,
+    check_regular,
+    read_manifest,
+    read_regular,
+    unreadable,
+    write_file,
+)
 from cdrmix.errors import DataError
 
 REPORT_FILE = "report.json"
@@ -185,6 +192,8 @@ def read_report(folder: Path) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(read_regular(path, _MAX_REPORT_BYTES))
     except FileNotFoundError:
         return {}
+    except PermissionError as error:
+        raise DataError(unreadable(path, error)) from error
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}. Build the folder again.") from error
     if not isinstance(report, dict):
@@ -399,5 +408,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
                 if line is None:
                     raise ValueError(f"a line of more than {_MAX_ENTRY_BYTES} bytes")
                 yield json.loads(line)
+    except PermissionError as error:
+        raise DataError(unreadable(path, error)) from error
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}. Build the folder again.") from error

@@ -135,7 +135,7 @@ class Recipe(Section):
             if unknown:
                 raise ValueError(
                     f"{user}: no source has the domain '{unknown[0]}'. "
-                    f"Known: {', '.join(sorted(domains_of_sources))}"
+                    f"Domains of the sources: {', '.join(sorted(domains_of_sources))}"
                 )
         return self
 

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeVar
@@ -53,6 +54,37 @@ Function = Callable[[J], None]
 Blame = Callable[[J], bool]
 
 
+@dataclass(frozen=True)
+class Amounts:
+    """Size of each job, for the progress: jobs differ too much for their number to tell the rest.
+
+    Attributes:
+        unit: B for bytes, or a word such as tokens.
+        of_jobs: in the order of the jobs.
+    """
+
+    unit: str
+    of_jobs: Sequence[int]
+
+    @classmethod
+    def of_number(cls, num_jobs: int) -> Amounts:
+        """Returns equal amounts, where no size is known: the progress counts tasks."""
+        return cls("tasks", [1] * num_jobs)
+
+    def bar(self, what: str) -> tqdm:
+        """Returns a progress bar over all jobs; none is shown where stderr is not a terminal."""
+        # tqdm writes the unit right after the number: 1.2MB, but 1.2M tokens.
+        unit = self.unit if self.unit == "B" else f" {self.unit}"
+        return tqdm(
+            total=sum(self.of_jobs),
+            desc=what,
+            unit=unit,
+            unit_scale=self.unit != "tasks",
+            disable=None,
+            leave=False,
+        )
+
+
 class Engine(ABC):
     """Runs the jobs of a build; a context manager, whose end ends all running jobs."""
 
@@ -68,7 +100,13 @@ class Engine(ABC):
 
     @abstractmethod
     def run_all(
-        self, function: Function[J], jobs: Sequence[J], *, what: str, blame: Blame[J] | None = None
+        self,
+        function: Function[J],
+        jobs: Sequence[J],
+        *,
+        what: str,
+        blame: Blame[J] | None = None,
+        amounts: Amounts | None = None,
     ) -> None:
         """Runs `function(job)` for every job, in any order.
 
@@ -78,6 +116,7 @@ class Engine(ABC):
         Args:
             function: of module level, as are its jobs' classes.
             what: name of the jobs in messages.
+            amounts: sizes of the jobs for the progress; None: it counts jobs.
         Raises:
             DataError: if jobs end again and again without a result; and all that a job raises,
                 after which no job starts.
@@ -108,22 +147,32 @@ class Pool(Engine):
         self._executor = self._pipe = None
 
     def run_all(
-        self, function: Function[J], jobs: Sequence[J], *, what: str, blame: Blame[J] | None = None
+        self,
+        function: Function[J],
+        jobs: Sequence[J],
+        *,
+        what: str,
+        blame: Blame[J] | None = None,
+        amounts: Amounts | None = None,
     ) -> None:
         """Runs all jobs, with or without a result."""
-        # disable=None: no bar where the output is not a terminal.
-        with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
+        amounts = amounts or Amounts.of_number(len(jobs))
+        with amounts.bar(what) as progress:
+
+            def done(number: int) -> None:
+                progress.update(amounts.of_jobs[number])
+
             # A job that may kill its process gets a worker, even if it is the only one.
             if self._workers == 1 or (len(jobs) == 1 and blame is None):
-                for job in jobs:
+                for number, job in enumerate(jobs):
                     function(job)
-                    progress.update()
+                    done(number)
                 return
             remaining = dict(enumerate(jobs))
             deaths = 0
             while remaining:
                 num_before = len(remaining)
-                if not self._run_until_a_death(function, remaining, progress):
+                if not self._run_until_a_death(function, remaining, done):
                     continue
                 deaths = deaths + 1 if len(remaining) == num_before else 1
                 _report_death(deaths, what, len(remaining))
@@ -131,7 +180,7 @@ class Pool(Engine):
                 # they show which of them was the cause, unless it was all of them together.
                 for number in list(remaining)[: self._workers]:
                     deaths_alone = 0
-                    while self._run_until_a_death(function, {number: jobs[number]}, progress):
+                    while self._run_until_a_death(function, {number: jobs[number]}, done):
                         deaths_alone += 1
                         if deaths_alone == _DEATHS_TO_BLAME and blame and blame(jobs[number]):
                             deaths = deaths_alone = 0
@@ -142,9 +191,13 @@ class Pool(Engine):
                     deaths = 0
 
     def _run_until_a_death(
-        self, function: Function[J], remaining: dict[int, J], progress: tqdm
+        self, function: Function[J], remaining: dict[int, J], done: Callable[[int], None]
     ) -> bool:
-        """Runs the remaining jobs and removes finished ones; returns True if a process died."""
+        """Runs the remaining jobs and removes finished ones; returns True if a process died.
+
+        Args:
+            done: called with the number of each job that has ended.
+        """
         futures: dict[Future[None], int] = {}
         try:
             if self._executor is None:
@@ -159,14 +212,14 @@ class Pool(Engine):
             for future in as_completed(futures):
                 future.result()
                 del remaining[futures[future]]
-                progress.update()
+                done(futures[future])
         except BrokenProcessPool:
             self.end()
             # One death breaks all futures that are open, but some were done and not yet removed.
             for future, number in futures.items():
                 if number in remaining and future.done() and future.exception() is None:
                     del remaining[number]
-                    progress.update()
+                    done(number)
             return True
         except BaseException:
             self.end()  # half a result is of no use: do not wait for it
@@ -213,18 +266,25 @@ class RoundsEngine(Engine):
         """
 
     def run_all(
-        self, function: Function[J], jobs: Sequence[J], *, what: str, blame: Blame[J] | None = None
+        self,
+        function: Function[J],
+        jobs: Sequence[J],
+        *,
+        what: str,
+        blame: Blame[J] | None = None,
+        amounts: Amounts | None = None,
     ) -> None:
         """Runs all jobs without a result; three rounds in a row without any end a build."""
         remaining = [job for job in jobs if not job.is_done()]
         failures = 0
         suspects: list[J] = []
-        # disable=None: no bar where the output is not a terminal.
-        with tqdm(total=len(jobs), desc=what, disable=None, leave=False) as progress:
+        amounts = amounts or Amounts.of_number(len(jobs))
+        amount_of = dict(zip(map(id, jobs), amounts.of_jobs, strict=True))
+        with amounts.bar(what) as progress:
 
             def show() -> None:
-                num_open = sum(not job.is_done() for job in remaining)
-                progress.update(len(jobs) - num_open - progress.n)
+                still_open = sum(amount_of[id(job)] for job in remaining if not job.is_done())
+                progress.update(sum(amounts.of_jobs) - still_open - progress.n)
 
             while remaining:
                 self.run_round(function, remaining, show)

@@ -109,6 +109,9 @@ class SourceConfig(Section):
     max_documents_per_second: float | None = Field(
         None, gt=0, description="Largest rate at which each worker reads a stream."
     )
+    allow_empty: bool = Field(
+        False, description="Build even if no document of this source is left; false: an error."
+    )
 
     @property
     def text_fields(self) -> tuple[str, ...]:

@@ -9,10 +9,13 @@ indexed_dataset.py), whose dtype codes are not Megatron-LM's: uint16 is 6 there,
 import hashlib
 import json
 import os
+import pwd
+import shlex
 import stat
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -278,7 +281,7 @@ def read_manifest(folder: Path) -> Manifest:
             "which holds this file; `cdrmix data sample` builds one."
         ) from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+        raise DataError(unreadable(path, error)) from error
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors()[:5]
@@ -351,26 +354,69 @@ def verify_shards(
     if part == 0:  # one rank is enough for the tokenizer
         path = folder / manifest.tokenizer.file
         problems.append(file_problem(path, None, manifest.tokenizer.sha256, mode="digest"))
-    if any(problems):
-        raise DataError("\n".join([*filter(None, problems), REBUILD]))
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        advice = dict.fromkeys(problem.advice for problem in found if problem.advice)
+        raise DataError("\n".join([*(problem.text for problem in found), *advice]))
+
+
+@dataclass(frozen=True)
+class FileProblem:
+    """A fault of one file, and what to try against it; empty where the text says it."""
+
+    text: str
+    advice: str = REBUILD
 
 
 def file_problem(
     path: Path, num_bytes: int | None, sha256: str, *, mode: Literal["digest", "size"]
-) -> str | None:
-    """Description of a fault of one file, or None. `num_bytes` None: its size is not known."""
+) -> FileProblem | None:
+    """Returns the fault of one file, or None. `num_bytes` None: its size is not known."""
     try:
         actual_bytes = check_regular(path)
         if num_bytes is not None and actual_bytes != num_bytes:
-            return f"{path}: has {actual_bytes} bytes, the manifest says {num_bytes}."
-        if mode == "size":
-            return None
+            return FileProblem(f"{path}: has {actual_bytes} bytes, the manifest says {num_bytes}.")
+        # Opened in either mode: the size of a file can be seen without the right to read it.
         with path.open("rb") as file:
+            if mode == "size":
+                return None
             actual = hashlib.file_digest(file, "sha256").hexdigest()
     except DataError as error:
-        return str(error)
+        return FileProblem(str(error))
+    except PermissionError as error:
+        return FileProblem(unreadable(path, error), advice="")  # the file may well be whole
     except OSError as error:
-        return f"{path}: cannot be read: {error.strerror}."
+        return FileProblem(unreadable(path, error))
     if actual != sha256:
-        return f"{path}: altered: its sha256 is {actual}, the manifest says {sha256}."
+        text = f"{path}: altered: its sha256 is {actual}, the manifest says {sha256}."
+        return FileProblem(text)
     return None
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    """Says that a file cannot be read, and where permission is missing, whose and what to try."""
+    text = f"{path}: cannot be read: {error.strerror or error}."
+    if not isinstance(error, PermissionError):
+        return text
+    user = f"this process runs as user {_user_name(os.geteuid())}"
+    try:
+        # Outermost first: nothing can be asked about what lies in a folder that is closed.
+        folders = reversed(path.absolute().parents)
+        culprit = next((folder for folder in folders if not os.access(folder, os.X_OK)), path)
+        status = culprit.stat()
+    except OSError:
+        return f"{text} {user[0].upper()}{user[1:]}; ask the owner of the folder for access."
+    owner = _user_name(status.st_uid)
+    right = "a+r" if culprit == path else "a+x"
+    return (
+        f"{text} {culprit} belongs to user {owner}, mode {stat.S_IMODE(status.st_mode):04o}; "
+        f"{user}. Let its owner run `chmod {right} {shlex.quote(str(culprit))}`, or change the "
+        "owner (chown)."
+    )
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:  # in containers, a user may have a number only
+        return str(uid)

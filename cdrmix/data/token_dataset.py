@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from cdrmix.data.remote import RemoteFile, remote_files
 from cdrmix.data.shards import (
     MANIFEST_FILE,
-    REBUILD,
     Dtype,
     ShardInfo,
     file_problem,
@@ -197,7 +196,7 @@ class TokenStream:
         path = self._folder / file.name
         problem = file_problem(path, file.bytes, file.sha256, mode="size")
         if problem:
-            raise DataError(f"{problem}\n{REBUILD}")
+            raise DataError(f"{problem.text}\n{problem.advice}".rstrip())
         return np.memmap(path, dtype=self._dtype, mode="r").view(np.ndarray)
 
     def _file(self, shard: int, suffix: str) -> RemoteFile | None:

@@ -412,11 +412,11 @@ def test_nothing_left_of_a_corpus_says_why(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     entry = {"name": "a", "type": "local", "path": str(tmp_path / "texts"), "domain": "prose"}
     recipe.write_text(json.dumps({"sources": [entry], "steps": ["filter"]}))
-    with pytest.raises(DataError, match=r"no document is left.*filter: too short"):
+    with pytest.raises(DataError, match=r"source 'a'.*no document is left.*filter: too short"):
         build_dataset(recipe, tmp_path / "out", workers=1)
 
 
-def test_a_domain_of_which_nothing_is_left_is_warned_about(
+def test_a_domain_that_may_be_empty_is_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, text in (("a", TEXT_ROWS[0]), ("b", "short")):
@@ -426,6 +426,7 @@ def test_a_domain_of_which_nothing_is_left_is_warned_about(
         entry | {"name": "a", "path": str(tmp_path / "a.txt")},
         entry | {"name": "b", "path": str(tmp_path / "b.txt"), "domain": "code"},
     ]
+    sources[1]["allow_empty"] = True
     recipe = tmp_path / "recipe.yaml"
     steps = [{"filter": {"domains": ["code"]}}]
     tokenizer = {"vocab_size": 300}
@@ -450,6 +451,7 @@ def test_one_document_per_address_is_a_step(
         {"name": name, "type": "local", "path": str(tmp_path / name), "domain": "web"}
         for name in ("a", "b")
     ]
+    sources[1]["allow_empty"] = True  # every page of it is in a
     steps = ["url", {"url_dedup": {"max_per_host": 4}}]
     values = {"sources": sources, "steps": steps, "tokenizer": {"vocab_size": 300}}
     recipe.write_text(json.dumps(values))

@@ -196,8 +196,8 @@ def test_a_build_on_slurm_killed_itself_goes_on_where_it_was(
     found: dict[Path, int] = {}
 
     class Looking(SlurmEngine):
-        def run_all(self, function, jobs, *, what, blame=None):
-            super().run_all(function, jobs, what=what, blame=blame)
+        def run_all(self, function, jobs, *, what, **options):
+            super().run_all(function, jobs, what=what, **options)
             if what == "encode":
                 found.update({path: path.stat().st_ino for path in done})
 

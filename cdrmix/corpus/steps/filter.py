@@ -235,7 +235,7 @@ Profile = Literal["web", "prose", "reference", "code"]
 Limit = tuple[float, float] | None
 PROFILES: tuple[Profile, ...] = get_args(Profile)
 # Profile of each domain that a recipe usually has.
-_PROFILE_OF_DOMAIN: dict[str, str] = {
+PROFILE_OF_DOMAIN: dict[str, str] = {
     **{profile: profile for profile in PROFILES},
     **dict.fromkeys(("books", "documents", "papers", "government", "wiki"), "prose"),
     # A forum's questions and answers about code hold brackets, lists and quotations.
@@ -362,11 +362,16 @@ class Filter(DocumentStep):
     def __post_init__(self) -> None:
         if not 0 <= self.strictness <= 1:
             raise ConfigError(f"filter: strictness = {self.strictness} is not between 0 and 1")
-        for name in (self.profile, *(self.profiles or {}).values()):
-            if name is not None and name not in PROFILES:
-                known = ", ".join(PROFILES)
-                raise ConfigError(f"filter: profile {name!r} is unknown. Known: {known}")
-        self._profiles = _PROFILE_OF_DOMAIN | dict(self.profiles or {})
+        named = {"profile": self.profile} if self.profile is not None else {}
+        named |= {f"profiles.{domain}": name for domain, name in (self.profiles or {}).items()}
+        for key, name in named.items():
+            if name not in PROFILES:
+                of_domain = PROFILE_OF_DOMAIN.get(name)
+                raise ConfigError(
+                    f"filter: {key}: {name!r} is not a profile. Profiles: {', '.join(PROFILES)}."
+                    + (f" The domain {name} has the profile {of_domain}." if of_domain else "")
+                )
+        self._profiles = PROFILE_OF_DOMAIN | dict(self.profiles or {})
         self._stop_words = frozenset(self.stop_words)
         # Computed once, as every document needs them.
         self._limits: dict[str, list[tuple[FilterRule, float]]] = {}
@@ -389,9 +394,10 @@ class Filter(DocumentStep):
         """Name of the profile that judges documents of a domain; DataError if it has none."""
         profile = self.profile or self._profiles.get(domain)
         if profile is None:  # no text is judged by rules that nobody chose
-            known = ", ".join(sorted(_PROFILE_OF_DOMAIN))
             raise DataError(
-                f"filter: domain {domain!r} has no profile. Known: {known}. Name one of these as "
-                f"the source's domain, or set the step's profiles: {{{domain}: {PROFILES[0]}}}"
+                f"filter: domain {domain!r} has no profile. Set one in the step, such as "
+                f"profiles: {{{domain}: {PROFILES[0]}}}; profiles: {', '.join(PROFILES)}. Or give "
+                "the source a domain that has one; these domains: "
+                f"{', '.join(sorted(PROFILE_OF_DOMAIN))}."
             )
         return profile

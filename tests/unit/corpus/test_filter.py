@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pydoc_data.topics
 import random
+import re
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from cdrmix.corpus.steps.filter import PROFILES, RULES, Filter, Profile, Statistics
+from cdrmix.corpus.steps.filter import (
+    PROFILE_OF_DOMAIN,
+    PROFILES,
+    RULES,
+    Filter,
+    Profile,
+    Statistics,
+)
 from cdrmix.errors import ConfigError, DataError
+from tests.harness import ROOT
 from tests.unit.corpus.document_steps import document, reason_for, run
 
 SENTENCES = (
@@ -212,7 +221,11 @@ def test_profile_follows_the_domain() -> None:
     assert reason_for(Filter(), FUNCTION, domain="code") is None
     assert reason_for(Filter(profiles={"code": "web"}), FUNCTION, domain="code") is not None
     assert reason_for(Filter(profile="code"), FUNCTION, domain="anything") is None
-    with pytest.raises(DataError, match="domain 'recipes' has no profile. Known: .*prose"):
+    message = (
+        r"domain 'recipes' has no profile\. Set one in the step, such as profiles: "
+        r"\{recipes: web\}; profiles: web, prose, reference, code\. .* these domains: books, .*wiki"
+    )
+    with pytest.raises(DataError, match=message):
         reason_for(Filter(), ARTICLE, domain="recipes")
 
 
@@ -228,11 +241,26 @@ def test_stop_words_can_be_of_another_language() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"profile": "book"}, "profile 'book' is unknown. Known: web, prose"),
-        ({"profiles": {"a": "book"}}, "profile 'book' is unknown"),
+        (
+            {"profile": "book"},
+            r"profile: 'book' is not a profile\. Profiles: web, prose, reference, code\.$",
+        ),
+        (
+            {"profiles": {"a": "books"}},
+            r"profiles\.a: 'books' is not a profile\. Profiles: web, prose, reference, code\. "
+            "The domain books has the profile prose",
+        ),
         ({"strictness": 2}, "strictness = 2 is not between 0 and 1"),
     ],
 )
 def test_wrong_parameter_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Filter(**arguments)  # type: ignore[arg-type]
+
+
+def test_the_documentation_lists_the_profile_of_each_domain() -> None:
+    text = (ROOT / "docs" / "data.md").read_text()
+    for profile in PROFILES:
+        [row] = [line for line in text.splitlines() if line.startswith(f"| `{profile}` |")]
+        domains = set(re.findall(r"`(\w+)`", row.split("|")[2]))
+        assert domains == {d for d, p in PROFILE_OF_DOMAIN.items() if p == profile}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -9,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
+from cdrmix.corpus import remote_jobs
 from cdrmix.corpus.build import build_dataset
 from cdrmix.corpus.remote_jobs import (
+    Amounts,
+    Engine,
+    Pool,
     RoundsEngine,
     error_as_json,
     error_from_json,
@@ -52,6 +58,47 @@ class Toys(RoundsEngine):
 
     def run_round(self, function, jobs, show) -> None:
         self._run_round(jobs, show)
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every progress bar as a terminal shows it, after each change."""
+    shown: list[str] = []
+
+    class Shown(tqdm):
+        def __init__(self, *arguments, disable, **options) -> None:
+            super().__init__(*arguments, disable=False, file=io.StringIO(), **options)
+
+        def update(self, n=1) -> None:
+            super().update(n)
+            shown.append(str(self))
+
+    monkeypatch.setattr(remote_jobs, "tqdm", Shown)
+    return shown
+
+
+def engines() -> list[Engine]:
+    def run_round(jobs, show) -> None:
+        for toy in jobs:
+            make_file(toy)
+            show()
+
+    return [Pool(1), Toys(run_round)]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["pool", "rounds"])
+def test_the_progress_is_in_bytes_or_tokens_where_the_sizes_are_known(
+    bars: list[str], tmp_path: Path, number: int
+) -> None:
+    for unit, shown in (("B", "B/s"), ("tokens", " tokens/s")):
+        jobs = [Toy(tmp_path / f"{unit}{n}") for n in range(2)]
+        amounts = Amounts(unit, [3_000_000, 1_000_000])
+        engines()[number].run_all(make_file, jobs, what="toys", amounts=amounts)
+        assert "75%" in bars[0] and "3.00M/4.00M" in bars[0]
+        assert "100%" in bars[-1] and shown in bars[-1]
+        bars.clear()
+    engines()[number].run_all(make_file, [Toy(tmp_path / "one")], what="toys")
+    assert "1/1 " in bars[-1] and "tasks/s" in bars[-1].replace("s/tasks", "tasks/s")
 
 
 def test_what_a_round_leaves_undone_is_run_again_and_nothing_else(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from cdrmix.data.shards import (
     check_vocab,
     manifest_digest,
     read_manifest,
+    unreadable,
     verify_shards,
     write_shards,
 )
@@ -215,3 +218,45 @@ def test_a_shard_cut_short_after_the_start_is_an_error_and_not_a_crash(tmp_path:
 def test_bytes_per_token_are_those_of_the_split(tmp_path: Path) -> None:
     dataset = TokenDataset(write_counting_folder(tmp_path, 50), "train", 6)
     assert dataset.bytes_per_token == 3
+
+
+@pytest.fixture
+def denied(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """Paths that this process may not read or enter, whoever runs it: root may read anything."""
+    paths: set[Path] = set()
+    opens, access = Path.open, os.access
+
+    def refuse(path: Path, *arguments, **options):
+        if paths & {path, *path.parents}:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opens(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in paths and access(path, mode))
+    return paths
+
+
+@pytest.mark.parametrize("mode", ["digest", "size"])
+def test_a_shard_without_permission_is_not_to_be_deleted(
+    tmp_path: Path, denied: set[Path], mode: str
+) -> None:
+    manifest = read_manifest(write_token_folder(tmp_path, {"train": DOCUMENTS}))
+    file = tmp_path / f"{manifest.shards[0].stem}.bin"
+    file.chmod(0o640)
+    denied.add(file)
+    for read in (
+        lambda: verify_shards(tmp_path, manifest, mode=mode),
+        lambda: TokenDataset(tmp_path, "train", 4).rows(np.array([0])),
+    ):
+        with pytest.raises(DataError) as caught:
+            read()
+        message = str(caught.value)
+        assert f"{file}: cannot be read: Permission denied. {file} belongs to user" in message
+        assert "mode 0640" in message and f"({os.geteuid()})" in message
+        assert f"`chmod a+r {file}`" in message and "delete" not in message
+
+
+def test_of_a_folder_that_is_closed_the_folder_is_named(tmp_path: Path, denied: set[Path]) -> None:
+    denied.add(tmp_path)
+    message = unreadable(tmp_path / "x.bin", PermissionError(errno.EACCES, "Permission denied"))
+    assert f"`chmod a+x {tmp_path}`" in message

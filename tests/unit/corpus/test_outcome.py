@@ -1,0 +1,173 @@
+"""The end of a data build: counts of each source, and a refusal where nothing is left of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdrmix import cli
+from cdrmix.corpus import task_run
+from cdrmix.corpus.build import build_dataset
+from cdrmix.corpus.encode import split_of
+from cdrmix.corpus.outcome import log_held_out
+from cdrmix.corpus.remote_jobs import Amounts, Pool
+
+pytest.importorskip("rensa", reason="the [data] extra is not installed")
+
+TEXTS = [f"Line {n} of a text about {n * 7919 % 1000} things.\n" * 20 for n in range(40)]
+
+
+def write_recipe(folder: Path, *sources: dict[str, Any], **values: Any) -> Path:
+    file = folder / "recipe.yaml"
+    entries = [
+        {"type": "local", "domain": "prose", "path": str(folder / f"{entry['name']}.jsonl")} | entry
+        for entry in sources
+    ]
+    defaults = {"steps": [], "tokenizer": {"vocab_size": 300}, "shards": {"validation_share": 0.2}}
+    file.write_text(json.dumps(defaults | {"sources": entries} | values))
+    return file
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A good source `good`, and one without the field `text`, `bad`."""
+    for name, key in (("good", "text"), ("bad", "body")):
+        lines = (json.dumps({"id": n, key: text}) + "\n" for n, text in enumerate(TEXTS))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def built(recipe: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and stderr of a build in the folder of the recipe."""
+    out = str(recipe.parent / "out")
+    argv = ["data", "build", "--config", str(recipe), "--out", out, "--workers", "1"]
+    code = cli.main(argv)
+    return code, capsys.readouterr().err
+
+
+def test_a_source_of_which_nothing_is_left_is_an_error_with_its_reason(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = built(
+        write_recipe(rows, {"name": "good"}, {"name": "bad", "domain": "code"}), capsys
+    )
+    assert code == 2
+    assert "source 'bad' (domain code, path" in err
+    assert "1 file, 0 documents read, 40 set aside (no text in field 'text' 40)" in err
+    assert "Most frequent reason: no text in field 'text' (40; its fields: id, body)" in err
+    assert "Set text_field" in err and "allow_empty: true" in err
+    assert "source 'good'" not in err
+
+
+def test_what_is_allowed_to_be_empty_is_warned_about_and_keeps_the_work(
+    rows: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sources = [{"name": "good"}, {"name": "bad", "domain": "code"}]
+    assert built(write_recipe(rows, *sources), capsys)[0] == 2
+    sources[1] |= {"allow_empty": True}
+    recipe = write_recipe(rows, *sources)
+    # Whatever reads a file again fails.
+    monkeypatch.setattr(task_run, "read_file", None)
+    assert built(recipe, capsys)[0] == 0
+    levels = {record.getMessage(): record.levelname for record in caplog.records}
+    [bad] = [text for text in levels if "source bad" in text]
+    assert levels[bad] == "WARNING" and bad.endswith("0 out, 0 tokens")
+    assert "no document of domain code is left to train on: its sources are empty" in caplog.text
+
+
+def test_nothing_of_a_corpus_is_an_error_though_each_source_may_be_empty(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = built(write_recipe(rows, {"name": "bad", "allow_empty": True}), capsys)
+    assert code == 2
+    assert "no document is left of the corpus" in err and "no text in field 'text' 40" in err
+
+
+def test_the_end_of_a_build_tells_what_became_of_each_source(
+    rows: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (rows / "good.jsonl").open("a") as file:
+        file.write("{broken\n" + json.dumps({"text": TEXTS[3]}) + "\n" + '{"text": "short"}\n')
+    steps = [{"length": {"min_characters": 9}}, "dedup"]
+    recipe = write_recipe(rows, {"name": "good"}, steps=steps)
+    assert built(recipe, capsys)[0] == 0
+    messages = [record.getMessage() for record in caplog.records]
+    [line] = [text for text in messages if "source good" in text]
+    manifest = json.loads((rows / "out" / "manifest.json").read_text())
+    tokens = sum(split["tokens"] for split in manifest["splits"].values())
+    out = sum(split["documents"] for split in manifest["splits"].values())
+    assert "1 file, 42 documents read, 1 set aside (invalid JSON 1), " in line
+    assert "dropped (length 1: " in line and "dedup " in line
+    assert line.endswith(f"{out:,} out, {tokens:,} tokens")
+    assert messages[-1].endswith(f"cdrmix data inspect {rows / 'out'}")
+
+
+def test_a_step_that_drops_a_whole_source_is_named(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [{"length": {"min_characters": 10_000_000}}]
+    code, err = built(write_recipe(rows, {"name": "good"}, steps=steps), capsys)
+    assert code == 2
+    assert "Most frequent reason: length: " in err and "the step 'length'" in err
+
+
+def test_a_domain_that_was_held_out_whole_is_warned_about(
+    rows: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (rows / "one.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n")
+    sources = [{"name": "good"}, {"name": "one", "domain": "code"}]
+    recipe = write_recipe(rows, *sources, shards={"validation_share": 0.97})
+    build_dataset(recipe, rows / "out", workers=1)
+    assert "domain code is left to train on: all of it, 1 document, was held out" in caplog.text
+
+
+def test_the_progress_of_a_build_is_in_bytes_and_tokens(
+    rows: Path,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Watched(Pool):
+        def run_all(self, function: Any, jobs: Any, *, what: str, **options: Any) -> None:
+            seen[what] = options["amounts"]
+            super().run_all(function, jobs, what=what, **options)
+
+    recipe = write_recipe(rows, {"name": "good"}, steps=["dedup"])
+    manifest = build_dataset(recipe, rows / "out", workers=1, engine=Watched(1))
+    text_bytes = sum(len(text.encode()) for text in TEXTS)
+    assert seen["pass 1"] == Amounts("B", [(rows / "good.jsonl").stat().st_size])
+    assert seen["pass 2"] == Amounts("B", [text_bytes])
+    assert seen["encode"].unit == "B" and sum(seen["encode"].of_jobs) <= text_bytes
+    counts = [manifest.splits[split].tokens for split in ("train", "validation")]
+    assert seen["shards"] == Amounts("tokens", counts)
+
+
+def test_a_long_document_that_was_held_out_is_told_with_both_shares(
+    rows: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held_out = [n for n in range(40) if split_of(f"good/good.jsonl#{n}", 0.2) == "validation"]
+    texts = list(TEXTS)
+    texts[held_out[0]] *= 50
+    (rows / "good.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    build_dataset(write_recipe(rows, {"name": "good"}), rows / "out", workers=1)
+    [record] = [each for each in caplog.records if "held out" in each.getMessage()]
+    splits = json.loads((rows / "out" / "manifest.json").read_text())["splits"]
+    tokens = 100 * splits["validation"]["tokens"] / sum(s["tokens"] for s in splits.values())
+    assert record.levelname == "WARNING"
+    assert (
+        f"shards.validation_share 20 %: held out {len(held_out)} documents "
+        f"({100 * len(held_out) / 40:.3g} %) with {tokens:.3g} % of the tokens; whole documents"
+    ) in record.getMessage()
+
+
+def test_shares_that_agree_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log_held_out({"train": (980, 98_000), "validation": (20, 2_000)}, 0.02)
+    [record] = caplog.records
+    assert record.levelname == "INFO"
+    assert record.getMessage().endswith("2 %: held out 20 documents (2 %) with 2 % of the tokens")
