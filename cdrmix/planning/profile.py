@@ -124,7 +124,7 @@ def explained(
     warnings = rules.advise(combination)
     if not plan.fits:
         over = shortfall(plan, config, cluster)
-        warnings += [memory_reason(plan, config, cluster), f"memory: {over}"]
+        warnings.append(f"{memory_reason(plan, config, cluster)}: {over}")
     reasons = _reasons(plan, config, cluster, profile, others)
     if stage_b is not None:
         reasons.append(stage_b_reason(config, cluster, stage_b))
