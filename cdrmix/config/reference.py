@@ -77,7 +77,7 @@ path below, cannot be set alone: set the whole list.
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyEntry:
     """One key of the reference, all in words for people."""
 
     path: str  # dotted; `[]` stands for any entry of a list
@@ -124,7 +124,7 @@ class Group:
 
     path: str
     meaning: str
-    entries: tuple[Entry, ...]
+    entries: tuple[KeyEntry, ...]
 
 
 def groups() -> list[Group]:
@@ -152,7 +152,7 @@ def _groups(section: type[Section], path: str, example: Any) -> Iterator[Group]:
         yield from each
 
 
-def _entry(section: type[Section], path: str, key: str, field: FieldInfo, example: Any) -> Entry:
+def _entry(section: type[Section], path: str, key: str, field: FieldInfo, example: Any) -> KeyEntry:
     default = field.get_default(call_default_factory=True, validated_data={})
     if field.is_required():
         is_derived = section is Config.model_fields["model"].annotation
@@ -165,7 +165,7 @@ def _entry(section: type[Section], path: str, key: str, field: FieldInfo, exampl
         example = _plain(default)
     meaning = field.description or ""
     kind, limits = _kind(field)
-    return Entry(
+    return KeyEntry(
         path,
         kind,
         _unit(meaning, section.__doc__ or "", kind),

@@ -7,7 +7,7 @@ import pytest
 from cdrmix import cli
 from cdrmix.config.load import load_config, shipped
 from cdrmix.config.problems import field_paths
-from cdrmix.config.reference import Entry, explain, groups, reference_markdown
+from cdrmix.config.reference import KeyEntry, explain, groups, reference_markdown
 from cdrmix.config.resuming import _RULES, when_resumed
 from cdrmix.config.schema import Config, MixturePhase
 from cdrmix.errors import ConfigError
@@ -39,7 +39,7 @@ def test_every_key_has_an_entry_and_a_meaning() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda entry: entry.path)
-def test_an_example_is_a_value_that_loads(entry: Entry) -> None:
+def test_an_example_is_a_value_that_loads(entry: KeyEntry) -> None:
     override = f"{entry.path}={entry.example}"
     if "[]" in entry.path:
         key = entry.path.rpartition(".")[2]
