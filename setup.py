@@ -53,7 +53,7 @@ setup(
         "mpi4py>=4.1",  # for ranks that mpirun starts; needs an MPI library only when used
         "numpy>=2.0",
         "psutil>=6.0",
-        "pydantic>=2.10",
+        "pydantic>=2.12",
         "pyyaml>=6.0",
         "safetensors>=0.8",
         "tiktoken>=0.12",

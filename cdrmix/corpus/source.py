@@ -110,7 +110,10 @@ class SourceConfig(Section):
         None, gt=0, description="Largest rate at which each worker reads a stream."
     )
     allow_empty: bool = Field(
-        False, description="Build even if no document of this source is left; false: an error."
+        False,
+        # Left out where it says nothing, so that folders of recipes without it stay theirs.
+        exclude_if=lambda value: not value,
+        description="Build even if no document of this source is left; false: an error.",
     )
 
     @property

@@ -74,6 +74,17 @@ class StreamCourse:
         return loss / sums.steps, {"kl": sums.kl / sums.steps}
 
 
+# Of stage_b.training: the agent alone learns.
+SETTINGS = {
+    **dict.fromkeys(("memory_steps", "adapter_steps", "joint_steps"), 0),
+    "policy_steps": STEPS,
+    "backbone_lr_scale": 0,
+    "lessons_per_step": LESSONS,
+    "group_size": GROUP,
+    "warmup_steps": 0,
+}
+
+
 def learn(
     profile: str, kl_target: float, pipeline: int = 1, more: tuple[str, ...] = ()
 ) -> tuple[list[int], list[float], dict[str, Tensor]]:
@@ -86,15 +97,7 @@ def learn(
     from cdrmix.stage_b.engine import LessonLoader, StageB
     from cdrmix.stage_b.optimizer import Clip, TrainedParameters, stage_b_adamw
 
-    training = {"memory_steps": 0, "adapter_steps": 0, "joint_steps": 0, "policy_steps": STEPS}
-    settings = {
-        **training,
-        "backbone_lr_scale": 0,
-        "lessons_per_step": LESSONS,
-        "group_size": GROUP,
-        "warmup_steps": 0,
-    }
-    overrides = [f"stage_b.training.{name}={value}" for name, value in settings.items()]
+    overrides = [f"stage_b.training.{name}={value}" for name, value in SETTINGS.items()]
     overrides += [f"stage_b.policy.kl_target={kl_target}", f"stage_b.pipeline={pipeline}"]
     config = load_config(TINY, [*overrides, *more])
     assert config.stage_b is not None

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cdrmix import cli
 from cdrmix.corpus import task_run
 from cdrmix.corpus.build import build_dataset
 from cdrmix.corpus.encode import split_of
 from cdrmix.corpus.outcome import log_held_out
+from cdrmix.corpus.recipe import load_recipe, recipe_yaml
 from cdrmix.corpus.remote_jobs import Amounts, Pool
 
 pytest.importorskip("rensa", reason="the [data] extra is not installed")
@@ -87,6 +89,15 @@ def test_nothing_of_a_corpus_is_an_error_though_each_source_may_be_empty(
     code, err = built(write_recipe(rows, {"name": "bad", "allow_empty": True}), capsys)
     assert code == 2
     assert "no document is left of the corpus" in err and "no text in field 'text' 40" in err
+
+
+def test_a_recipe_that_says_nothing_of_empty_sources_is_the_recipe_that_it_was(rows: Path) -> None:
+    def sources(**values: Any) -> list[dict[str, Any]]:
+        recipe = load_recipe(write_recipe(rows, {"name": "bad", **values}))
+        return yaml.safe_load(recipe_yaml(recipe))["sources"]
+
+    assert "allow_empty" not in sources()[0] and sources() == sources(allow_empty=False)
+    assert sources(allow_empty=True)[0]["allow_empty"] is True
 
 
 def test_the_end_of_a_build_tells_what_became_of_each_source(
