@@ -1,6 +1,7 @@
 """`cdrmix plan` as people and scripts meet it: exit code, messages, and reasons that hold."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -114,15 +115,8 @@ def faster_than_the_choice(given: Config, cluster: Cluster) -> tuple[Plan, list[
     return explained(best, given, cluster, others=others), faster if best.fits else []
 
 
-@pytest.mark.parametrize(("nodes", "gpu"), CLUSTERS)
-@pytest.mark.parametrize("path", sorted(shipped("model_configs").glob("*.yaml")),
-                         ids=lambda path: path.stem)  # fmt: skip
-def test_fastest_is_said_only_where_nothing_that_fits_is_faster(
-    path: Path, nodes: int, gpu: str
-) -> None:
-    batch = [] if "tiny" not in path.stem else ["training.global_batch_size=128"]
-    given = load_config(path, batch)
-    cluster = make_cluster(nodes=nodes, gpus_per_node=8, gpu=gpu)
+def check_reasons(given: Config, cluster: Cluster) -> None:
+    """The choice is the fastest that fits and says so, or gives both figures and why."""
     choice, faster = faster_than_the_choice(given, cluster)
     told = [reason for reason in choice.reasons if reason.startswith("speed: ")]
     if not faster:
@@ -134,6 +128,46 @@ def test_fastest_is_said_only_where_nothing_that_fits_is_faster(
     (speed,) = told
     assert f"{choice.estimates()[1].tokens_per_second:,.0f} tokens per second" in speed
     assert f"{fastest:,.0f}" in speed
+
+
+@pytest.mark.parametrize(("nodes", "gpu"), CLUSTERS)
+@pytest.mark.parametrize("path", sorted(shipped("model_configs").glob("*.yaml")),
+                         ids=lambda path: path.stem)  # fmt: skip
+def test_fastest_is_said_only_where_nothing_that_fits_is_faster(
+    path: Path, nodes: int, gpu: str
+) -> None:
+    batch = [] if "tiny" not in path.stem else ["training.global_batch_size=128"]
+    check_reasons(load_config(path, batch), make_cluster(nodes=nodes, gpus_per_node=8, gpu=gpu))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_reasons_of_a_drawn_model_hold_too(seed: int) -> None:
+    draw = random.Random(seed)
+    heads = draw.choice([4, 6, 12, 16, 32])
+    head_dim = draw.choice([32, 64, 128])
+    settings = {
+        "model.num_heads": heads,
+        "model.num_kv_heads": heads,
+        "model.head_dim": head_dim,
+        "model.hidden_size": heads * head_dim,
+        "model.num_layers": draw.choice([4, 8, 24, 40]),
+        "model.vocab_size": draw.choice([4096, 32768]),
+        "training.sequence_length": draw.choice([512, 2048]),
+        "training.global_batch_size": draw.choice([96, 192, 384]),
+        "training.precision": draw.choice(["bf16", "fp32"]),
+        "checkpoint.every_steps": draw.choice([10, 1000]),
+    }
+    if draw.random() < 0.4:
+        settings["model.moe"] = "null"
+    else:
+        settings["model.moe.expert_hidden_size"] = draw.choice([256, 1024, 4096])
+    given = config("core-tiny", *(f"{key}={value}" for key, value in settings.items()))
+    cluster = make_cluster(
+        nodes=draw.choice([1, 2, 6]),
+        gpus_per_node=draw.choice([1, 2, 4, 8]),
+        gpu=draw.choice(["rtx4090-24", "a100-80", "h200-141", "mi300x-192"]),
+    )
+    check_reasons(given, cluster)
 
 
 def test_a_small_model_is_told_that_rules_of_size_come_before_speed() -> None:
