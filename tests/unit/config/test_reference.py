@@ -18,6 +18,8 @@ ENTRIES = {entry.path: entry for group in groups() for entry in group.entries}
 # Keys that are allowed with another one only.
 NEEDS = {
     "training.sequence_checkpoint_tokens": ["training.activation_checkpointing=true"],
+    "training.hold_learning_rate": ["training.schedule=infinite", "training.settle_steps=100"],
+    "training.settle_steps": ["training.schedule=infinite", "training.hold_learning_rate=2e-3"],
     "stage_b.run": ["training.stage=b"],
     "stage_b.pipeline": ["stage_b.training.backbone_lr_scale=0"],
 }
