@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdrmix.config.problems import validate
-from cdrmix.config.schema import MixtureConfig
+from cdrmix.config.schema import Config, MixtureConfig
 from cdrmix.data.shards import MANIFEST_FILE, Manifest
 from cdrmix.data.token_dataset import SplitDataset, permute_epochs
 from cdrmix.errors import DataError
@@ -102,7 +102,10 @@ class Mixture:
             for name, share in zip(self.domains, self._shares[-1], strict=True):
                 what = f"data.mixture: phases[{number}]: domain {name} has a share of {share:.2g}"
                 if share > 0 and num_samples[name] == 0:
-                    raise DataError(f"{what}, but too few tokens for one sample. Leave it out.")
+                    raise DataError(
+                        f"{what}, but too few tokens for one sample. Leave it out, or lower "
+                        "training.sequence_length."
+                    )
                 if 0 < share < 1 / _BLOCK_SLOTS:
                     raise DataError(
                         f"{what}; the smallest is {1 / _BLOCK_SLOTS}. Raise its weight or the "
@@ -364,6 +367,22 @@ def built_mixture(manifest: Manifest) -> MixtureConfig | None:
         text = "; ".join(f"{'.'.join(problem.path)}: {problem.text}" for problem in problems)
         raise DataError(f"{MANIFEST_FILE}: source.mixture: {text}")
     return mixture
+
+
+def check_mixture(config: Config, manifest: Manifest) -> None:
+    """Checks the mixture that a run would follow, its own or that of the data set, before it runs.
+
+    Args:
+        config: `data.mixture` and `training.sequence_length` are read.
+        manifest: of the data set.
+    Raises:
+        DataError: if a domain is unknown, has no whole sample of that length or too small a share,
+            or a phase has an unusable length; with every problem of the phases in one message.
+    """
+    mixture = config.data.mixture or built_mixture(manifest)
+    if mixture is not None:
+        tokens = _domain_tokens(manifest, "train")
+        plan_mixture(mixture, tokens, config.training.sequence_length)
 
 
 def mixture_course(
