@@ -329,6 +329,11 @@ class MixedDataset(SplitDataset):
             indices[in_domain] = begin + places
         return indices
 
+    def drawn(self, start: int, stop: int) -> dict[str, int]:
+        """Samples of each domain in global samples start .. stop - 1, in the order of the names."""
+        counts = self._plan.counts(stop) - self._plan.counts(start)
+        return dict(zip(self._plan.domains, counts.tolist(), strict=True))
+
     def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """First token of each sample in the stream of all domains."""
         domains = np.searchsorted(self._begins, indices, side="right") - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from cdrmix.config.load import changed_keys, load_config
 from cdrmix.config.schema import DataConfig, MixtureConfig
 from cdrmix.data.mixture import MixedDataset, Mixture, Phase, check_mixture, draw_sources
 from cdrmix.data.shards import read_manifest
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import DataError
 from tests.unit.data.token_folder import write_token_folder
 
@@ -216,6 +218,16 @@ def test_a_saved_mixture_is_no_change_of_the_configuration() -> None:
     changed = changed_keys(saved, DataConfig(path="a", mixture=config))
     assert "path" in {name for name, _, _ in changed}
     assert not [name for name, _, _ in changed if name.startswith("mixture")]
+
+
+def test_samples_drawn_between_two_positions_are_those_of_the_order(folder: Path) -> None:
+    dataset = mixed(folder, {"weights": {"a": 1, "c": 3}, "samples": 30}, {"weights": {"b": 1}})
+    domains = [domain for domain, _ in places(dataset, np.arange(80), seed=1)]
+    for start, stop in ((0, 80), (7, 33), (30, 30)):
+        counts = Counter(domains[start:stop])
+        asked = {name: counts[place] for place, name in enumerate(("a", "b", "c", "tiny"))}
+        assert dataset.drawn(start, stop) == asked
+    assert TokenDataset(folder, "train", LENGTH).drawn(0, 9) == {}
 
 
 def test_weights_left_out_are_the_sizes_of_the_domains(folder: Path) -> None:
