@@ -399,8 +399,9 @@ def mixture_course(
 
     Returns:
         `sequence_length`; `samples`, length of the course (count); `available`, samples in each
-        domain; `whole`, `phases` and `parts`: shares as `draw_sources` returns them. Or `problem`,
-        the reason why the mixture cannot be drawn.
+        domain; `whole`, `phases` and `parts`: shares as `draw_sources` returns them, phases with
+        their `change` and `has_end`, a length of their own. Or `problem`, the reason why the
+        mixture cannot be drawn.
     """
     try:
         mixture = plan_mixture(config, _domain_tokens(manifest, "train"), sequence_length)
@@ -410,7 +411,8 @@ def mixture_course(
     total = sum(mixture.num_samples.values())
     ends = list(accumulate(phase.num_samples or total for phase in mixture.phases))
     phases = [
-        {"change": phase.change} | draw_sources(mixture, start, stop)
+        {"change": phase.change, "has_end": phase.num_samples is not None}
+        | draw_sources(mixture, start, stop)
         for phase, start, stop in zip(mixture.phases, [0, *ends[:-1]], ends, strict=True)
     ]
     # Summed over the phases: sampled points of the whole range could miss a short phase.
