@@ -217,21 +217,30 @@ def log_outcomes(outcomes: Iterable[SourceOutcome], tokens: Mapping[str, int], o
 
 
 def log_domains(domains: Iterable[str], manifest: Manifest) -> None:
-    """Warns of each domain that has nothing to train on."""
+    """Warns of each domain with nothing to train on; tells of those with nothing held out."""
+    domains = sorted(set(domains))
     documents: Counter[tuple[str, str]] = Counter()
     for shard in manifest.shards:
         documents[shard.domain, shard.split] += shard.documents
-    for domain in sorted(set(domains)):
-        held_out = documents[domain, "validation"]
+    for domain in domains:
+        num_held_out = documents[domain, "validation"]
         if documents[domain, "train"]:
             continue
         why = "its sources are empty, as allow_empty allows"
-        if held_out:
+        if num_held_out:
             why = (
-                f"all of it, {_number(held_out, 'document')}, was held out; add documents or lower "
-                "shards.validation_share"
+                f"all of it, {_number(num_held_out, 'document')}, was held out; add documents or "
+                "lower shards.validation_share"
             )
         _logger.warning("data build: no document of domain %s is left to train on: %s", domain, why)
+    unseen = [d for d in domains if documents[d, "train"] and not documents[d, "validation"]]
+    # Without anything held out at all, `log_held_out` tells more.
+    if unseen and "validation" in manifest.splits:
+        _logger.info(
+            "data build: no document of domain %s was held out, so evaluations have no loss of it; "
+            "raise shards.validation_share or add documents",
+            ", ".join(unseen),
+        )
 
 
 def held_out(sizes: Mapping[str, tuple[int, int]], share: float) -> dict[str, float]:

@@ -141,6 +141,17 @@ def test_a_domain_that_was_held_out_whole_is_warned_about(
     assert "domain code is left to train on: all of it, 1 document, was held out" in caplog.text
 
 
+def test_a_domain_of_which_nothing_was_held_out_is_told(
+    rows: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    (rows / "one.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n")
+    sources = [{"name": "good"}, {"name": "one", "domain": "code"}]
+    build_dataset(write_recipe(rows, *sources), rows / "out", workers=1)
+    [line] = [text for text in caplog.messages if "was held out, so evaluations" in text]
+    assert "no document of domain code was held out" in line and "prose" not in line
+
+
 def test_the_progress_of_a_build_is_in_bytes_and_tokens(
     rows: Path,
 ) -> None:
