@@ -57,6 +57,9 @@ def finish(run: Run, stage: Pretraining) -> None:
             *(evaluation.loss, evaluation.perplexity, evaluation.bits_per_byte),
             f"{evaluation.tokens:,}",
         )
+        if evaluation.domains:
+            by_domain = (f"{each.domain} {each.loss:.4f}" for each in evaluation.domains)
+            logger.info("validation loss by domain: %s", ", ".join(by_domain))
         if baselines is not None:
             logger.info(
                 "counted on the very tokens it trained on: smoothed bigram %.4f, "
