@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from cdrmix import runtime
+from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.files import MANIFEST_FILE, is_passing, read_json, retried
-from cdrmix.checkpoint.folder import step_folders
 from cdrmix.cluster.messages import LAUNCH_FOLDER
 from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
