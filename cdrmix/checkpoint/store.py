@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix import runtime
-from cdrmix.checkpoint.candidates import candidates, step_folders, step_of
+from cdrmix.checkpoint.candidates import all_damaged, candidates, step_folders, step_of
 from cdrmix.checkpoint.files import damage, read_json
 from cdrmix.checkpoint.saver import agree_on_failures
 from cdrmix.data.folders import sync
-from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
+from cdrmix.errors import InfrastructureError, StateError
 from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
@@ -88,11 +88,7 @@ def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCh
         raise unreadable[1]
     if not skipped:
         return None
-    listed = "\n".join(f"  {name}: {why}" for name, why in skipped)
-    raise NoUsableStateError(
-        f"{path}: every checkpoint is damaged:\n{listed}\nTry restoring one of them from a copy, "
-        "or start again in a new run directory"
-    )
+    raise all_damaged(path, skipped)
 
 
 def set_aside(start: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> None:
