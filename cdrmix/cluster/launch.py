@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -21,7 +21,8 @@ from cdrmix.cluster.handover import LauncherStart, launch_environment, train_arg
 from cdrmix.cluster.hosts import Host, read_hostfile, run_on
 from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, STOP, Outcome
 from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
-from cdrmix.config.load import load_config, new_run_dir
+from cdrmix.config.load import new_run_dir
+from cdrmix.config.resuming import config_of_start
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, InfrastructureError, PlanError, StateError
 from cdrmix.log import get_logger
@@ -80,7 +81,7 @@ class _Signals:
 
 def make_job(
     *,
-    config: Path,
+    config: Path | None,
     overrides: Sequence[str],
     hostfile: Path | None,
     ranks_per_host: int | None,
@@ -89,8 +90,11 @@ def make_job(
     run_dir: Path | None,
     resume: str,
 ) -> Job:
-    """Makes a job from a command line; TrainingError if configuration or hostfile is wrong."""
-    resolved_config = load_config(config, overrides)
+    """Makes a job from a command line; TrainingError if configuration or hostfile is wrong.
+
+    `config` may be left out where a run is resumed, which has its own.
+    """
+    resolved_config = config_of_start(config, overrides, run_dir=run_dir, resume=resume)
     if run_dir is not None and re.search(r"[\x00-\x1f\x7f]", str(run_dir)):
         raise ConfigError(
             f"--run-dir {str(run_dir)!r}: has control characters, which files of variables and "
@@ -109,13 +113,16 @@ def make_job(
     )
 
 
-def launch(job: Job) -> int:
+def launch(job: Job, *, check: Callable[[], None] | None = None) -> int:
     """Trains to the end, over as many starts as are allowed; returns the exit code of the command.
 
-    Raises TrainingError if a host cannot be reached before the first start.
+    `check` is called before anything is started. Raises TrainingError if it does, or if a host
+    cannot be reached before the first start.
     """
-    # first, so that a signal while hosts are checked ends the command by its code
+    # first, so that a signal while all is checked ends the command by its code
     signals = _Signals()
+    if check is not None:
+        check()
     start = replace(job, hosts=_reachable_hosts(job, is_first=True))
     furthest = _resumed_at(start)
     lost_in_a_row = 0
