@@ -19,7 +19,7 @@ from types import FrameType
 from cdrmix import errors
 from cdrmix.cluster.handover import LauncherStart, launch_environment, train_arguments
 from cdrmix.cluster.hosts import Host, read_hostfile, run_on
-from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, STOP, Outcome
+from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
 from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
 from cdrmix.config.load import new_run_dir
 from cdrmix.config.resuming import config_of_start
@@ -36,6 +36,8 @@ _DOUBTFUL = (errors.EXIT_USER_ERROR, errors.EXIT_NO_USABLE_STATE)
 _FIRST_WAIT_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 60.0
 _LATEST = Path("checkpoints") / "latest"
+# Signals that a person sends without naming them.
+_TOLD = {"SIGINT": "an interrupt (SIGINT)", "SIGHUP": "the end of the terminal (SIGHUP)"}
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,18 @@ class _Signals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_stop)
 
+    @property
+    def told(self) -> str:
+        """Signal that asked to stop, for people."""
+        return _TOLD.get(self.name or "", self.name or "")
+
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
             raise SystemExit(errors.EXIT_FAULT)  # leaves the context of the start, which ends it
         self.name = signal.Signals(number).name
         if self.folder is None:
             raise SystemExit(errors.EXIT_STOPPED_BY_SIGNAL)
-        (self.folder / STOP).touch()
+        ask_to_stop(self.folder, self.told)
         # not logged: a handler that interrupts the writing of a line must not write to the same
         # buffer, which raises RuntimeError
         text = f"{self.name}: asking the ranks to save and stop; once more ends them\n"
@@ -246,6 +253,8 @@ def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:
     if outcome.exit_code == errors.EXIT_FAULT and marker.is_file() and not was_finished:
         # the ranks' outcome file was lost, as on a file server that is slow to show it
         outcome = replace(outcome, exit_code=errors.EXIT_DONE)
+    if outcome.exit_code == errors.EXIT_STOPPED_BY_SIGNAL and signals.name and not outcome.reason:
+        outcome = replace(outcome, reason=f"stopped by {signals.told}")
     return outcome
 
 
