@@ -20,8 +20,17 @@ from cdrmix import errors
 from cdrmix.cluster.handover import LauncherStart, launch_environment, train_arguments
 from cdrmix.cluster.hosts import Host, read_hostfile, run_on
 from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, STOP, Outcome
-from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
-from cdrmix.config.load import load_config, new_run_dir
+from cdrmix.cluster.start_records import first_step, newest_number
+from cdrmix.cluster.starts import (
+    COMMANDED_VARIABLE,
+    MARKER,
+    StartRecord,
+    age_seconds,
+    append_start,
+    end_of_run,
+)
+from cdrmix.config.load import new_run_dir
+from cdrmix.config.resuming import config_of_start
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, InfrastructureError, PlanError, StateError
 from cdrmix.log import get_logger
@@ -90,7 +99,7 @@ def make_job(
     resume: str,
 ) -> Job:
     """Makes a job from a command line; TrainingError if configuration or hostfile is wrong."""
-    resolved_config = load_config(config, overrides)
+    resolved_config = config_of_start(config, overrides, run_dir=run_dir, resume=resume)
     if run_dir is not None and re.search(r"[\x00-\x1f\x7f]", str(run_dir)):
         raise ConfigError(
             f"--run-dir {str(run_dir)!r}: has control characters, which files of variables and "
@@ -114,6 +123,10 @@ def launch(job: Job) -> int:
 
     Raises TrainingError if a host cannot be reached before the first start.
     """
+    end = end_of_run(job.config, run_dir=job.run_dir, resume=job.resume)
+    if end is not None:
+        logger.info("%s", end)
+        return errors.EXIT_DONE
     # first, so that a signal while hosts are checked ends the command by its code
     signals = _Signals()
     start = replace(job, hosts=_reachable_hosts(job, is_first=True))
@@ -121,6 +134,7 @@ def launch(job: Job) -> int:
     lost_in_a_row = 0
     has_been_good = False
     for number in itertools.count(1):
+        before = newest_number(start.run_dir)
         began = datetime.now(UTC)
         if number == 1:  # the goodput counts this process's own imports as part of the start
             began -= timedelta(seconds=age_seconds(os.getpid()))
@@ -131,6 +145,8 @@ def launch(job: Job) -> int:
             if number == 1:  # else the host was there at the first start
                 raise
             outcome = Outcome(errors.EXIT_FAULT, str(error), 0)
+        resumed_at = first_step(start.run_dir, after=before, otherwise=resumed_at)
+        outcome = replace(outcome, step=max(resumed_at, outcome.step))  # it may have had none left
         got_further = outcome.step > resumed_at
         # after a good start the same error before the first step is a passing fault of the machine
         is_mistake = outcome.exit_code in _DOUBTFUL and (got_further or not has_been_good)
