@@ -6,7 +6,9 @@ Ranks ask torch, and plan by its answer.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -25,27 +27,32 @@ class Devices(NamedTuple):
     memory_gib: float | None  # of the smallest device, or of the host for CPUs; None: not known
 
 
-def device_kind() -> Literal["cuda", "cpu"]:
+def device_kind(variables: Mapping[str, str] | None = None) -> Literal["cuda", "cpu"]:
     """Kind of device that a rank will take here: "cpu" where there is no other, or all are hidden.
 
     Where torch cannot use the devices that a driver shows, the rank will take CPUs all the same.
+    `variables` are those that the rank will have beside this process's.
     """
-    hidden = [os.environ[name].strip() in ("", "-1") for name in HIDING if name in os.environ]
-    is_asked = os.environ.get("DS_ACCELERATOR") == "cpu" or any(hidden)
+    environment = {**os.environ, **(variables or {})}
+    hidden = [environment[name].strip() in ("", "-1") for name in HIDING if name in environment]
+    is_asked = environment.get("DS_ACCELERATOR") == "cpu" or any(hidden)
     return "cpu" if is_asked or not driver_devices() else "cuda"
 
 
-def devices_here() -> Devices:
-    """Kind, number and memory of the devices of this machine."""
-    if device_kind() == "cpu":
+def devices_here(variables: Mapping[str, str] | None = None) -> Devices:
+    """Kind, number and memory of the devices of this machine; `variables` as of `device_kind`."""
+    environment = {**os.environ, **(variables or {})}
+    if device_kind(variables) == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         with_cores = [node for node in _NUMA_NODES.glob("node[0-9]*/cpulist") if _text(node)]
-        number = int(os.environ.get("LOCAL_SIZE", "0")) or len(with_cores) or 1
+        if shutil.which("numactl") is None:  # which DeepSpeed asks for them
+            with_cores = []
+        number = int(environment.get("LOCAL_SIZE", "0")) or len(with_cores) or 1
         return Devices("cpu", number, memory)
     number = sum(driver_devices().values())
     for name in HIDING:
-        if name in os.environ:
-            number = min(number, len(os.environ[name].split(",")))
+        if name in environment:
+            number = min(number, len(environment[name].split(",")))
     return Devices("cuda", number, _smallest_gib())
 
 

@@ -83,7 +83,7 @@ def expect(job: Job, *, gpu: str | None, gpu_memory_gib: float | None) -> Expect
     here = None
     # A login node says nothing of the hosts' devices.
     if not job.hosts or any(is_this_machine(host.name) for host in job.hosts):
-        here = devices_here()
+        here = devices_here(job.environment)
         of_hosts = of_hosts or [job.ranks_per_host or here.number]
     num_ranks = sum(of_hosts)
     # Hosts may have different numbers of ranks; a plan takes nodes of equal size.

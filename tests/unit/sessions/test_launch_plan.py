@@ -46,7 +46,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def has(monkeypatch: pytest.MonkeyPatch, here: Devices) -> None:
-    monkeypatch.setattr(launch_plan, "devices_here", lambda: here)
+    monkeypatch.setattr(launch_plan, "devices_here", lambda variables: here)
 
 
 def test_the_devices_found_here_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +94,8 @@ def test_devices_that_are_hidden_do_not_count(
     assert devices_here() == ("cuda", 4, 24.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert devices_here() == ("cuda", 2, 24.0)
+    assert devices_here({"CUDA_VISIBLE_DEVICES": "1"}) == ("cuda", 1, 24.0)
+    assert device_kind({"DS_ACCELERATOR": "cpu"}) == "cpu"  # of launch.environment
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device_kind() == "cpu"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
