@@ -66,7 +66,13 @@ def main(arguments: list[str]) -> int:
         overrides = list(args.overrides)
         if args.max_steps is not None:
             overrides.append(f"training.max_steps={args.max_steps}")
-        config = config_of_start(args.config, overrides, run_dir=args.run_dir, resume=args.resume)
+        config = config_of_start(
+            args.config,
+            overrides,
+            run_dir=args.run_dir,
+            resume=args.resume,
+            is_quiet=runtime.environment_rank() != 0,
+        )
         end = end_of_run(config, run_dir=args.run_dir, resume=args.resume)
         if end is not None:
             log.get_logger(__name__).info("%s", end)

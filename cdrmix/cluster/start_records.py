@@ -19,7 +19,7 @@ import psutil
 from cdrmix.cluster.handover import TRAIN
 from cdrmix.config.redaction import REDACTED, redacted_text
 
-FOLDER = "starts"
+STARTS_FOLDER = "starts"
 _NAME = re.compile(r"\d{4,}\.json")
 # Values of variables: --set launch.environment.TOKEN=abc, or 'launch={environment: {TOKEN: abc}}'.
 _SECRET = re.compile(r"^((?:--set=)?launch(?:\.environment(?:\.[^=]*)?)?)=.*", re.S)
@@ -49,7 +49,7 @@ def newest_start(run_dir: Path) -> dict[str, Any] | None:
 
 def _files(run_dir: Path) -> list[Path]:
     try:
-        found = [each for each in (run_dir / FOLDER).iterdir() if _NAME.fullmatch(each.name)]
+        found = [each for each in (run_dir / STARTS_FOLDER).iterdir() if _NAME.fullmatch(each.name)]
     except OSError:
         return []
     return sorted(found, key=lambda each: int(each.stem))
@@ -62,7 +62,7 @@ def add_start_record(run_dir: Path, content: dict[str, Any]) -> int:
     """
     files = _files(run_dir)
     number = int(files[-1].stem) + 1 if files else 1
-    folder = run_dir / FOLDER
+    folder = run_dir / STARTS_FOLDER
     folder.mkdir(exist_ok=True)
     text = json.dumps({"number": number, **content}, indent=2) + "\n"
     with (folder / f"{number:04}.json").open("x", encoding="utf-8") as file:
@@ -84,11 +84,14 @@ def first_step(run_dir: Path, *, after: int, otherwise: int) -> int:
     return int(newest["from_step"]) if newest and newest["number"] > after else otherwise
 
 
-def recorded_data(run_dir: Path) -> Path | None:
-    """Folder of the data set that the newest start read; None of a run of an earlier version."""
-    data = (newest_start(run_dir) or {}).get("data")
-    folder = data.get("folder") if isinstance(data, dict) else None
-    return Path(folder) if isinstance(folder, str) else None
+def recorded_data(run_dir: Path, *, data_path: str | None = None) -> Path | None:
+    """Folder of the data set that the newest start read; None of a run of an earlier version, or
+    where that start had another `data_path` than the one given."""
+    with contextlib.suppress(KeyError, TypeError):  # changed by hand
+        record = newest_start(run_dir) or {}
+        if data_path in (None, record["config"]["data"]["path"]):
+            return Path(record["data"]["folder"])
+    return None
 
 
 def command_of_user(arguments: Sequence[str]) -> list[str]:

@@ -169,7 +169,12 @@ def when_resumed(path: str) -> str:
 
 
 def config_of_start(
-    config: Path | None, overrides: Sequence[str], *, run_dir: Path | None, resume: str
+    config: Path | None,
+    overrides: Sequence[str],
+    *,
+    run_dir: Path | None,
+    resume: str,
+    is_quiet: bool = False,
 ) -> Config:
     """Returns the configuration of a start: of a new run, or of one that goes on.
 
@@ -181,6 +186,7 @@ def config_of_start(
         overrides: --set, `a.b=value` each.
         run_dir: --run-dir.
         resume: --resume: never, auto, or a run directory or checkpoint.
+        is_quiet: log nothing, as on all ranks but the first.
     Raises:
         ConfigError: if file or overrides are wrong, none is given for a new run, a key changes that
             cannot, or a password that the run directory does not hold is missing.
@@ -208,7 +214,10 @@ def config_of_start(
     _refuse_model(before, overrides, own)
     resolved = resolve(values, overrides, place=str(own.place))
     _refuse_redacted(resolved, own)
-    _tell_changes(before, resolved, own)
+    changes = _allowed_changes(before, resolved, own)
+    if is_quiet:
+        return resolved
+    _tell(changes)
     if given is not None:
         _tell_not_taken(given, resolved, config=config, own=own)
     return resolved
@@ -317,21 +326,25 @@ def _refuse_model(before: Config, overrides: Sequence[str], own: _Own) -> None:
 def _refusal(key: str, old: Any, new: Any, own: _Own) -> str:
     return (
         f"{key}: {_shown(old)} -> {_shown(new)}: cannot change when the run of {own.place} is "
-        f"resumed ({rule_of(key).text}). Leave it as it is, or begin a new run"
+        f"resumed (its rule: {rule_of(key).text}). Leave it as it is, or begin a new run"
     )
 
 
-def _tell_changes(before: Config, resolved: Config, own: _Own) -> None:
-    """Refuses the changes by overrides that cannot be, and logs the others by their kind."""
-    altering: list[Change] = []
-    free: list[Change] = []
-    for key, old, new in _changes(before, resolved):
+def _allowed_changes(before: Config, resolved: Config, own: _Own) -> list[Change]:
+    """Lists the changes by overrides; raises ConfigError for one that cannot be."""
+    changes = _changes(before, resolved)
+    for key, old, new in changes:
         rule = rule_of(key)
         resumed = _Resumed(own.stage, old, new, resolved)
         # without a checkpoint the run begins again, and may do so with other values
         if own.stage is not None and (rule is _REFUSED or rule.refused(resumed)):
             raise ConfigError(_refusal(key, old, new, own))
-        (free if rule.kind == "free" else altering).append((key, old, new))
+    return changes
+
+
+def _tell(changes: Sequence[Change]) -> None:
+    free = [change for change in changes if rule_of(change[0]).kind == "free"]
+    altering = [change for change in changes if change not in free]
     if altering:
         logger.warning("warning: changed since the run's last start: %s", told(altering))
     if free:

@@ -18,6 +18,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.files import MANIFEST_FILE, is_passing, read_json, retried
 from cdrmix.cluster.messages import LAUNCH_FOLDER
+from cdrmix.cluster.start_records import STARTS_FOLDER
 from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
 from cdrmix.config.schema import Config
@@ -46,7 +47,15 @@ SAVES = "saves.json"
 # Files of a start that was refused before it became a run.
 _LEFT_BY_REFUSED = {_LOCK, LOG, LAUNCH_FOLDER}
 # Everything else is renamed into place, which replaces a link; these would follow it elsewhere.
-_WRITTEN_IN_PLACE = (_LOCK, LOG, METRICS, LAUNCH_FOLDER, "checkpoints", "wall_time.tmp")
+_WRITTEN_IN_PLACE = (
+    _LOCK,
+    LOG,
+    METRICS,
+    LAUNCH_FOLDER,
+    STARTS_FOLDER,
+    "checkpoints",
+    "wall_time.tmp",
+)
 # flock is missing on Lustre without the mount option, and on NFS without a lock server.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 

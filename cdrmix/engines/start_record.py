@@ -61,7 +61,8 @@ def _describe(run: Run, state: JsonObject | None, hosts: Counter[str]) -> JsonOb
         "command": list(run.command),
         "folder": os.getcwd(),
         "config": values,
-        "config_hash": config_hash(config),
+        # of these values: paths are the same from every folder
+        "config_hash": config_hash(Config.model_validate(values)),
         "changes": [{"key": key, "old": old, "new": new} for key, old, new in changes],
         "data": describe_data(config, run.stage.corpus),
         "hosts": [{"name": name, "ranks": ranks} for name, ranks in hosts.items()],

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cdrmix import runtime
 from cdrmix.checkpoint.store import FoundCheckpoint
-from cdrmix.cluster.start_records import newest_start
+from cdrmix.cluster.start_records import recorded_data
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config
 from cdrmix.data.mixture import MixedDataset, built_mixture
@@ -45,9 +45,8 @@ def recorded_sample(run_dir: Path, checkpoint: FoundCheckpoint | None) -> Path |
         if checkpoint is not None and checkpoint.path.parent.name == "checkpoints":
             places.append(checkpoint.path.parent.parent)
         for place in places:
-            record = newest_start(place)
-            if record is not None and record["config"]["data"]["path"] == SAMPLE:
-                return str(record["data"]["folder"])
+            if (folder := recorded_data(place, data_path=SAMPLE)) is not None:
+                return str(folder)
         return None
 
     folder = runtime.first_rank_does(read)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,14 @@ import pytest
 
 from cdrmix import __version__
 from cdrmix.cli import main
+from cdrmix.cluster.start_records import newest_start
 from cdrmix.config.load import load_config
 from cdrmix.config.resuming import rule_of
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
+from tests.conftest import TINY
 from tests.harness import ROOT, run_ranks
-from tests.small_run import overrides, start
+from tests.small_run import CONFIG, arguments, before_step, overrides, start
 
 EARLIER = ROOT / "tests" / "data" / "earlier_run"
 
@@ -201,3 +206,66 @@ def test_what_is_refused_at_once_the_ranks_would_refuse(
     assert run_ranks(start_unchecked, 1, argv, str(stopped), [override]) == [2]
     text = capfd.readouterr().out
     assert "was trained with another model" in text or "in another order" in text
+
+
+def test_data_that_is_gone_is_named_and_never_built(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = Path(shutil.copytree(EARLIER / "data", tmp_path / "data"))
+    assert go_on(stopped, f"data.path={data}", "training.max_steps=5") == 0
+    data.rename(tmp_path / "moved")
+    capsys.readouterr()
+    assert main(["evaluate", str(stopped)]) == 2
+    told = capsys.readouterr().err
+    assert f"{data}: the data set that" in told and "Give --data DIR" in told
+    assert main(["evaluate", str(stopped), "--data", str(tmp_path / "moved")]) == 0
+
+
+def test_the_sample_corpus_is_the_one_that_the_run_began_with(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, away, run_dir = (tmp_path / name for name in ("here", "away", "run"))
+    away.mkdir()
+    sample = here / "data" / "sample-4096"
+    shutil.copytree(small_corpus, sample)
+    argv = arguments(Path("sample"), run_dir, "--max-steps", "2", config=TINY)
+    assert run_ranks(start_in, 1, argv, str(here)) == [0]
+    assert load_config(run_dir / "config_snapshot.yaml").data.path == "sample"
+    assert go_on(run_dir, "training.max_steps=3", folder=away) == 0
+    # and of a run of its own, that begins with a checkpoint of this one
+    source = str(run_dir / "checkpoints" / "2")
+    argv = ["--resume", source, "--run-dir", str(tmp_path / "other"), "--max-steps", "4"]
+    assert run_ranks(start_in, 1, argv, str(away)) == [0]
+    for run in (run_dir, tmp_path / "other"):
+        assert newest_start(run)["data"]["folder"] == str(sample)
+    monkeypatch.chdir(away)
+    assert main(["evaluate", str(run_dir)]) == 0
+    assert list(away.iterdir()) == []
+
+
+def start_and_stop(argv: list[str]) -> int:
+    """What one rank does that is asked to stop at its sixth step."""
+    before_step(5, partial(os.kill, os.getpid(), signal.SIGTERM))
+    return start(argv)
+
+
+def test_a_stopped_run_tells_a_command_that_is_enough(stopped: Path, tmp_path: Path) -> None:
+    rate = "training.learning_rate=1e-3"
+    argv = ["--run-dir", str(stopped), "--resume", "auto", "--set", rate, "--profile", "zero1"]
+    assert run_ranks(start_and_stop, 1, argv) == [75]
+    (line,) = [t for t in (stopped / "train.log").read_text().splitlines() if "Go on with: " in t]
+    program, script, *words = shlex.split(line.partition("Go on with: ")[2])
+    assert (program, script) == ("python", "launch/train.py")
+    assert words == ["--profile", "zero1", "--run-dir", str(stopped), "--resume", "auto"]
+    assert run_ranks(start_in, 1, words, str(tmp_path)) == [0]
+    assert [line["step"] for line in steps_of(stopped)] == list(range(1, 9))
+    assert load_config(stopped / "config_snapshot.yaml").training.learning_rate == 1e-3
+
+
+def test_one_rank_tells_the_changes(stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = [*overrides(["training.learning_rate=1e-3", "training.max_steps=5"])]
+    argv += ["--config", str(ROOT / CONFIG), "--run-dir", str(stopped), "--resume", "auto"]
+    assert run_ranks(start, 2, argv) == [0, 0]
+    told = capfd.readouterr().out
+    assert told.count("changed since the run's last start") == 1
+    assert told.count("differ from the run's own") == 1

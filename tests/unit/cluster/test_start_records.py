@@ -26,10 +26,12 @@ def test_each_start_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert first_step(tmp_path, after=0, otherwise=7) == 7
     assert add_start_record(tmp_path, {"from_step": 0, "data": {"folder": "/a"}}) == 1
     first = (tmp_path / "starts" / "0001.json").read_bytes()
-    assert add_start_record(tmp_path, {"from_step": 49, "data": {"folder": "/b"}}) == 2
+    second = {"from_step": 49, "data": {"folder": "/b"}, "config": {"data": {"path": "sample"}}}
+    assert add_start_record(tmp_path, second) == 2
     assert (tmp_path / "starts" / "0001.json").read_bytes() == first
     assert [each["from_step"] for each in read_start_records(tmp_path)] == [0, 49]
-    assert recorded_data(tmp_path) == Path("/b")
+    assert recorded_data(tmp_path) == recorded_data(tmp_path, data_path="sample") == Path("/b")
+    assert recorded_data(tmp_path, data_path="/shards") is None
     assert first_step(tmp_path, after=1, otherwise=0) == 49
     assert first_step(tmp_path, after=2, otherwise=5) == 5, "the start left no record"
 
