@@ -67,7 +67,8 @@ def test_an_entry_tells_whether_a_resumed_run_may_have_another_value() -> None:
     paths = {path.replace("[]", "") for path in ENTRIES} | {group.path for group in groups()}
     assert {*_RULES} <= paths
     assert when_resumed("model.moe.top_k") == "refused"
-    assert when_resumed("training.learning_rate") == "may change"
+    assert when_resumed("training.learning_rate").startswith("may change, with a warning")
+    assert when_resumed("monitoring.log_every_steps") == "may change"
     assert when_resumed("data.mixture.phases.tokens").startswith("refused in Stage A")
 
 
