@@ -194,7 +194,7 @@ def _disk(told: dict[str, Any]) -> _Judgement:
     if free is None:
         return "FAIL", "the folder of runs is not there", "mount it there, or give another --folder"
     detail = f"{free / GIB:.1f} GiB free"
-    if inodes is not None:
+    if inodes is not None and inodes < _GOOD_INODES:
         detail += f", {inodes:,} inodes"
     if free < _LEAST_DISK_BYTES or (inodes is not None and inodes < _LEAST_INODES):
         return "FAIL", detail, "delete files that are not needed, or give another --folder"

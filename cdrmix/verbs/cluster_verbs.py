@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cdrmix.errors import EXIT_DONE, EXIT_USER_ERROR
+from cdrmix.log import styled
 from cdrmix.verbs.flags import Verbs, add_config_flags, at_least
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # Of the longest name of a check, .deepspeed_env.
 _CHECK_WIDTH = 14
 _WIDTH_WITHOUT_TERMINAL = 80
+_STYLES = {"ok": "ok", "warn": "warning", "FAIL": "fail"}
 
 
 def add_launch(verbs: Verbs) -> None:
@@ -179,7 +181,9 @@ def add_doctor(verbs: Verbs) -> None:
 
 def _finding_lines(finding: Finding) -> str:
     """A finding in lines as wide as the terminal, with its remedy under it."""
-    opening = f"{finding.status:4}  {finding.check:{_CHECK_WIDTH}}  "
+    name = f"  {finding.check:{_CHECK_WIDTH}}  "
+    status = styled(f"{finding.status:4}", _STYLES[finding.status], sys.stdout)
+    indent = 4 + len(name)
     texts = [finding.detail, *([f"try: {finding.remedy}"] if finding.remedy else [])]
     is_shown = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_shown else _WIDTH_WITHOUT_TERMINAL
@@ -188,9 +192,9 @@ def _finding_lines(finding: Finding) -> str:
         lines += textwrap.wrap(
             text,
             # a terminal of a few columns still gets words
-            width=max(20, width - len(opening)),
+            width=max(20, width - indent),
             subsequent_indent="  " if text is not finding.detail else "",
             break_long_words=False,  # paths and commands are copied from here
             break_on_hyphens=False,
         )
-    return opening + f"\n{' ' * len(opening)}".join(lines)
+    return status + name + f"\n{' ' * indent}".join(lines)

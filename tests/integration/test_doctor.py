@@ -20,6 +20,7 @@ from uuid import uuid4
 import pytest
 
 from cdrmix import cli
+from cdrmix.cluster import doctor as doctor_module
 from cdrmix.cluster import probe
 from cdrmix.cluster.doctor import examine
 from cdrmix.cluster.handover import FOLDER_VARIABLE
@@ -103,6 +104,18 @@ def test_an_all_reduce_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     (kept,) = runs.iterdir()
     assert str(kept) in done.stdout
     assert "Traceback" in kept.read_text()
+
+
+def test_an_all_reduce_that_hangs_is_told_of_with_the_time_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_module, "_ALL_REDUCE_SECONDS", 0.1)
+    for name, value in RANK_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    *_, finding = examine([], folder=tmp_path, ranks_per_host=1, with_all_reduce=True)
+    assert finding.status == "FAIL"
+    assert finding.detail.startswith("time ran out after 0 s: ")
+    assert finding.remedy == f"read {tmp_path}/doctor-all-reduce.log"
 
 
 def test_limits_that_end_a_run_are_told_in_lines_of_80_columns(tmp_path: Path) -> None:

@@ -119,6 +119,15 @@ def test_hosts_with_the_same_fault_share_a_line(well: Told) -> None:
     assert finding.remedy.count("limits.d") == 1
 
 
+def test_the_worst_host_decides(well: Told) -> None:
+    warned, failing = copy.deepcopy(well), copy.deepcopy(well)
+    warned["limits"]["open_files"] = 2048
+    failing["limits"]["open_files"] = 512
+    finding = found({"a": warned, "b": failing})["open files"]
+    assert finding.status == "FAIL"
+    assert finding.detail.startswith("b: at most 512"), "the warning waits"
+
+
 def test_a_limit_of_this_shell_is_raised_in_this_shell(well: Told) -> None:
     other = copy.deepcopy(well)
     other["limits"]["open_files"] = 512
