@@ -123,18 +123,22 @@ def _without_ranks(
         *findings, leftovers = judge(answers, ranks, over_ssh=over_ssh)
         yield from findings
         yield _shared_folder([*answers], folder)
-        yield _ports(answers, address)
+        addresses = {name: values["address"] or name for name, values in answers.items()}
+        yield _ports(answers, {**addresses, targets[0]: address})
         yield environment
         yield leftovers
 
 
 def remove_leftovers_on_hosts(hosts: Sequence[Host]) -> list[str]:
     """Removes leftovers of this user's earlier runs on the hosts; returns a line for each."""
-    lines = []
-    for name in [host.name for host in hosts] or ["localhost"]:
-        removed = _ask(name, "remove_leftovers").get("removed", [])
-        lines += [f"{name}: {what}" for what in removed]
-    return lines
+    names = [host.name for host in hosts] or ["localhost"]
+    with ThreadPoolExecutor(max_workers=_HOSTS_AT_ONCE) as pool:
+        told = pool.map(lambda name: _ask(name, "remove_leftovers"), names)
+        return [
+            f"{name}: {what}"
+            for name, values in zip(names, told, strict=True)
+            for what in values.get("removed", [])
+        ]
 
 
 def reason_in(output: str) -> str:
@@ -211,7 +215,7 @@ def _reach(answers: Answers, failures: Mapping[str, str], lost: Mapping[str, str
     for name, why in failures.items():
         setup = f"make setup in the same folder on {name}: all hosts need Python and CDRmix there"
         remedies[_remedy_of_ssh(name, why) if name in lost else setup] = None
-    if len({*failures, *answers}) == 1 and is_this_machine(next(iter(failures))):
+    if len({*failures, *answers}) == 1 and is_this_machine(*failures) and lost:
         remedies["or leave out --hostfile, which one machine does not need"] = None
     return Finding("hosts", "FAIL", listed(failures), "; ".join(remedies))
 
@@ -238,8 +242,9 @@ def _environment_file(*, over_ssh: bool) -> tuple[Finding, dict[str, str]]:
                 variables |= {name: os.environ[name] for name in _FORWARDED if name in os.environ}
     except TrainingError as error:
         return Finding(check, "FAIL", str(error), "mend the file, or move it away"), {}
-    except OSError as error:  # of temporary files, which another check tells of
-        return Finding(check, "warn", f"not looked at: {error}", "see temporary"), {}
+    except (OSError, UnicodeDecodeError) as error:
+        detail = f"{Path.home() / check}: cannot be read: {error}"
+        return Finding(check, "FAIL", detail, "mend the file, or move it away"), {}
     finally:
         handover.logger.removeFilter(keep)
     if warnings:
@@ -276,11 +281,9 @@ def _shared_folder(names: Sequence[str], folder: Path) -> Finding:
     return Finding(check, "ok", f"{folder}: written, synced, renamed{seen_by}")
 
 
-def _ports(answers: Answers, address: str) -> Finding:
+def _ports(answers: Answers, addresses: Mapping[str, str]) -> Finding:
     """Checks that all hosts can connect to each other on ports that nobody chose."""
     first, *others = answers
-    addresses = {name: told["address"] or name for name, told in answers.items()}
-    addresses[first] = address
     words = [*_PROBE, "listen"]  # ends after a minute, also where killing ssh does not reach it
     with contextlib.ExitStack() as listeners, ThreadPoolExecutor(_HOSTS_AT_ONCE) as pool:
         streams = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.cluster.doctor import _environment_file, examine, reason_in
+from cdrmix.cluster.doctor import _environment_file, _ports, examine, reason_in
 from cdrmix.cluster.findings import Finding
 from cdrmix.cluster.hosts import Host
 
@@ -141,7 +141,10 @@ def test_a_file_of_variables_that_a_start_refuses_fails(
     file.chmod(0o666)
     finding, _ = _environment_file(over_ssh=True)
     assert "chmod go-w" in finding.detail
+    file.write_bytes(b"A=\xff\n")
     file.chmod(0o600)
+    assert _environment_file(over_ssh=True)[0].status == "FAIL"
+    file.write_text("A=1\n")
     finding, variables = _environment_file(over_ssh=True)
     assert (finding.status, finding.detail) == ("ok", f"{file} is taken over")
     assert variables["A"] == "1"
@@ -159,3 +162,10 @@ def test_a_file_of_variables_that_is_passed_over_is_a_warning(
     assert finding.detail.startswith(f"{tmp_path}/.deepspeed_env: not taken over")
     assert (finding.remedy or "").startswith("Put its lines into")
     assert not caplog.records, "said once, in the table"
+
+
+def test_a_host_that_is_left_calls_itself_and_not_the_lost_first_one() -> None:
+    answers = {"localhost": {"limits": {"ports": [32768, 60999]}}}
+    finding = _ports(answers, {"192.0.2.7": "192.0.2.7", "localhost": "127.0.0.1"})
+    assert finding.status == "ok"
+    assert finding.detail == "this machine reaches itself on a port of 32768-60999"
