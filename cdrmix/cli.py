@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.run(arguments)
         sys.stdout.flush()
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.print_error(error)
         return error.exit_code
     except BrokenPipeError:
         # The reader of the output left (`cdrmix config ... | head`). Python would try to flush

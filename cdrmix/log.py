@@ -1,11 +1,15 @@
 """Rank-aware logging: one message per run rather than one per rank. No torch. Rank 0 logs from
-INFO; the other ranks log from WARNING, each line marked with the rank."""
+INFO; the other ranks log from WARNING, each line marked with the rank. Colours are for terminals.
+"""
 
 import contextlib
 import logging
+import os
+import re
 import sys
 import threading
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -14,6 +18,28 @@ _ROOT = "cdrmix"
 # leave it locked for all others. A thread lock is enough: only threads share a terminal's bars.
 tqdm.set_lock(threading.RLock())
 
+# Codes of ANSI terminals (SGR) by style.
+_STYLES = {"error": "1;31", "warning": "33", "ok": "32", "fail": "31", "bold": "1", "dim": "2"}
+# The word that opens a warning or error, behind the mark of the rank.
+_OPENING = re.compile(r"(\[rank \d+\] )?(warning|error):")
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """Returns `text` in a style, if it goes to a stream that shows colours, or else as it is.
+
+    Styles: "error" (bold red), "warning" (yellow), "ok" (green), "fail" (red), "bold", "dim".
+    Terminals show colours unless TERM is "dumb". A value of NO_COLOR turns them off everywhere, and
+    otherwise one of FORCE_COLOR turns them on everywhere. Padding is added before: codes have no
+    width. Raises KeyError for an unknown style.
+    """
+    code = _STYLES[style]
+    is_shown = stream.isatty() and os.environ.get("TERM") != "dumb"
+    if os.environ.get("FORCE_COLOR"):
+        is_shown = True
+    if os.environ.get("NO_COLOR"):
+        is_shown = False
+    return f"\x1b[{code}m{text}\x1b[0m" if is_shown and text else text
+
 
 def get_logger(name: str) -> logging.Logger:
     """Logger below the root `cdrmix`, so that a user can silence or redirect all of them."""
@@ -21,13 +47,33 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class _ProgressAwareHandler(logging.Handler):
-    """Writes to stderr, above a live progress bar instead of through it."""
+    """Writes to stderr, above a live progress bar instead of through it; on a terminal in colour,
+    and errors apart from the lines above."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if record.levelno >= logging.WARNING:
+            line = _with_coloured_opening(line, is_error=record.levelno >= logging.ERROR)
         try:
-            tqdm.write(self.format(record), file=sys.stderr)
+            tqdm.write(line, file=sys.stderr)
         except OSError:  # its reader is gone, such as a killed launcher: go on without
             self.handleError(record)
+
+
+def _with_coloured_opening(line: str, *, is_error: bool) -> str:
+    """Colours the word "warning:" or "error:" that opens a line, or else the whole line."""
+    found = _OPENING.match(line)
+    # The word decides, where there is one: some warnings tell of another process's error.
+    style = found[2] if found else ("error" if is_error else "warning")
+    start, end = (found.start(2), found.end()) if found else (0, len(line))
+    coloured = line[:start] + styled(line[start:end], style, sys.stderr) + line[end:]
+    return "\n" + coloured if is_error and sys.stderr.isatty() else coloured
+
+
+def print_error(error: Exception) -> None:
+    """Prints an error of the user's to stderr, below a live bar and apart from it on a terminal."""
+    opening = "\n" if sys.stderr.isatty() else ""
+    tqdm.write(f"{opening}{styled('error:', 'error', sys.stderr)} {error}", file=sys.stderr)
 
 
 class _FileHandler(logging.FileHandler):

@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cdrmix import __version__
 from cdrmix.errors import EXIT_DONE, EXIT_USER_ERROR
-from cdrmix.log import get_logger
+from cdrmix.log import get_logger, styled
 from cdrmix.verbs.flags import Verbs, add_config_flags, at_least
 
+if TYPE_CHECKING:
+    from cdrmix.cluster.findings import Finding
+
 logger = get_logger(__name__)
+
+# Of the longest name of a check, .deepspeed_env.
+_CHECK_WIDTH = 14
+_WIDTH_WITHOUT_TERMINAL = 80
+_STYLES = {"ok": "ok", "warn": "warning", "FAIL": "fail"}
 
 
 def add_launch(verbs: Verbs) -> None:
@@ -172,8 +183,9 @@ def add_doctor(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "doctor",
         help="check this machine, or every host of a hostfile, before a run",
-        description="Versions, devices, clocks, network, shared folder, free space, leftovers of "
-        "earlier runs, and an all-reduce of 100 MB. Ends with 2 where something fails.",
+        description="pdsh and ssh, versions, devices, clocks, network, shared folder, free space, "
+        "limits, leftovers of earlier runs, and an all-reduce of 100 MB. Each line that is not ok "
+        "says what to try. Ends with 2 where something fails.",
     )
     flag = parser.add_argument
     flag("--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine")
@@ -194,20 +206,41 @@ def add_doctor(verbs: Verbs) -> None:
         if arguments.remove_leftovers:
             for removed in remove_leftovers_on_hosts(hosts):
                 print(f"removed {removed}", file=sys.stderr)
-        findings = examine(
+        findings = []
+        for finding in examine(
             hosts,
             folder=arguments.folder,
             ranks_per_host=arguments.nproc,
             with_all_reduce=not arguments.no_all_reduce,
-        )
+        ):
+            findings.append(finding)
+            if not arguments.json:  # at once: the next one may take minutes
+                print(_finding_lines(finding), flush=True)
         if arguments.json:
             print(json.dumps([asdict(finding) for finding in findings]))
-        else:
-            width = max(len(finding.check) for finding in findings)
-            for finding in findings:
-                print(f"{finding.status:4}  {finding.check:{width}}  {finding.detail}")
         # As a wrong configuration: a start on these hosts, and any restart, would fail.
         if any(finding.status == "FAIL" for finding in findings):
             raise SystemExit(EXIT_USER_ERROR)
 
     parser.set_defaults(run=run)
+
+
+def _finding_lines(finding: Finding) -> str:
+    """A finding in lines as wide as the terminal, with its remedy under it."""
+    name = f"  {finding.check:{_CHECK_WIDTH}}  "
+    status = styled(f"{finding.status:4}", _STYLES[finding.status], sys.stdout)
+    indent = 4 + len(name)
+    texts = [finding.detail, *([f"try: {finding.remedy}"] if finding.remedy else [])]
+    is_shown = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_shown else _WIDTH_WITHOUT_TERMINAL
+    lines = []
+    for text in texts:
+        lines += textwrap.wrap(
+            text,
+            # a terminal of a few columns still gets words
+            width=max(20, width - indent),
+            subsequent_indent="  " if text is not finding.detail else "",
+            break_long_words=False,  # paths and commands are copied from here
+            break_on_hyphens=False,
+        )
+    return status + name + f"\n{' ' * indent}".join(lines)
