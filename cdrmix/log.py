@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -39,6 +40,20 @@ def styled(text: str, style: str, stream: TextIO) -> str:
     if os.environ.get("NO_COLOR"):
         is_shown = False
     return f"\x1b[{code}m{text}\x1b[0m" if is_shown and text else text
+
+
+def columns(stream: TextIO) -> int | None:
+    """Width of the terminal that a stream goes to (columns); None where it goes to no terminal.
+
+    COLUMNS stands in for a terminal that does not tell its width, and 80 for both.
+    """
+    if not stream.isatty():
+        return None
+    try:
+        told = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        told = 0
+    return told or shutil.get_terminal_size().columns
 
 
 def get_logger(name: str) -> logging.Logger:
