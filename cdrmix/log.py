@@ -21,6 +21,10 @@ tqdm.set_lock(threading.RLock())
 
 # Codes of ANSI terminals (SGR) by style.
 _STYLES = {"error": "1;31", "warning": "33", "ok": "32", "fail": "31", "bold": "1", "dim": "2"}
+_RESET = "\x1b[0m"
+_CODES = re.compile(r"\x1b\[[\d;]*m")
+# A space at which a line may end: not one between a number and its unit.
+_BREAK = re.compile(r" (?![KMGT]iB\b|%)")
 # The word that opens a warning or error, behind the mark of the rank.
 _OPENING = re.compile(r"(\[rank \d+\] )?(warning|error):")
 
@@ -39,7 +43,7 @@ def styled(text: str, style: str, stream: TextIO) -> str:
         is_shown = True
     if os.environ.get("NO_COLOR"):
         is_shown = False
-    return f"\x1b[{code}m{text}\x1b[0m" if is_shown and text else text
+    return f"\x1b[{code}m{text}{_RESET}" if is_shown and text else text
 
 
 def columns(stream: TextIO) -> int | None:
@@ -54,6 +58,33 @@ def columns(stream: TextIO) -> int | None:
     except (OSError, ValueError):
         told = 0
     return told or shutil.get_terminal_size().columns
+
+
+def wrapped(line: str, *, width: int | None, hang: int = 0) -> list[str]:
+    """Splits a line between words into lines of at most `width` columns; None: any width.
+
+    Lines behind the first are indented by `hang`. A longer word stays whole. A style goes on from
+    line to line, but not between them.
+    """
+    if width is None or visible_width(line) <= width:
+        return [line]
+    lines = []
+    first, *words = _BREAK.split(line)
+    text = first
+    for word in words:
+        if visible_width(f"{text} {word}") > width and text.strip():
+            style = _CODES.findall(text)[-1:]
+            is_open = style not in ([], [_RESET])
+            lines.append(text.rstrip() + _RESET * is_open)
+            text = " " * hang + "".join(style) * is_open + word
+        else:
+            text += f" {word}"
+    return [*lines, text.rstrip()]
+
+
+def visible_width(text: str) -> int:
+    """Number of characters without codes of styles."""
+    return len(_CODES.sub("", text))
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -86,9 +117,12 @@ def _with_coloured_opening(line: str, *, is_error: bool) -> str:
 
 
 def print_error(error: Exception) -> None:
-    """Prints an error of the user's to stderr, below a live bar and apart from it on a terminal."""
-    opening = "\n" if sys.stderr.isatty() else ""
-    tqdm.write(f"{opening}{styled('error:', 'error', sys.stderr)} {error}", file=sys.stderr)
+    """Prints an error of the user's to stderr: on a terminal below a live bar, apart from it, and
+    wrapped between words; elsewhere as it is."""
+    width = columns(sys.stderr)
+    text = f"{styled('error:', 'error', sys.stderr)} {error}"
+    lines = [part for line in text.split("\n") for part in wrapped(line, width=width, hang=2)]
+    tqdm.write("\n".join(lines if width is None else ["", *lines]), file=sys.stderr)
 
 
 class _FileHandler(logging.FileHandler):

@@ -165,6 +165,7 @@ class Progress:
         """
         self._total_steps = total_steps
         self._tokens_per_step = tokens_per_step
+        self._terminal = stream
         self._stream = _Lasting(stream)
         self._seen = deque([(initial, time.monotonic())], maxlen=_ETA_UPDATES)
         self._seconds = deque[float](maxlen=_SPEED_STEPS)  # of the last steps
@@ -231,7 +232,7 @@ class Progress:
         if self._bar is None:
             return
         texts = self._texts(step, self._newest) if step else {}
-        width = columns(self._stream) or 80
+        width = columns(self._terminal) or 80
         room = width - len(f"{step}/{self._total_steps} || ") - _BAR_CELLS
         for name in _DISPENSABLE:
             if len(" ".join(texts.values())) > room:
