@@ -94,14 +94,14 @@ def get_logger(name: str) -> logging.Logger:
 
 class _ProgressAwareHandler(logging.Handler):
     """Writes to stderr, above a live progress bar instead of through it; on a terminal in colour,
-    and errors apart from the lines above."""
+    wrapped between words, and errors apart from the lines above."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
         if record.levelno >= logging.WARNING:
             line = _with_coloured_opening(line, is_error=record.levelno >= logging.ERROR)
         try:
-            tqdm.write(line, file=sys.stderr)
+            tqdm.write(_fitting(line), file=sys.stderr)
         except OSError:  # its reader is gone, such as a killed launcher: go on without
             self.handleError(record)
 
@@ -119,10 +119,16 @@ def _with_coloured_opening(line: str, *, is_error: bool) -> str:
 def print_error(error: Exception) -> None:
     """Prints an error of the user's to stderr: on a terminal below a live bar, apart from it, and
     wrapped between words; elsewhere as it is."""
+    tqdm.write(_fitting(_with_coloured_opening(f"error: {error}", is_error=True)), file=sys.stderr)
+
+
+def _fitting(text: str) -> str:
+    """Wraps text for the terminal of stderr, but not lines with flags: commands are copied."""
     width = columns(sys.stderr)
-    text = f"{styled('error:', 'error', sys.stderr)} {error}"
-    lines = [part for line in text.split("\n") for part in wrapped(line, width=width, hang=2)]
-    tqdm.write("\n".join(lines if width is None else ["", *lines]), file=sys.stderr)
+    lines = []
+    for line in text.split("\n"):
+        lines += [line] if " --" in line else wrapped(line, width=width, hang=2)
+    return "\n".join(lines)
 
 
 class _FileHandler(logging.FileHandler):

@@ -260,10 +260,7 @@ def _facts(compared: Comparison, *, explain: bool) -> Iterator[tuple[str, str]]:
     if cost.pipeline_bubble:
         yield "waiting", f"{100 * cost.pipeline_bubble:.1f} % of a step, the pipeline's bubble"
     if cluster.device == "cuda":  # on CPUs, the ranks' memory is the host's
-        yield (
-            "host memory",
-            f"{cluster.host_memory_gib:,g} GiB a node: {cluster.host_memory_source}",
-        )
+        yield "a host", f"{cluster.host_memory_gib:,g} GiB, {cluster.host_memory_source}"
     if explain:
         for kind, payload in cost.communication_bytes.items():
             if payload:

@@ -109,13 +109,11 @@ def test_the_page_says_where_the_memory_of_a_host_comes_from(
     given = ["--nodes", "1", "--gpus-per-node", "8", "--gpu", "rtx4090-24"]
     assert plan("core-4b", *given) == 2
     assumed = capsys.readouterr()
-    assert (
-        "  host memory 240 GiB a node: assumed as in the preset rtx4090-24; --host" in assumed.out
-    )
+    assert "  a host      240 GiB, assumed as in the preset rtx4090-24; --host" in assumed.out
     assert "\n  - would fit with 308 GiB a host\n" in assumed.out
     assert plan("core-4b", *given, "--host-memory-gib", "308") == 0
     told = capsys.readouterr().out
-    assert "  host memory 308 GiB a node: --host-memory-gib as given\n" in told
+    assert "  a host      308 GiB, --host-memory-gib as given\n" in told
     assert plan("core-4b", *given, "--host-memory-gib", "-1") == 2
     assert "--host-memory-gib -1: allowed is a number above 0" in capsys.readouterr().err
 
