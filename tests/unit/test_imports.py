@@ -26,7 +26,8 @@ USERS_OF_DEEPSPEED = (
     *("runtime", "models/moe", "parallel", "engines/loop", "checkpoint"),
     "tools/benchmark",  # to compare with what DeepSpeed brings
 )
-READERS_OF_ENVIRONMENT = ("runtime", "launch", "cluster", "tools/mutate")
+# log: what a terminal shows, below every other reader
+READERS_OF_ENVIRONMENT = ("runtime", "launch", "cluster", "log", "tools/mutate")
 
 SOURCES = sources()
 
