@@ -114,7 +114,8 @@ def add_plan(verbs: Verbs) -> None:
         if arguments.json:
             print(json.dumps(compared.to_json()), flush=True)
         else:
-            print(plan_text(compared, explain=arguments.explain), flush=True)
+            page = plan_text(compared, explain=arguments.explain, stream=sys.stdout)
+            print(page, flush=True)
         check_fits(compared)  # the page first, which says why, and then exit code 2
 
     parser.set_defaults(run=run)
@@ -133,6 +134,8 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "smallest GPU above with as much"
     )
     flag("--gpu-memory-gib", type=float, metavar="M", help=memory)
+    hosts = "memory of a node outside its devices; default: that of the preset"
+    flag("--host-memory-gib", type=float, metavar="M", help=hosts)
 
 
 def _planned(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
@@ -140,7 +143,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
     from cdrmix.planning.cluster import make_cluster
 
     config = load_config(arguments.config, arguments.overrides)
-    names = ("nodes", "gpus_per_node", "gpu", "gpu_memory_gib")
+    names = ("nodes", "gpus_per_node", "gpu", "gpu_memory_gib", "host_memory_gib")
     return config, make_cluster(**{name: getattr(arguments, name) for name in names})
 
 
@@ -160,7 +163,8 @@ def add_rehearse(verbs: Verbs) -> None:
         from cdrmix.sessions.rehearse import rehearse
 
         rehearsed = rehearse(*_planned(arguments))
-        print(json.dumps(rehearsed.to_json()) if arguments.json else rehearsed.as_text())
+        text = rehearsed.as_text(sys.stdout)
+        print(json.dumps(rehearsed.to_json()) if arguments.json else text)
         if not rehearsed.passed:
             raise SystemExit(1)
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -20,6 +21,10 @@ tqdm.set_lock(threading.RLock())
 
 # Codes of ANSI terminals (SGR) by style.
 _STYLES = {"error": "1;31", "warning": "33", "ok": "32", "fail": "31", "bold": "1", "dim": "2"}
+_RESET = "\x1b[0m"
+_CODES = re.compile(r"\x1b\[[\d;]*m")
+# A space at which a line may end: not one between a number and its unit.
+_BREAK = re.compile(r" (?![KMGT]iB\b|%)")
 # The word that opens a warning or error, behind the mark of the rank.
 _OPENING = re.compile(r"(\[rank \d+\] )?(warning|error):")
 
@@ -38,7 +43,48 @@ def styled(text: str, style: str, stream: TextIO) -> str:
         is_shown = True
     if os.environ.get("NO_COLOR"):
         is_shown = False
-    return f"\x1b[{code}m{text}\x1b[0m" if is_shown and text else text
+    return f"\x1b[{code}m{text}{_RESET}" if is_shown and text else text
+
+
+def columns(stream: TextIO) -> int | None:
+    """Width of the terminal that a stream goes to (columns); None where it goes to no terminal.
+
+    COLUMNS stands in for a terminal that does not tell its width, and 80 for both.
+    """
+    if not stream.isatty():
+        return None
+    try:
+        told = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        told = 0
+    return told or shutil.get_terminal_size().columns
+
+
+def wrapped(line: str, *, width: int | None, hang: int = 0) -> list[str]:
+    """Splits a line between words into lines of at most `width` columns; None: any width.
+
+    Lines behind the first are indented by `hang`. A longer word stays whole. A style goes on from
+    line to line, but not between them.
+    """
+    if width is None or visible_width(line) <= width:
+        return [line]
+    lines = []
+    first, *words = _BREAK.split(line)
+    text = first
+    for word in words:
+        if visible_width(f"{text} {word}") > width and text.strip():
+            style = _CODES.findall(text)[-1:]
+            is_open = style not in ([], [_RESET])
+            lines.append(text.rstrip() + _RESET * is_open)
+            text = " " * hang + "".join(style) * is_open + word
+        else:
+            text += f" {word}"
+    return [*lines, text.rstrip()]
+
+
+def visible_width(text: str) -> int:
+    """Number of characters without codes of styles."""
+    return len(_CODES.sub("", text))
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -48,14 +94,14 @@ def get_logger(name: str) -> logging.Logger:
 
 class _ProgressAwareHandler(logging.Handler):
     """Writes to stderr, above a live progress bar instead of through it; on a terminal in colour,
-    and errors apart from the lines above."""
+    wrapped between words, and errors apart from the lines above."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
         if record.levelno >= logging.WARNING:
             line = _with_coloured_opening(line, is_error=record.levelno >= logging.ERROR)
         try:
-            tqdm.write(line, file=sys.stderr)
+            tqdm.write(_fitting(line), file=sys.stderr)
         except OSError:  # its reader is gone, such as a killed launcher: go on without
             self.handleError(record)
 
@@ -71,9 +117,18 @@ def _with_coloured_opening(line: str, *, is_error: bool) -> str:
 
 
 def print_error(error: Exception) -> None:
-    """Prints an error of the user's to stderr, below a live bar and apart from it on a terminal."""
-    opening = "\n" if sys.stderr.isatty() else ""
-    tqdm.write(f"{opening}{styled('error:', 'error', sys.stderr)} {error}", file=sys.stderr)
+    """Prints an error of the user's to stderr: on a terminal below a live bar, apart from it, and
+    wrapped between words; elsewhere as it is."""
+    tqdm.write(_fitting(_with_coloured_opening(f"error: {error}", is_error=True)), file=sys.stderr)
+
+
+def _fitting(text: str) -> str:
+    """Wraps text for the terminal of stderr, but not lines with flags: commands are copied."""
+    width = columns(sys.stderr)
+    lines = []
+    for line in text.split("\n"):
+        lines += [line] if " --" in line else wrapped(line, width=width, hang=2)
+    return "\n".join(lines)
 
 
 class _FileHandler(logging.FileHandler):

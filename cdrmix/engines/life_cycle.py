@@ -96,4 +96,6 @@ def _open_records(run: Run) -> None:
             watched=(starts[-1].step, starts[-1].ended.timestamp()) if starts else None,
         )
     write_record(run)
-    run.observer.open(folder, step=run.step, num_steps=run.stage.num_steps)
+    tokens = run.config.training.tokens_per_step if run.stage.name == "a" else None
+    num_steps = run.stage.num_steps
+    run.observer.open(folder, step=run.step, num_steps=num_steps, tokens_per_step=tokens)

@@ -113,6 +113,7 @@ def _train(run: Run[Batch, Result]) -> bool:
         waited = time.perf_counter() - began
         if agreement.loss is not None:
             verdict = run.health.loss_known(run.step, agreement.loss)
+            run.observer.loss_known(agreement.loss)
             run.unjudged = None
             # Before a save: a checkpoint then holds no step whose loss is known to be bad.
             if react(run, [verdict], position):

@@ -56,7 +56,7 @@ def choose_here(config: Config, *, profile: str | None) -> Plan:
         gpu="cpu" if runtime.use_cpu() else None,
         gpu_memory_gib=min(device_gib),
     )
-    cluster = replace(cluster, host_memory_gib=min(host_gib))
+    cluster = replace(cluster, host_memory_gib=min(host_gib), host_memory_source="measured")
     return runtime.first_rank_does(lambda: choose(config, cluster, profile=profile))
 
 

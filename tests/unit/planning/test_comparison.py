@@ -85,12 +85,12 @@ def test_where_nothing_fits_the_reasons_say_what_is_missing(
     reasons = page.partition("\nwhy\n")[2].partition("\n\n")[0].splitlines()
     told = dict(reason.removeprefix("  - ").partition(": ")[::2] for reason in reasons)
     assert told["missing"] == (
-        "no layout fits; this one takes least of a device, and yet 15.7 GiB too much "
-        "for a device (the largest part of 86.9 GiB is gradients, 53.8 GiB) and 227.3 GiB too much "
-        "for a host (the largest part of 1,937.3 GiB is offloaded states, 1,937.3 GiB)"
+        "no layout fits, and the smallest of all, this one, takes 15.7 GiB too much for a device "
+        "(the largest part of 86.9 GiB is gradients, 53.8 GiB) and 227.3 GiB too much for a host "
+        "(all of the 1,937.3 GiB is offloaded states)"
     )
-    assert told["micro batch 1"] == "takes least memory"
-    for claim in ("fastest", "faster", "what takes least", "copied all the same"):
+    assert told["micro batch 1"] == "a larger one takes more memory"
+    for claim in ("fastest", "faster", "takes least", "copied all the same"):
         assert claim not in page
     assert "\nwhat would have to change\n  - would fit on 2 such nodes" in page
 
@@ -99,8 +99,24 @@ def test_recomputation_of_what_does_not_fit_is_no_gain_in_speed() -> None:
     small = make_cluster(nodes=1, gpus_per_node=1, gpu_memory_gib=10)
     made = compare(config("core-1b"), small)
     assert not made.fits
-    assert "activation checkpointing: takes least memory" in made.plan.reasons
+    assert "activation checkpointing: takes less memory than without" in made.plan.reasons
     assert any("GiB too much for a device" in warning for warning in made.plan.warnings)
+    assert made.changes[-1] == "would fit on 1 device of 32 GiB"
+
+
+def test_the_page_says_where_the_memory_of_a_host_comes_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--nodes", "1", "--gpus-per-node", "8", "--gpu", "rtx4090-24"]
+    assert plan("core-4b", *given) == 2
+    assumed = capsys.readouterr()
+    assert "  a host      240 GiB, assumed as in the preset rtx4090-24; --host" in assumed.out
+    assert "\n  - would fit with 308 GiB a host\n" in assumed.out
+    assert plan("core-4b", *given, "--host-memory-gib", "308") == 0
+    told = capsys.readouterr().out
+    assert "  a host      308 GiB, --host-memory-gib as given\n" in told
+    assert plan("core-4b", *given, "--host-memory-gib", "-1") == 2
+    assert "--host-memory-gib -1: allowed is a number above 0" in capsys.readouterr().err
 
 
 CLUSTERS = [(1, "rtx4090-24"), (2, "a100-80"), (16, "h100-80"), (1, "cpu")]
@@ -180,7 +196,7 @@ def test_a_small_model_is_told_that_rules_of_size_come_before_speed() -> None:
         "speed: 114,870 tokens per second are estimated, and 143,715 for zero1, data 4 x tensor 2 "
         "x expert 8, micro batch 2, which fits too; what is usual for the size comes before an "
         "estimate of speed: tensor 2 is usual from 50B parameters on, and this model has 8.65M; "
-        "expert 1 is usual here: all experts take 0.012 GiB of weights and gradients, which every "
+        "expert 1 is usual here: all experts take 12 MiB of weights and gradients, which every "
         "rank can hold: no exchange of tokens"
     )
     assert "micro batch 1: no other is faster with this profile and these degrees" in (

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
 import signal
+import struct
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -143,3 +146,28 @@ def test_warnings_and_errors_stand_out_on_a_terminal(
 def test_an_error_in_a_pipe_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
     log.print_error(ValueError("wrong"))
     assert capsys.readouterr().err == "error: wrong\n"
+
+
+def test_a_terminal_gets_lines_wrapped_between_words_but_commands_whole(
+    root: logging.Logger, plain: pytest.MonkeyPatch
+) -> None:
+    terminal = _Terminal()
+    plain.setenv("COLUMNS", "20")
+    plain.setattr("sys.stderr", terminal)
+    log.configure()
+    log.get_logger("engines").info("a line of more than twenty columns")
+    log.print_error(ValueError("given 7: too many\nTry cdrmix launch --resume auto"))
+    assert terminal.getvalue() == (
+        "a line of more than\n  twenty columns\n"
+        "\n\x1b[1;31merror:\x1b[0m given 7: too\n  many\nTry cdrmix launch --resume auto\n"
+    )
+
+
+def test_the_width_is_that_of_the_terminal(plain: pytest.MonkeyPatch) -> None:
+    plain.setenv("COLUMNS", "90")
+    assert log.columns(_Terminal()) == 90
+    assert log.columns(io.StringIO()) is None
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 72, 0, 0))
+    with open(slave, "w") as stream, open(master, "rb"):
+        assert log.columns(stream) == 72
