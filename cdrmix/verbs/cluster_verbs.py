@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cdrmix import __version__
 from cdrmix.errors import EXIT_DONE, EXIT_USER_ERROR
-from cdrmix.log import get_logger, styled
+from cdrmix.log import columns, get_logger, styled, wrapped
 from cdrmix.verbs.flags import Verbs, add_config_flags, at_least
 
 if TYPE_CHECKING:
@@ -226,21 +224,13 @@ def add_doctor(verbs: Verbs) -> None:
 
 
 def _finding_lines(finding: Finding) -> str:
-    """A finding in lines as wide as the terminal, with its remedy under it."""
+    """A finding in lines as wide as the terminal, or 80 columns, with its remedy under it."""
     name = f"  {finding.check:{_CHECK_WIDTH}}  "
     status = styled(f"{finding.status:4}", _STYLES[finding.status], sys.stdout)
     indent = 4 + len(name)
-    texts = [finding.detail, *([f"try: {finding.remedy}"] if finding.remedy else [])]
-    is_shown = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_shown else _WIDTH_WITHOUT_TERMINAL
-    lines = []
-    for text in texts:
-        lines += textwrap.wrap(
-            text,
-            # a terminal of a few columns still gets words
-            width=max(20, width - indent),
-            subsequent_indent="  " if text is not finding.detail else "",
-            break_long_words=False,  # paths and commands are copied from here
-            break_on_hyphens=False,
-        )
+    # a terminal of a few columns still gets words
+    width = max(20, (columns(sys.stdout) or _WIDTH_WITHOUT_TERMINAL) - indent)
+    lines = wrapped(finding.detail, width=width)
+    if finding.remedy:
+        lines += wrapped(f"try: {finding.remedy}", width=width, hang=2)
     return status + name + f"\n{' ' * indent}".join(lines)
