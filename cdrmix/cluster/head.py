@@ -209,7 +209,7 @@ class Head:
             self._selector.unregister(sys.stdin.fileno())
         for message in self._rank_0.take(data):
             self._log = str(message["log"])
-            self._go_on = str(message["go_on"])
+            self._go_on = str(message.get("go_on", self._go_on))
 
     def _hang_up(self, line: _Line) -> None:
         self._selector.unregister(line.connection)

@@ -211,8 +211,11 @@ def config_of_start(
         if asks_for_stage and values.get("stage_b") is None and given.stage_b is not None:
             values = {**values, "stage_b": given.model_dump()["stage_b"]}
     before = resolve(values, place=str(own.place))
-    _refuse_model(before, overrides, own)
-    resolved = resolve(values, overrides, place=str(own.place))
+    try:
+        resolved = resolve(values, overrides, place=str(own.place))
+    except ConfigError:
+        _refuse_model(before, overrides, own)
+        raise
     _refuse_redacted(resolved, own)
     changes = _allowed_changes(before, resolved, own)
     if is_quiet:
@@ -306,8 +309,8 @@ def _refuse_redacted(config: Config, own: _Own) -> None:
 
 
 def _refuse_model(before: Config, overrides: Sequence[str], own: _Own) -> None:
-    """Raises ConfigError for an override of a key that cannot change, before its value meets those
-    that follow from others: that would be told as a value that does not fit."""
+    """Raises ConfigError for an override of a key that cannot change, where its value does not fit
+    those that follow from others: these stand in a run's own configuration, too."""
     if own.stage is None:
         return
     for override in overrides:

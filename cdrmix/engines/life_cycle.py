@@ -61,7 +61,7 @@ def run_stage(
                     directory, run.config, run.plan, stage.corpus, stage_b_steps=steps
                 )
             )
-            if run.wall_time.path is None:  # not of Stage B behind Stage A, in the same start
+            if not run.is_recorded:
                 record_start(run, state)
             if checkpoint is not None:
                 leave_behind(run, checkpoint, newer=True)

@@ -180,6 +180,7 @@ class Start:
     command: Sequence[str] = ()  # words of the user's command, without secrets
     # Folder of the sample corpus that the run was trained on before; None: the usual one.
     sample: Path | None = None
+    is_recorded: bool = False  # an earlier stage of this start has written the record of both
 
 
 @dataclass(kw_only=True)

@@ -187,6 +187,7 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
         is_last=not goes_on,
         guard=noted(run),
     )
+    start.is_recorded = True
     if goes_on and not is_stopped:
         engine.destroy()
         for parameter in engine.module.parameters():

@@ -203,3 +203,9 @@ def test_stage_b_may_begin_on_a_run_that_has_none(tmp_path: Path) -> None:
     assert resumed(run, config=REASON).stage_b is None
     own = resumed(run, "training.stage=b", config=REASON)
     assert own.stage_b == load_config(REASON).stage_b
+
+
+def test_of_several_overrides_the_last_one_counts(tmp_path: Path) -> None:
+    settings = ("model.moe.expert_hidden_size=64", "model.moe=null")
+    run = make_run(tmp_path / "run", *settings)
+    assert resumed(run, *settings) == resumed(run)
