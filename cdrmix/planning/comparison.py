@@ -68,9 +68,12 @@ class Comparison:
         }
 
 
-def compare(config: Config, cluster: Cluster) -> Comparison:
-    """Compares all legal plans of a run on a cluster; raises PlanError if there is none."""
-    best, *others = all_plans(config, cluster)
+def compare(config: Config, cluster: Cluster, *, profile: str | None = None) -> Comparison:
+    """Compares all legal plans of a run on a cluster; raises PlanError if there is none.
+
+    `profile` is the name of a shipped DeepSpeed profile or the path of a JSON file; None: chosen.
+    """
+    best, *others = all_plans(config, cluster, profile)
     # the first alternatives, one of each profile and set of degrees, by their being unavailable
     alternatives: dict[bool, dict[tuple[str, Degrees], Plan]] = {False: {}, True: {}}
     # stable: of the unavailable ones the best that fit come first
@@ -80,7 +83,7 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
     compared = Comparison(
         config=config,
         cluster=cluster,
-        plan=explained(best, config, cluster, others=others),
+        plan=explained(best, config, cluster, profile, others=others),
         runners_up=tuple(alternatives[False].values())[:RUNNERS_UP],
         later=tuple(alternatives[True].values())[:RUNNERS_UP],
         num_layouts=1 + len(others),
