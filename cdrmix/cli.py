@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdrmix import __version__, log
 from cdrmix.errors import EXIT_DONE, TrainingError
-from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm
+from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm, add_train
 from cdrmix.verbs.data_verbs import add_data
 from cdrmix.verbs.flags import Parser, Verbs, add_config_flags, at_least
 
@@ -345,6 +345,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_config,
     add_plan,
     add_rehearse,
+    add_train,
     add_launch,
     add_slurm,
     add_doctor,

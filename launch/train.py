@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from cdrmix import log, runtime
+from cdrmix.cluster.devices import device_kind
 from cdrmix.cluster.handover import arguments_of
 from cdrmix.cluster.messages import Outcome, write_outcome
 from cdrmix.cluster.probe import unusable_devices
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import load_config
 from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
-from cdrmix.planning.profile import check_legal
+from cdrmix.sessions.preflight import check_start
 from cdrmix.verbs.flags import add_config_flags
 
 
@@ -64,22 +65,23 @@ def main(arguments: list[str]) -> int:
         if args.max_steps is not None:
             overrides.append(f"training.max_steps={args.max_steps}")
         config = load_config(args.config, overrides)
-        check_legal(
+        # On every rank, so that each ends by itself: not all launchers end the others. Before torch
+        # is imported, which takes longer.
+        check_start(
             config,
             world_size=runtime.environment_world_size(),
             profile=args.profile,
-            device="cpu" if runtime.use_cpu() else "cuda",
+            device=device_kind(),
+            run_dir=args.run_dir,
+            resume=args.resume,
         )
-        if config.training.stage == "b":  # a run of Stage A alone imports no module of Stage B
-            from cdrmix.stage_b.backbone_source import check_given
-
-            check_given(config, run_dir=args.run_dir, resume=args.resume)
         if runtime.use_cpu():
             warning = unusable_devices(0)
             if warning and runtime.local_rank() == 0:
                 log.get_logger(__name__).warning("warning: %s", warning)
             runtime.keep_freed_memory()
         runtime.set_threads()
+        start_up.done("imports")
         runtime.initialize_distributed()
         start_up.done("process_group")
         # Imports DeepSpeed, whose ops depend on the accelerator that is set by now.
@@ -100,7 +102,8 @@ def main(arguments: list[str]) -> int:
         if folder is not None and not runtime.have_met():
             rank = runtime.environment_rank()
             write_outcome(folder, Outcome(code, f"rank {rank} ended before the ranks met", 0))
-        runtime.destroy_distributed()
+        if runtime.have_met():
+            runtime.destroy_distributed()
     return code
 
 

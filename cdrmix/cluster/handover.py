@@ -254,9 +254,11 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def train_arguments(config: Path, overrides: Sequence[str], profile: str | None) -> list[str]:
+def train_arguments(
+    config: Path | None, overrides: Sequence[str], profile: str | None
+) -> list[str]:
     """Command line of launch/train.py without --run-dir and --resume."""
-    arguments = ["--config", str(config)]
+    arguments = [] if config is None else ["--config", str(config)]
     for override in overrides:
         arguments += ["--set", override]
     return arguments if profile is None else [*arguments, "--profile", profile]

@@ -30,7 +30,7 @@ _WATCHDOG = "cdrmix.cluster.watchdog"
 _SECONDS_TO_CONNECT = 5.0
 _SECONDS_TO_LISTEN = 60.0
 # Variables by which a user asks for fewer devices, or for none.
-_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def driver_devices(root: Path = Path("/")) -> dict[str, int]:
@@ -51,7 +51,7 @@ def unusable_devices(usable: int, root: Path = Path("/")) -> str | None:
     `usable` is the number that torch sees.
     """
     counts = driver_devices(root)
-    is_asked = os.environ.get("DS_ACCELERATOR") == "cpu" or any(n in os.environ for n in _HIDING)
+    is_asked = os.environ.get("DS_ACCELERATOR") == "cpu" or any(n in os.environ for n in HIDING)
     if is_asked or usable >= sum(counts.values()):
         return None
     devices = " and ".join(f"{count} {maker}" for maker, count in counts.items())

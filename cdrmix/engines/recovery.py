@@ -9,8 +9,8 @@ from functools import partial
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
+from cdrmix.checkpoint.candidates import changes_since
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.config.load import changed_keys
 from cdrmix.config.redaction import redacted
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import SAVES
@@ -102,15 +102,7 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
         state = reader.state
 
         def check_config() -> None:
-            current = redacted(run.config.model_dump(mode="json"))
-            changes = changed_keys(redacted(state["config"]), current)
-            lines = [f"{key}: {old} -> {new}" for key, old, new in changes]
-            model = [line for line in lines if line.startswith("model.")]
-            if model:
-                raise StateError(
-                    f"{checkpoint.path}: was trained with another model. Changed: "
-                    f"{'; '.join(model)}. Try the saved values, or a new run directory"
-                )
+            lines = changes_since(checkpoint.path, state["config"], run.config)
             for line in lines:  # changes that a user may have made on purpose
                 logger.info("config changed since the checkpoint: %s", line)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from cdrmix import runtime
+from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.files import MANIFEST_FILE, is_passing, read_json, retried
-from cdrmix.checkpoint.folder import step_folders
 from cdrmix.cluster.messages import LAUNCH_FOLDER
 from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
@@ -117,7 +117,12 @@ def open_run_directory(config: Config, *, requested: Path | None, resume: str) -
     return opened or RunDirectory(*places)
 
 
-def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
+def place_of_run(config: Config, *, requested: Path | None, resume: str) -> tuple[Path, bool]:
+    """Run directory of a start, and True if it goes on in there; writes nothing.
+
+    Raises StateError if it exists and is not to be resumed, holds links in the place of what a run
+    writes, or if `auto` has no directory to look in; OSError if it cannot be looked at.
+    """
     if requested is None and resume == "auto":
         raise StateError("--resume auto: needs --run-dir, the directory to go on in")
     resumed = None  # also of a checkpoint that was copied out of its run directory
@@ -129,23 +134,37 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
             resumed = source.parent if source.name == "checkpoints" else source
     path = requested or resumed or new_run_dir(config)
     goes_on = resume == "auto" or (resumed is not None and resumed.resolve() == path.resolve())
-    try:
-        is_run = retried(
-            lambda: path.is_dir() and any(e.name not in _LEFT_BY_REFUSED for e in path.iterdir()),
-            path,
-        )
-        for name in _WRITTEN_IN_PLACE:
-            if (path / name).is_symlink():
-                raise StateError(
-                    f"{path / name}: is a link, and a run writes nowhere but into its run "
-                    "directory. Replace it by what it points to; for checkpoints on another "
-                    "volume, mount that there or put the whole run directory on it"
-                )
-        if is_run and not goes_on:
+    is_run = retried(
+        lambda: path.is_dir() and any(e.name not in _LEFT_BY_REFUSED for e in path.iterdir()),
+        path,
+    )
+    for name in _WRITTEN_IN_PLACE:
+        if (path / name).is_symlink():
             raise StateError(
-                f"{path}: the run directory exists and is never overwritten. Give --resume auto "
-                "to go on in it, or another --run-dir"
+                f"{path / name}: is a link, and a run writes nowhere but into its run "
+                "directory. Replace it by what it points to; for checkpoints on another "
+                "volume, mount that there or put the whole run directory on it"
             )
+    if is_run and not goes_on:
+        raise StateError(
+            f"{path}: the run directory exists and is never overwritten. Give --resume auto "
+            "to go on in it, or another --run-dir"
+        )
+    return path, goes_on
+
+
+def not_writable(path: Path, why: str | None) -> StateError:
+    """Error of a run directory that cannot be written."""
+    return StateError(
+        f"{path}: cannot write the run directory ({why}). Give a --run-dir that this user can "
+        "write to"
+    )
+
+
+def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
+    path = requested or Path(resume)
+    try:
+        path, goes_on = place_of_run(config, requested=requested, resume=resume)
         path.mkdir(parents=True, exist_ok=True)
         lock = _locked(path / _LOCK)
     except OSError as error:
@@ -155,10 +174,7 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
                 f"{path}: the file system fails for now ({error.strerror}). Start again when it "
                 "answers"
             ) from error
-        raise StateError(
-            f"{path}: cannot write the run directory ({error.strerror}). Give a --run-dir that "
-            "this user can write to"
-        ) from error
+        raise not_writable(path, error.strerror) from error
     try:
         return RunDirectory(path, _open_copies(config, path, goes_on=goes_on), lock)
     except StateError:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
+from cdrmix.checkpoint.candidates import nothing_to_resume
 from cdrmix.cluster.heartbeat import Heartbeat
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import config_hash
@@ -83,10 +84,7 @@ def run_training(
         if resume not in ("never", "auto"):
             checkpoint = store.find_newest(Path(resume))
             if checkpoint is None:
-                raise StateError(
-                    f"--resume {resume}: no checkpoint there. Try a run directory or one of its "
-                    "checkpoints/<step> folders, or --resume auto with --run-dir"
-                )
+                raise nothing_to_resume(resume)
         with open_run_directory(config, requested=run_dir, resume=resume) as directory:
             moe = config.model.moe
             start = Start(

@@ -1,4 +1,4 @@
-"""The verbs `cdrmix launch`, `slurm` and `doctor`, for runs on one or many hosts.
+"""The verbs `cdrmix train`, `launch`, `slurm` and `doctor`, for runs on one or many hosts.
 
 The modules that do the work are imported when a verb runs: the help must not wait for them.
 """
@@ -12,51 +12,98 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from cdrmix import __version__
 from cdrmix.errors import EXIT_DONE, EXIT_USER_ERROR
+from cdrmix.log import get_logger
 from cdrmix.verbs.flags import Verbs, add_config_flags, at_least
+
+logger = get_logger(__name__)
 
 
 def add_launch(verbs: Verbs) -> None:
     """Adds `cdrmix launch`: trains, and restarts a lost run."""
     parser = verbs.add_parser(
         "launch",
-        help="train under the deepspeed launcher, restarted where it is lost",
-        description="Starts the deepspeed launcher on this machine or on the hosts of a hostfile, "
-        "watches it, and starts a lost run again from its newest checkpoint. TERM, INT and USR1 "
-        "save and stop.",
+        help="train on one or many hosts, restarted where it is lost",
+        description="Checks and plans a run, starts the deepspeed launcher on this machine or on "
+        "the hosts of a hostfile, watches it, and starts a lost run again from its newest "
+        "checkpoint. TERM, INT and USR1 save and stop.",
     )
-    add_config_flags(parser)
     flag = parser.add_argument
     flag("--hostfile", type=Path, metavar="HOSTS", help="lines NAME slots=N; default this machine")
-    ranks = "ranks on each host; default one per device"
+    _add_launch_flags(parser, "ranks on each host; default one per device")
+
+
+def add_train(verbs: Verbs) -> None:
+    """Adds `cdrmix train`: `cdrmix launch` on this machine."""
+    parser = verbs.add_parser(
+        "train",
+        help="train on this machine, restarted where it is lost",
+        description="Checks and plans a run, trains it on the devices of this machine, watches it, "
+        "and starts a lost run again from its newest checkpoint. TERM, INT and USR1 save and stop. "
+        "The same as `cdrmix launch` without a hostfile.",
+    )
+    _add_launch_flags(parser, "ranks; default one per device")
+
+
+def _add_launch_flags(parser: argparse.ArgumentParser, ranks: str) -> None:
+    """Adds the flags of `launch` and `train`, and what both do; `ranks` is the help of --nproc."""
+    add_config_flags(parser, required=False)
+    flag = parser.add_argument
     flag("--nproc", type=at_least(1), metavar="N", help=ranks)
+    preset = "devices to plan for, such as h100-80, as of `cdrmix plan`; default those found here"
+    flag("--gpu", metavar="PRESET", help=preset)
+    memory = "memory of a device to plan for, as torch reports it"
+    flag("--gpu-memory-gib", type=float, metavar="M", help=memory)
     _add_run_flags(parser, restarts="restarts; default 3")
-    flag("--resume", default="never", metavar="auto|never|PATH", help="of the first start")
+    resume = (
+        "of the first start; auto: newest good checkpoint in --run-dir; PATH: a run directory or "
+        "checkpoint. A run that is resumed has its configuration, and needs no --config"
+    )
+    flag("--resume", default="never", metavar="auto|never|PATH", help=resume)
     flag("--max-steps", type=at_least(1), help="short for training.max_steps=N")
+    parser.set_defaults(run=_launch, hostfile=None, command=parser.prog.split())
 
-    def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.cluster.launch import launch, make_job
 
-        overrides = list(arguments.overrides)
-        if arguments.max_steps is not None:
-            # Last, so that the flag wins over --set.
-            overrides.append(f"training.max_steps={arguments.max_steps}")
-        job = make_job(
-            config=Path(arguments.config),
-            overrides=overrides,
-            hostfile=arguments.hostfile,
-            ranks_per_host=arguments.nproc,
-            max_restarts=arguments.max_restarts,
-            profile=arguments.profile,
+def _launch(arguments: argparse.Namespace) -> None:
+    from cdrmix.cluster.launch import launch, make_job
+
+    overrides = list(arguments.overrides)
+    if arguments.max_steps is not None:
+        # Last, so that the flag wins over --set.
+        overrides.append(f"training.max_steps={arguments.max_steps}")
+    job = make_job(
+        config=Path(arguments.config) if arguments.config else None,
+        overrides=overrides,
+        hostfile=arguments.hostfile,
+        ranks_per_host=arguments.nproc,
+        max_restarts=arguments.max_restarts,
+        profile=arguments.profile,
+        run_dir=arguments.run_dir,
+        resume=arguments.resume,
+    )
+    command = list(arguments.command)
+    for name, value in (("--hostfile", arguments.hostfile), ("--nproc", arguments.nproc)):
+        command += [name, str(value)] if value is not None else []
+
+    def check() -> None:
+        # A sign of life before the imports of the checks.
+        name = job.config.name
+        logger.info("cdrmix %s: %s: checking layout, data and memory", __version__, name)
+        from cdrmix.sessions.launch_plan import check_launch
+
+        check_launch(
+            job,
             run_dir=arguments.run_dir,
-            resume=arguments.resume,
+            gpu=arguments.gpu,
+            gpu_memory_gib=arguments.gpu_memory_gib,
+            command=command,
         )
-        # Exit codes of a run pass through: batch scripts decide by them.
-        code = launch(job)
-        if code != EXIT_DONE:
-            raise SystemExit(code)
 
-    parser.set_defaults(run=run)
+    # Exit codes of a run pass through: batch scripts decide by them.
+    code = launch(job, check=check)
+    if code != EXIT_DONE:
+        raise SystemExit(code)
 
 
 def add_slurm(verbs: Verbs) -> None:
