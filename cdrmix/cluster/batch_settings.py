@@ -2,7 +2,7 @@
 
 A run that goes on takes its own configuration, from its directory, and --set alone changes it.
 
-python -m cdrmix.cluster.batch_settings RUN_DIR SCRIPT --config FILE [--set PATH=VALUE]
+python -m cdrmix.cluster.batch_settings RUN_DIR SCRIPT [--config FILE] [--set PATH=VALUE]
 """
 
 import argparse
@@ -23,7 +23,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Settings of a batch job.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("script", type=Path)
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--config", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--profile")  # of launch/train.py, and of no meaning here
     args = parser.parse_args(words)

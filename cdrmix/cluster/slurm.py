@@ -52,7 +52,7 @@ _REPLACED_BY = {
 class Request:
     """Values of a command line of `cdrmix slurm`."""
 
-    config: Path
+    config: Path | None  # may be left out where the run directory holds a run, which goes on
     overrides: Sequence[str] = ()
     profile: str | None = None
     run_dir: Path | None = None
@@ -83,6 +83,16 @@ class Batch:
     # of `--set launch.environment.NAME=VALUE`; the configuration file is read when the job starts
     environment: Mapping[str, str] = field(repr=False)
     parts: Mapping[str, Any] = field(repr=False)  # variables of the template
+
+    @property
+    def config_to_check(self) -> Config:
+        """Configuration for checks on this machine: data that only the nodes have is left out."""
+        data = self.config.data
+        if not _is_folder(data.path) or Path(data.path).exists():
+            return self.config
+        # the checks leave what is at a URL to the ranks
+        of_nodes = data.model_copy(update={"path": "file:///of-the-nodes"})
+        return self.config.model_copy(update={"data": of_nodes})
 
     @property
     def asks(self) -> str:
@@ -216,21 +226,25 @@ def _check_nodes(asked: Request, memory: float, site: Nodes | None) -> None:
         )
 
 
-def _path_warnings(config: Config, file: Path, run_dir: Path) -> list[str]:
+def _is_folder(data_path: str) -> bool:
+    return data_path != "sample" and "://" not in data_path
+
+
+def _path_warnings(config: Config, file: Path | None, run_dir: Path) -> list[str]:
     """Warnings of paths that nodes may not see as this machine does.
 
     None of them is refused: a login node need not mount what the nodes have.
     """
     paths = {
-        "--config": file.resolve(),
         "the run directory": run_dir,
         "the present folder": Path.cwd(),
         "Python": Path(sys.executable),
         "CDRmix": shipped("launch"),
     }
+    if file is not None:
+        paths["--config"] = file.resolve()
     data = config.data.path
-    is_folder = data != "sample" and "://" not in data
-    if is_folder:
+    if _is_folder(data):
         paths["data.path"] = Path(data).resolve()
     warnings = [
         f"{what} is at {path}, and each node has a {folder} of its own: use a shared folder"
@@ -238,7 +252,7 @@ def _path_warnings(config: Config, file: Path, run_dir: Path) -> list[str]:
         for folder in _OF_A_NODE
         if path.is_relative_to(folder)
     ]
-    if is_folder and not Path(data).exists():
+    if _is_folder(data) and not Path(data).exists():
         warnings.append(
             f"data.path = {data}: not on this machine, so it was not looked at. The job ends with "
             "code 2 if the nodes lack it too"
@@ -292,7 +306,8 @@ def _parts(
 ) -> dict[str, Any]:
     """Variables of the template."""
     shown = [override for override in asked.overrides if not override.startswith(_ENVIRONMENT)]
-    arguments = train_arguments(asked.config.resolve(), shown, asked.profile)
+    file = asked.config and asked.config.resolve()
+    arguments = train_arguments(file, shown, asked.profile)
     train = [str(shipped("launch") / "train.py"), *arguments, "--run-dir", str(run_dir)]
     return {
         "name": config.name,

@@ -116,7 +116,7 @@ def add_slurm(verbs: Verbs) -> None:
         "continues. Prints the script's path, or with --submit the job's number; the plan goes to "
         "stderr.",
     )
-    add_config_flags(parser)
+    add_config_flags(parser, required=False)
     flag = parser.add_argument
     flag("--nodes", type=at_least(1), metavar="N", required=True, help="nodes")
     devices = "devices, and ranks, of each"
@@ -162,10 +162,11 @@ def add_slurm(verbs: Verbs) -> None:
 def _slurm(arguments: argparse.Namespace) -> None:
     from cdrmix.cluster.slurm import Request, make_batch, write_script
     from cdrmix.cluster.slurm_site import submit, would_start
+    from cdrmix.sessions.preflight import check_start
 
     batch = make_batch(
         Request(
-            config=Path(arguments.config),
+            config=Path(arguments.config) if arguments.config else None,
             overrides=arguments.overrides,
             profile=arguments.profile,
             run_dir=arguments.run_dir,
@@ -182,6 +183,14 @@ def _slurm(arguments: argparse.Namespace) -> None:
             chain=arguments.chain,
             options=arguments.options,
         )
+    )
+    check_start(
+        batch.config_to_check,
+        world_size=arguments.nodes * arguments.gpus_per_node,
+        profile=arguments.profile,
+        device="cpu" if arguments.cpu else "cuda",
+        run_dir=batch.run_dir,
+        resume="auto",
     )
     # Written in any case: it stays in the run directory as the record of what was submitted.
     script = write_script(batch)

@@ -10,6 +10,7 @@ import pytest
 
 from cdrmix.cli import main
 from cdrmix.cluster.slurm import Batch, Request, make_batch, write_script
+from cdrmix.config.load import load_config, snapshot_yaml
 from cdrmix.errors import ConfigError, PlanError
 from tests.conftest import TINY
 from tests.harness import ROOT
@@ -189,6 +190,35 @@ def test_a_short_limit_and_paths_of_one_machine_are_warned_about(
     warnings = "\n".join(batch("cdrmix-core-tiny", tmp_path, **changes).warnings)
     assert "not on this machine" not in warnings
     assert f"data.path is at {data}, and each node has" in warnings
+
+
+def test_a_data_set_of_another_model_is_refused_and_one_of_the_nodes_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["slurm", "--config", str(TINY), "--run-dir", str(tmp_path / "run"), "--nodes", "1"]
+    data = tmp_path / "data"
+    assert main([*run, "--cpu", "--set", f"data.path={data}"]) == 0
+    assert f"data.path = {data}: not on this machine" in capsys.readouterr().err
+    (tmp_path / "run" / "job.sbatch").unlink()
+    data.mkdir()
+    assert main([*run, "--cpu", "--set", f"data.path={data}"]) == 2
+    assert str(data) in capsys.readouterr().err
+    assert not (tmp_path / "run" / "job.sbatch").exists()
+
+
+def test_a_run_that_goes_on_needs_no_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    words = ["slurm", "--run-dir", str(run_dir), "--nodes", "1", "--gpus-per-node", "2", "--cpu"]
+    assert main(words) == 2
+    assert "--config FILE: missing" in capsys.readouterr().err
+    run_dir.mkdir()
+    own = load_config(TINY, ["training.max_steps=700"])
+    (run_dir / "config_snapshot.yaml").write_text(snapshot_yaml(own))
+    assert main(words) == 0
+    assert "to the end: 700 steps" in capsys.readouterr().err
+    assert "--config" not in (run_dir / "job.sbatch").read_text()
 
 
 def test_stdout_holds_one_line_for_scripts_and_stderr_the_rest(
