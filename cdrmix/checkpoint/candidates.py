@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.checkpoint.files import MANIFEST_FILE, retried, save_number
-from cdrmix.config.load import changed_keys
-from cdrmix.config.redaction import redacted
+from cdrmix.config.resuming import changes_between
 from cdrmix.config.schema import Config
 from cdrmix.errors import NoUsableStateError, StateError
 
@@ -81,17 +80,12 @@ def nothing_to_resume(resume: str) -> StateError:
     )
 
 
-def changes_since(checkpoint: Path, saved: dict[str, Any], config: Config) -> list[str]:
-    """Values that differ from those of a checkpoint's run, `saved`, one `key: old -> new` each.
-
-    Raises StateError if the model is another one.
-    """
-    changes = changed_keys(redacted(saved), redacted(config.model_dump(mode="json")))
-    lines = [f"{key}: {old} -> {new}" for key, old, new in changes]
-    model = [line for line in lines if line.startswith("model.")]
+def check_same_model(checkpoint: Path, saved: dict[str, Any], config: Config) -> None:
+    """Raises StateError if a checkpoint's configuration, `saved`, is of another model."""
+    changes = changes_between(saved, config.model_dump(mode="json"))
+    model = [f"{key}: {old} -> {new}" for key, old, new in changes if key.startswith("model.")]
     if model:
         raise StateError(
             f"{checkpoint}: was trained with another model. Changed: "
             f"{'; '.join(model)}. Try the saved values, or a new run directory"
         )
-    return lines

@@ -20,7 +20,15 @@ from cdrmix import errors
 from cdrmix.cluster.handover import LauncherStart, launch_environment, train_arguments
 from cdrmix.cluster.hosts import Host, read_hostfile, run_on
 from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
-from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
+from cdrmix.cluster.start_records import first_step, newest_number
+from cdrmix.cluster.starts import (
+    COMMANDED_VARIABLE,
+    MARKER,
+    StartRecord,
+    age_seconds,
+    append_start,
+    end_of_run,
+)
 from cdrmix.config.load import new_run_dir
 from cdrmix.config.resuming import config_of_start
 from cdrmix.config.schema import Config
@@ -126,6 +134,10 @@ def launch(job: Job, *, check: Callable[[], None] | None = None) -> int:
     `check` is called before anything is started. Raises TrainingError if it does, or if a host
     cannot be reached before the first start.
     """
+    end = end_of_run(job.config, run_dir=job.run_dir, resume=job.resume)
+    if end is not None:
+        logger.info("%s", end)
+        return errors.EXIT_DONE
     # first, so that a signal while all is checked ends the command by its code
     signals = _Signals()
     if check is not None:
@@ -135,6 +147,7 @@ def launch(job: Job, *, check: Callable[[], None] | None = None) -> int:
     lost_in_a_row = 0
     has_been_good = False
     for number in itertools.count(1):
+        before = newest_number(start.run_dir)
         began = datetime.now(UTC)
         if number == 1:  # the goodput counts this process's own imports as part of the start
             began -= timedelta(seconds=age_seconds(os.getpid()))
@@ -145,6 +158,8 @@ def launch(job: Job, *, check: Callable[[], None] | None = None) -> int:
             if number == 1:  # else the host was there at the first start
                 raise
             outcome = Outcome(errors.EXIT_FAULT, str(error), 0)
+        resumed_at = first_step(start.run_dir, after=before, otherwise=resumed_at)
+        outcome = replace(outcome, step=max(resumed_at, outcome.step))  # it may have had none left
         got_further = outcome.step > resumed_at
         # after a good start the same error before the first step is a passing fault of the machine
         is_mistake = outcome.exit_code in _DOUBTFUL and (got_further or not has_been_good)

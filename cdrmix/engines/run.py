@@ -166,6 +166,9 @@ class Start:
     start_up: StartUp  # duration of this start so far, by its parts
     health: Health  # judges steps, and keeps the record of unhealthy ones
     wall_time: WallTime = field(default_factory=WallTime)  # of all starts
+    command: Sequence[str] = ()  # words of the user's command, without secrets
+    # Folder of the sample corpus that the run was trained on before; None: the usual one.
+    sample: Path | None = None
 
 
 @dataclass(kw_only=True)

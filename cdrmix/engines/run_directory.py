@@ -12,7 +12,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint.candidates import step_folders
@@ -22,12 +22,14 @@ from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE
-from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import DataError, InfrastructureError, StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
 from cdrmix.planning.counts import count
 from cdrmix.planning.plan import Plan
+
+if TYPE_CHECKING:  # brings torch, which is not imported before a start is checked
+    from cdrmix.engines.training_data import Corpus
 
 logger = get_logger(__name__)
 

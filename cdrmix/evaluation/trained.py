@@ -18,6 +18,8 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
+from cdrmix.cluster.start_records import recorded_data
+from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config, DataConfig
 from cdrmix.data.remote import remote_files
 from cdrmix.data.remote_folder import local_folder
@@ -110,7 +112,7 @@ def _tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tu
     if checkpoint.parent.name == "checkpoints":
         folders.append(checkpoint.parent.parent)
     # Run directories of older versions hold none: their data set does.
-    if (data := _local_data(config)) is not None:
+    if (data := _local_data(config, checkpoint)) is not None:
         folders.append(data)
     for folder in folders:
         path = folder / TOKENIZER_FILE
@@ -132,12 +134,19 @@ def _tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tu
     )
 
 
-def _local_data(config: Config) -> Path | None:
-    """Returns the folder of a run's data set; None if its data set is behind a URL."""
-    if config.data.path == "sample":
-        # Built at the first use, into the folder of `cdrmix data sample`.
+def _local_data(config: Config, checkpoint: Path) -> Path | None:
+    """Returns the folder that the newest start of a checkpoint's run has read, wherever this
+    process runs; None if the data set is behind a URL. Runs of earlier versions have no record."""
+    if "://" in config.data.path:
+        return None
+    is_in_run = checkpoint.parent.name == "checkpoints"
+    recorded = recorded_data(checkpoint.parent.parent) if is_in_run else None
+    if recorded is not None:
+        return recorded
+    if config.data.path == SAMPLE:
+        # The folder of `cdrmix data sample`; it is read if it is there, and never built.
         return Path("data") / f"sample-{config.model.vocab_size}"
-    return None if "://" in config.data.path else Path(config.data.path)
+    return Path(config.data.path)
 
 
 def continue_text(
@@ -178,7 +187,7 @@ def evaluate_run(
     if data is not None and "://" in data:  # of the caller: no other URL is opened
         folder = local_folder(DataConfig(path=data, order="sequential"), length)
     else:
-        given = _local_data(run.config) if data is None else Path(data)
+        given = _local_data(run.config, run.checkpoint) if data is None else Path(data)
         if given is None:
             raise DataError(
                 f"{run.checkpoint}: was trained on a data set behind a URL, and one that a "
@@ -186,9 +195,11 @@ def evaluate_run(
             )
         folder = given
         if data is None and not folder.is_dir():
+            is_sample = run.config.data.path == SAMPLE
+            build = f", or first `cdrmix data sample --out {folder}`" if is_sample else ""
             raise DataError(
-                f"{folder}: the data set that {run.checkpoint} was trained on is not here. Give "
-                "--data DIR, or build the sample corpus with `cdrmix data sample`"
+                f"{folder.absolute()}: the data set that {run.checkpoint} was trained on is not "
+                f"there. Give --data DIR with its folder{build}"
             )
         # A cache names the URL of its data set, which would be opened without the user's knowledge.
         if remote_files(folder) is not None:

@@ -17,7 +17,7 @@ from typing import Any
 from cdrmix.checkpoint.candidates import (
     all_damaged,
     candidates,
-    changes_since,
+    check_same_model,
     nothing_to_resume,
 )
 from cdrmix.checkpoint.files import damage, read_json
@@ -151,7 +151,7 @@ def _check_resumed(config: Config, *, run_dir: Path | None, resume: str) -> None
         reasons = damage(folder, with_digests=False)
         if not reasons:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                changes_since(folder, read_json(folder / "state.json")["config"], config)
+                check_same_model(folder, read_json(folder / "state.json")["config"], config)
             return
         skipped.append((folder.name, "; ".join(reasons)))
     # The ranks look into the replica too.
