@@ -155,7 +155,7 @@ def make_batch(asked: Request) -> Batch:
             "--gpu-memory-gib M"
         )
     run_dir = (asked.run_dir or new_run_dir(config)).resolve()
-    warnings += _path_warnings(config, asked.config, run_dir)
+    warnings += _path_warnings(config, asked, run_dir)
     lines, of_time = _lines(asked, plan, options, limit)
     return Batch(
         config=config,
@@ -169,8 +169,10 @@ def make_batch(asked: Request) -> Batch:
 
 
 def _unsafe(asked: Request) -> list[str]:
-    """Problems of values that would be more than one line or word in the script."""
+    """Problems of values that contradict, or would be more than a line or word of the script."""
     problems = []
+    if asked.gpu is not None and asked.on_cpu != (asked.gpu == "cpu"):
+        problems.append(f"--gpu {asked.gpu}: give --cpu for ranks on CPUs, and else a kind of GPU")
     if re.search(r"[\x00-\x1f\x7f]", f"{asked.run_dir}{Path.cwd()}"):
         problems.append(f"{asked.run_dir}: a path with control characters. Give another --run-dir")
     if "%" in str(Path(asked.run_dir or "").resolve()):  # versions of SLURM differ on %%
@@ -230,7 +232,7 @@ def _is_folder(data_path: str) -> bool:
     return data_path != "sample" and "://" not in data_path
 
 
-def _path_warnings(config: Config, file: Path | None, run_dir: Path) -> list[str]:
+def _path_warnings(config: Config, asked: Request, run_dir: Path) -> list[str]:
     """Warnings of paths that nodes may not see as this machine does.
 
     None of them is refused: a login node need not mount what the nodes have.
@@ -241,8 +243,10 @@ def _path_warnings(config: Config, file: Path | None, run_dir: Path) -> list[str
         "Python": Path(sys.executable),
         "CDRmix": shipped("launch"),
     }
-    if file is not None:
-        paths["--config"] = file.resolve()
+    if asked.config is not None:
+        paths["--config"] = asked.config.resolve()
+    if asked.profile is not None and Path(asked.profile).is_file():
+        paths["--profile"] = Path(asked.profile).resolve()
     data = config.data.path
     if _is_folder(data):
         paths["data.path"] = Path(data).resolve()

@@ -194,20 +194,18 @@ def _slurm(arguments: argparse.Namespace) -> None:
     )
     # Written in any case: it stays in the run directory as the record of what was submitted.
     script = write_script(batch)
-    lines = {**batch.lines, "asks": batch.asks}
-    job = None
-    if arguments.submit:
-        lines["script"] = str(script)
-        lines["sbatch"] = would_start(str(script))
-        job = submit(str(script))
-        lines["queued"] = f"job {job}"
-    else:
-        lines["next"] = f"sbatch {shlex.quote(str(script))}"
     # stdout holds the one line that a script reads.
     for warning in batch.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    for title, line in lines.items():
+    for title, line in {**batch.lines, "asks": batch.asks}.items():
         print(f"{title:8} {line}", file=sys.stderr)
+    job = None
+    if arguments.submit:
+        print(f"{'sbatch':8} {would_start(str(script))}", file=sys.stderr)
+        job = submit(str(script))
+        print(f"{'queued':8} {script} as job {job}", file=sys.stderr)
+    else:
+        print(f"{'next':8} sbatch {shlex.quote(str(script))}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"script": str(script), "job": job, **batch.to_json()}))
     else:

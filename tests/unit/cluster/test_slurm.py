@@ -163,6 +163,8 @@ def test_it_is_told_how_many_jobs_the_run_takes(tmp_path: Path) -> None:
         ({"options": ["partition=cpu"]}, "no partition cpu here. There are gpu"),
         ({"options": ["partiton=gpu"]}, "Did you mean partition?"),
         ({"options": ["signal=USR1@60"]}, "signal=B:USR1@SECONDS"),
+        ({"gpu": "h100-80", "on_cpu": True}, "--gpu h100-80: give --cpu for ranks on CPUs"),
+        ({"gpu": "cpu"}, "--gpu cpu: give --cpu for ranks on CPUs"),
         ({"gpu": "h100"}, "Did you mean 'h100-80'?"),
     ],
 )
