@@ -269,6 +269,8 @@ def _lines(
 ) -> tuple[dict[str, str], list[str]]:
     """Lines about a batch job, by a title each, and warnings about its time."""
     lines = plan.lines()
+    if limit is None:
+        lines["jobs"] = "one, without a time limit"
     shown = options.get("time") or asked.time_limit
     warnings: list[str] = []
     if plan.is_of_device and limit is not None:

@@ -152,6 +152,8 @@ def test_it_is_told_how_many_jobs_the_run_takes(tmp_path: Path) -> None:
     assert "--chain 3 ends before the run: give --chain 12" in made.warnings
     made = batch("cdrmix-core-tiny", tmp_path, on_cpu=True)
     assert made.lines["jobs"] == "one of --time 24:00:00"
+    made = batch("cdrmix-core-tiny", tmp_path, on_cpu=True, time_limit="UNLIMITED")
+    assert made.lines["jobs"] == "one, without a time limit"
 
 
 @pytest.mark.parametrize(
