@@ -154,7 +154,8 @@ def test_a_time_limit_saves_and_requeues_under_both_starters(
     for folder, end in sorted(ends.items(), key=lambda item: item[1]):
         write_config(tmp_path / "config.yaml", small_corpus, end)
         argv = ["--config", str(tmp_path / "config.yaml"), "--run-dir", str(whole)]
-        assert run_ranks(start, 2, [*argv, "--resume", "auto"]) == [0, 0]
+        argv += ["--set", f"training.max_steps={end}", "--resume", "auto"]
+        assert run_ranks(start, 2, argv) == [0, 0]
         assert_equal_runs(folder / "run", whole, steps=end)
 
 
