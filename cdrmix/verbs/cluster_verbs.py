@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -119,18 +120,35 @@ def add_slurm(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "slurm",
         help="write a batch script for a run, and queue it with --submit",
-        description="Writes RUN_DIR/job.sbatch: the run saves before its time limit, returns to "
-        "the queue and continues. Configuration and layout are checked before.",
+        description="Plans the run on the devices, refuses what does not fit, and writes "
+        "RUN_DIR/job.sbatch: the run saves before its time limit, returns to the queue and "
+        "continues. Prints the script's path, or with --submit the job's number; the plan goes to "
+        "stderr.",
     )
-    add_config_flags(parser)
+    add_config_flags(parser, required=False)
     flag = parser.add_argument
     flag("--nodes", type=at_least(1), metavar="N", required=True, help="nodes")
     devices = "devices, and ranks, of each"
     flag("--gpus-per-node", type=at_least(1), metavar="G", default=8, help=devices)
+    preset = (
+        "kind of devices, as of `cdrmix plan`; default: as SLURM names them, such as gpu:h100:8, "
+        "in the options or in the partition's nodes"
+    )
+    flag("--gpu", metavar="PRESET", help=preset)
+    flag(
+        "--gpu-memory-gib", type=float, metavar="M", help="memory of a device, as torch reports it"
+    )
     flag("--cpu", action="store_true", help="ranks on CPUs: ask for no devices")
     starters = "srun: a task per rank; deepspeed: its launcher on each node; default srun"
     flag("--starter", choices=("srun", "deepspeed"), default="srun", help=starters)
     flag("--time", default="24:00:00", help="time limit; default 24:00:00")
+    cores = (
+        "cores of a task, which is a rank (srun) or all ranks of a node (deepspeed); default: as "
+        "the plan needs"
+    )
+    flag("--cpus-per-task", type=at_least(1), metavar="N", help=cores)
+    memory = "memory of a node, such as 200G; 0 is all of it; default: as the plan needs"
+    flag("--mem", metavar="SIZE", help=memory)
     # For sites that forbid a job to requeue itself.
     array = "an array of K jobs, one after the other, in place of requeueing at the time limit"
     flag("--chain", type=at_least(1), default=1, metavar="K", help=array)
@@ -140,33 +158,67 @@ def add_slurm(verbs: Verbs) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="further option of sbatch, such as partition=gpu; may be repeated",
+        help="further option of sbatch, such as partition=gpu, which wins over lines of ours; may "
+        "be repeated",
     )
     _add_run_flags(parser, restarts="requeues of a lost run; default 3")
-    flag("--submit", action="store_true", help="queue it, and print its number")
+    submit = "have sbatch check it, queue it, and print its number"
+    flag("--submit", action="store_true", help=submit)
+    flag("--json", action="store_true", help="print one JSON object, with the plan")
+    parser.set_defaults(run=_slurm)
 
-    def run(arguments: argparse.Namespace) -> None:
-        from cdrmix.cluster.slurm import make_batch, submit, write_script
 
-        batch = make_batch(
-            config=Path(arguments.config),
+def _slurm(arguments: argparse.Namespace) -> None:
+    from cdrmix.cluster.slurm import Request, make_batch, write_script
+    from cdrmix.cluster.slurm_site import submit, would_start
+    from cdrmix.sessions.preflight import check_start
+
+    batch = make_batch(
+        Request(
+            config=Path(arguments.config) if arguments.config else None,
             overrides=arguments.overrides,
             profile=arguments.profile,
             run_dir=arguments.run_dir,
             nodes=arguments.nodes,
             ranks_per_node=arguments.gpus_per_node,
             on_cpu=arguments.cpu,
+            gpu=arguments.gpu,
+            gpu_memory_gib=arguments.gpu_memory_gib,
             starter=arguments.starter,
             time_limit=arguments.time,
+            cpus_per_task=arguments.cpus_per_task,
+            memory=arguments.mem,
             max_restarts=arguments.max_restarts,
             chain=arguments.chain,
             options=arguments.options,
         )
-        # Written in any case: it stays in the run directory as the record of what was submitted.
-        script = write_script(batch)
-        print(submit(script) if arguments.submit else script)
-
-    parser.set_defaults(run=run)
+    )
+    check_start(
+        batch.config_to_check,
+        world_size=arguments.nodes * arguments.gpus_per_node,
+        profile=arguments.profile,
+        device="cpu" if arguments.cpu else "cuda",
+        run_dir=batch.run_dir,
+        resume="auto",
+    )
+    # Written in any case: it stays in the run directory as the record of what was submitted.
+    script = write_script(batch)
+    # stdout holds the one line that a script reads.
+    for warning in batch.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    for title, line in {**batch.lines, "asks": batch.asks}.items():
+        print(f"{title:8} {line}", file=sys.stderr)
+    job = None
+    if arguments.submit:
+        print(f"{'sbatch':8} {would_start(str(script))}", file=sys.stderr)
+        job = submit(str(script))
+        print(f"{'queued':8} {script} as job {job}", file=sys.stderr)
+    else:
+        print(f"{'next':8} sbatch {shlex.quote(str(script))}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps({"script": str(script), "job": job, **batch.to_json()}))
+    else:
+        print(job or script)
 
 
 def _add_run_flags(parser: argparse.ArgumentParser, *, restarts: str) -> None:
