@@ -59,8 +59,7 @@ def finish(run: Run, stage: Pretraining) -> None:
         )
         if baselines is not None:
             logger.info(
-                "counted on the very tokens it trained on: smoothed bigram %.4f, "
-                "smoothed unigram %.4f",
+                "baselines, from counts in the text it trained on: bigram %.4f, unigram %.4f",
                 *(baselines["bigram_loss"], baselines["unigram_loss"]),
             )
         logger.info("report: %s", report)
