@@ -130,9 +130,9 @@ def mixture_in_words(mixture: Mapping[str, Any] | Sequence[Any] | None) -> list[
     """Describes a mixture, or its phases alone, by sentences, one for each phase."""
     if not mixture:
         return ["No mixture was asked for: each sample is read once per epoch."]
-    values = mixture if isinstance(mixture, Mapping) else {"phases": mixture}
+    values: Mapping[str, Any] = mixture if isinstance(mixture, Mapping) else {"phases": mixture}
     phases = values.get("phases") or [{}]
-    temperature = values.get("temperature") or 1.0
+    temperature = float(values.get("temperature") or 1.0)
     sentences = []
     for number, phase in enumerate(phases):
         samples, tokens = phase.get("samples"), phase.get("tokens")
