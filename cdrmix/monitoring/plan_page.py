@@ -13,6 +13,7 @@ _WRITTEN = (
     "profile", "profile_path", "degrees", "micro_batch_size", "gradient_accumulation_steps",
     "activation_checkpointing", "sequence_checkpoint_tokens", "memory_per_rank_bytes",
     "saves_in_background", "total_params", "active_params", "reasons", "warnings", "deepspeed",
+    "stage_b",
 )  # fmt: skip
 
 
@@ -39,13 +40,19 @@ def plan_card(plan: Mapping[str, Any]) -> dict[str, Any]:
     memory = [(name.replace("_", " "), size, size / largest) for name, size in by_size if size]
     if memory:
         memory.append(("together", total, 0.0))
-    reasons = [
+    parted = [
         reason.partition(": " if ": " in reason else " = ") for reason in plan.get("reasons") or []
     ]
+    rows = {name: text for name, text in rows.items() if text}
+    reasons = [(about, why) if why else ("", about) for about, _, why in parted]
+    if plan.get("stage_b"):
+        inner = plan_card(plan["stage_b"])
+        rows |= {f"Stage B: {name}": text for name, text in inner["rows"].items()}
+        reasons += inner["reasons"]
     return {
-        "rows": {name: text for name, text in rows.items() if text} | others,
+        "rows": rows | others,
         "memory": memory,
-        "reasons": [(about, why) if why else ("", about) for about, _, why in reasons],
+        "reasons": reasons,
         "warnings": plan.get("warnings") or [],
     }
 

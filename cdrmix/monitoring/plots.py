@@ -209,13 +209,15 @@ def _lay_out_axes(
     axes.yaxis.set_minor_locator(NullLocator())  # after the scale, which brings its own
     low, high = limits
     if low == 0 and high is None:  # matplotlib's own margin is a share of the values' range
-        high = 1.08 * max(values.max(), 1e-9, *(mark.value for mark in marks))
+        top = max(values.max(), *(mark.value for mark in marks), 0.0)
+        high = 1.08 * top if top > 0 else 1.0
     axes.set_ylim(low, high)
 
     def tick(value: float, _: int | None) -> str:
-        # No trailing zeros among the decimals: 2.500% becomes 2.5%, 1,000 stays.
+        # No trailing zeros among the decimals: 2.500% becomes 2.5%; 1,000 and 2.5e-10 stay.
         label = text(value)
-        return re.sub(r"\.?0+(?=%?$)", "", label) if "." in label else label
+        has_decimals = "." in label and "e" not in label
+        return re.sub(r"\.?0+(?=%?$)", "", label) if has_decimals else label
 
     grid = _PLACEHOLDERS["grid"]
     for side in ("top", "left", "right"):

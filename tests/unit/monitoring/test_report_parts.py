@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,33 @@ def test_the_plan_is_written_for_people(tmp_path):
 def test_a_warning_of_the_plan_is_seen():
     assert plan_card({"warnings": ["does not fit"]})["warnings"] == ["does not fit"]
     assert plan_card({})["rows"] == {} and plan_card({})["memory"] == []
+
+
+def test_a_plan_of_both_stages_has_rows_of_the_second():
+    inner = {
+        "profile": "zero1",
+        "degrees": {"data": 2},
+        "num_steps": 10,
+        "reasons": ["Stage B: why"],
+    }
+    card = plan_card({"profile": "zero2", "stage_b": inner})
+    assert card["rows"] == {
+        "profile": "zero2",
+        "Stage B: profile": "zero1",
+        "Stage B: layout": "2 ranks: data 2",
+        "Stage B: num_steps": 10,
+    }
+    assert card["reasons"] == [("Stage B", "why")]
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"), [([0.0, 0.0], ["0", "1"]), ([0.0, 1e-9], ["2.5e-10"])]
+)
+def test_ticks_of_nothing_and_of_little(values, ticks):
+    curve = Curve("", np.array([1.0, 2.0]), np.array(values), "c1")
+    drawing = line_plot("key", [curve], label="", text="{:.3g}".format, limits=(0, None))
+    labels = re.findall(r">([^<>\n]+)</text>", drawing.shapes)
+    assert {*ticks} <= {*labels} and "2.5e-1" not in labels
 
 
 def test_leaves_have_units_and_nothing_empty():
