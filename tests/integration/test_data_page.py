@@ -14,7 +14,7 @@ from cdrmix import cli
 from cdrmix.corpus.inspection import inspect_folder
 from cdrmix.corpus.inspection_page import write_data_page
 from tests.unit.data.token_folder import write_counting_folder
-from tests.unit.monitoring.test_report import Page
+from tests.unit.monitoring.test_report import Page, kinds_of_tables
 
 pytest.importorskip("rensa", reason="the [data] extra is not installed")
 
@@ -69,6 +69,7 @@ def test_the_page_is_whole_and_loads_nothing(built: Path) -> None:
     assert len(page.ids) == len(set(page.ids))
     assert {"table", "svg", "details"} <= page.tags and "script" not in page.tags
     assert "http:" not in source and "https:" not in source and "\x07" not in source
+    assert kinds_of_tables(source) == {"counts", "stack"}
     assert set(re.findall(r"url\((#?)", source)) <= {"#"}
 
 

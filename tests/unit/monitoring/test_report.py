@@ -201,6 +201,23 @@ def test_key_numbers_and_baselines_are_shown(finished):
     assert "The model is below the best baseline (bigram) by 1.2337 nats per token." in page.text
 
 
+def kinds_of_tables(source: str) -> set[str]:
+    """Kinds that page.css turns into blocks on a narrow page; other tables would be cut there."""
+    kinds = {"wide", "counts", "stack", "pairs", "heat"}
+    return {
+        kind if (kind := next((c for c in classes.split() if c in kinds), "")) else "other"
+        for classes in re.findall(r'<table(?: class="([^"]*)")?>', source)
+    }
+
+
+def test_no_table_is_cut_on_a_narrow_page_and_the_loss_has_a_drawing_of_its_own(finished):
+    source, _ = finished
+    assert kinds_of_tables(source) == {"wide", "pairs", "heat"}
+    assert source.count('class="plot broad"') == source.count('class="plot narrow"') == 1
+    style = source[: source.index("</style>")]
+    assert "min-width: 640px" not in style and ".plot.narrow { display: none; }" in style
+
+
 def test_every_plot_is_drawn_with_the_colours_of_the_page(finished):
     source, page = finished
     assert source.count("<svg") == 9 + 1, "the loss is drawn for a narrow page too"

@@ -16,7 +16,7 @@ from cdrmix.monitoring.plan_page import plan_card
 from cdrmix.monitoring.plots import Curve, Moment, line_plot
 from cdrmix.monitoring.provenance_page import mixture_in_words
 from cdrmix.monitoring.sinks import write_json_atomic
-from tests.unit.monitoring.test_report import PLAN, Page, make_run, report_of
+from tests.unit.monitoring.test_report import PLAN, Page, kinds_of_tables, make_run, report_of
 
 PHASES = [
     {"weights": {"prose": 2.0, "code": 1.0}, "samples": 3_000, "tokens": None, "change": "step"},
@@ -86,6 +86,7 @@ def test_starts_tell_when_by_what_and_where(tmp_path):
     assert "1 · stage a 2026-11-22 07:09:10 UTC 0 cdrmix 0.7.0, commit 0f1e2d3c4b5a " in text
     assert "node-7: 2 ranks zero1, data 2, micro batch 4, accumulation 2" in text
     assert "the first start" in text and "not committed" not in text
+    assert kinds_of_tables((tmp_path / "run" / "report.html").read_text()) >= {"stack", "counts"}
     assert "deepspeed launch/train.py --config 'a file.yaml'" in text
     assert "in /home/somebody with a file.yaml, configuration 1ff9ca8cd80a" in text
 
