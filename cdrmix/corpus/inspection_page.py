@@ -245,6 +245,8 @@ def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
         "corpus/templates/inspection.html",
         name=folder.resolve().name,
         inspection=inspection,
+        sources=inspected.get("sources") or [],
+        held_out_asked=inspected.get("held_out"),
         by_domain=by_domain,
         training=by_split["train"],
         held_out=by_split["validation"],
