@@ -22,6 +22,7 @@ from cdrmix.cluster.sbatch_options import (
     time_limit_seconds,
 )
 from cdrmix.cluster.slurm_site import Nodes, find_nodes, options_of_sbatch
+from cdrmix.cluster.start_records import BATCH_SCRIPT
 from cdrmix.config.load import new_run_dir, shipped
 from cdrmix.config.redaction import redacted_text
 from cdrmix.config.resuming import config_of_start
@@ -391,7 +392,7 @@ def _our_options(
 
 def write_script(batch: Batch) -> Path:
     """Writes the script into the run directory, which SLURM needs for its log; returns its path."""
-    script = batch.run_dir / "job.sbatch"
+    script = batch.run_dir / BATCH_SCRIPT
     variables = batch.run_dir / "job.environment"  # private; exists if there are any
     try:
         batch.run_dir.mkdir(parents=True, exist_ok=True)

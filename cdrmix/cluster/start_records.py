@@ -20,6 +20,7 @@ from cdrmix.cluster.handover import TRAIN
 from cdrmix.config.redaction import REDACTED, redacted_text
 
 STARTS_FOLDER = "starts"
+BATCH_SCRIPT = "job.sbatch"  # of `cdrmix slurm`
 _NAME = re.compile(r"\d{4,}\.json")
 # Values of variables: --set launch.environment.TOKEN=abc, or 'launch={environment: {TOKEN: abc}}'.
 _SECRET = re.compile(r"^((?:--set=)?launch(?:\.environment(?:\.[^=]*)?)?)=.*", re.S)
@@ -97,20 +98,25 @@ def recorded_data(run_dir: Path, *, data_path: str | None = None) -> Path | None
 def command_of_user(arguments: Sequence[str]) -> list[str]:
     """Words of the command that started this rank, without secrets.
 
-    The furthest ancestor process that is `cdrmix launch`, or that has the script among its words,
-    such as deepspeed or torchrun. Where there is none on this host, as under srun and on other
-    hosts of a hostfile, the script with its `arguments`.
+    The furthest ancestor process that is `cdrmix launch` or `cdrmix train`, or that has the script
+    among its words, such as deepspeed or torchrun. Where there is none on this host, as under srun
+    and on other hosts of a hostfile, the script with its `arguments`.
     """
     own = [word for word in arguments if not word.startswith(("--local_rank", "--local-rank"))]
-    words = ["python", f"launch/{TRAIN.name}", *own]
+    words = ["python", str(TRAIN), *own]
     is_script = Path(sys.argv[0]).name == TRAIN.name
     with contextlib.suppress(psutil.Error):
         for ancestor in psutil.Process().parents() if is_script else []:
             theirs = ancestor.cmdline()
-            is_launch = "launch" in theirs and any(Path(w).name == "cdrmix" for w in theirs[:3])
-            if ancestor.pid != 1 and (is_launch or sys.argv[0] in theirs):
+            if ancestor.pid != 1 and (_is_launch(theirs) or sys.argv[0] in theirs):
                 words = theirs
     return without_secrets(_shortened(words))
+
+
+def _is_launch(words: Sequence[str]) -> bool:
+    """True for `cdrmix launch` and `cdrmix train`, the program alone or behind its Python."""
+    names = [Path(word).name for word in words[:3]]
+    return any(names[n : n + 2] in (["cdrmix", "launch"], ["cdrmix", "train"]) for n in (0, 1))
 
 
 def _shortened(words: Sequence[str]) -> list[str]:
@@ -130,6 +136,9 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 def command_to_go_on(words: Sequence[str], run_dir: Path) -> str:
     """Command of a shell that goes on with the run that `words` started, as it was started."""
+    script = run_dir / BATCH_SCRIPT
+    if "SLURM_JOB_ID" in os.environ and script.is_file():
+        return shlex.join(["sbatch", str(script)])
     kept = []
     rest = iter(words)
     for word in rest:

@@ -1,10 +1,14 @@
 """Records of starts: one file each, never rewritten, and without secrets."""
 
+import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from cdrmix.cluster.handover import TRAIN
 from cdrmix.cluster.start_records import (
     add_start_record,
     command_of_user,
@@ -16,6 +20,7 @@ from cdrmix.cluster.start_records import (
     recorded_data,
     without_secrets,
 )
+from tests.harness import ROOT
 
 
 def test_each_start_has_a_file_of_its_own(tmp_path: Path) -> None:
@@ -70,7 +75,31 @@ def test_a_command_is_kept_without_its_secrets() -> None:
 
 def test_without_a_launcher_the_command_is_the_script_and_its_words() -> None:
     words = command_of_user(["--local_rank=0", "--config", "a.yaml"])
-    assert words == ["python", "launch/train.py", "--config", "a.yaml"]
+    assert words == ["python", str(TRAIN), "--config", "a.yaml"]
+
+
+@pytest.mark.parametrize("verb", ["train", "launch", "plan"])
+def test_the_command_is_that_of_the_verb_that_launched(verb: str, tmp_path: Path) -> None:
+    program, script = tmp_path / "cdrmix", tmp_path / TRAIN.name
+    program.write_text(
+        f"import subprocess, sys; subprocess.run([sys.executable, {str(script)!r}], check=True)"
+    )
+    script.write_text(
+        "from cdrmix.cluster.start_records import command_of_user; print(command_of_user([]))"
+    )
+    words = [sys.executable, str(program), verb, "--run-dir", "x"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = ast.literal_eval(done.stdout)
+    assert (found[-3:] == [verb, "--run-dir", "x"]) == (verb != "plan")
+
+
+def test_under_slurm_the_command_to_go_on_queues_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert command_to_go_on(["python", "x.py"], tmp_path).startswith("python x.py --run-dir")
+    (tmp_path / "job.sbatch").touch()
+    assert command_to_go_on(["python", "x.py"], tmp_path) == f"sbatch {tmp_path}/job.sbatch"
 
 
 def test_the_command_to_go_on_needs_no_configuration() -> None:
