@@ -71,7 +71,8 @@ def main(arguments: list[str]) -> int:
             overrides,
             run_dir=args.run_dir,
             resume=args.resume,
-            is_quiet=runtime.environment_rank() != 0,
+            # `cdrmix launch` has told of changes; the record of the start tells of them too.
+            is_quiet=runtime.environment_rank() != 0 or runtime.launch_folder() is not None,
         )
         end = end_of_run(config, run_dir=args.run_dir, resume=args.resume)
         if end is not None:

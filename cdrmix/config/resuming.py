@@ -327,9 +327,11 @@ def _refuse_model(before: Config, overrides: Sequence[str], own: _Own) -> None:
 
 
 def _refusal(key: str, old: Any, new: Any, own: _Own) -> str:
+    rule = rule_of(key)
+    only = "" if rule is _REFUSED else f" ({rule.text})"
     return (
         f"{key}: {_shown(old)} -> {_shown(new)}: cannot change when the run of {own.place} is "
-        f"resumed (its rule: {rule_of(key).text}). Leave it as it is, or begin a new run"
+        f"resumed{only}. Leave it as it is, or begin a new run"
     )
 
 
