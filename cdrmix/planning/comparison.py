@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
 from cdrmix.planning import rules
-from cdrmix.planning.cluster import GIB, Cluster
+from cdrmix.planning.cluster import GIB, PRESETS, Cluster
 from cdrmix.planning.cost import time_text
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.page import Page, flops_text, size_text
@@ -20,8 +20,9 @@ from cdrmix.planning.rules import UNAVAILABLE
 from cdrmix.planning.search import search
 
 RUNNERS_UP = 4
-# Largest number of times that the nodes are doubled in search of a cluster that fits.
-_DOUBLINGS = 5
+# Numbers of times that nodes are doubled in search of a cluster that fits.
+_DOUBLINGS = range(6)
+_USUAL_DEVICES = 8  # of a node
 
 
 @dataclass(frozen=True)
@@ -148,22 +149,37 @@ def _changes(compared: Comparison) -> Iterator[str]:
         least["activation_checkpointing"] = True
     # only the smallest layouts: a tenth of the time of a whole search
     lean = compared.config.model_copy(update={"training": training.model_copy(update=least)})
-    for doubling in range(1, _DOUBLINGS + 1):
-        wider = replace(cluster, nodes=cluster.nodes * 2**doubling)
+    has_wider = False
+    for wider in _wider_clusters(cluster):
         if any(each.fits and not each.missing for each in search(lean, wider)):
             best = search(compared.config, wider)[0]
-            yield f"would fit on {wider.nodes:,} such nodes: {best.describe()}"
+            is_alike = wider.gpus_per_node == cluster.gpus_per_node
+            kind = "such nodes" if is_alike else f"nodes of {wider.gpus_per_node} such devices"
+            yield f"would fit on {wider.nodes:,} {kind}: {best.describe()}"
+            has_wider = True
             break
     needs = []
     if memory.total > training.memory_share * cluster.memory_bytes:
         devices = "1 device" if cluster.world_size == 1 else f"{cluster.world_size:,} devices"
         device_gib = math.ceil(memory.total / training.memory_share / GIB)
+        if has_wider and device_gib > max(preset.memory_gib for preset in PRESETS.values()):
+            return  # no such device is made
         needs.append(f"on {devices} of {device_gib:,} GiB")
     if not memory.fits_host(cluster, share=training.memory_share):
         on_host = memory.on_host * cluster.gpus_per_node
         host_gib = math.ceil(on_host / training.memory_share / GIB)
         needs.append(f"with {host_gib:,} GiB a host")
     yield f"would fit {', '.join(needs)}"
+
+
+def _wider_clusters(cluster: Cluster) -> Iterator[Cluster]:
+    """Larger clusters: first of more such nodes, then of nodes with more devices."""
+    sizes = [(cluster.nodes * 2**doubling, cluster.gpus_per_node) for doubling in _DOUBLINGS]
+    if cluster.gpus_per_node < _USUAL_DEVICES:
+        sizes += [(2**doubling, _USUAL_DEVICES) for doubling in _DOUBLINGS]
+    for nodes, devices in sizes:
+        if nodes * devices > cluster.world_size:
+            yield replace(cluster, nodes=nodes, gpus_per_node=devices)
 
 
 _ASSUMPTIONS = (

@@ -82,7 +82,9 @@ def size_text(num_bytes: float) -> str:
     """Formats bytes in the unit that people would take: 8 MiB, 1.1 GiB, 1,937.3 GiB, 26.4 TiB."""
     unit, size, _ = next(each for each in _SIZE_UNITS if num_bytes >= each[2])
     number = num_bytes / size
-    return f"{number:,.0f} MiB" if unit == "MiB" else f"{number:,.1f} {unit}"
+    if unit == "MiB":
+        return f"{number:,.0f} MiB" if number >= 1 else f"{number:.1g} MiB"
+    return f"{number:,.1f} {unit}"
 
 
 def flops_text(flops: float) -> str:

@@ -36,6 +36,12 @@ def test_where_nothing_fits_the_page_is_printed_and_the_exit_code_is_2(
     assert printed.err.count("\n") == 1
 
 
+def test_where_no_number_of_such_nodes_fits_nodes_of_more_devices_are_named() -> None:
+    made = compare(config("core-200b"), make_cluster(nodes=1, gpus_per_node=1, gpu="h100-80"))
+    (change,) = (each for each in made.changes if each.startswith("would fit"))
+    assert change.startswith("would fit on 32 nodes of 8 such devices: pipeline")
+
+
 def test_where_nothing_fits_the_json_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("core-40b", *TOO_SMALL, "--json") == 2
     assert json.loads(capsys.readouterr().out)["fits"] is False

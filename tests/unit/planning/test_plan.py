@@ -320,7 +320,7 @@ def test_more_nodes_are_looked_at_with_layouts_of_their_own() -> None:
 def test_what_follows_from_wrong_degrees_is_not_told() -> None:
     with pytest.raises(PlanError) as caught:
         planned("core-4b", 2, "a100-80", "parallel.pipeline=3")
-    assert str(caught.value).endswith("is not the number of ranks, 16. Try 15 or 18 ranks")
+    assert str(caught.value).endswith("is not the number of ranks, 16. Try 12 or 24 ranks")
     with pytest.raises(PlanError, match="16. Try parallel.data = 2 or 4, or leave it out$"):
         planned("core-4b", 2, "a100-80", "parallel.data=3")
 
