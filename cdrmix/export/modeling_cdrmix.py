@@ -83,13 +83,15 @@ def with_rwkv_layers(cache: Cache, config: CDRMixConfig) -> Cache:
     layers: Any = cache.layers
     if any(isinstance(layer, RWKVCacheLayer) for layer in layers):
         return cache
-    if "rwkv" not in config.layer_kinds:
-        return cache
-    if not isinstance(cache, DynamicCache) or any(layer.is_initialized for layer in layers):
+    needs_ours = "rwkv" in config.layer_kinds
+    in_use = needs_ours and any(layer.is_initialized for layer in layers)
+    if not isinstance(cache, DynamicCache) or in_use:
         raise ValueError(
-            "past_key_values: give an empty DynamicCache(), or the one of an earlier call; the "
-            f"recurrent states of this model have no place in this {type(cache).__name__}"
+            "past_key_values: give an empty DynamicCache(), or the one of an earlier call; this "
+            f"{type(cache).__name__} has no place for the states of this model"
         )
+    if not needs_ours:
+        return cache
     cache.layers = [
         RWKVCacheLayer() if kind == "rwkv" else DynamicLayer() for kind in config.layer_kinds
     ]

@@ -244,6 +244,11 @@ def test_a_cache_of_another_model_is_refused(hybrid: Both, tokens: Tensor) -> No
         hybrid.load()(tokens, past_key_values=cache)
 
 
+def test_a_cache_of_fixed_length_is_refused(both: Both, tokens: Tensor) -> None:
+    with pytest.raises(ValueError, match="this StaticCache has no place"):
+        both.load().generate(tokens, max_new_tokens=2, cache_implementation="static")
+
+
 def test_saved_again_it_is_the_same_model(both: Both, tokens: Tensor, tmp_path) -> None:
     model = both.load()
     model.save_pretrained(tmp_path / "again")
