@@ -161,7 +161,7 @@ def _write(
     records: dict[str, FileRecord] = dict(
         write_weights(folder, reader, names, dtype=dtype, max_shard_bytes=max_shard_bytes)
     )
-    path = described.checkpoint.path
+    path = described.checkpoint.path.resolve()  # its run's name, from wherever it was named
     metadata = training_metadata(
         path.parent.parent if path.parent.name == "checkpoints" else None,
         step=described.checkpoint.step,

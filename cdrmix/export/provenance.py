@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from cdrmix import __version__
 from cdrmix.checkpoint.files import read_json
@@ -99,6 +99,8 @@ def model_card(metadata: dict[str, Any], config: Config, *, num_parameters: int,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["custom_code", "rwkv", "cdrmix"],
+        model_name=metadata["name"],
+        eval_results=_eval_results(metadata) or None,
     )
     model = config.model
     kinds = model.layer_kinds()
@@ -142,6 +144,22 @@ def model_card(metadata: dict[str, Any], config: Config, *, num_parameters: int,
         "",
     ]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)))
+
+
+def _eval_results(metadata: dict[str, Any]) -> list[EvalResult]:
+    """The final evaluation, as the Hub's index of models has it."""
+    held_out = metadata["metrics"].get("held_out", {})
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=f"manifest-{metadata['data']['manifest_digest']}",
+            dataset_name="held-out part of the training data",
+            metric_type=name,
+            metric_value=held_out[name],
+        )
+        for name in ("loss", "perplexity", "bits_per_byte")
+        if name in held_out
+    ]
 
 
 def _result_lines(metrics: dict[str, Any]) -> list[str]:

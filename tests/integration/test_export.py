@@ -90,8 +90,8 @@ def test_another_program_continues_a_text_as_the_run_does(trained: Path, tmp_pat
 
 
 def test_two_exports_are_equal_to_the_byte(trained: Path, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        cdrmix("export", trained, "--out", tmp_path / name)
+    for name, source in (("one", trained), ("two", trained / "checkpoints" / str(STEPS))):
+        cdrmix("export", source, "--out", tmp_path / name)
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
     for name in names:
@@ -114,6 +114,8 @@ def test_the_metadata_name_run_data_and_metrics(trained: Path, tmp_path: Path) -
     assert str(trained) not in (tmp_path / "folder" / "training_metadata.json").read_text()
     card = ModelCard.load(tmp_path / "folder" / "README.md")
     assert card.data.library_name == "transformers"
+    results = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert results["perplexity"] == summary["evaluation"]["perplexity"]
     assert f"{summary['evaluation']['perplexity']:.2f}" in card.text
 
 
