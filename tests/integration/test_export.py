@@ -14,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from cdrmix.data.folders import locked
 from cdrmix.evaluation.trained import continue_text
 from tests.harness import RANK_ENVIRONMENT, run_ranks
 from tests.integration.test_cli import cdrmix
@@ -225,6 +226,13 @@ def test_a_stopped_export_leaves_nothing(made: Path, tmp_path: Path) -> None:
     assert f"stopped; {tmp_path / 'folder'} was not written" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("*folder*"))
+
+
+def test_two_exports_at_once_do_not_mix(made: Path, tmp_path: Path) -> None:
+    with locked(tmp_path / ".folder.lock", blocking=False):
+        refused = cdrmix("export", made, "--out", tmp_path / "folder", code=2)
+    assert "another export is writing there" in refused.stderr
+    cdrmix("export", made, "--out", tmp_path / "folder")
 
 
 def test_a_full_disk_is_told_before_anything_is_written(
