@@ -79,7 +79,24 @@ def write_weights(
 def _parts(reader: CheckpointFile, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
     """Reads a tensor piece by piece, in its row-major order."""
     kind = reader.content_kind(name)
-    block = Box.whole(reader.shape(name, kind))
-    for start in range(0, block.numel, _READ_ELEMENTS):
-        span = Span(block, start, min(_READ_ELEMENTS, block.numel - start))
-        yield reader.read(name, kind, span).to(dtype)
+    # Boxes, not ranges of elements: of a range the reader walks through all rows of a tensor that
+    # was cut by columns, for each of its fragments.
+    for box in boxes(reader.shape(name, kind), _READ_ELEMENTS):
+        yield reader.read(name, kind, Span.whole(box)).to(dtype)
+
+
+def boxes(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
+    """Cuts a tensor into boxes of at most so many elements that follow one another in memory."""
+    if math.prod(shape) <= max_elements:
+        yield Box.whole(shape)
+        return
+    inner = math.prod(shape[1:])
+    if inner > max_elements:
+        for index in range(shape[0]):
+            for box in boxes(shape[1:], max_elements):
+                yield Box((index, *box.offset), (1, *box.shape))
+        return
+    step = max_elements // inner
+    for start in range(0, shape[0], step):
+        size = min(step, shape[0] - start)
+        yield Box((start, *[0] * (len(shape) - 1)), (size, *shape[1:]))

@@ -18,7 +18,7 @@ from cdrmix.config.load import load_config
 from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.export import weights
 from cdrmix.export.hugging_face import model_config, parameter_shapes
-from cdrmix.export.weights import INDEX_FILE, plan_shards, write_weights
+from cdrmix.export.weights import INDEX_FILE, boxes, plan_shards, write_weights
 from cdrmix.planning.counts import count
 from tests.checkpoints import on_ranks, save_checkpoint, whole
 from tests.harness import ROOT
@@ -46,6 +46,18 @@ def test_a_large_model_is_planned_without_reading(name: str, tmp_path: Path) -> 
     shards = plan_shards(sizes, 5 * 10**9)
     assert [key for keys in shards.values() for key in keys] == list(sizes)
     assert all(len(keys) == 1 or sum(map(sizes.get, keys)) <= 5e9 for keys in shards.values())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (100,), (7, 9), (3, 4, 5), (2, 40), (2, 3, 30)])
+def test_boxes_follow_one_another(shape: tuple[int, ...]) -> None:
+    whole_tensor = torch.arange(math.prod(shape)).reshape(shape)
+    parts = []
+    for box in boxes(shape, 12):
+        assert box.numel <= 12
+        ends = [first + size for first, size in zip(box.offset, box.shape, strict=True)]
+        cut = tuple(map(slice, box.offset, ends))
+        parts.append(whole_tensor[cut].reshape(-1))
+    assert torch.equal(torch.cat(parts), whole_tensor.reshape(-1))
 
 
 def test_fragments_of_any_layout_are_put_together(
