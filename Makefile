@@ -42,6 +42,7 @@ help:  ## list the targets
 setup: $(STAMP)  ## make .venv with the package and its development extras
 
 train: setup  ## train cdrmix-core-tiny on the sample corpus; NPROC, CONFIG and ARGS change it
+	@echo "make train: $(CONFIG) on $(NPROC) ranks; the deepspeed launcher starts them" >&2
 	@$(ACCELERATOR) $(BIN)/deepspeed --num_gpus $(NPROC) --master_port $$($(BIN)/python -c $(PRINT_FREE_PORT)) \
 		--log_level error launch/train.py --config $(CONFIG) $(ARGS)
 

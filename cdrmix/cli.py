@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdrmix import __version__, log
 from cdrmix.errors import EXIT_DONE, TrainingError
-from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm
+from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm, add_train
 from cdrmix.verbs.data_verbs import add_data
 from cdrmix.verbs.export_verb import add_export
 from cdrmix.verbs.flags import Parser, Verbs, add_config_flags, at_least
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.run(arguments)
         sys.stdout.flush()
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.print_error(error)
         return error.exit_code
     except BrokenPipeError:
         # The reader of the output left (`cdrmix config ... | head`). Python would try to flush
@@ -115,7 +115,8 @@ def add_plan(verbs: Verbs) -> None:
         if arguments.json:
             print(json.dumps(compared.to_json()), flush=True)
         else:
-            print(plan_text(compared, explain=arguments.explain), flush=True)
+            page = plan_text(compared, explain=arguments.explain, stream=sys.stdout)
+            print(page, flush=True)
         check_fits(compared)  # the page first, which says why, and then exit code 2
 
     parser.set_defaults(run=run)
@@ -134,6 +135,8 @@ def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "smallest GPU above with as much"
     )
     flag("--gpu-memory-gib", type=float, metavar="M", help=memory)
+    hosts = "memory of a node outside its devices; default: that of the preset"
+    flag("--host-memory-gib", type=float, metavar="M", help=hosts)
 
 
 def _planned(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
@@ -141,7 +144,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[Config, Cluster]:
     from cdrmix.planning.cluster import make_cluster
 
     config = load_config(arguments.config, arguments.overrides)
-    names = ("nodes", "gpus_per_node", "gpu", "gpu_memory_gib")
+    names = ("nodes", "gpus_per_node", "gpu", "gpu_memory_gib", "host_memory_gib")
     return config, make_cluster(**{name: getattr(arguments, name) for name in names})
 
 
@@ -161,7 +164,8 @@ def add_rehearse(verbs: Verbs) -> None:
         from cdrmix.sessions.rehearse import rehearse
 
         rehearsed = rehearse(*_planned(arguments))
-        print(json.dumps(rehearsed.to_json()) if arguments.json else rehearsed.as_text())
+        text = rehearsed.as_text(sys.stdout)
+        print(json.dumps(rehearsed.to_json()) if arguments.json else text)
         if not rehearsed.passed:
             raise SystemExit(1)
 
@@ -346,6 +350,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_config,
     add_plan,
     add_rehearse,
+    add_train,
     add_launch,
     add_slurm,
     add_doctor,

@@ -14,6 +14,7 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.cluster.handover import arguments_of
+from cdrmix.errors import TrainingError
 from cdrmix.monitoring.sinks import write_json_atomic
 
 _ROUNDS = 3  # the first opens the connections; the best counts
@@ -26,11 +27,20 @@ def main(words: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the result")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments_of(words))
+    try:
+        _measure(args.bytes, args.out)
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _measure(num_bytes: int, out: Path) -> None:
     runtime.map_environment()
     runtime.set_threads()
     runtime.initialize_distributed(timeout_minutes=2)  # `cdrmix doctor` is there to find hangs
     ranks = runtime.world_size()
-    values = torch.ones(args.bytes // 4, device=runtime.device())
+    values = torch.ones(num_bytes // 4, device=runtime.device())
     seconds = []
     for _ in range(_ROUNDS):
         values.fill_(1.0)
@@ -43,11 +53,10 @@ def main(words: list[str]) -> int:
     if runtime.rank() == 0:
         best = min(seconds)
         # Bytes over each link: a ring sends every byte 2 (n - 1) / n times.
-        bus = args.bytes * 2 * (ranks - 1) / ranks / best
-        result = {"ranks": ranks, "bytes": args.bytes, "seconds": best}
-        write_json_atomic(args.out, {**result, "bus_bytes_per_second": bus})
+        bus = num_bytes * 2 * (ranks - 1) / ranks / best
+        result = {"ranks": ranks, "bytes": num_bytes, "seconds": best}
+        write_json_atomic(out, {**result, "bus_bytes_per_second": bus})
     runtime.destroy_distributed()
-    return 0
 
 
 if __name__ == "__main__":

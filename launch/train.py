@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from cdrmix import log, runtime
+from cdrmix.cluster.devices import device_kind
 from cdrmix.cluster.handover import arguments_of
 from cdrmix.cluster.messages import Outcome, write_outcome
 from cdrmix.cluster.probe import unusable_devices
-from cdrmix.cluster.starts import StartUp
-from cdrmix.config.load import load_config
-from cdrmix.errors import EXIT_FAULT, ConfigError, TrainingError
-from cdrmix.planning.profile import check_legal
+from cdrmix.cluster.start_records import command_of_user
+from cdrmix.cluster.starts import StartUp, end_of_run
+from cdrmix.config.resuming import config_of_start
+from cdrmix.errors import EXIT_DONE, EXIT_FAULT, ConfigError, TrainingError
+from cdrmix.sessions.preflight import check_start
 from cdrmix.verbs.flags import add_config_flags
 
 
@@ -35,7 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         ConfigError: if a flag is unknown, missing or has a wrong value.
     """
     parser = _Parser(description="Train a CDRmix variant.")
-    add_config_flags(parser)
+    add_config_flags(parser, required=False)
     parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
     parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
     parser.add_argument(
@@ -59,27 +61,41 @@ def main(arguments: list[str]) -> int:
     try:
         runtime.map_environment()
         log.configure(rank=runtime.environment_rank())
-        args = parse(arguments_of(arguments))
+        words = arguments_of(arguments)
+        args = parse(words)
         overrides = list(args.overrides)
         if args.max_steps is not None:
             overrides.append(f"training.max_steps={args.max_steps}")
-        config = load_config(args.config, overrides)
-        check_legal(
+        config = config_of_start(
+            args.config,
+            overrides,
+            run_dir=args.run_dir,
+            resume=args.resume,
+            # `cdrmix launch` has told of changes; the record of the start tells of them too.
+            is_quiet=runtime.environment_rank() != 0 or runtime.launch_folder() is not None,
+        )
+        end = end_of_run(config, run_dir=args.run_dir, resume=args.resume)
+        if end is not None:
+            log.get_logger(__name__).info("%s", end)
+            code = EXIT_DONE
+            return code
+        # On every rank, so that each ends by itself: not all launchers end the others. Before torch
+        # is imported, which takes longer.
+        check_start(
             config,
             world_size=runtime.environment_world_size(),
             profile=args.profile,
-            device="cpu" if runtime.use_cpu() else "cuda",
+            device=device_kind(),
+            run_dir=args.run_dir,
+            resume=args.resume,
         )
-        if config.training.stage == "b":  # a run of Stage A alone imports no module of Stage B
-            from cdrmix.stage_b.backbone_source import check_given
-
-            check_given(config, run_dir=args.run_dir, resume=args.resume)
         if runtime.use_cpu():
             warning = unusable_devices(0)
             if warning and runtime.local_rank() == 0:
                 log.get_logger(__name__).warning("warning: %s", warning)
             runtime.keep_freed_memory()
         runtime.set_threads()
+        start_up.done("imports")
         runtime.initialize_distributed()
         start_up.done("process_group")
         # Imports DeepSpeed, whose ops depend on the accelerator that is set by now.
@@ -88,7 +104,12 @@ def main(arguments: list[str]) -> int:
         plan = choose_here(config, profile=args.profile)
         start_up.done("imports")
         code = run_training(
-            config, plan, run_dir=args.run_dir, resume=args.resume, start_up=start_up
+            config,
+            plan,
+            run_dir=args.run_dir,
+            resume=args.resume,
+            start_up=start_up,
+            command=command_of_user(words),
         )
     except TrainingError as error:
         code = error.exit_code
@@ -100,7 +121,8 @@ def main(arguments: list[str]) -> int:
         if folder is not None and not runtime.have_met():
             rank = runtime.environment_rank()
             write_outcome(folder, Outcome(code, f"rank {rank} ended before the ranks met", 0))
-        runtime.destroy_distributed()
+        if runtime.have_met():
+            runtime.destroy_distributed()
     return code
 
 

@@ -20,7 +20,7 @@ from cdrmix.errors import StateError
 # An index may come from anywhere: its file names must not lead out of the checkpoint's folder.
 _TENSOR_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 # Also the list of allowed types: an index names a type as text, which is never evaluated.
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_TYPES}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in SAFETENSORS_TYPES}
 
 
 class CheckpointFile(contextlib.AbstractContextManager["CheckpointFile"]):

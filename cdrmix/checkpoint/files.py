@@ -1,5 +1,7 @@
 """Durable files: digested while they are written, and flushed to the device before they count. The
-manifest of a checkpoint holds size and sha256 of its files. It is written last, and read first."""
+manifest of a checkpoint holds size and sha256 of its files. It is written last, and read first.
+
+Without torch until a tensor is written: checkpoints are looked for before a start."""
 
 from __future__ import annotations
 
@@ -15,30 +17,31 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from cdrmix.data.folders import open_new
 from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
 
+if TYPE_CHECKING:
+    import torch
+
 T = TypeVar("T")
 logger = get_logger(__name__)
 # A system call and a thread hand-over cost little in comparison.
 _CHUNK_BYTES = 16 * 2**20
-# safetensors' names of element types.
+# safetensors' names of element types, by those of torch.
 SAFETENSORS_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
 # Pauses before a failed read is repeated: a file server that fails over is back within these.
 READ_RETRY_SECONDS = (1.0, 4.0, 10.0)
@@ -129,7 +132,7 @@ def write_tensors(
     position = 0
     for key, tensor in tensors:
         end = position + tensor.numel() * tensor.element_size()
-        dtype = SAFETENSORS_TYPES[tensor.dtype]
+        dtype = SAFETENSORS_TYPES[str(tensor.dtype).removeprefix("torch.")]
         offsets = [position, end]
         entries[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
         position = end
@@ -142,6 +145,8 @@ def write_tensors(
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of a tensor, uint8, on its device; a view where it is contiguous."""
+    import torch
+
     flat = tensor.detach().reshape(-1).contiguous()
     # A single element counts as contiguous whatever its stride; a byte view does not.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cdrmix.checkpoint.candidates import step_folders, step_of
 from cdrmix.checkpoint.files import (
     FORMAT,
     MANIFEST_FILE,
@@ -29,10 +29,6 @@ from cdrmix.errors import InfrastructureError
 from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
-
-# Names of checkpoints. `.replaced` is one that `publish` is replacing: whole until the new one has
-# its name, and all that a kill between its two renames leaves.
-STEP_FOLDER = re.compile(r"(\d+)(\.replaced)?")
 
 
 def in_file_order(fragments: list[Fragment]) -> list[Fragment]:
@@ -159,20 +155,6 @@ def drop_others(root: Path, step: int, keep: int, pinned: int | None = None) -> 
     if len(whole) >= keep:
         for folder in rest[rest.index(whole[keep - 1]) + 1 :]:
             _remove(folder)
-
-
-def step_folders(root: Path) -> list[Path]:
-    """Folders in `root` that are checkpoints by their name, newest first."""
-    if not root.is_dir():
-        return []
-    folders = [folder for folder in root.iterdir() if STEP_FOLDER.fullmatch(folder.name)]
-    # Of one step the replacement first: it was saved later than `<step>.replaced`.
-    return sorted(folders, key=lambda folder: (-step_of(folder), folder.suffix))
-
-
-def step_of(folder: Path) -> int:
-    """Step in a checkpoint's name."""
-    return int(folder.name.removesuffix(".replaced"))
 
 
 def _remove(folder: Path) -> None:

@@ -27,6 +27,7 @@ import torch
 
 from cdrmix import runtime
 from cdrmix.checkpoint import folder
+from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.files import is_passing, save_number
 from cdrmix.checkpoint.fragments import Fragment
 from cdrmix.checkpoint.host_memory import HostMemory
@@ -329,7 +330,7 @@ class Saver:
             for each in self._roots:
                 # A root that does not answer is left out; the others have every save that it has.
                 with contextlib.suppress(OSError, InfrastructureError):
-                    numbers += [save_number(path) or 0 for path in folder.step_folders(each)]
+                    numbers += [save_number(path) or 0 for path in step_folders(each)]
             save.number = 1 + max(numbers)
         # Two attempts, not one: `complete` deletes the accounts that are read here.
         accounts = [temporary / f"rank-{n:05d}.part" for n in range(runtime.world_size())]

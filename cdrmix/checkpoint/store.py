@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix import runtime
-from cdrmix.checkpoint.files import MANIFEST_FILE, damage, read_json, retried, save_number
-from cdrmix.checkpoint.folder import STEP_FOLDER, step_folders, step_of
+from cdrmix.checkpoint.candidates import all_damaged, candidates, step_folders, step_of
+from cdrmix.checkpoint.files import damage, read_json
 from cdrmix.checkpoint.saver import agree_on_failures
 from cdrmix.data.folders import sync
-from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
+from cdrmix.errors import InfrastructureError, StateError
 from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
@@ -40,36 +40,6 @@ class FoundCheckpoint:
     step: int  # optimizer steps done
     skipped: tuple[tuple[str, str], ...]  # name and reason of each newer one
     skipped_paths: tuple[Path, ...] = ()
-
-
-def candidates(path: Path, copies: Sequence[Path] = ()) -> list[Path]:
-    """Folders for `find_newest`, whole or damaged, the last one saved first: after a rollback, a
-    lower step may be newer. One without a readable manifest counts as the newest that its step
-    allows, so that it is checked and its damage reported. Raises as `save_number` does."""
-    inside = path / "checkpoints"
-    folders: list[Path] = []
-    if retried(inside.is_dir, path):
-        copies = (inside, *copies)
-    elif retried((path / MANIFEST_FILE).exists, path) or (
-        # One without a manifest, too: it is damaged, and is to be reported as such.
-        retried(path.is_dir, path) and STEP_FOLDER.fullmatch(path.name)
-    ):
-        folders.append(path)
-    else:
-        copies = (path, *copies)
-    for root in copies:
-        folders += retried(partial(step_folders, root), root)
-    numbers = {folder: save_number(folder) for folder in folders}
-    if len(numbers) < 2:  # a single one may have any name
-        return list(numbers)
-    known = [(step_of(folder), number) for folder, number in numbers.items() if number is not None]
-    ranks = {}
-    for folder, number in numbers.items():
-        step = step_of(folder)
-        newest = max((saved for at, saved in known if at <= step), default=0)
-        ranks[folder] = (-(newest if number is None else number), -step)
-    # The sort is stable: of equal checkpoints the run's own comes before its copies.
-    return sorted(numbers, key=ranks.__getitem__)
 
 
 def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCheckpoint | None:
@@ -118,11 +88,7 @@ def find_newest(path: Path, *copies: Path, before: int | None = None) -> FoundCh
         raise unreadable[1]
     if not skipped:
         return None
-    listed = "\n".join(f"  {name}: {why}" for name, why in skipped)
-    raise NoUsableStateError(
-        f"{path}: every checkpoint is damaged:\n{listed}\nTry restoring one of them from a copy, "
-        "or start again in a new run directory"
-    )
+    raise all_damaged(path, skipped)
 
 
 def set_aside(start: FoundCheckpoint, roots: Sequence[Path], *, newer: bool) -> None:

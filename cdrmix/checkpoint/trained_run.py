@@ -15,6 +15,8 @@ from pydantic import ValidationError
 
 from cdrmix.checkpoint import store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.cluster.start_records import recorded_data
+from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE
 from cdrmix.errors import ConfigError, StateError
@@ -83,7 +85,7 @@ def tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tup
     if checkpoint.parent.name == "checkpoints":
         folders.append(checkpoint.parent.parent)
     # Run directories of older versions hold none: their data set does.
-    if (data := local_data(config)) is not None:
+    if (data := local_data(config, checkpoint)) is not None:
         folders.append(data)
     for folder in folders:
         path = folder / TOKENIZER_FILE
@@ -105,9 +107,16 @@ def tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tup
     )
 
 
-def local_data(config: Config) -> Path | None:
-    """Returns the folder of a run's data set; None if its data set is behind a URL."""
-    if config.data.path == "sample":
-        # Built at the first use, into the folder of `cdrmix data sample`.
+def local_data(config: Config, checkpoint: Path) -> Path | None:
+    """Returns the folder that the newest start of a checkpoint's run has read, wherever this
+    process runs; None if the data set is behind a URL. Runs of earlier versions have no record."""
+    if "://" in config.data.path:
+        return None
+    is_in_run = checkpoint.parent.name == "checkpoints"
+    recorded = recorded_data(checkpoint.parent.parent) if is_in_run else None
+    if recorded is not None:
+        return recorded
+    if config.data.path == SAMPLE:
+        # The folder of `cdrmix data sample`; it is read if it is there, and never built.
         return Path("data") / f"sample-{config.model.vocab_size}"
-    return None if "://" in config.data.path else Path(config.data.path)
+    return Path(config.data.path)

@@ -1,58 +1,69 @@
 """`cdrmix doctor`: checks that this machine, or the hosts of a hostfile, are ready for a run."""
 
+import contextlib
 import json
+import logging
+import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
-from cdrmix.cluster.handover import LauncherStart
-from cdrmix.cluster.hosts import Host, address_for_others, is_this_machine, run_on, ssh_command
+from cdrmix.cluster import handover
+from cdrmix.cluster.findings import KEYS, Answers, Finding, judge, listed
+from cdrmix.cluster.hosts import (
+    Host,
+    address_for_others,
+    is_this_machine,
+    run_on,
+    ssh_command,
+    why_out_of_reach,
+)
 from cdrmix.config.load import shipped
 from cdrmix.errors import TrainingError
-from cdrmix.planning.cluster import GIB
-
-Status = Literal["ok", "warn", "FAIL"]
 
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "
     "from cdrmix.cluster.probe import main; main(sys.argv[1:])"
 )
 _PROBE = (sys.executable, "-c", _PROGRAM)
-# The first is needed for a single checkpoint, the second for a run.
-_LEAST_DISK_BYTES = 1 * GIB
-_GOOD_DISK_BYTES = 20 * GIB
-_GOOD_SHARED_MEMORY_BYTES = 1 * GIB
-# A difference only confuses the order of log lines of different hosts: a warning, no failure.
-_LARGEST_CLOCK_DIFFERENCE_SECONDS = 2.0
+# Variables of this process that a start hands to ranks of other hosts, and that are looked at.
+_FORWARDED = ("DS_ACCELERATOR", "NCCL_SOCKET_IFNAME")
+# At once; each takes a process of ssh here.
+_HOSTS_AT_ONCE = 32
 # Large enough for the bandwidth to outweigh the latency of the links.
 _ALL_REDUCE_BYTES = 100_000_000
 _ALL_REDUCE_SECONDS = 180.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Result of one check: a line of the table."""
-
-    check: str
-    status: Status
-    detail: str
-
-
-# JSON objects of the hosts' probes, by the hosts' names, each with the time of the call (`began`)
-# and its duration (`seconds`).
-_Answers = Mapping[str, dict[str, Any]]
+_ALL_REDUCE_LOG = "doctor-all-reduce.log"
+# Pairs of hosts that a finding names.
+_NUM_SHOWN = 3
+# By a part of ssh's or pdsh's message; the last fits any.
+_REMEDIES_OF_SSH = {
+    "Permission denied": "ssh-copy-id {name}, then ssh {name} must ask for nothing",
+    "Host key verification": "ssh {name} once by hand, to look at its key and accept it",
+    "resolve|not known|has no address": "mend the name in the hostfile, or add it to /etc/hosts",
+    "refused": "start sshd on {name}: systemctl enable --now ssh",
+    "rcmd module": "apt-get install pdsh, or dnf install pdsh-rcmd-ssh",
+    "timed out|No route|unreachable|no answer": "ping {name}; a firewall must let port 22 through",
+    "no such program": "apt-get install openssh-client",
+    "": "ssh -v {name} hostname tells more",
+}
+_ERROR_LINE = re.compile(r"(error: \S.*|(\w+\.)*\w*(Error|Exception|Interrupt)(: .*)?)")
+# pdsh puts the host before a line, torch the rank; an error's name is neither.
+_OF_A_RANK = re.compile(r"^(?!\S*(error|Error|Exception|Interrupt):)([\w.-]+: )?(\[rank\d+\]: ?)?")
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
 def examine(
     hosts: Sequence[Host], *, folder: Path, ranks_per_host: int | None, with_all_reduce: bool
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Runs all checks, the cheap ones first, on the hosts or else on this machine.
 
     Args:
@@ -60,143 +71,192 @@ def examine(
         folder: of the runs, which all hosts must see.
         ranks_per_host: ranks of the all-reduce on each host; default as the launcher decides.
     """
+    has_failed = False
+    for finding in _without_ranks(hosts, folder.resolve(), ranks_per_host):
+        has_failed = has_failed or finding.status == "FAIL"
+        yield finding
+    # last, because it takes minutes to time out where one of the others fails
+    if with_all_reduce and not has_failed:
+        try:
+            yield _all_reduce(hosts, folder.resolve(), ranks_per_host)
+        except OSError as error:
+            yield Finding("all-reduce", "FAIL", str(error), "give another --folder DIR")
+
+
+def _without_ranks(
+    hosts: Sequence[Host], folder: Path, ranks_per_host: int | None
+) -> Iterator[Finding]:
+    """Runs the checks that start no ranks."""
     targets = [host.name for host in hosts] or ["localhost"]
-    folder = folder.resolve()
+    if hosts:
+        yield _pdsh()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         address = address_for_others(targets[0], targets[1:])
     except OSError as error:
-        return [Finding("shared folder", "FAIL", f"{folder}: cannot be made: {error.strerror}")]
+        detail = f"{folder}: cannot be made: {error.strerror}"
+        yield Finding("shared folder", "FAIL", detail, "give another --folder DIR")
+        return
     except TrainingError as error:
-        return [Finding("hosts", "FAIL", str(error))]
-    with ThreadPoolExecutor(max_workers=32) as pool:
-        results = pool.map(lambda name: _ask(name, "look", str(folder), address), targets)
-        told = dict(zip(targets, results, strict=True))
-    failures = {name: values["failed"] for name, values in told.items() if "failed" in values}
-    answers = {name: values for name, values in told.items() if name not in failures}
-    slowest = max((values["seconds"] for values in answers.values()), default=0.0)
-    detail = _listed(failures) or f"{len(answers)} reached, the slowest in {slowest:.1f} s"
-    findings = [Finding("hosts", "FAIL" if failures else "ok", detail)]
+        yield Finding("hosts", "FAIL", str(error), _remedy_of_ssh(targets[0], str(error)))
+        return
+    over_ssh = bool(hosts) and (len(hosts) > 1 or not is_this_machine(targets[0]))
+    environment, variables = _environment_file(over_ssh=over_ssh)
+    words = ("look", str(folder), address, json.dumps(variables))
+    with ThreadPoolExecutor(max_workers=2 * _HOSTS_AT_ONCE) as pool:
+        told = {name: pool.submit(_ask, name, *words, over_ssh=over_ssh) for name in targets}
+        reached = {host.name: pool.submit(_why_out_of_reach, host.name, hosts) for host in hosts}
+    lost = {name: why for name, future in reached.items() if (why := future.result())}
+    answers = {name: future.result() for name, future in told.items()}
+    for name in lost:  # what only the launcher cannot reach is looked at all the same
+        if over_ssh and "failed" in answers[name] and is_this_machine(name):
+            answers[name] = _ask(name, *words)
+    failed = {name: values["failed"] for name, values in answers.items() if "failed" in values}
+    answers = {name: values for name, values in answers.items() if name not in failed}
+    yield _reach(answers, {**failed, **lost}, lost)
     if answers:
-        interfaces = {name: values["interface"] for name, values in answers.items()}
-        interface = Finding("interface", "ok", f"to the first host {_listed(interfaces, ', ')}")
-        if len(answers) == 1:
-            interface = Finding("interface", "ok", "loopback")
-        elif cut_off := ", ".join(name for name, via in interfaces.items() if via is None):
-            interface = Finding("interface", "FAIL", f"no way to the first host from {cut_off}")
-        findings += [
-            _same("python", answers),
-            _same("packages", answers),
-            _devices(answers, slots={host.name: host.slots for host in hosts}),
-            _clocks(answers),
-            interface,
-            _space(answers, "disk_free_bytes", "disk", _LEAST_DISK_BYTES),
-            _space(answers, "shared_memory_free_bytes", "/dev/shm", 0),
-            _shared_folder([*answers], folder),
-            _ports([*answers], address),
-        ]
-        leftovers = "; ".join(
-            f"{name}: {what}"
+        slots = {host.name: host.slots for host in hosts}
+        ranks = {
+            name: ranks_per_host or slots.get(name) or max(1, len(values["devices"]))
             for name, values in answers.items()
-            for what in (*values["processes"], *values["files"])
-        )
-        advice = ". --remove-leftovers ends and deletes them" if leftovers else ""
-        detail = (leftovers or "none of this user's") + advice
-        findings.append(Finding("leftovers", "warn" if leftovers else "ok", detail))
-    # last, because it takes minutes to time out where one of the others fails
-    if with_all_reduce and all(finding.status != "FAIL" for finding in findings):
-        findings.append(_all_reduce(hosts, folder, ranks_per_host))
-    return findings
+        }
+        *findings, leftovers = judge(answers, ranks, over_ssh=over_ssh)
+        yield from findings
+        yield _shared_folder([*answers], folder)
+        addresses = {name: values["address"] or name for name, values in answers.items()}
+        yield _ports(answers, {**addresses, targets[0]: address})
+        yield environment
+        yield leftovers
 
 
 def remove_leftovers_on_hosts(hosts: Sequence[Host]) -> list[str]:
     """Removes leftovers of this user's earlier runs on the hosts; returns a line for each."""
-    lines = []
-    for name in [host.name for host in hosts] or ["localhost"]:
-        removed = _ask(name, "remove_leftovers").get("removed", [])
-        lines += [f"{name}: {what}" for what in removed]
-    return lines
+    names = [host.name for host in hosts] or ["localhost"]
+    with ThreadPoolExecutor(max_workers=_HOSTS_AT_ONCE) as pool:
+        told = pool.map(lambda name: _ask(name, "remove_leftovers"), names)
+        return [
+            f"{name}: {what}"
+            for name, values in zip(names, told, strict=True)
+            for what in values.get("removed", [])
+        ]
 
 
-def _ask(name: str, *words: str) -> dict[str, Any]:
+def reason_in(output: str) -> str:
+    """Line of a launcher's output that tells best why it failed.
+
+    That is the first error, since ranks that wait for the one that failed report errors after it;
+    of a chain of errors the last.
+    """
+    lines = [_OF_A_RANK.sub("", line).strip() for line in output.splitlines()]
+    lines = [line for line in lines if line]
+    reason = None
+    for number, line in enumerate(lines):
+        if _ERROR_LINE.fullmatch(line):
+            reason = line
+            following = lines[number + 1] if number + 1 < len(lines) else ""
+            if not following.startswith(_CHAINED):
+                break
+    return reason or (lines[-1] if lines else "it printed nothing")
+
+
+def _ask(name: str, *words: str, over_ssh: bool = False) -> dict[str, Any]:
     # the wall clock to compare with the host's, the monotonic one to measure
     began = time.time()
     clock = time.monotonic()
-    done = run_on(name, [*_PROBE, *words])
+    done = run_on(name, [*_PROBE, *words], over_ssh=over_ssh)
     seconds = time.monotonic() - clock
-    try:
-        values = json.loads(done.stdout)
-    except ValueError:
+    values = _answer(done.stdout.splitlines())
+    if values is None:
         output = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
         values = {"failed": output[-1]}
+    elif words[0] == "look" and (lacks := KEYS - values.keys()):
+        values = {"failed": f"another version of CDRmix, which tells no {', '.join(sorted(lacks))}"}
     return {**values, "began": began, "seconds": seconds}
 
 
-def _listed(texts: Mapping[str, object], separator: str = "; ") -> str:
-    """Lists texts by host, for the detail of a finding."""
-    return separator.join(f"{name}: {text}" for name, text in texts.items())
+def _answer(lines: Iterable[str]) -> dict[str, Any] | None:
+    """First of the lines that is a JSON object: shells may print others when they start."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict):
+                return values
+    return None
 
 
-def _same(check: str, answers: _Answers) -> Finding:
-    """Compares a value of all hosts with that of the first."""
-    texts = {}
-    for name, values in answers.items():
-        texts[name] = values[check]
-        if isinstance(values[check], dict):
-            versions = values[check].items()
-            texts[name] = ", ".join(f"{what} {version or 'missing'}" for what, version in versions)
-    first, text = next(iter(texts.items()))
-    others = "; ".join(f"{name} has {other}" for name, other in texts.items() if other != text)
-    if others:
-        return Finding(check, "FAIL", f"{first} has {text}; {others}")
-    return Finding(check, "FAIL" if "missing" in text else "ok", text)
+def _why_out_of_reach(name: str, hosts: Sequence[Host]) -> str | None:
+    is_first = name == hosts[0].name
+    with_pdsh = shutil.which("pdsh") is not None and not (len(hosts) == 1 and is_this_machine(name))
+    return why_out_of_reach(name, is_first=is_first, with_pdsh=with_pdsh)
 
 
-def _devices(answers: _Answers, *, slots: Mapping[str, int]) -> Finding:
-    """Compares the devices of each host with its slots, if a hostfile gives slots."""
-    kinds = {}
-    lacks = []
-    for name, values in answers.items():
-        devices = values["devices"]
-        kind = "; ".join(f"{devices.count(each)} x {each}" for each in dict.fromkeys(devices))
-        kinds[name] = kind or f"no GPU, {values['cores']} cores"
-        if 0 < len(devices) < slots.get(name, 0):
-            lacks.append(f"{name} has {len(devices)} devices for {slots[name]} slots")
-    unusable = {name: v["unusable"] for name, v in answers.items() if v["unusable"]}
-    problems = _listed(unusable) or "; ".join(lacks)
-    if problems:
-        return Finding("devices", "FAIL", problems)
-    kind, *others = {*kinds.values()}
-    if others:
-        return Finding("devices", "warn", f"the slowest sets the pace: {_listed(kinds)}")
-    return Finding("devices", "warn" if kind.startswith("no GPU") else "ok", kind)
+def _remedy_of_ssh(name: str, message: str) -> str:
+    return next(
+        remedy.format(name=name)
+        for pattern, remedy in _REMEDIES_OF_SSH.items()
+        if re.search(pattern, message)
+    )
 
 
-def _clocks(answers: _Answers) -> Finding:
-    """Compares each host's clock with this machine's; the call's duration is the uncertainty."""
-    differences = []
-    for name, values in answers.items():
-        after = values["time"] - values["began"]
-        differences.append((max(0.0, -after, after - values["seconds"]), name))
-    worst, name = max(differences)
-    if worst > _LARGEST_CLOCK_DIFFERENCE_SECONDS:
-        detail = f"{name} is {worst:.1f} s off: logs will mislead. Try an NTP service"
-        return Finding("clock", "warn", detail)
-    return Finding("clock", "ok", f"within {worst:.1f} s of this machine's")
+def _pdsh() -> Finding:
+    path = shutil.which("pdsh")
+    if path:
+        return Finding("pdsh", "ok", path)
+    detail = "no such program here; DeepSpeed's launcher starts ranks of a hostfile by it"
+    return Finding("pdsh", "FAIL", detail, "apt-get install pdsh, or dnf install pdsh-rcmd-ssh")
 
 
-def _space(answers: _Answers, key: str, check: str, least: int) -> Finding:
-    sizes = [(values[key], name) for name, values in answers.items()]
-    free, name = min((-1 if size is None else size, name) for size, name in sizes)
-    if free < 0:
-        return Finding(check, "FAIL", f"{name}: is not there")
-    good = _GOOD_DISK_BYTES if least else _GOOD_SHARED_MEMORY_BYTES
-    status: Status = "FAIL" if free < least else "warn" if free < good else "ok"
-    return Finding(check, status, f"least free: {free / GIB:.1f} GiB on {name}")
+def _reach(answers: Answers, failures: Mapping[str, str], lost: Mapping[str, str]) -> Finding:
+    """Tells which hosts the launcher, or else this command, cannot run a program on."""
+    if not failures:
+        slowest = max(values["seconds"] for values in answers.values())
+        return Finding("hosts", "ok", f"{len(answers)} reached, the slowest in {slowest:.1f} s")
+    remedies: dict[str, None] = {}  # without doubles, in order
+    for name, why in failures.items():
+        setup = f"make setup in the same folder on {name}: all hosts need Python and CDRmix there"
+        remedies[_remedy_of_ssh(name, why) if name in lost else setup] = None
+    if len({*failures, *answers}) == 1 and is_this_machine(*failures) and lost:
+        remedies["or leave out --hostfile, which one machine does not need"] = None
+    return Finding("hosts", "FAIL", listed(failures), "; ".join(remedies))
+
+
+def _environment_file(*, over_ssh: bool) -> tuple[Finding, dict[str, str]]:
+    """Checks ~/.deepspeed_env as a start does; also the variables that ranks get from there."""
+    check = ".deepspeed_env"
+    warnings: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        warnings.append(record.getMessage())
+        return False
+
+    variables: dict[str, str] = {}
+    handover.logger.addFilter(keep)
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            file = Path(name) / "variables"
+            inherited = handover.users_files()
+            handover.write_environment_file(file, inherited=inherited, variables={})
+            lines = file.read_text(encoding="utf-8").splitlines()
+            if over_ssh:
+                variables = dict(line.split("=", 1) for line in lines)
+                variables |= {name: os.environ[name] for name in _FORWARDED if name in os.environ}
+    except TrainingError as error:
+        return Finding(check, "FAIL", str(error), "mend the file, or move it away"), {}
+    except (OSError, UnicodeDecodeError) as error:
+        detail = f"{Path.home() / check}: cannot be read: {error}"
+        return Finding(check, "FAIL", detail, "mend the file, or move it away"), {}
+    finally:
+        handover.logger.removeFilter(keep)
+    if warnings:
+        detail, _, remedy = warnings[0].partition(". ")
+        return Finding(check, "warn", detail, remedy), variables
+    taken_over = ", ".join(f"{path} is taken over" for path in inherited)
+    return Finding(check, "ok", taken_over or "none in your home"), variables
 
 
 def _shared_folder(names: Sequence[str], folder: Path) -> Finding:
     """Checks that all hosts read a file that the first writes, syncs and renames."""
+    check = "shared folder"
     file = folder / f".doctor-{uuid4().hex[:8]}"
     text = uuid4().hex
     first, *others = names
@@ -204,61 +264,100 @@ def _shared_folder(names: Sequence[str], folder: Path) -> Finding:
         for attempt in (text, text[::-1]):  # a second time over the first, as `latest` is written
             answer = _ask(first, "write", str(file), attempt)
             if "failed" in answer:
-                return Finding("shared folder", "FAIL", f"{first}: {answer['failed']}")
-            for name in others:
-                # through a process of its own, as a rank on that host would read it
-                if _ask(name, "read", str(file)).get("text") != attempt:
-                    why = f"{name} does not see in {folder} what {first} writes"
-                    return Finding("shared folder", "FAIL", why)
+                remedy = "give a --folder that this user can write to"
+                return Finding(check, "FAIL", f"{first}: {answer['failed']}", remedy)
+            # through a process of its own, as a rank on that host would read it
+            with ThreadPoolExecutor(max_workers=_HOSTS_AT_ONCE) as pool:
+                seen = pool.map(lambda name: _ask(name, "read", str(file)).get("text"), others)
+                blind = [n for n, t in zip(others, seen, strict=True) if t != attempt]
+            if blind:
+                detail = f"{', '.join(blind)}: does not see in {folder} what {first} writes"
+                remedy = "mount one file system (NFS, Lustre, ...) there on all hosts"
+                return Finding(check, "FAIL", detail, remedy)
     finally:
-        file.unlink(missing_ok=True)
-    seen = f", seen by {len(others)} others" if others else ""
-    return Finding("shared folder", "ok", f"{folder}: written, synced, renamed{seen}")
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+    seen_by = f", seen by {len(others)} others" if others else ""
+    return Finding(check, "ok", f"{folder}: written, synced, renamed{seen_by}")
 
 
-def _ports(names: Sequence[str], address: str) -> Finding:
-    """Checks that the other hosts can connect to the first on a port that nobody chose."""
-    first, *others = names
-    if not others:
-        return Finding("ports", "ok", "only this machine")
+def _ports(answers: Answers, addresses: Mapping[str, str]) -> Finding:
+    """Checks that all hosts can connect to each other on ports that nobody chose."""
+    first, *others = answers
     words = [*_PROBE, "listen"]  # ends after a minute, also where killing ssh does not reach it
-    command = words if is_this_machine(first) else ssh_command(first, words)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listener:
-        try:
+    with contextlib.ExitStack() as listeners, ThreadPoolExecutor(_HOSTS_AT_ONCE) as pool:
+        streams = {}
+        for name in answers:
+            command = words if is_this_machine(name) else ssh_command(name, words)
+            listener = listeners.enter_context(
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+                )
+            )
+            listeners.callback(listener.terminate)
             assert listener.stdout is not None, "asked for above"
-            port = json.loads(listener.stdout.readline() or "{}").get("port", 0)
-            calls = {name: _ask(name, "call_address", address, str(port)) for name in others}
-        finally:
-            listener.terminate()
-    errors = {name: values.get("failed") or values["error"] for name, values in calls.items()}
-    failures = _listed({name: error for name, error in errors.items() if error})
+            streams[name] = listener.stdout
+        told = pool.map(_answer, streams.values())
+        ports = [(values or {}).get("port", 0) for values in told]
+        places = {n: (addresses[n], port) for n, port in zip(answers, ports, strict=True)}
+
+        def errors_of(caller: str) -> dict[str, str]:
+            # a machine that is alone calls itself
+            called = {n: p for n, p in places.items() if n != caller or not others}
+            told = _ask(caller, "call_addresses", json.dumps(called))
+            errors: dict[str, str] = told.get("errors") or {}
+            return dict.fromkeys(called, told["failed"]) if "failed" in told else errors
+
+        calls = dict(zip(answers, pool.map(errors_of, answers), strict=True))
+    failures = [
+        f"{caller} to {name} ({':'.join(map(str, places[name]))}): {error}"
+        for caller, errors in calls.items()
+        for name, error in errors.items()
+    ]
+    range_text = "{}-{}".format(*answers[first]["limits"]["ports"])
     if failures:
-        why = f"{address}:{port} cannot be called. Is there a firewall? {failures}"
-        return Finding("ports", "FAIL", why)
-    return Finding("ports", "ok", f"{len(calls)} others reach {address} on any port")
+        more = len(failures) - _NUM_SHOWN
+        rest = f"; and {more} more" if more > 0 else ""
+        remedy = (
+            f"a firewall? Let the hosts reach each other on TCP ports {range_text}: ufw allow from "
+            "SUBNET, or firewall-cmd --zone=trusted --add-source=SUBNET"
+        )
+        return Finding("ports", "FAIL", "; ".join(failures[:_NUM_SHOWN]) + rest, remedy)
+    who = f"{len(answers)} hosts reach each other" if others else "this machine reaches itself"
+    return Finding("ports", "ok", f"{who} on a port of {range_text}")
 
 
 def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None) -> Finding:
     """Sums a hundred megabytes over all ranks, started as a run is."""
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as name:
+    log = folder / _ALL_REDUCE_LOG
+    with (
+        tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as name,
+        log.open("w", encoding="utf-8") as output,
+    ):
         out = Path(name) / "result.json"
         words = ["--bytes", str(_ALL_REDUCE_BYTES), "--out", str(out)]
+        began = time.monotonic()
         try:
-            with LauncherStart(
+            with handover.LauncherStart(
                 hosts,
                 words,
                 ranks_per_host=ranks_per_host,
                 folder=Path(name),
                 variables={},
                 script=shipped("launch") / "all_reduce.py",
+                output=output,
             ) as start:
-                start.wait_for_launcher(_ALL_REDUCE_SECONDS)
-            result = json.loads(out.read_text(encoding="utf-8"))
-        except TrainingError as error:
+                code = start.wait_for_launcher(_ALL_REDUCE_SECONDS)
+                seconds = time.monotonic() - began
+        except TrainingError as error:  # says what to try
+            log.unlink()
             return Finding("all-reduce", "FAIL", str(error))
-        except FileNotFoundError:
-            why = f"no result within {_ALL_REDUCE_SECONDS:.0f} s; see the messages above"
-            return Finding("all-reduce", "FAIL", why)
-    work = f"{result['bytes'] / 1e6:.0f} MB over {result['ranks']} ranks"
-    speed = f"{result['bus_bytes_per_second'] / 1e9:.2f} GB/s a link"
-    return Finding("all-reduce", "ok", f"{work} in {result['seconds']:.3f} s: {speed}")
+        result = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else None
+    if code == 0 and result is not None:
+        log.unlink()
+        work = f"{result['bytes'] / 1e6:.0f} MB over {result['ranks']} ranks"
+        speed = f"{result['bus_bytes_per_second'] / 1e9:.2f} GB/s a link"
+        return Finding("all-reduce", "ok", f"{work} in {result['seconds']:.3f} s: {speed}")
+    end = f"the launcher ended with code {code}" if code is not None else "time ran out"
+    why = reason_in(log.read_text(encoding="utf-8", errors="replace"))
+    return Finding("all-reduce", "FAIL", f"{end} after {seconds:.0f} s: {why}", f"read {log}")

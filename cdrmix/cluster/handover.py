@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from cdrmix.cluster.hosts import Host, address_for_others, free_port_on, is_this_machine
 from cdrmix.cluster.messages import MET, Outcome, await_outcome, is_listed, read_outcome
@@ -72,6 +72,7 @@ class LauncherStart(contextlib.AbstractContextManager["LauncherStart"]):
         folder: Path,
         variables: Mapping[str, str],
         script: Path = TRAIN,
+        output: IO[str] | None = None,
     ) -> None:
         """Starts `deepspeed ... launch/rank.py`, which becomes `script arguments`.
 
@@ -80,6 +81,7 @@ class LauncherStart(contextlib.AbstractContextManager["LauncherStart"]):
             ranks_per_host: default as the launcher decides.
             folder: existing folder of this start alone, seen by all hosts.
             variables: environment of the ranks on all hosts.
+            output: file for all that launcher and ranks print; default where this process does.
         Raises:
             ConfigError: if a path cannot pass the shells of other hosts.
             InfrastructureError: if the first host cannot be reached.
@@ -118,6 +120,8 @@ class LauncherStart(contextlib.AbstractContextManager["LauncherStart"]):
             [*words, str(_RANK)],
             env=_environment(variables, self._folder, over_ssh=bool(hosts)),
             stdin=subprocess.DEVNULL,  # ssh would read what the user types
+            stdout=output,
+            stderr=output,
             # a session of its own: Ctrl-C in the terminal reaches `cdrmix launch` alone, which asks
             # the ranks to save, and `__exit__` can signal all of them as one process group
             start_new_session=True,
@@ -145,10 +149,11 @@ class LauncherStart(contextlib.AbstractContextManager["LauncherStart"]):
         end = "did not end" if code is None else f"ended with code {code}"
         return Outcome(EXIT_FAULT, f"the deepspeed launcher {end} and no rank said why", 0)
 
-    def wait_for_launcher(self, seconds: float) -> None:
-        """Waits at most so many seconds for the launcher to end."""
+    def wait_for_launcher(self, seconds: float) -> int | None:
+        """Waits at most so many seconds for the launcher to end; its exit code, if it has."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
+            return self._process.wait(seconds)
+        return None
 
     def __exit__(self, *_: object) -> None:
         """Ends every process of this start on this machine, and the launchers on the others."""
@@ -254,9 +259,11 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def train_arguments(config: Path, overrides: Sequence[str], profile: str | None) -> list[str]:
+def train_arguments(
+    config: Path | None, overrides: Sequence[str], profile: str | None
+) -> list[str]:
     """Command line of launch/train.py without --run-dir and --resume."""
-    arguments = ["--config", str(config)]
+    arguments = [] if config is None else ["--config", str(config)]
     for override in overrides:
         arguments += ["--set", override]
     return arguments if profile is None else [*arguments, "--profile", profile]

@@ -84,6 +84,7 @@ class Head:
         self._have_met = threading.Event()
         self._stop_is_asked = threading.Event()
         self._log: str | None = None
+        self._go_on = "--resume auto"  # the whole command, once rank 0 has sent it
         self._rank_0 = Inbox()
         self._clock = Clock(settings.interval_seconds, time.monotonic())
         self._listener = socket.socket(fileno=settings.listener)
@@ -202,12 +203,13 @@ class Head:
             self._have_met.set()
 
     def _hear_rank_0(self) -> None:
-        """Reads the path of the run's log from the pipe that rank 0's process alone holds."""
+        """Reads the run's log, and the command to go on, from the pipe that rank 0 alone holds."""
         data = os.read(sys.stdin.fileno(), 65536)
         if not data:
             self._selector.unregister(sys.stdin.fileno())
         for message in self._rank_0.take(data):
             self._log = str(message["log"])
+            self._go_on = str(message.get("go_on", self._go_on))
 
     def _hang_up(self, line: _Line) -> None:
         self._selector.unregister(line.connection)
@@ -264,7 +266,7 @@ class Head:
 
         def write() -> None:
             if outcome.reason:
-                text = f"error: {outcome.reason}\nAll ranks end. Go on with --resume auto"
+                text = f"error: {outcome.reason}\nAll ranks end. Go on with: {self._go_on}"
                 messages.say(text)
                 now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
                 with contextlib.suppress(OSError):  # stderr has it

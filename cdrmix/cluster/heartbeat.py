@@ -182,14 +182,15 @@ class Heartbeat:
             self._has_saved = self._has_saved or name == _SAVING
             self._enter(before["phase"], before["allowed_seconds"])
 
-    def log_to(self, path: Path) -> None:
-        """Sends the path of the run's log to the head, which writes there when ranks no longer can.
+    def log_to(self, path: Path, *, go_on: str) -> None:
+        """Sends the path of the run's log to the head, which writes there when ranks no longer can,
+        and the command that goes on with the run.
 
         Only on the rank that started the head, because the head takes no path from the network.
         """
         assert self._head_pipe is not None, "rank 0 started the head"
         with contextlib.suppress(OSError):  # a head that is gone is noticed by the watchdogs
-            self._head_pipe.write(encode({"log": str(path.resolve())}))
+            self._head_pipe.write(encode({"log": str(path.resolve()), "go_on": go_on}))
 
     def leave(self, code: int) -> None:
         """Announces the exit code of this rank, which ends soon."""

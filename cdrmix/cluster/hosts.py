@@ -1,11 +1,12 @@
 """The hosts of a run: their file, their addresses, and commands on them."""
 
+import os
 import re
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cdrmix.errors import ConfigError, InfrastructureError
 from cdrmix.network import address_towards, is_loopback
 
 _SECONDS_TO_CONNECT = 5
+_SECONDS_TO_ANSWER = 20.0
 # Excludes whatever ssh, pdsh or a shell would read as an option, a list, a user or a command.
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?"
 _UNREACHABLE = 255  # of ssh
@@ -75,19 +77,55 @@ def is_this_machine(name: str) -> bool:
 
 
 def run_on(
-    name: str, command: Sequence[str], *, timeout_seconds: float = 60
+    name: str, command: Sequence[str], *, timeout_seconds: float = 60, over_ssh: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command on a host, by ssh unless it is this machine; never asks for a password.
 
     If the host cannot be reached or does not answer in time, the exit code is 255, as of ssh.
+    `over_ssh` takes ssh to this machine too: its limits and variables are others than a shell's.
     """
-    words = list(command) if is_this_machine(name) else ssh_command(name, command)
+    is_here = not over_ssh and is_this_machine(name)
+    words = list(command) if is_here else ssh_command(name, command)
+    return _completed(words, timeout_seconds)
+
+
+def why_out_of_reach(name: str, *, is_first: bool, with_pdsh: bool) -> str | None:
+    """Reason why the deepspeed launcher cannot start ranks on a host of a hostfile, or None.
+
+    Asks in its ways (0.19.8: runner.py, multinode_runner.py): by ssh for the first host, also if it
+    is this machine, and `with_pdsh` by pdsh, which it takes for all hosts unless there is only
+    this machine. Without a terminal, ssh cannot ask for a password or for a new key.
+    """
+    options = ("-o", "PasswordAuthentication=no", "-o", f"ConnectTimeout={_SECONDS_TO_CONNECT}")
+    commands = [["ssh", *options, "--", name, "hostname"]] if is_first or not with_pdsh else []
+    if with_pdsh:
+        commands.append(["pdsh", "-S", "-w", name, "true"])
+    ssh = " ".join((os.environ.get("PDSH_SSH_ARGS_APPEND", ""), *options)).strip()
+    variables = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": ssh}
+    for command in commands:
+        done = _completed(command, _SECONDS_TO_ANSWER, variables)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            # pdsh's own line tells only that ssh has failed; ssh's has the host's name before it
+            told = [line for line in lines if "exited with exit code" not in line] or lines
+            text = told[-1] if told else f"{command[0]} ended with code {done.returncode}"
+            return re.sub(rf"^({re.escape(name)}|{re.escape(name.partition('.')[0])}): ", "", text)
+    return None
+
+
+def _completed(
+    words: Sequence[str], timeout_seconds: float, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program without a terminal; 255 if it is not there or takes longer."""
     try:
         return subprocess.run(
             words,
+            env={**os.environ, **(variables or {})},
+            start_new_session=True,  # else ssh opens the terminal and asks there
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=timeout_seconds,
             check=False,
         )
@@ -95,6 +133,8 @@ def run_on(
         return subprocess.CompletedProcess(words, 255, "", f"no answer in {timeout_seconds:.0f} s")
     except FileNotFoundError as error:
         return subprocess.CompletedProcess(words, 255, "", f"{error.filename}: no such program")
+    except OSError as error:
+        return subprocess.CompletedProcess(words, 255, "", f"{words[0]}: {error.strerror}")
 
 
 def ssh_command(name: str, command: Sequence[str]) -> list[str]:
@@ -119,7 +159,7 @@ def free_port_on(name: str = "localhost") -> int:
             f"{name}: cannot run {sys.executable} there: {output[-1]}. The hosts need passwordless "
             "ssh and the same environment at the same path; `cdrmix doctor` tells more"
         )
-    return int(done.stdout)
+    return int(done.stdout.split()[-1])  # a shell may have printed something when it started
 
 
 def address_for_others(name: str, others: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -19,9 +19,18 @@ from types import FrameType
 from cdrmix import errors
 from cdrmix.cluster.handover import LauncherStart, launch_environment, train_arguments
 from cdrmix.cluster.hosts import Host, read_hostfile, run_on
-from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, STOP, Outcome
-from cdrmix.cluster.starts import COMMANDED_VARIABLE, MARKER, StartRecord, age_seconds, append_start
-from cdrmix.config.load import load_config, new_run_dir
+from cdrmix.cluster.messages import LAUNCH_FOLDER, LAUNCHER_LOCK, Outcome, ask_to_stop
+from cdrmix.cluster.start_records import first_step, newest_number
+from cdrmix.cluster.starts import (
+    COMMANDED_VARIABLE,
+    MARKER,
+    StartRecord,
+    age_seconds,
+    append_start,
+    end_of_run,
+)
+from cdrmix.config.load import new_run_dir
+from cdrmix.config.resuming import config_of_start
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, InfrastructureError, PlanError, StateError
 from cdrmix.log import get_logger
@@ -35,6 +44,8 @@ _DOUBTFUL = (errors.EXIT_USER_ERROR, errors.EXIT_NO_USABLE_STATE)
 _FIRST_WAIT_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 60.0
 _LATEST = Path("checkpoints") / "latest"
+# Signals that a person sends without naming them.
+_TOLD = {"SIGINT": "an interrupt (SIGINT)", "SIGHUP": "the end of the terminal (SIGHUP)"}
 
 
 @dataclass(frozen=True)
@@ -64,13 +75,18 @@ class _Signals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_stop)
 
+    @property
+    def told(self) -> str:
+        """Signal that asked to stop, for people."""
+        return _TOLD.get(self.name or "", self.name or "")
+
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
             raise SystemExit(errors.EXIT_FAULT)  # leaves the context of the start, which ends it
         self.name = signal.Signals(number).name
         if self.folder is None:
             raise SystemExit(errors.EXIT_STOPPED_BY_SIGNAL)
-        (self.folder / STOP).touch()
+        ask_to_stop(self.folder, self.told)
         # not logged: a handler that interrupts the writing of a line must not write to the same
         # buffer, which raises RuntimeError
         text = f"{self.name}: asking the ranks to save and stop; once more ends them\n"
@@ -80,7 +96,7 @@ class _Signals:
 
 def make_job(
     *,
-    config: Path,
+    config: Path | None,
     overrides: Sequence[str],
     hostfile: Path | None,
     ranks_per_host: int | None,
@@ -89,8 +105,11 @@ def make_job(
     run_dir: Path | None,
     resume: str,
 ) -> Job:
-    """Makes a job from a command line; TrainingError if configuration or hostfile is wrong."""
-    resolved_config = load_config(config, overrides)
+    """Makes a job from a command line; TrainingError if configuration or hostfile is wrong.
+
+    `config` may be left out where a run is resumed, which has its own.
+    """
+    resolved_config = config_of_start(config, overrides, run_dir=run_dir, resume=resume)
     if run_dir is not None and re.search(r"[\x00-\x1f\x7f]", str(run_dir)):
         raise ConfigError(
             f"--run-dir {str(run_dir)!r}: has control characters, which files of variables and "
@@ -109,18 +128,26 @@ def make_job(
     )
 
 
-def launch(job: Job) -> int:
+def launch(job: Job, *, check: Callable[[], None] | None = None) -> int:
     """Trains to the end, over as many starts as are allowed; returns the exit code of the command.
 
-    Raises TrainingError if a host cannot be reached before the first start.
+    `check` is called before anything is started. Raises TrainingError if it does, or if a host
+    cannot be reached before the first start.
     """
-    # first, so that a signal while hosts are checked ends the command by its code
+    end = end_of_run(job.config, run_dir=job.run_dir, resume=job.resume)
+    if end is not None:
+        logger.info("%s", end)
+        return errors.EXIT_DONE
+    # first, so that a signal while all is checked ends the command by its code
     signals = _Signals()
+    if check is not None:
+        check()
     start = replace(job, hosts=_reachable_hosts(job, is_first=True))
     furthest = _resumed_at(start)
     lost_in_a_row = 0
     has_been_good = False
     for number in itertools.count(1):
+        before = newest_number(start.run_dir)
         began = datetime.now(UTC)
         if number == 1:  # the goodput counts this process's own imports as part of the start
             began -= timedelta(seconds=age_seconds(os.getpid()))
@@ -131,6 +158,8 @@ def launch(job: Job) -> int:
             if number == 1:  # else the host was there at the first start
                 raise
             outcome = Outcome(errors.EXIT_FAULT, str(error), 0)
+        resumed_at = first_step(start.run_dir, after=before, otherwise=resumed_at)
+        outcome = replace(outcome, step=max(resumed_at, outcome.step))  # it may have had none left
         got_further = outcome.step > resumed_at
         # after a good start the same error before the first step is a passing fault of the machine
         is_mistake = outcome.exit_code in _DOUBTFUL and (got_further or not has_been_good)
@@ -239,6 +268,8 @@ def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:
     if outcome.exit_code == errors.EXIT_FAULT and marker.is_file() and not was_finished:
         # the ranks' outcome file was lost, as on a file server that is slow to show it
         outcome = replace(outcome, exit_code=errors.EXIT_DONE)
+    if outcome.exit_code == errors.EXIT_STOPPED_BY_SIGNAL and signals.name and not outcome.reason:
+        outcome = replace(outcome, reason=f"stopped by {signals.told}")
     return outcome
 
 

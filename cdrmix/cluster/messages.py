@@ -45,9 +45,11 @@ LAUNCH_FOLDER = "launch"
 # Held by `cdrmix launch` while its start lasts.
 LAUNCHER_LOCK = "launcher.lock"
 _OUTCOME = "outcome.json"
-# Empty files: asks the ranks to save and stop; notes that all ranks have met.
+# Asks the ranks to save and stop, and holds for whom, in a line for people; may be empty.
 STOP = "stop"
+# Empty: notes that all ranks have met.
 MET = "met"
+_MOST_LETTERS = 200
 _POLL_SECONDS = 0.1
 
 # Longest line of a caller before it is authenticated, and after.
@@ -101,6 +103,19 @@ def is_listed(folder: Path, name: str) -> bool:
     with contextlib.suppress(OSError):
         return name in os.listdir(folder)
     return False
+
+
+def ask_to_stop(folder: Path, reason: str) -> None:
+    """Asks the ranks to save and stop; `reason` completes "stopped by ..."."""
+    (folder / STOP).write_text(reason, encoding="utf-8")
+
+
+def stop_reason(folder: Path) -> str | None:
+    """Reads for whom the ranks were asked to stop; None where nothing says so."""
+    with contextlib.suppress(OSError):
+        text = (folder / STOP).read_text(encoding="utf-8", errors="replace")[:_MOST_LETTERS]
+        return "".join(filter(str.isprintable, text)).strip() or None
+    return None
 
 
 def say(text: str) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,15 @@ from typing import Any
 import psutil
 
 from cdrmix.cluster.handover import FOLDER_VARIABLE
+from cdrmix.cluster.host_limits import (
+    compilers,
+    limits,
+    own_version,
+    temporary_folder,
+    unknown_interfaces,
+)
 from cdrmix.cluster.messages import LAUNCHER_LOCK
-from cdrmix.network import interface_towards
+from cdrmix.network import address_towards, interface_towards
 
 # Must be equal on all hosts, for equal results and so that the ranks understand each other.
 PACKAGES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers", "safetensors", "pydantic")
@@ -30,7 +38,7 @@ _WATCHDOG = "cdrmix.cluster.watchdog"
 _SECONDS_TO_CONNECT = 5.0
 _SECONDS_TO_LISTEN = 60.0
 # Variables by which a user asks for fewer devices, or for none.
-_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def driver_devices(root: Path = Path("/")) -> dict[str, int]:
@@ -51,7 +59,7 @@ def unusable_devices(usable: int, root: Path = Path("/")) -> str | None:
     `usable` is the number that torch sees.
     """
     counts = driver_devices(root)
-    is_asked = os.environ.get("DS_ACCELERATOR") == "cpu" or any(n in os.environ for n in _HIDING)
+    is_asked = os.environ.get("DS_ACCELERATOR") == "cpu" or any(n in os.environ for n in HIDING)
     if is_asked or usable >= sum(counts.values()):
         return None
     devices = " and ".join(f"{count} {maker}" for maker, count in counts.items())
@@ -63,11 +71,17 @@ def unusable_devices(usable: int, root: Path = Path("/")) -> str | None:
     )
 
 
-def look(folder: str, towards: str) -> dict[str, Any]:
-    """Versions, devices, clock, interface, free space and leftovers of this host.
+def look(folder: str, towards: str, variables: str = "{}") -> dict[str, Any]:
+    """Versions, devices, clock, interface, limits, free space and leftovers of this host.
 
-    `folder` is that of the runs, `towards` the address of the first host, which ranks connect to.
+    Args:
+        folder: of the runs.
+        towards: address of the first host, which ranks connect to.
+        variables: JSON object of those that a start hands to the ranks of this host.
     """
+    os.environ.update(json.loads(variables))
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        os.environ.pop("NCCL_SOCKET_IFNAME", None)  # ranks on CPUs talk by gloo alone
     packages: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -91,13 +105,24 @@ def look(folder: str, towards: str) -> dict[str, Any]:
         shutil.disk_usage(path).free if os.path.isdir(path) else None
         for path in (folder, _SHARED_MEMORY)
     ]
+    try:
+        address = address_towards(towards)
+    except OSError:
+        address = None
     return {
-        "python": f"{platform.python_version()} at {sys.executable}",
+        "cdrmix": own_version(),
+        "python": [platform.python_version(), f"{platform.python_version()} at {sys.executable}"],
         "packages": packages,
         "devices": devices,
         "unusable": unusable_devices(usable),
         "cores": len(os.sched_getaffinity(0)),
+        "is_for_cpus": os.environ.get("DS_ACCELERATOR") == "cpu",
         "interface": interface_towards(towards),
+        "address": address,
+        "unknown_interfaces": unknown_interfaces(os.environ, psutil.net_if_addrs()),
+        "limits": limits(Path(folder)),
+        "temporary": temporary_folder(),
+        **compilers(),
         "disk_free_bytes": free[0],
         "shared_memory_free_bytes": free[1],
         "processes": [f"{number} {words}" for number, words in _processes()],
@@ -155,13 +180,23 @@ def listen() -> None:
                 return
 
 
-def call_address(address: str, port: str) -> dict[str, Any]:
-    """Connects to another host; returns the error, or None."""
-    try:
-        socket.create_connection((address, int(port)), timeout=_SECONDS_TO_CONNECT).close()
-    except OSError as error:
-        return {"error": str(error)}
-    return {"error": None}
+def call_addresses(places: str) -> dict[str, Any]:
+    """Connects to other hosts, at once; the error for each that cannot be reached.
+
+    `places` is a JSON object of their addresses and ports by name.
+    """
+
+    def error_of(place: tuple[str, int]) -> str | None:
+        try:
+            socket.create_connection(place, timeout=_SECONDS_TO_CONNECT).close()
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    named = {name: (address, port) for name, (address, port) in json.loads(places).items()}
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        errors = dict(zip(named, pool.map(error_of, named.values()), strict=True))
+    return {"errors": {name: error for name, error in errors.items() if error}}
 
 
 def _processes() -> Iterator[tuple[int, str]]:
@@ -216,7 +251,10 @@ def _files() -> Iterator[Path]:
 
 def main(words: list[str]) -> None:
     """Runs one of the functions above by its name, and prints what it returns."""
-    actions: list[Callable[..., Any]] = [look, write, read, listen, call_address, remove_leftovers]
-    told = {action.__name__: action for action in actions}[words[0]](*words[1:])
+    actions: dict[str, Callable[..., Any]] = {
+        action.__name__: action
+        for action in (look, write, read, listen, call_addresses, remove_leftovers)
+    }
+    told = actions[words[0]](*words[1:])
     if told is not None:  # `listen` speaks for itself
         print(json.dumps(told))

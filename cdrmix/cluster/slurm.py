@@ -1,120 +1,398 @@
-"""`cdrmix slurm`: writes a batch script for a run, and queues it."""
+"""`cdrmix slurm`: plans a run, and writes a batch script that asks for what the plan needs."""
 
+from __future__ import annotations
+
+import math
 import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from cdrmix.cluster.batch_plan import BatchPlan, plan_batch
 from cdrmix.cluster.handover import launch_environment, train_arguments, write_private
-from cdrmix.config.load import load_config, new_run_dir, shipped
+from cdrmix.cluster.sbatch_options import (
+    memory_gib,
+    notice_seconds,
+    read_options,
+    time_limit_seconds,
+)
+from cdrmix.cluster.slurm_site import Nodes, find_nodes, options_of_sbatch
+from cdrmix.cluster.start_records import BATCH_SCRIPT
+from cdrmix.config.load import new_run_dir, shipped
 from cdrmix.config.redaction import redacted_text
+from cdrmix.config.resuming import config_of_start
+from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, StateError
 from cdrmix.network import shell_port_of_first_step
+from cdrmix.planning.cost import time_text
 from cdrmix.planning.profile import check_legal
 
 # Values with this prefix go into a private file, not into the script or a command line.
 _ENVIRONMENT = "launch.environment."
+# Folders that each node has to itself.
+_OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+# From the job's start to its first step: assumed, for a file server that many ranks read from.
+_START_SECONDS = 300
+# The ranks see the signal within two seconds and finish their step to save.
+_NOTICE = "B:USR1@120"
+# Options that stand in place of a line of ours, besides one of its own name.
+_REPLACED_BY = {
+    "mem": ("mem-per-cpu", "mem-per-gpu"),
+    "cpus-per-task": ("cpus-per-gpu",),
+    "gpus-per-node": ("gpus", "gpus-per-task", "gpus-per-socket"),
+    "requeue": ("no-requeue",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Values of a command line of `cdrmix slurm`."""
+
+    config: Path | None  # may be left out where the run directory holds a run, which goes on
+    overrides: Sequence[str] = ()
+    profile: str | None = None
+    run_dir: Path | None = None
+    nodes: int
+    ranks_per_node: int
+    on_cpu: bool = False
+    gpu: str | None = None
+    gpu_memory_gib: float | None = None
+    starter: str = "srun"  # srun, one task per rank, or deepspeed, one launcher per node
+    time_limit: str = "24:00:00"
+    # value of sbatch's option, for a task: a rank, or all ranks of a node under deepspeed
+    cpus_per_task: int | None = None
+    memory: str | None = None  # of a node, as sbatch takes it; None: as the plan needs it
+    max_restarts: int = 3  # requeues in a row without a newer checkpoint before it is given up
+    chain: int = 1  # jobs of an array that follow each other; 1 is one job that is requeued
+    options: Sequence[str] = ()  # further options of sbatch, such as partition=gpu
 
 
 @dataclass(frozen=True)
 class Batch:
     """Batch job of a run."""
 
+    config: Config
+    plan: BatchPlan
     run_dir: Path
+    lines: Mapping[str, str]  # by a title each, for people
+    warnings: Sequence[str]
     # of `--set launch.environment.NAME=VALUE`; the configuration file is read when the job starts
     environment: Mapping[str, str] = field(repr=False)
     parts: Mapping[str, Any] = field(repr=False)  # variables of the template
 
+    @property
+    def config_to_check(self) -> Config:
+        """Configuration for checks on this machine: data that only the nodes have is left out."""
+        data = self.config.data
+        if not _is_folder(data.path) or Path(data.path).exists():
+            return self.config
+        # the checks leave what is at a URL to the ranks
+        of_nodes = data.model_copy(update={"path": "file:///of-the-nodes"})
+        return self.config.model_copy(update={"data": of_nodes})
 
-def make_batch(
-    *,
-    config: Path,
-    overrides: Sequence[str],
-    profile: str | None,
-    run_dir: Path | None,
-    nodes: int,
-    ranks_per_node: int,
-    on_cpu: bool,
-    starter: str,
-    time_limit: str,
-    max_restarts: int,
-    chain: int,
-    options: Sequence[str],
-) -> Batch:
-    """Makes a batch job from the values of a command line, checked before it waits in a queue.
+    @property
+    def asks(self) -> str:
+        """Size, cores, memory and time, as sbatch reads them."""
+        sizes = "nodes ntasks-per-node gpus-per-node gpus gres cpus-per-task mem time partition"
+        options = [option for _, option in self.parts["directives"]]
+        return " ".join(f"--{o}" for o in options if o.partition("=")[0] in sizes.split())
 
-    Args:
-        starter: srun, one task per rank, or deepspeed, one launcher per node.
-        max_restarts: requeues in a row without a newer checkpoint before the run is given up.
-        chain: number of jobs of an array that follow each other; 1 is one job that is requeued.
-        options: further #SBATCH options, such as partition=gpu.
-    Raises:
-        TrainingError: if a value is wrong, or the configuration cannot run on so many ranks.
+    def to_json(self) -> dict[str, Any]:
+        """Returns plan, lines of sbatch and warnings for `cdrmix slurm --json`."""
+        of_device = self.plan.is_of_device
+        return {
+            "run_dir": str(self.run_dir),
+            "plan": self.plan.compared.to_json() if of_device else None,
+            "options": [option for _, option in self.parts["directives"]],
+            "warnings": list(self.warnings),
+        }
+
+
+def make_batch(asked: Request) -> Batch:
+    """Makes a batch job, planned and checked before it waits in a queue.
+
+    Raises TrainingError if a value is wrong, or the run cannot be laid out on so many ranks or does
+    not fit their devices.
     """
-    resolved_config = load_config(config, overrides)
-    _check_lines(time_limit=time_limit, options=options, run_dir=run_dir, overrides=overrides)
-    device = "cpu" if on_cpu else "cuda"
-    check_legal(resolved_config, world_size=nodes * ranks_per_node, profile=profile, device=device)
-    run_dir = (run_dir or new_run_dir(resolved_config)).resolve()
-    shown = [override for override in overrides if not override.startswith(_ENVIRONMENT)]
-    arguments = train_arguments(config.resolve(), shown, profile)
-    train = [str(shipped("launch") / "train.py"), *arguments, "--run-dir", str(run_dir)]
-    names = {o.partition("=")[0].removeprefix(_ENVIRONMENT).strip() for o in overrides}
-    values = launch_environment(resolved_config)
-    parts = {
-        "name": resolved_config.name,
-        "job_name": re.sub(r"[^A-Za-z0-9._-]+", "-", resolved_config.name).strip("-") or "cdrmix",
-        "folder": Path.cwd(),
-        "python": sys.executable,
-        "arguments": arguments,
-        "train": [*train, "--resume", "auto"],
-        "nodes": nodes,
-        "ranks_per_node": ranks_per_node,
-        "on_cpu": on_cpu,
-        "starter": starter,
-        "time_limit": time_limit,
-        "max_restarts": max_restarts,
-        "chain": chain,
-        "options": options,
-        "variables_of_ranks": resolved_config.launch.environment,
-        "port": shell_port_of_first_step(),
-    }
-    return Batch(run_dir, {name: values[name] for name in values if name in names}, parts)
+    # A run that this directory holds goes on with its own configuration, as its ranks will.
+    resume = "never" if asked.run_dir is None else "auto"
+    config = config_of_start(asked.config, asked.overrides, run_dir=asked.run_dir, resume=resume)
+    options, problems, warnings = read_options(asked.options, of_site=options_of_sbatch())
+    problems += _unsafe(asked)
+    site, limit, memory = None, None, None
+    try:
+        site = find_nodes(options.get("partition"))
+        limit = time_limit_seconds(options.get("time") or asked.time_limit)
+        warnings += _time_warnings(limit, options, site)
+        memory = memory_gib(options.get("mem") or asked.memory or "0")
+        _check_nodes(asked, memory, site)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    device = "cpu" if asked.on_cpu else "cuda"
+    world_size = asked.nodes * asked.ranks_per_node
+    check_legal(config, world_size=world_size, profile=asked.profile, device=device)
+    plan = plan_batch(
+        config,
+        nodes=asked.nodes,
+        ranks_per_node=asked.ranks_per_node,
+        on_cpu=asked.on_cpu,
+        profile=asked.profile,
+        gpu=asked.gpu,
+        gpu_memory_gib=asked.gpu_memory_gib,
+        host_memory_gib=memory or None,
+        options=options,
+        site=site,
+    )
+    if not plan.is_of_device:
+        warnings.append(
+            f"{plan.source}: memory and time were not checked for the device. Give --gpu PRESET or "
+            "--gpu-memory-gib M"
+        )
+    run_dir = (asked.run_dir or new_run_dir(config)).resolve()
+    warnings += _path_warnings(config, asked, run_dir)
+    lines, of_time = _lines(asked, plan, options, limit)
+    return Batch(
+        config=config,
+        plan=plan,
+        run_dir=run_dir,
+        lines=lines,
+        warnings=warnings + of_time,
+        environment=_environment_of_flags(config, asked.overrides),
+        parts=_parts(asked, config, plan, run_dir, options, lines),
+    )
 
 
-def _check_lines(
-    *, time_limit: str, options: Sequence[str], run_dir: Path | None, overrides: Sequence[str]
-) -> None:
-    """Refuses values that would be more than one line or word in the script."""
+def _unsafe(asked: Request) -> list[str]:
+    """Problems of values that contradict, or would be more than a line or word of the script."""
     problems = []
-    if not re.fullmatch(r"[0-9:-]{1,20}|UNLIMITED|INFINITE", time_limit, re.ASCII):
-        problems.append(f"--time {time_limit!r}: give MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
-    for option in options:
-        if not re.fullmatch(r"[a-z][a-z0-9-]*(=[^\x00-\x1f\x7f]*)?", option):
-            problems.append(f"--option {option!r}: give NAME or NAME=VALUE, such as partition=gpu")
-    if re.search(r"[\x00-\x1f\x7f]", f"{run_dir}{Path.cwd()}"):
-        problems.append(f"{run_dir}: a path with control characters. Give another --run-dir")
-    if "%" in str(Path(run_dir or "").resolve()):  # versions of SLURM differ on %%
-        problems.append(f"{run_dir}: SLURM replaces % in the path of a log. Give another --run-dir")
-    for override in overrides:
+    if asked.gpu is not None and asked.on_cpu != (asked.gpu == "cpu"):
+        problems.append(f"--gpu {asked.gpu}: give --cpu for ranks on CPUs, and else a kind of GPU")
+    if re.search(r"[\x00-\x1f\x7f]", f"{asked.run_dir}{Path.cwd()}"):
+        problems.append(f"{asked.run_dir}: a path with control characters. Give another --run-dir")
+    if "%" in str(Path(asked.run_dir or "").resolve()):  # versions of SLURM differ on %%
+        problems.append(
+            f"{asked.run_dir}: SLURM replaces % in the path of a log. Give another --run-dir"
+        )
+    for override in asked.overrides:
         if redacted_text(override) != override:
             problems.append(
                 f"--set {redacted_text(override)}: the script would hold this password, and ps "
                 "would show it. Put the URL into the configuration file"
             )
-    if problems:
-        raise ConfigError("\n".join(problems))
+    return problems
+
+
+def _time_warnings(
+    limit: int | None, options: Mapping[str, str | None], site: Nodes | None
+) -> list[str]:
+    """Refuses a time limit (seconds) that nothing can be done in, or that no partition allows."""
+    notice = notice_seconds(options.get("signal") or _NOTICE)
+    if limit is None:
+        return []
+    if limit <= notice:
+        raise ConfigError(
+            f"--time is {time_text(limit)}, and the signal to save comes {time_text(notice)} "
+            f"before its end. Give more than {time_text(notice + _START_SECONDS)}"
+        )
+    longest = site.longest_seconds if site else None
+    if site and longest is not None and limit > longest:
+        raise ConfigError(
+            f"--time is {time_text(limit)}, and partition {site.partitions} allows "
+            f"{time_text(longest)}. Give that; the run goes on in its next start"
+        )
+    if limit < notice + _START_SECONDS:
+        left = time_text(limit - notice)
+        return [f"--time leaves {left} to start up and train, before the signal to save"]
+    return []
+
+
+def _check_nodes(asked: Request, memory: float, site: Nodes | None) -> None:
+    """Refuses cores or memory (GiB) that no node has, in words that say by how much."""
+    if site and site.memory_gib and memory > site.memory_gib:
+        raise ConfigError(
+            f"--mem: {memory:g} GiB, and a node of partition {site.partitions} has "
+            f"{site.memory_gib:.1f} GiB. Give at most that, or 0 for all of it"
+        )
+    tasks = asked.ranks_per_node if asked.starter == "srun" else 1
+    cores = (asked.cpus_per_task or 1) * tasks
+    if site and site.cores and cores > site.cores:
+        raise ConfigError(
+            f"{tasks} tasks of {asked.cpus_per_task or 1} cores: a node of partition "
+            f"{site.partitions} has {site.cores}. Give fewer with --cpus-per-task"
+        )
+
+
+def _is_folder(data_path: str) -> bool:
+    return data_path != "sample" and "://" not in data_path
+
+
+def _path_warnings(config: Config, asked: Request, run_dir: Path) -> list[str]:
+    """Warnings of paths that nodes may not see as this machine does.
+
+    None of them is refused: a login node need not mount what the nodes have.
+    """
+    paths = {
+        "the run directory": run_dir,
+        "the present folder": Path.cwd(),
+        "Python": Path(sys.executable),
+        "CDRmix": shipped("launch"),
+    }
+    if asked.config is not None:
+        paths["--config"] = asked.config.resolve()
+    if asked.profile is not None and Path(asked.profile).is_file():
+        paths["--profile"] = Path(asked.profile).resolve()
+    data = config.data.path
+    if _is_folder(data):
+        paths["data.path"] = Path(data).resolve()
+    warnings = [
+        f"{what} is at {path}, and each node has a {folder} of its own: use a shared folder"
+        for what, path in paths.items()
+        for folder in _OF_A_NODE
+        if path.is_relative_to(folder)
+    ]
+    if _is_folder(data) and not Path(data).exists():
+        warnings.append(
+            f"data.path = {data}: not on this machine, so it was not looked at. The job ends with "
+            "code 2 if the nodes lack it too"
+        )
+    return warnings
+
+
+def _lines(
+    asked: Request, plan: BatchPlan, options: Mapping[str, str | None], limit: int | None
+) -> tuple[dict[str, str], list[str]]:
+    """Lines about a batch job, by a title each, and warnings about its time."""
+    lines = plan.lines()
+    if limit is None:
+        lines["jobs"] = "one, without a time limit"
+    shown = options.get("time") or asked.time_limit
+    warnings: list[str] = []
+    if plan.is_of_device and limit is not None:
+        notice = notice_seconds(options.get("signal") or _NOTICE)
+        # a limit that leaves less was warned about
+        useful = max(1, limit - notice - _START_SECONDS)
+        jobs = max(1, math.ceil(plan.run_seconds / useful))
+        if jobs > 1 and asked.chain > 1:
+            lines["jobs"] = f"{jobs:,} of --time {shown}, one after the other"
+        elif jobs > 1:
+            lines["jobs"] = f"{jobs:,} starts of --time {shown}: SLURM puts the job back each time"
+        else:
+            lines["jobs"] = f"one of --time {shown}"
+        if 1 < asked.chain < jobs:
+            warnings.append(f"--chain {asked.chain} ends before the run: give --chain {jobs}")
+        if plan.save_seconds > notice:
+            warnings.append(
+                f"a checkpoint may take {time_text(plan.save_seconds)} to write, at 1 GB/s a node, "
+                f"and the signal to save comes {time_text(notice)} before the end. Try --option "
+                f"signal=B:USR1@{60 * math.ceil(plan.save_seconds / 60 + 1)}"
+            )
+    return lines, warnings
+
+
+def _environment_of_flags(config: Config, overrides: Sequence[str]) -> dict[str, str]:
+    """Variables of the ranks that --set gives."""
+    names = {o.partition("=")[0].removeprefix(_ENVIRONMENT).strip() for o in overrides}
+    values = launch_environment(config)
+    return {name: values[name] for name in values if name in names}
+
+
+def _parts(
+    asked: Request,
+    config: Config,
+    plan: BatchPlan,
+    run_dir: Path,
+    options: Mapping[str, str | None],
+    lines: Mapping[str, str],
+) -> dict[str, Any]:
+    """Variables of the template."""
+    shown = [override for override in asked.overrides if not override.startswith(_ENVIRONMENT)]
+    file = asked.config and asked.config.resolve()
+    arguments = train_arguments(file, shown, asked.profile)
+    train = [str(shipped("launch") / "train.py"), *arguments, "--run-dir", str(run_dir)]
+    return {
+        "name": config.name,
+        "lines": lines,
+        "folder": Path.cwd(),
+        "python": sys.executable,
+        "arguments": arguments,
+        "train": [*train, "--resume", "auto"],
+        "nodes": asked.nodes,
+        "ranks_per_node": asked.ranks_per_node,
+        "on_cpu": asked.on_cpu,
+        "starter": asked.starter,
+        "max_restarts": asked.max_restarts,
+        "chain": asked.chain,
+        "directives": list(_directives(_our_options(asked, config.name, plan, run_dir), options)),
+        "variables_of_ranks": config.launch.environment,
+        "port": shell_port_of_first_step(),
+    }
+
+
+def _directives(
+    ours: Mapping[str, tuple[str, str | None]], options: Mapping[str, str | None]
+) -> Iterator[tuple[str, str]]:
+    """Comment and option of each #SBATCH line; those of --option stand in place of ours."""
+    has_gpu_gres = "gpu" in (options.get("gres") or "")
+    for name, (why, value) in ours.items():
+        replaced = any(other in options for other in (name, *_REPLACED_BY.get(name, ())))
+        if not replaced and not (name == "gpus-per-node" and has_gpu_gres):
+            yield why, name if value is None else f"{name}={value}"
+    why = "As given with --option."
+    for name, value in options.items():
+        yield why, name if value is None else f"{name}={value}"
+        why = ""
+
+
+def _our_options(
+    asked: Request, name: str, plan: BatchPlan, run_dir: Path
+) -> dict[str, tuple[str, str | None]]:
+    """Comment and value of each option of ours; one without a comment goes with that before it."""
+    ranks = asked.ranks_per_node
+    tasks, task, of_whom = ranks, "A task is a rank.", "a rank"
+    if asked.starter != "srun":
+        tasks, of_whom = 1, f"the launcher and its {ranks} ranks"
+        task = "A task is DeepSpeed's launcher, which starts the ranks of its node."
+    cores = asked.cpus_per_task or plan.cores * ranks // tasks
+    log = f"slurm-{'%A_%a' if asked.chain > 1 else '%j'}.log"
+    job_name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") or "cdrmix"
+    limit = "The run saves before this limit, and goes on in its next start."
+    notice = "SLURM sends USR1 to this script so many seconds before the limit, and the run saves."
+    memory = "Memory of a node: offloaded states, a checkpoint's copy, and the processes."
+    array = "Jobs that follow each other, one at a time."
+    ours: dict[str, tuple[str, str | None]] = {
+        "job-name": ("Name and size of the job.", job_name),
+        "nodes": ("", str(asked.nodes)),
+        "ntasks-per-node": (task, str(tasks)),
+        "gpus-per-node": ("A device for each rank.", str(ranks)),
+        "cpus-per-task": (
+            f"Cores of {of_whom}. A task that asks for none gets one on many sites.",
+            str(cores),
+        ),
+        "mem": (memory, asked.memory or f"{plan.memory_gib}G"),
+        "time": (limit, asked.time_limit),
+        "signal": (notice, _NOTICE),
+        "requeue": ("A job that is stopped may go back to the queue.", None),
+        "open-mode": ("Every start adds to one log.", "append"),
+        "output": ("", f"{run_dir}/{log}"),
+        "array": (array, f"1-{asked.chain}%1"),
+    }
+    if asked.on_cpu:
+        del ours["gpus-per-node"]
+    if asked.chain == 1:
+        del ours["array"]
+    return ours
 
 
 def write_script(batch: Batch) -> Path:
     """Writes the script into the run directory, which SLURM needs for its log; returns its path."""
-    script = batch.run_dir / "job.sbatch"
+    script = batch.run_dir / BATCH_SCRIPT
     variables = batch.run_dir / "job.environment"  # private; exists if there are any
     try:
         batch.run_dir.mkdir(parents=True, exist_ok=True)
@@ -130,21 +408,6 @@ def write_script(batch: Batch) -> Path:
     except OSError as error:
         raise StateError(f"{script}: cannot be written: {error.strerror}") from error
     return script
-
-
-def submit(script: Path) -> str:
-    """Queues a script and returns the job's number; ConfigError without SLURM or if it refuses."""
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", "--", str(script)], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            f"no program sbatch here. Queue {script} on a login node of the cluster"
-        ) from None
-    if done.returncode:
-        raise ConfigError(f"{script}: sbatch refuses it: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]
 
 
 def _sbatch_option(option: str) -> str:

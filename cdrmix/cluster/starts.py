@@ -15,7 +15,11 @@ from typing import Any
 
 import psutil
 
+from cdrmix.config.load import resolve
+from cdrmix.config.resuming import SNAPSHOT, changes_between, told
 from cdrmix.config.schema import Config
+from cdrmix.config.yaml_text import parse_yaml
+from cdrmix.errors import ConfigError
 
 STARTS = "starts.jsonl"
 MARKER = "finished.json"
@@ -132,6 +136,54 @@ def read_starts(run_dir: Path) -> list[StartRecord]:
             times = {name: datetime.fromisoformat(record[name]) for name in ("began", "ended")}
             starts.append(StartRecord(**(record | times | {"hosts": tuple(record["hosts"])})))
     return starts
+
+
+def end_of_run(config: Config, *, run_dir: Path | None, resume: str) -> str | None:
+    """Says that a run to go on with is at its end, in a line; None if there is more to train.
+
+    Raises ConfigError if `config` asks for other changes than for more training.
+    """
+    if resume not in ("auto", "never"):
+        source = Path(resume)
+        # another run directory goes on from the end of this one
+        if not (source / SNAPSHOT).is_file() or run_dir not in (None, source):
+            return None
+        run_dir = source
+    if resume == "never" or run_dir is None or not is_at_its_end(run_dir, config):
+        return None
+    end = _json_of(run_dir / MARKER) or {"step": _json_of(run_dir / "metrics.json").get("steps")}
+    try:
+        text = (run_dir / SNAPSHOT).read_text(encoding="utf-8")
+        own = resolve(parse_yaml(text, place=SNAPSHOT), place=SNAPSHOT)
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return None  # for the ranks to tell
+    is_stage_b = end.get("stage") == "b"
+    if (
+        is_stage_b
+        and own.stage_b
+        and config.stage_b
+        and config.stage_b.training.num_steps > own.stage_b.training.num_steps
+    ):
+        return None
+    step = end.get("step")
+    steps = step if is_stage_b else own.training.num_steps
+    phase = "stage_b.training.policy_steps" if is_stage_b else "training.max_steps"
+    said = f"the run is at its end (step {step} of {steps}): {run_dir / 'report.html'}"
+    advice = f"To train on, give --set {phase}=N"
+    changes = changes_between(own.model_dump(mode="json"), config.model_dump(mode="json"))
+    if changes:
+        raise ConfigError(
+            f"{said}. Nothing is left to train with other values: {told(changes)}. {advice}"
+        )
+    return f"{said}. {advice}"
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+    return {}
 
 
 def is_at_its_end(run_dir: Path, config: Config) -> bool:

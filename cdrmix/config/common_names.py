@@ -5,6 +5,8 @@ from __future__ import annotations
 _OF_KEY = {
     "training.learning_rate": "lr max_lr peak_lr base_lr learningrate",
     "training.min_learning_rate": "min_lr lr_min lr_end end_lr",
+    "training.schedule": "lr_scheduler_type lr_scheduler lr_decay_style lr_schedule scheduler",
+    "training.cooldown_fraction": "decay_fraction lr_wsd_decay_fraction cooldown_ratio",
     "training.warmup_steps": "warmup warmup_iters warmup_num_steps lr_warmup_steps "
     "num_warmup_steps",
     "training.global_batch_size": "batch_size train_batch_size gbs bs",

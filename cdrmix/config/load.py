@@ -6,6 +6,7 @@ import datetime
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType
@@ -29,6 +30,9 @@ from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
 from cdrmix.errors import ConfigError
 
 ABSENT = "(absent)"
+# Name of the sample corpus in data.path.
+SAMPLE = "sample"
+_PATHS = (("data", "path"), ("stage_b", "run"), ("checkpoint", "replica"))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -37,7 +41,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     file are created; `model.moe=null` removes one. Raises ConfigError with every problem of file
     and overrides, one to a line."""
     path = Path(path)
-    values = parse_yaml(read_config_text(path), place=str(path))
+    return resolve(parse_yaml(read_config_text(path), place=str(path)), overrides, place=str(path))
+
+
+def resolve(values: Any, overrides: Sequence[str] = (), *, place: str) -> Config:
+    """Applies overrides to the plain values of `place`, a file or other origin. Raises ConfigError
+    as `load_config` does."""
     origins: dict[Keys, str] = {}
     for override in overrides:
         values = _overridden(values, override, origins)
@@ -52,14 +61,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         # most: `model.moe.top_k` before `model.moe`. Otherwise the file is, beside the overrides
         # that the message names.
         if above := [each for each in origins if keys[: len(each)] == each]:
-            place = origins[max(above, key=len)]
+            blamed = origins[max(above, key=len)]
         else:
             inside = [each for each in origins if each[: len(keys)] == keys]
             below = [origins[each] for each in inside if each[-1] in problem.text]
-            place = f"{path} with {' '.join(below)}" if below else str(path)
-        has_path = place == f"--set {dotted}" or not keys
+            blamed = f"{place} with {' '.join(below)}" if below else place
+        has_path = blamed == f"--set {dotted}" or not keys
         lines.append(
-            f"{place}: {problem.text}" if has_path else f"{place}: {dotted}: {problem.text}"
+            f"{blamed}: {problem.text}" if has_path else f"{blamed}: {dotted}: {problem.text}"
         )
     raise ConfigError("\n".join(lines))
 
@@ -156,8 +165,21 @@ def _check_colons(value: Any, place: str) -> None:
 
 
 def snapshot_yaml(config: Section) -> str:
-    """Writes the config as YAML without secrets; a run that starts from it needs them set anew."""
-    return dump_yaml(redacted(config.model_dump()))
+    """Writes the config as YAML, with absolute paths and without secrets; a run that starts from it
+    needs these set anew."""
+    return dump_yaml(with_absolute_paths(redacted(config.model_dump())))
+
+
+def with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """Makes the paths of a dumped configuration absolute that a run reads or writes again when it
+    is resumed, from the present folder. `sample` and URLs stay as they are."""
+    made = dict(values)
+    for section, key in _PATHS:
+        path = values[section].get(key) if isinstance(values.get(section), dict) else None
+        if isinstance(path, str) and path != SAMPLE and "://" not in path:
+            # not resolved: a link may be what leads to the same folder on other hosts
+            made[section] = {**values[section], key: os.path.abspath(path)}
+    return made
 
 
 def config_hash(config: Section) -> str:

@@ -37,6 +37,8 @@ _EXAMPLES: dict[str, Any] = {
     "training.total_tokens": 300_000_000_000,
     "training.micro_batch_size": 4,
     "training.sequence_checkpoint_tokens": 1_024,
+    "training.hold_learning_rate": 0.002,
+    "training.settle_steps": 200,
     "data.path": "/data/my-shards",
     "data.recipe": "python",
     "data.mixture": {"phases": [{"weights": {"code": 2, "prose": 1}}]},
@@ -70,9 +72,10 @@ path below, cannot be set alone: set the whole list.
 
 * **default**: a `required` key has none; inside a section that is null by default, it is required
   once the section is there. A `derived` one follows from other keys.
-* **when resumed**: with `may change` the run goes on with the new value, and its log has a line
-  `config changed since the checkpoint`. With `refused` it ends with exit code 2 and the difference,
-  before anything is loaded into the model.
+* **when resumed**: a run that is resumed goes on with its own configuration; `--config` may be left
+  out, and values of a file that differ are not taken. `--set` changes a key: with `may change` the
+  run goes on with the new value and tells the change. With `refused` it ends with exit code 2 and
+  the difference, before anything is loaded into the model.
 """
 
 

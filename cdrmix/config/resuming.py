@@ -1,37 +1,141 @@
-"""Effect of each key of the configuration when a run is resumed, for its reference.
+"""Configuration of a run that is started or resumed, and the effect of changing each key then.
 
-A checkpoint's configuration is compared in `engines/recovery.py`, its position by the loaders of
-both stages, in `data/loader.py` and `stage_b/engine.py`.
+The ranks check what the rules here leave to them: `engines/recovery.py` compares the model with a
+checkpoint's, the loaders of both stages, in `data/loader.py` and `stage_b/engine.py`, its position.
 """
 
 from __future__ import annotations
 
-MAY_CHANGE = "may change"
-REFUSED = "refused"
-_STAGE_A = "refused in Stage A; has no effect in Stage B"
-_SHAPE = "refused in Stage B: shapes of tensors differ"
-_LESSONS = "refused in Stage B: the texts would differ"
-_PHASES = "later phases may change; refused where it changes steps of Stage B already taken"
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from cdrmix.config.load import (
+    changed_keys,
+    load_config,
+    resolve,
+    with_absolute_paths,
+)
+from cdrmix.config.redaction import REDACTED, redacted
+from cdrmix.config.schema import Config
+from cdrmix.config.yaml_text import parse_yaml
+from cdrmix.errors import ConfigError
+from cdrmix.log import get_logger
+
+logger = get_logger(__name__)
+
+SNAPSHOT = "config_snapshot.yaml"
+_STATE = "state.json"  # of a checkpoint
+_MOST_KEYS = 6  # of a line of the log
+_MOST_LETTERS = 60  # of a value in it
+
+# free: does not alter training. alters: does, and may change all the same. refused: cannot change.
+Kind: TypeAlias = Literal["free", "alters", "refused"]
+Change: TypeAlias = tuple[str, Any, Any]  # dotted path, old and new value
+
+
+class _Resumed(NamedTuple):
+    """A change, as the conditions of the rules see it."""
+
+    stage: str | None  # of the newest checkpoint: a or b; None without one
+    old: Any
+    new: Any
+    config: Config  # that the run goes on with
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Effect of changing a key when a run is resumed."""
+
+    kind: Kind
+    text: str
+    # Case in which a key that may change otherwise is refused.
+    refused: Callable[[_Resumed], bool] = lambda resumed: False
+
+
+_FREE = Rule("free", "may change")
+_ALTERS = Rule("alters", "may change, with a warning: alters training")
+_REFUSED = Rule("refused", "refused")
+
+
+def _in_stage_b(resumed: _Resumed) -> bool:
+    return resumed.stage == "b"
+
+
+_SHAPE = Rule("alters", "refused in Stage B: shapes of tensors differ", _in_stage_b)
+_LESSONS = Rule("alters", "refused in Stage B: the texts would differ", _in_stage_b)
+# The ranks refuse them: it takes the place in the course.
+_PHASES = Rule(
+    "alters", "later phases may change; refused where it changes steps of Stage B already taken"
+)
 
 # Of a key, else of the section around it.
 _RULES = {
-    "model": REFUSED,
-    "training.stage": "may change, but `a` is refused for a checkpoint of Stage B",
-    "training.seed": "refused, except in Stage A with data.order = sequential",
-    "training.sequence_length": "refused in Stage A; may change in Stage B",
-    "data.path": "the data set may move; another one is refused",
-    "data.order": _STAGE_A,
-    "data.window_samples": "refused in Stage A with data.order = windowed; else without effect",
-    "data.mixture": "refused in Stage A where it changes the order of the samples",
-    "launch.environment": "may change; a changed value is not logged, because it may be secret",
-    "stage_b": "may change, but null is refused for a checkpoint of Stage B",
-    "stage_b.run": MAY_CHANGE,
-    "stage_b.pipeline": MAY_CHANGE,
-    "stage_b.adapters": MAY_CHANGE,
-    "stage_b.policy": MAY_CHANGE,
-    "stage_b.memory": MAY_CHANGE,
-    "stage_b.losses": MAY_CHANGE,
-    "stage_b.training": MAY_CHANGE,
+    "name": _FREE,
+    "model": _REFUSED,
+    "parallel": _FREE,
+    "training": _ALTERS,
+    "training.stage": Rule(
+        "alters",
+        "may change, but `a` is refused for a checkpoint of Stage B",
+        lambda resumed: resumed.stage == "b" and resumed.new == "a",
+    ),
+    "training.seed": Rule(
+        "alters",
+        "refused, except in Stage A with data.order = sequential",
+        lambda resumed: resumed.stage == "b" or resumed.config.data.order != "sequential",
+    ),
+    "training.sequence_length": Rule(
+        "alters",
+        "refused in Stage A; may change in Stage B",
+        lambda resumed: resumed.stage == "a",
+    ),
+    "training.micro_batch_size": _FREE,
+    "training.deterministic": _FREE,
+    "training.activation_checkpointing": _FREE,
+    "training.sequence_checkpoint_tokens": _FREE,
+    "training.memory_share": _FREE,
+    # Another data set is told by its digest, and refused by the ranks.
+    "data": _FREE,
+    "data.path": Rule("free", "the data set may move; another one is refused"),
+    "data.order": Rule(
+        "alters",
+        "refused in Stage A; has no effect in Stage B",
+        lambda resumed: resumed.stage == "a",
+    ),
+    "data.window_samples": Rule(
+        "alters",
+        "refused in Stage A with data.order = windowed; else without effect",
+        lambda resumed: resumed.stage == "a" and resumed.config.data.order == "windowed",
+    ),
+    # The ranks compare the orders, which may be equal though they are written differently.
+    "data.mixture": Rule("alters", "refused in Stage A where it changes the order of the samples"),
+    "data.token_weights": _ALTERS,
+    "data.segment_documents": _ALTERS,
+    "checkpoint": _FREE,
+    "evaluation": _FREE,
+    "monitoring": _FREE,
+    "supervision": _FREE,
+    "health": _ALTERS,
+    "launch": _FREE,
+    "launch.environment": Rule(
+        "free", "may change; a changed value is not logged, because it may be secret"
+    ),
+    "stage_b": Rule(
+        "alters",
+        "may change, but null is refused for a checkpoint of Stage B",
+        lambda resumed: resumed.stage == "b" and resumed.new is None,
+    ),
+    "stage_b.run": _ALTERS,
+    "stage_b.pipeline": _FREE,
+    "stage_b.adapters": _ALTERS,
+    "stage_b.policy": _ALTERS,
+    "stage_b.memory": _ALTERS,
+    "stage_b.losses": _ALTERS,
+    "stage_b.training": _ALTERS,
     "stage_b.adapters.rank": _SHAPE,
     "stage_b.memory.summary_dim": _SHAPE,
     "stage_b.training.tasks": _LESSONS,
@@ -42,14 +146,247 @@ _RULES = {
     "stage_b.training.adapter_steps": _PHASES,
     "stage_b.training.joint_steps": _PHASES,
     "stage_b.training.policy_steps": _PHASES,
-    "stage_b.training.backbone_lr_scale": "may change, but from 0 to above 0 is refused in Stage B",
+    "stage_b.training.backbone_lr_scale": Rule(
+        "alters",
+        "may change, but from 0 to above 0 is refused in Stage B",
+        lambda resumed: resumed.stage == "b" and resumed.old == 0 and resumed.new > 0,
+    ),
 }
 
 
-def when_resumed(path: str) -> str:
-    """Says in a line whether the value at a dotted path may differ from the checkpoint's."""
+def rule_of(path: str) -> Rule:
+    """Returns the rule of a dotted path: its own, or that of the nearest section around it."""
     while path:
         if path in _RULES:
             return _RULES[path]
         path = path.rpartition(".")[0]
-    return MAY_CHANGE
+    return _ALTERS
+
+
+def when_resumed(path: str) -> str:
+    """Says in a line whether the value at a dotted path may differ from the checkpoint's."""
+    return rule_of(path).text
+
+
+def config_of_start(
+    config: Path | None,
+    overrides: Sequence[str],
+    *,
+    run_dir: Path | None,
+    resume: str,
+    is_quiet: bool = False,
+) -> Config:
+    """Returns the configuration of a start: of a new run, or of one that goes on.
+
+    A run that is resumed goes on with its own configuration, and only overrides change it; values
+    of a file that differ are left, with a warning.
+
+    Args:
+        config: --config; may be left out where a run is resumed.
+        overrides: --set, `a.b=value` each.
+        run_dir: --run-dir.
+        resume: --resume: never, auto, or a run directory or checkpoint.
+        is_quiet: log nothing, as on all ranks but the first.
+    Raises:
+        ConfigError: if file or overrides are wrong, none is given for a new run, a key changes that
+            cannot, or a password that the run directory does not hold is missing.
+    """
+    if resume == "auto" and run_dir is None:
+        raise ConfigError("--resume auto: needs --run-dir, the directory to go on in")
+    own = _own(run_dir, resume)
+    if own is None:
+        if config is None:
+            where = {"auto": f"{run_dir} holds no run yet", "never": "a new run begins"}
+            raise ConfigError(
+                "--config FILE: missing; only a run that is resumed has one of its own, and "
+                + where.get(resume, f"--resume {resume}: no checkpoint or run directory there")
+            )
+        return load_config(config, overrides)
+    given = load_config(config, overrides) if config is not None else None
+    values = own.values
+    if given is not None:
+        values = _filled(values, given.model_dump())
+        # Stage B may begin on the Stage A of a run without it: the one section to take then.
+        asks_for_stage = any(each.partition("=")[0] == "training.stage" for each in overrides)
+        if asks_for_stage and values.get("stage_b") is None and given.stage_b is not None:
+            values = {**values, "stage_b": given.model_dump()["stage_b"]}
+    before = resolve(values, place=str(own.place))
+    try:
+        resolved = resolve(values, overrides, place=str(own.place))
+    except ConfigError:
+        _refuse_model(before, overrides, own)
+        raise
+    _refuse_redacted(resolved, own)
+    changes = _allowed_changes(before, resolved, own)
+    if is_quiet:
+        return resolved
+    _tell(changes)
+    if given is not None:
+        _tell_not_taken(given, resolved, config=config, own=own)
+    return resolved
+
+
+class _Own(NamedTuple):
+    """A run's own configuration."""
+
+    values: dict[str, Any]
+    place: Path  # file that holds it
+    stage: str | None  # of its newest checkpoint, a or b; None without one
+
+
+def _own(run_dir: Path | None, resume: str) -> _Own | None:
+    """Reads the configuration of the run to go on with; None if there is none."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        assert run_dir is not None, "checked by the caller"
+        source = run_dir
+    else:
+        source = Path(resume)
+        if source.name == "checkpoints" or source.parent.name == "checkpoints":
+            source = source.parent if source.name == "checkpoints" else source.parent.parent
+    snapshot = source / SNAPSHOT
+    state = _newest_state(source if resume == "auto" else Path(resume))
+    stage = None if state is None else str(state.get("stage", "a"))
+    if snapshot.is_file():
+        values = parse_yaml(_text(snapshot), place=str(snapshot))
+        if isinstance(values, dict):
+            return _Own(values, snapshot, stage)
+    # a checkpoint that was copied out of its run
+    if resume != "auto" and state is not None and isinstance(state.get("config"), dict):
+        return _Own(state["config"], Path(resume) / _STATE, stage)
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _newest_state(source: Path) -> dict[str, Any] | None:
+    """Content of the newest state.json in a run directory or checkpoint; None without one."""
+    for inner in (source / "checkpoints", source):
+        folders = []
+        with contextlib.suppress(OSError):
+            folders = [each for each in inner.iterdir() if each.name.isdecimal()]
+        for folder in sorted(folders, key=lambda each: int(each.name), reverse=True):
+            if (state := _state_in(folder)) is not None:
+                return state
+    return _state_in(source)
+
+
+def _state_in(checkpoint: Path) -> dict[str, Any] | None:
+    # A damaged one is told by the ranks, which verify each file.
+    with contextlib.suppress(OSError, ValueError):
+        state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+        if isinstance(state, dict):
+            return state
+    return None
+
+
+def _filled(values: Any, given: Any) -> Any:
+    """Returns a run's values with those that a snapshot leaves out taken from a file, where the
+    file has the same but for the secret."""
+    if isinstance(values, dict) and isinstance(given, dict):
+        return {key: _filled(value, given.get(key)) for key, value in values.items()}
+    if isinstance(values, str) and REDACTED in values and isinstance(given, str):
+        # all of a variable is left out, and of a URL user and password
+        is_same = values in (REDACTED, redacted({"url": given})["url"])
+        return given if is_same else values
+    return values
+
+
+def _refuse_redacted(config: Config, own: _Own) -> None:
+    """Raises ConfigError for a URL without its password. Variables of `launch.environment` come
+    from the environment, where a launcher needs them."""
+    if REDACTED in config.data.path:
+        raise ConfigError(
+            f"data.path = {config.data.path}: {own.place} holds no passwords. Give --config with "
+            "the file of the run's first start, or --set data.path=URL"
+        )
+
+
+def _refuse_model(before: Config, overrides: Sequence[str], own: _Own) -> None:
+    """Raises ConfigError for an override of a key that cannot change, where its value does not fit
+    those that follow from others: these stand in a run's own configuration, too."""
+    if own.stage is None:
+        return
+    for override in overrides:
+        path, _, text = override.partition("=")
+        key = path.strip()
+        if rule_of(key) is not _REFUSED or text.lstrip()[:1] in ("{", "["):
+            continue
+        old: Any = before.model_dump()
+        for part in key.split("."):
+            old = old.get(part) if isinstance(old, dict) else None
+        new = parse_yaml(text, place=f"--set {key}")
+        if new != old:
+            raise ConfigError(_refusal(key, old, new, own))
+
+
+def _refusal(key: str, old: Any, new: Any, own: _Own) -> str:
+    rule = rule_of(key)
+    only = "" if rule is _REFUSED else f" ({rule.text})"
+    return (
+        f"{key}: {_shown(old)} -> {_shown(new)}: cannot change when the run of {own.place} is "
+        f"resumed{only}. Leave it as it is, or begin a new run"
+    )
+
+
+def _allowed_changes(before: Config, resolved: Config, own: _Own) -> list[Change]:
+    """Lists the changes by overrides; raises ConfigError for one that cannot be."""
+    changes = _changes(before, resolved)
+    for key, old, new in changes:
+        rule = rule_of(key)
+        resumed = _Resumed(own.stage, old, new, resolved)
+        # without a checkpoint the run begins again, and may do so with other values
+        if own.stage is not None and (rule is _REFUSED or rule.refused(resumed)):
+            raise ConfigError(_refusal(key, old, new, own))
+    return changes
+
+
+def _tell(changes: Sequence[Change]) -> None:
+    free = [change for change in changes if rule_of(change[0]).kind == "free"]
+    altering = [change for change in changes if change not in free]
+    if altering:
+        logger.warning("warning: changed since the run's last start: %s", told(altering))
+    if free:
+        logger.info("changed since the run's last start: %s", told(free))
+
+
+def _tell_not_taken(given: Config, resolved: Config, *, config: Path | None, own: _Own) -> None:
+    changes = _changes(given, resolved)
+    if not changes:
+        return
+    rows = [f"{key} = {_shown(new)}, not {_shown(old)}" for key, old, new in changes[:_MOST_KEYS]]
+    more = f", and {len(changes) - _MOST_KEYS} more" if len(changes) > _MOST_KEYS else ""
+    logger.warning(
+        "warning: --config %s: values that differ from the run's own (%s) are not taken: %s%s. "
+        "To change them give --set KEY=VALUE",
+        *(config, own.place, "; ".join(rows), more),
+    )
+
+
+def _changes(old: Config, new: Config) -> list[Change]:
+    return changes_between(old.model_dump(mode="json"), new.model_dump(mode="json"))
+
+
+def changes_between(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """Lists the values that differ between two dumped configurations of a run, without secrets; a
+    path is compared as the folder that it leads to from here."""
+    before, after = (with_absolute_paths(redacted(side)) for side in (old, new))
+    return changed_keys(before, after)
+
+
+def told(changes: Sequence[Change]) -> str:
+    """Writes changes in one line, a few of many."""
+    rows = [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changes[:_MOST_KEYS]]
+    more = f"; and {len(changes) - _MOST_KEYS} more" if len(changes) > _MOST_KEYS else ""
+    return "; ".join(rows) + more
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."

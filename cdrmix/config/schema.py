@@ -171,7 +171,7 @@ class ParallelConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Length, batch, precision and optimizer of a run: AdamW with warm-up and cosine decay."""
+    """Length, batch, precision, optimizer and learning-rate schedule of a run."""
 
     stage: Literal["all", "a", "b"] = "all"
     """a: pretraining; b: reasoning enablement; all: all stages of the model."""
@@ -199,6 +199,16 @@ class TrainingConfig(Section):
     learning_rate: float = Field(gt=0, description="Peak learning rate (per step).")
     min_learning_rate: float = Field(ge=0, description="Learning rate at the end (per step).")
     warmup_steps: int = Field(ge=0, description="Linear warm-up (optimizer steps).")
+    schedule: Literal["cosine", "wsd", "linear", "constant", "infinite"] = "cosine"
+    """Learning rate after the warm-up. cosine, linear: falls to the minimum at the last step; wsd:
+    stays at the peak and falls in the cooldown; constant: stays at the peak; infinite: falls to
+    hold_learning_rate within settle_steps, stays there and falls in the cooldown."""
+    cooldown_fraction: float = Field(0.2, ge=0, le=1)
+    """Last part of the run, in which wsd and infinite fall to the minimum (ratio of its steps)."""
+    hold_learning_rate: float | None = Field(None, gt=0)
+    """Learning rate that infinite holds (per step)."""
+    settle_steps: int | None = Field(None, ge=1)
+    """Steps behind the warm-up in which infinite falls to hold_learning_rate (optimizer steps)."""
     gradient_clipping: float = Field(1.0, ge=0)
     """Largest global gradient norm (L2); 0 turns clipping off."""
     weight_decay: float = Field(0.1, ge=0)
@@ -223,7 +233,34 @@ class TrainingConfig(Section):
                 f"min_learning_rate = {self.min_learning_rate} is above "
                 f"learning_rate = {self.learning_rate}"
             )
+        self._check_schedule()
         return self
+
+    def _check_schedule(self) -> None:
+        only_infinite = {
+            "hold_learning_rate": self.hold_learning_rate,
+            "settle_steps": self.settle_steps,
+        }
+        for name, value in only_infinite.items():
+            if (value is not None) != (self.schedule == "infinite"):
+                problem = "is needed by" if value is None else f"= {value} has no meaning without"
+                raise ValueError(f"{name} {problem} schedule = infinite")
+        hold = self.hold_learning_rate
+        if hold is not None and not self.min_learning_rate <= hold <= self.learning_rate:
+            raise ValueError(
+                f"hold_learning_rate = {hold} is not between min_learning_rate = "
+                f"{self.min_learning_rate} and learning_rate = {self.learning_rate}"
+            )
+        if self.schedule not in ("wsd", "infinite"):
+            return
+        start = self.warmup_steps + (self.settle_steps or 0)
+        if start + self.cooldown_steps > self.num_steps:
+            settle = f" + settle_steps = {self.settle_steps}" if self.settle_steps else ""
+            raise ValueError(
+                f"schedule = {self.schedule} is longer than the run: warmup_steps = "
+                f"{self.warmup_steps}{settle} + cooldown of {self.cooldown_steps} are more than "
+                f"{self.num_steps} steps. Try shorter ones, or a longer run"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -238,6 +275,11 @@ class TrainingConfig(Section):
         assert self.total_tokens is not None, "checked at construction"
         # Rounded up in whole numbers: a quotient of floats is exact up to 2**53 alone.
         return -(-self.total_tokens // self.tokens_per_step)
+
+    @property
+    def cooldown_steps(self) -> int:
+        """Length of the cooldown of wsd and infinite in optimizer steps."""
+        return round(self.cooldown_fraction * self.num_steps)
 
 
 class CheckpointConfig(Section):

@@ -29,9 +29,10 @@ from cdrmix.corpus.encode import (
     split_sizes,
     write_stream,
 )
-from cdrmix.corpus.inspection import lineage, read_report, write_build_report
+from cdrmix.corpus.inspection import BuildOutcome, lineage, read_report, write_build_report
 from cdrmix.corpus.outcome import (
     check_something_is_left,
+    held_out,
     log_domains,
     log_held_out,
     log_outcomes,
@@ -295,10 +296,15 @@ class _Build:
         if config.path:
             num_slots = load_tokenizer(folder).vocab_size
         streams = self._write_shards(results[-1], folder, num_slots)
-        tokens, sizes = encoded_tokens(streams), split_sizes(streams)
-        manifest = self._finish(results, folder, streams, num_slots)
+        # Counted before the work folder goes.
+        tokens = encoded_tokens(streams)
+        outcome = BuildOutcome(
+            sources=[each.as_json(tokens[each.source.name]) for each in outcomes],
+            held_out=held_out(split_sizes(streams), self._share),
+        )
+        manifest = self._finish(results, folder, streams, num_slots, outcome)
         log_domains((source.domain for source in self._recipe.sources), manifest)
-        log_held_out(sizes, self._share)
+        log_held_out(outcome.held_out)
         log_outcomes(outcomes, tokens, self._out)
         return manifest
 
@@ -425,6 +431,7 @@ class _Build:
         tokenizer_folder: Path,
         streams: list[StreamJob],
         num_slots: int,
+        outcome: BuildOutcome,
     ) -> Manifest:
         """Writes tokenizer, report and manifest, and removes the work folder."""
         content = (tokenizer_folder / TOKENIZER_FILE).read_bytes()
@@ -453,6 +460,7 @@ class _Build:
             listings=self._listings,
             results=list(zip(self._tasks, *results, strict=True)),
             decisions=self._decisions,
+            outcome=outcome,
             # Of the training split: the other has too few tokens to compare domains by.
             ngrams={s.domain: each["ngrams"] for s, each in written if s.split == SPLITS[0]},
         )

@@ -81,6 +81,19 @@ def lineage(
     return origin
 
 
+@dataclass(frozen=True)
+class BuildOutcome:
+    """Input and outcome of a build, plain values of report.json.
+
+    Attributes:
+        sources: what became of each source, as `SourceOutcome.as_json` gives it.
+        held_out: the share that was asked for and what was held out.
+    """
+
+    sources: Sequence[Mapping[str, Any]]
+    held_out: Mapping[str, float]
+
+
 def write_build_report(
     out: Path,
     *,
@@ -89,6 +102,7 @@ def write_build_report(
     listings: Mapping[str, SourceListing],
     results: Sequence[Results],
     decisions: Mapping[int, Any],
+    outcome: BuildOutcome,
     ngrams: Mapping[str, Any],
 ) -> None:
     """Writes report.json, recipe.yaml, and the documents dropped and files set aside.
@@ -96,6 +110,7 @@ def write_build_report(
     Args:
         key: digest of everything that the build follows from.
         decisions: findings of the steps over the whole corpus, by number of the step.
+        outcome: of all sources together.
         ngrams: statistics of the training tokens by domain, from `cdrmix.corpus.encode`.
     """
     write_file(out / RECIPE_FILE, recipe_yaml(recipe).encode())
@@ -135,6 +150,8 @@ def write_build_report(
             "set_aside": _sorted(reasons),
             "other_kinds": {name: kinds for name, kinds in others.items() if kinds},
         },
+        "sources": list(outcome.sources),
+        "held_out": dict(outcome.held_out),
         "steps": _step_counts(recipe, records, decisions),
     }
     for name, by_domain in histograms.items():
@@ -257,6 +274,40 @@ class ReadCounts:
 
 
 @dataclass(frozen=True)
+class SourceCounts:
+    """Rows of a source from reading to tokens: set aside, dropped, or a document that is left.
+
+    Attributes:
+        files: read or set aside, or parts of a stream.
+        bytes: size of the files; None for a stream.
+        set_aside: rows and files, by reason.
+        dropped: documents, by step.
+        tokens: of all splits, with the end of each document.
+    """
+
+    name: str
+    domain: str
+    files: int
+    rows: int
+    bytes: int | None
+    set_aside: dict[str, int]
+    dropped: dict[str, int]
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Share of the documents that was asked for, and what was held out of documents and tokens."""
+
+    validation_share: float
+    documents: int
+    tokens: int
+    share_of_documents: float
+    share_of_tokens: float
+
+
+@dataclass(frozen=True)
 class Source:
     """A source of the recipe and the documents of it that are left."""
 
@@ -318,7 +369,8 @@ class Inspection:
         shards: entries of the manifest.
         mixture: as `cdrmix.data.mixture.mixture_course` describes it.
         lineage: typed form of `source`; None where `cdrmix data build` did not make the folder.
-        read, steps, lengths, languages, ngrams: from the report of a build; absent without one.
+        read, sources, held_out, steps, lengths, languages, ngrams: from the report of a build;
+            absent without one.
     """
 
     tokens: dict[str, dict[str, dict[str, int]]]
@@ -330,6 +382,8 @@ class Inspection:
     dropped: list[Dropped]
     lineage: Lineage | None = None
     read: ReadCounts | None = None
+    sources: list[SourceCounts] = field(default_factory=list)
+    held_out: HeldOut | None = None
     steps: list[InspectedStep] = field(default_factory=list)
     lengths: dict[str, dict[str, int]] | None = None
     languages: dict[str, dict[str, int]] = field(default_factory=dict)

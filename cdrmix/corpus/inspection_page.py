@@ -6,6 +6,7 @@ Both are written from one `Inspection`; templates/inspection.html lays the page 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import groupby, pairwise
@@ -17,7 +18,7 @@ import numpy as np
 
 from cdrmix.corpus.inspection import RECIPE_FILE, SET_ASIDE_FILE, Inspection, parse_inspection
 from cdrmix.data.shards import MANIFEST_FILE
-from cdrmix.monitoring.page import Figure, render
+from cdrmix.monitoring.page import Figure, compact, render
 from cdrmix.monitoring.plots import Curve, line_plot
 from cdrmix.monitoring.sinks import write_text_atomic
 
@@ -27,6 +28,17 @@ _MAX_ROWS = 200
 _MAX_LANGUAGES = 12
 _MAX_CURVES = 12  # domains
 # Limits of the table, which should fit on a few screens.
+_TABLE_WIDTH = 80
+# Of the table of sources; all columns together are as wide as the table.
+_NAME_WIDTH = 14
+_SOURCE_COLUMNS = {
+    "files": 8,
+    "rows": 12,
+    "set aside": 11,
+    "dropped": 11,
+    "documents": 12,
+    "tokens": 12,
+}
 _TABLE_ROWS = 20
 _TABLE_CLUSTERS = 3
 _TABLE_CHARACTERS = 160
@@ -43,6 +55,7 @@ def inspection_table(inspected: Mapping[str, Any]) -> str:
             f"{amount['text_bytes']:>18,}"
             for split, amount in splits.items()
         ]
+    lines += _source_lines(inspection)
     lines += _step_lines(inspection)
     if inspection.mixture is not None:
         lines += _mixture_lines(inspection.mixture)
@@ -65,6 +78,56 @@ def inspection_table(inspected: Mapping[str, Any]) -> str:
     return "".join(
         c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in "\n".join(lines)
     )
+
+
+def _source_lines(inspection: Inspection) -> Iterator[str]:
+    """A row for each source, with the reasons below it, in at most `_TABLE_WIDTH` columns."""
+    if inspection.sources:
+        yield ""
+        titles = "".join(f"{title:>{width}}" for title, width in _SOURCE_COLUMNS.items())
+        yield f"{'source':<{_NAME_WIDTH}}{titles}"
+    for source in inspection.sources:
+        counts = {
+            "files": source.files,
+            "rows": source.rows,
+            "set aside": sum(source.set_aside.values()),
+            "dropped": sum(source.dropped.values()),
+            "documents": source.documents,
+            "tokens": source.tokens,
+        }
+        name = source.name
+        if len(name) >= _NAME_WIDTH:
+            yield from _wrapped(name, "")
+            name = ""
+        columns = _SOURCE_COLUMNS.items()
+        numbers = "".join(
+            f"{_short(counts[title], width - 1):>{width}}" for title, width in columns
+        )
+        yield f"{name:<{_NAME_WIDTH}}{numbers}"
+        for what, reasons in (("set aside", source.set_aside), ("dropped", source.dropped)):
+            if reasons:
+                frequent = sorted(reasons.items(), key=lambda item: -item[1])
+                listed = ", ".join(f"{reason} {count:,}" for reason, count in frequent)
+                yield from _wrapped(f"{what}: {listed}", "  ")
+    if (held_out := inspection.held_out) is not None:
+        yield ""
+        yield from _wrapped(
+            f"Held out: shards.validation_share {100 * held_out.validation_share:.3g} % was asked "
+            f"for; drawn were {100 * held_out.share_of_documents:.3g} % of the documents "
+            f"({held_out.documents:,}) with {100 * held_out.share_of_tokens:.3g} % of the tokens "
+            f"({held_out.tokens:,}).",
+            "",
+        )
+
+
+def _short(count: int, width: int) -> str:
+    """Writes a count in full if it fits, else in three digits."""
+    full = f"{count:,}"
+    return full if len(full) <= width else compact(count)
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _TABLE_WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")
 
 
 def _step_lines(inspection: Inspection) -> Iterator[str]:
@@ -98,10 +161,11 @@ def _step_lines(inspection: Inspection) -> Iterator[str]:
             yield f"{step.name}: {step.findings.documents:,} documents with an address, {counts}"
         for kind, clusters in step.findings.clusters().items():
             if clusters.clusters:
-                sizes = ", ".join(f"{count:,} of {size}" for size, count in clusters.sizes.items())
                 yield ""
                 yield f"{step.name}, clusters of {kind} duplicates: {clusters.clusters:,}"
-                yield f"  documents in each: {sizes}"
+                for size, count in clusters.sizes.items():
+                    plural = "" if count == 1 else "s"
+                    yield f"  {count:,} cluster{plural} of {size.replace('-', ' to ')} documents"
                 for cluster in clusters.largest[:_TABLE_CLUSTERS]:
                     yield f"  {cluster.documents:,} documents, first {cluster.first}"
 
@@ -115,21 +179,20 @@ def _mixture_lines(course: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     length = course["sequence_length"]
     if "problem" in course:
-        yield f"Mixture, in sequences of {length} tokens:"
+        yield f"Mixture, in samples of {length} tokens:"
         yield f"  cannot be drawn: {course['problem']}"
         return
-    yield (
-        f"{'mixture':<16}{'asked':>10}{'drawn':>10}{'samples':>16}{'epochs':>10}   "
-        f"in sequences of {length} tokens"
-    )
+    yield f"Mixture, in samples of {length} tokens; shares of the samples:"
+    yield f"{'':<16}{'asked':>10}{'drawn':>10}{'samples':>16}{'epochs':>10}"
+    phases = course["phases"]
     stretches = [
-        (f"phase {number}, {phase['stop'] - phase['start']:,} samples, {phase['change']}", phase)
-        for number, phase in enumerate(course["phases"], start=1)
+        (_phase_title(phase, number, len(phases)), phase)
+        for number, phase in enumerate(phases, start=1)
     ]
     if len(stretches) > 1:
-        stretches.append((f"together, {course['samples']:,} samples", course["whole"]))
+        stretches.append((f"all phases, {course['samples']:,} samples", course["whole"]))
     for title, stretch in stretches:
-        yield title
+        yield from _wrapped(title, "")
         for name, share in stretch["domains"].items():
             available = course["available"][name]
             epochs = f"{share['samples'] / available:.2f}" if available else "-"
@@ -137,6 +200,19 @@ def _mixture_lines(course: Mapping[str, Any]) -> Iterator[str]:
                 f"  {name:<14}{share['asked']:>10.4f}{share['drawn']:>10.4f}"
                 f"{share['samples']:>16,}{epochs:>10}"
             )
+
+
+def _phase_title(phase: Mapping[str, Any], number: int, num_phases: int) -> str:
+    """Says how long a phase is, and how its shares go, in plain words."""
+    samples = f"{phase['stop'] - phase['start']:,} samples"
+    length = samples if phase["has_end"] else "to the end of the run"
+    shares = "the same shares throughout"
+    if phase["change"] != "step":
+        curve = {"linear": "in a straight line", "cosine": "along a cosine"}[phase["change"]]
+        shares = f"from the shares of phase {number - 1} {curve} to its own; asked is the mean"
+    shown = "" if phase["has_end"] else f"; shown for {samples}, as many as the data set has"
+    name = f"phase {number}" if num_phases > 1 else "one phase"
+    return f"{name}, {length}: {shares}{shown}"
 
 
 def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
@@ -169,6 +245,8 @@ def write_data_page(folder: Path, inspected: Mapping[str, Any]) -> Path:
         "corpus/templates/inspection.html",
         name=folder.resolve().name,
         inspection=inspection,
+        sources=inspected.get("sources") or [],
+        held_out_asked=inspected.get("held_out"),
         by_domain=by_domain,
         training=by_split["train"],
         held_out=by_split["validation"],

@@ -1,4 +1,4 @@
-"""The outcome of a data build: documents of each source from reading to tokens, as text and checks.
+"""The outcome of a data build: rows of each source from reading to tokens, as text and as JSON.
 
 A source that ends with nothing is nearly always a mistake in the recipe, such as a wrong
 `text_field`, so it stops the build before anything is encoded, unless the source allows it.
@@ -33,8 +33,10 @@ class SourceOutcome:
     Attributes:
         parts: files that were found, or parts of a stream.
         is_stream: the source is read as a stream, which has no files.
+        num_bytes: size of the files as they lie on the disk; 0 for a stream.
         documents: read, before the first step.
-        set_aside: rows and files that could not be read, by reason.
+        set_aside: rows and files that could not be read, or took too long, by reason.
+        late: those of `set_aside` that are among `documents`, as a later pass set them aside.
         details: example of what each reason of `set_aside` is about.
         dropped: documents by step, then by reason.
         out: documents after the last step.
@@ -43,7 +45,9 @@ class SourceOutcome:
     source: SourceConfig
     parts: int = 0
     is_stream: bool = False
+    num_bytes: int = 0
     documents: int = 0
+    late: int = 0
     set_aside: Counter[str] = field(default_factory=Counter)
     details: dict[str, str] = field(default_factory=dict)
     dropped: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -54,12 +58,33 @@ class SourceOutcome:
         first = records[0]  # counts what was read before its first step, if it has one
         self.documents += first["steps"][0]["in"] if first["steps"] else first["documents"]
         self.out += records[-1]["documents"]
+        self.late += sum(entry["count"] for record in records[1:] for entry in record["set_aside"])
         for record in records:
             for entry in record["set_aside"]:
                 self.set_aside[entry["reason"]] += entry["count"]
                 self.details.setdefault(entry["reason"], entry["detail"])
             for step in record["steps"]:
                 self.dropped[step["name"]].update(step["dropped"])
+
+    def as_json(self, tokens: int) -> dict[str, Any]:
+        """Returns the counts as in report.json: `rows` are those set aside, dropped and left.
+
+        Args:
+            tokens: of all splits.
+        """
+        dropped = {name: counts.total() for name, counts in self.dropped.items() if counts.total()}
+        # Sorted where workers may find the reasons in any order: equal builds have equal reports.
+        return {
+            "name": self.source.name,
+            "domain": self.source.domain,
+            "files": self.parts,
+            "rows": self.documents + self.set_aside.total() - self.late,
+            "bytes": None if self.is_stream else self.num_bytes,
+            "set_aside": dict(sorted(self.set_aside.items())),
+            "dropped": dropped,
+            "documents": self.out,
+            "tokens": tokens,
+        }
 
     def summary(self) -> str:
         """Returns files, documents read, set aside and dropped, and documents out, as one line."""
@@ -140,6 +165,7 @@ def source_outcomes(
     outcomes = {source.name: SourceOutcome(source) for source in recipe.sources}
     for name, listing in listings.items():
         outcomes[name].parts = len(listing.files) + len(listing.unreadable)
+        outcomes[name].num_bytes = sum(file.state[0] for file in listing.files)
         outcomes[name].set_aside.update(reason for _, reason in listing.unreadable)
         for file, reason in listing.unreadable:
             outcomes[name].details.setdefault(reason, file)
@@ -191,50 +217,70 @@ def log_outcomes(outcomes: Iterable[SourceOutcome], tokens: Mapping[str, int], o
 
 
 def log_domains(domains: Iterable[str], manifest: Manifest) -> None:
-    """Warns of each domain that has nothing to train on."""
+    """Warns of each domain with nothing to train on; tells of those with nothing held out."""
+    domains = sorted(set(domains))
     documents: Counter[tuple[str, str]] = Counter()
     for shard in manifest.shards:
         documents[shard.domain, shard.split] += shard.documents
-    for domain in sorted(set(domains)):
-        held_out = documents[domain, "validation"]
+    for domain in domains:
+        num_held_out = documents[domain, "validation"]
         if documents[domain, "train"]:
             continue
         why = "its sources are empty, as allow_empty allows"
-        if held_out:
+        if num_held_out:
             why = (
-                f"all of it, {_number(held_out, 'document')}, was held out; add documents or lower "
-                "shards.validation_share"
+                f"all of it, {_number(num_held_out, 'document')}, was held out; add documents or "
+                "lower shards.validation_share"
             )
         _logger.warning("data build: no document of domain %s is left to train on: %s", domain, why)
+    unseen = [d for d in domains if documents[d, "train"] and not documents[d, "validation"]]
+    # Without anything held out at all, `log_held_out` tells more.
+    if unseen and "validation" in manifest.splits:
+        _logger.info(
+            "data build: no document of domain %s was held out, so evaluations have no loss of it; "
+            "raise shards.validation_share or add documents",
+            ", ".join(unseen),
+        )
 
 
-def log_held_out(sizes: Mapping[str, tuple[int, int]], share: float) -> None:
-    """Logs the share that was asked for and those that were held out, of documents and tokens.
+def held_out(sizes: Mapping[str, tuple[int, int]], share: float) -> dict[str, float]:
+    """Returns the share that was asked for and what was held out, as in report.json.
 
     Args:
         sizes: (documents, tokens) by split.
         share: `shards.validation_share` of the recipe.
     """
     documents, tokens = sizes["validation"]
-    if not documents:
+    num_documents, num_tokens = map(sum, zip(*sizes.values(), strict=True))
+    return {
+        "validation_share": share,
+        "documents": documents,
+        "tokens": tokens,
+        "share_of_documents": documents / max(1, num_documents),
+        "share_of_tokens": tokens / max(1, num_tokens),
+    }
+
+
+def log_held_out(found: Mapping[str, float]) -> None:
+    """Logs the share that was asked for and those that were held out, as `held_out` gives them."""
+    share = found["validation_share"]
+    if not found["documents"]:
         _logger.warning(
             "data build: no document was held out, so training on this cannot evaluate; "
             "raise shards.validation_share above %g",
             share,
         )
         return
-    of_documents = documents / sum(size[0] for size in sizes.values())
-    of_tokens = tokens / sum(size[1] for size in sizes.values())
     # Documents are drawn one by one: a few of them, or a long one, hold out more or less.
-    is_far_off = not share / _FAR_OFF <= of_tokens <= share * _FAR_OFF
+    is_far_off = not share / _FAR_OFF <= found["share_of_tokens"] <= share * _FAR_OFF
     advice = "; whole documents are drawn by hash, so a long one, or few of them, weigh much"
     _logger.log(
         logging.WARNING if is_far_off else logging.INFO,
         "data build: shards.validation_share %.3g %%: held out %s (%.3g %%) with %.3g %% of the "
         "tokens%s",
         100 * share,
-        _number(documents, "document"),
-        100 * of_documents,
-        100 * of_tokens,
+        _number(int(found["documents"]), "document"),
+        100 * found["share_of_documents"],
+        100 * found["share_of_tokens"],
         advice if is_far_off else "",
     )

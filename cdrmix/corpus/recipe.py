@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
-from cdrmix.config.load import read_config_text
+from cdrmix.config.load import read_config_text, shipped
 from cdrmix.config.model import Section
 from cdrmix.config.problems import Problem, alternatives, shown, validate
 from cdrmix.config.schema import MixtureConfig
@@ -148,6 +148,11 @@ def load_recipe(path: str | Path) -> Recipe:
     """
     path = Path(path)
     values = parse_yaml(read_config_text(path, folder="model_configs/data"), place=str(path))
+    if isinstance(values, dict) and "model" in values and "sources" not in values:
+        raise ConfigError(
+            f"{path}: is the configuration of a model, not a data recipe, which lists `sources`. "
+            f"Shipped recipes are in {shipped('model_configs/data')}"
+        )
     problems: list[Problem] = []
     # Steps come first: their parameters depend on their classes, which the schema does not know.
     if isinstance(values, dict) and isinstance(values.get("steps", []), list):

@@ -128,17 +128,27 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Moves to a saved position; a StateError if it is of another data set or order."""
         # batch sizes and the number of ranks may differ
-        differing = [
-            f"{key}: the checkpoint has {state.get(key)!r}, this run has {value!r}"
+        differing = {
+            key: (state.get(key), value)
             for key, value in self.state_dict().items()
             if key != "samples_consumed" and state.get(key) != value
-        ]
-        if differing:
+        }
+        if "manifest_digest" in differing:
+            there, here = (str(digest)[:12] for digest in differing["manifest_digest"])
             raise StateError(
-                "The data position of the checkpoint does not fit this run: "
-                + "; ".join(differing)
-                + ". Resume with the data set, data.order, data.mixture, training.seed and "
-                "training.sequence_length of the checkpoint, or start a new run."
+                f"{self._dataset.folder}: is another data set than the checkpoint's.\n"
+                f"  digest {here} here, {there} in the checkpoint\n"
+                "Give --set data.path=DIR with the folder of that digest, or begin a new run"
+            )
+        if differing:
+            lines = (
+                f"  {key}: the checkpoint has {there!r}, this run has {here!r}\n"
+                for key, (there, here) in differing.items()
+            )
+            raise StateError(
+                "The samples of this run come in another order than the checkpoint's:\n"
+                f"{''.join(lines)}Resume with data.order, data.mixture, training.seed and "
+                "training.sequence_length of the checkpoint, or begin a new run"
             )
         self.close()  # the thread reads from the old position
         self.samples_consumed = state["samples_consumed"]

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdrmix.config.problems import validate
-from cdrmix.config.schema import MixtureConfig
+from cdrmix.config.schema import Config, MixtureConfig
 from cdrmix.data.shards import MANIFEST_FILE, Manifest
 from cdrmix.data.token_dataset import SplitDataset, permute_epochs
 from cdrmix.errors import DataError
@@ -102,7 +102,10 @@ class Mixture:
             for name, share in zip(self.domains, self._shares[-1], strict=True):
                 what = f"data.mixture: phases[{number}]: domain {name} has a share of {share:.2g}"
                 if share > 0 and num_samples[name] == 0:
-                    raise DataError(f"{what}, but too few tokens for one sample. Leave it out.")
+                    raise DataError(
+                        f"{what}, but too few tokens for one sample. Leave it out, or lower "
+                        "training.sequence_length."
+                    )
                 if 0 < share < 1 / _BLOCK_SLOTS:
                     raise DataError(
                         f"{what}; the smallest is {1 / _BLOCK_SLOTS}. Raise its weight or the "
@@ -326,6 +329,11 @@ class MixedDataset(SplitDataset):
             indices[in_domain] = begin + places
         return indices
 
+    def drawn(self, start: int, stop: int) -> dict[str, int]:
+        """Samples of each domain in global samples start .. stop - 1, in the order of the names."""
+        counts = self._plan.counts(stop) - self._plan.counts(start)
+        return dict(zip(self._plan.domains, counts.tolist(), strict=True))
+
     def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """First token of each sample in the stream of all domains."""
         domains = np.searchsorted(self._begins, indices, side="right") - 1
@@ -366,6 +374,22 @@ def built_mixture(manifest: Manifest) -> MixtureConfig | None:
     return mixture
 
 
+def check_mixture(config: Config, manifest: Manifest) -> None:
+    """Checks the mixture that a run would follow, its own or that of the data set, before it runs.
+
+    Args:
+        config: `data.mixture` and `training.sequence_length` are read.
+        manifest: of the data set.
+    Raises:
+        DataError: if a domain is unknown, has no whole sample of that length or too small a share,
+            or a phase has an unusable length; with every problem of the phases in one message.
+    """
+    mixture = config.data.mixture or built_mixture(manifest)
+    if mixture is not None:
+        tokens = _domain_tokens(manifest, "train")
+        plan_mixture(mixture, tokens, config.training.sequence_length)
+
+
 def mixture_course(
     manifest: Manifest, config: MixtureConfig, *, sequence_length: int = SEQUENCE_LENGTH
 ) -> dict[str, Any]:
@@ -375,8 +399,9 @@ def mixture_course(
 
     Returns:
         `sequence_length`; `samples`, length of the course (count); `available`, samples in each
-        domain; `whole`, `phases` and `parts`: shares as `draw_sources` returns them. Or `problem`,
-        the reason why the mixture cannot be drawn.
+        domain; `whole`, `phases` and `parts`: shares as `draw_sources` returns them, phases with
+        their `change` and `has_end`, a length of their own. Or `problem`, the reason why the
+        mixture cannot be drawn.
     """
     try:
         mixture = plan_mixture(config, _domain_tokens(manifest, "train"), sequence_length)
@@ -386,7 +411,8 @@ def mixture_course(
     total = sum(mixture.num_samples.values())
     ends = list(accumulate(phase.num_samples or total for phase in mixture.phases))
     phases = [
-        {"change": phase.change} | draw_sources(mixture, start, stop)
+        {"change": phase.change, "has_end": phase.num_samples is not None}
+        | draw_sources(mixture, start, stop)
         for phase, start, stop in zip(mixture.phases, [0, *ends[:-1]], ends, strict=True)
     ]
     # Summed over the phases: sampled points of the whole range could miss a short phase.

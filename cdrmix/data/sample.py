@@ -71,9 +71,14 @@ def ensure_sample(vocab_size: int, root: Path = Path("data")) -> Path:
 
     Safe to call from several processes: one builds, the others wait for it.
     """
-    folder = Path(root) / f"sample-{vocab_size}"
+    folder = sample_folder(vocab_size, root)
     build_sample(folder, vocab_size)
     return folder
+
+
+def sample_folder(vocab_size: int, root: Path = Path("data")) -> Path:
+    """Folder of the sample corpus with `vocab_size` slots, built or not."""
+    return Path(root) / f"sample-{vocab_size}"
 
 
 def build_sample(out: Path, vocab_size: int, *, stdlib: Path | None = None) -> None:

@@ -213,6 +213,7 @@ class SplitDataset:
 
     num_samples: int  # in the split; set by the subclass
     mixture: str | None = None  # digest and domains of the mixture, None without one
+    domains: tuple[str, ...]  # with a token in the split, sorted
 
     def __init__(
         self, folder: Path, split: str, sequence_length: int, *, by_domain: bool = False
@@ -234,6 +235,11 @@ class SplitDataset:
         shards = [shard for shard in self.manifest.shards if shard.split == split]
         if by_domain:
             shards.sort(key=lambda shard: shard.domain)
+        self.domains = tuple(sorted({shard.domain for shard in shards if shard.tokens}))
+        places = {domain: place for place, domain in enumerate(self.domains)}
+        # Of no use for a shard without a token, which no position is in.
+        self._shard_domains = np.array([places.get(shard.domain, 0) for shard in shards])
+        self._shard_ends = np.cumsum([shard.tokens for shard in shards])
         self._stream = TokenStream(self.folder, shards, self.manifest.dtype)
         self._roles = TokenStream(self.folder, shards, "uint8", suffix="roles")
 
@@ -247,9 +253,21 @@ class SplitDataset:
         """Roles of the tokens of `rows(indices)`, of the same shape; see `ShardInfo`."""
         return self._roles.rows(self._positions(indices).tolist(), self.sequence_length + 1)
 
+    def label_domains(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Domain of each token that samples predict, [n] -> [n, T], an index into `domains`.
+
+        By the borders of the shards, each of which has one domain: a sample may span several.
+        """
+        labels = self._positions(indices)[:, None] + np.arange(1, self.sequence_length + 1)
+        return self._shard_domains[np.searchsorted(self._shard_ends, labels, side="right")]
+
     def expect(self, indices: NDArray[np.int64]) -> None:
         """Announces samples that are read soon, any shape; see `TokenStream`."""
         self._stream.expect(self._positions(indices))
+
+    def drawn(self, start: int, stop: int) -> dict[str, int]:
+        """Samples of each domain in global samples start .. stop - 1; empty without a mixture."""
+        return {}
 
     def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """First token of each sample in the stream."""

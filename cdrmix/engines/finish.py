@@ -57,10 +57,13 @@ def finish(run: Run, stage: Pretraining) -> None:
             *(evaluation.loss, evaluation.perplexity, evaluation.bits_per_byte),
             f"{evaluation.tokens:,}",
         )
+        if evaluation.domains:
+            by_domain = (f"{each.domain} {each.loss:.4f}" for each in evaluation.domains)
+            logger.info("validation loss by domain: %s", ", ".join(by_domain))
         if baselines is not None:
             logger.info(
-                "counted on the very tokens it trained on: smoothed bigram %.4f, "
-                "smoothed unigram %.4f",
+                "for comparison, n-gram models of the same training tokens: "
+                "loss %.4f of a smoothed bigram, %.4f of a smoothed unigram",
                 *(baselines["bigram_loss"], baselines["unigram_loss"]),
             )
         logger.info("report: %s", report)

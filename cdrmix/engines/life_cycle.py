@@ -13,6 +13,7 @@ from cdrmix.engines.loop import train
 from cdrmix.engines.recovery import leave_behind, restore, write_record
 from cdrmix.engines.run import Run
 from cdrmix.engines.run_directory import FINISHED, write_description
+from cdrmix.engines.start_record import record_start
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import write_json_atomic
 
@@ -47,6 +48,7 @@ def run_stage(
     steps = stage.num_steps if stage.name == "b" else None
     with run:
         with run.heartbeat.phase("starting"):
+            state = None
             if checkpoint is not None and resumes:
                 state = restore(run, checkpoint)
                 run.earlier_seconds = state["seconds"]
@@ -59,6 +61,8 @@ def run_stage(
                     directory, run.config, run.plan, stage.corpus, stage_b_steps=steps
                 )
             )
+            if not run.is_recorded:
+                record_start(run, state)
             if checkpoint is not None:
                 leave_behind(run, checkpoint, newer=True)
             run.start_up.done("resume")
@@ -92,4 +96,6 @@ def _open_records(run: Run) -> None:
             watched=(starts[-1].step, starts[-1].ended.timestamp()) if starts else None,
         )
     write_record(run)
-    run.observer.open(folder, step=run.step, num_steps=run.stage.num_steps)
+    tokens = run.config.training.tokens_per_step if run.stage.name == "a" else None
+    num_steps = run.stage.num_steps
+    run.observer.open(folder, step=run.step, num_steps=num_steps, tokens_per_step=tokens)

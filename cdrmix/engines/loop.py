@@ -17,6 +17,7 @@ from torch import nn
 
 from cdrmix import runtime
 from cdrmix.checkpoint.engine_state import before_each_step
+from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.config.schema import Config, TrainingConfig
 from cdrmix.engines.optim import adamw
 from cdrmix.engines.recovery import hold, react, save_run, settle
@@ -82,8 +83,8 @@ def train(run: Run) -> bool:
     if is_stopped:
         reason = next(filter(None, runtime.all_gather_object(run.requests.stop)), "a request")
         logger.info(
-            "stopped by %s after step %d, which is saved. Go on with --run-dir %s --resume auto",
-            *(reason, run.step, run.directory.path),
+            "stopped by %s after step %d, which is saved. Go on with: %s",
+            *(reason, run.step, command_to_go_on(run.command, run.directory.path)),
         )
     return is_stopped
 
@@ -112,6 +113,7 @@ def _train(run: Run[Batch, Result]) -> bool:
         waited = time.perf_counter() - began
         if agreement.loss is not None:
             verdict = run.health.loss_known(run.step, agreement.loss)
+            run.observer.loss_known(agreement.loss)
             run.unjudged = None
             # Before a save: a checkpoint then holds no step whose loss is known to be bad.
             if react(run, [verdict], position):

@@ -9,8 +9,9 @@ from functools import partial
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
+from cdrmix.checkpoint.candidates import check_same_model
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.config.load import changed_keys
+from cdrmix.config.load import with_absolute_paths
 from cdrmix.config.redaction import redacted
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import SAVES
@@ -49,7 +50,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 "tokenizer": run.stage.corpus.manifest.tokenizer.sha256,
                 "engine": engine_state.counters(run.engine),
                 # Checkpoints are handed on: no passwords of a remote data set in them.
-                "config": redacted(run.config.model_dump(mode="json")),
+                "config": with_absolute_paths(redacted(run.config.model_dump(mode="json"))),
                 "seconds": run.seconds,
                 "health": run.health.state_dict(),
                 "stage": run.stage.name,
@@ -102,17 +103,8 @@ def restore(run: Run, checkpoint: store.FoundCheckpoint) -> JsonObject:
         state = reader.state
 
         def check_config() -> None:
-            current = redacted(run.config.model_dump(mode="json"))
-            changes = changed_keys(redacted(state["config"]), current)
-            lines = [f"{key}: {old} -> {new}" for key, old, new in changes]
-            model = [line for line in lines if line.startswith("model.")]
-            if model:
-                raise StateError(
-                    f"{checkpoint.path}: was trained with another model. Changed: "
-                    f"{'; '.join(model)}. Try the saved values, or a new run directory"
-                )
-            for line in lines:  # changes that a user may have made on purpose
-                logger.info("config changed since the checkpoint: %s", line)
+            # Other changes may be on purpose, and stand in the record of the start.
+            check_same_model(checkpoint.path, state["config"], run.config)
 
         # Refused before anything is loaded, which leaves the run as it was.
         runtime.together(check_config)

@@ -52,20 +52,31 @@ class Observer:
     # Of the steps since the last logged line: wall time, and the share of it spent on reading data.
     window: list[tuple[float, float]] = field(default_factory=list)
 
-    def open(self, folder: Path, *, step: int, num_steps: int) -> None:
+    def open(
+        self, folder: Path, *, step: int, num_steps: int, tokens_per_step: int | None = None
+    ) -> None:
         """Start at `step` of `num_steps`, on rank 0 alone; cut off metrics of later steps.
 
-        Raises StateError, as every method does, if the metrics file cannot be written.
+        `tokens_per_step`, of all ranks, is None where speed is not told in tokens. Raises
+        StateError, as every method does, if the metrics file cannot be written.
         """
         metrics = MetricsFile(folder / METRICS)
         metrics.truncate_after(step)
-        self._files = (metrics, Progress(num_steps, initial=step, stream=sys.stderr))
+        progress = Progress(
+            num_steps, initial=step, tokens_per_step=tokens_per_step, stream=sys.stderr
+        )
+        self._files = (metrics, progress)
 
     def step_done(self, step: int, seconds: float, *, waited: float) -> None:
         """Count a step, logged or not."""
         self.window.append((seconds, waited))
         if self._files is not None:
-            self._files[1].update(step)
+            self._files[1].step_done(step, seconds)
+
+    def loss_known(self, loss: float) -> None:
+        """Show the loss of the last step, which no line of the metrics has."""
+        if self._files is not None:
+            self._files[1].loss_known(loss)
 
     def go_back(self, step: int) -> None:
         """Cut off the metrics after `step`, from which the run goes on."""
@@ -166,6 +177,10 @@ class Start:
     start_up: StartUp  # duration of this start so far, by its parts
     health: Health  # judges steps, and keeps the record of unhealthy ones
     wall_time: WallTime = field(default_factory=WallTime)  # of all starts
+    command: Sequence[str] = ()  # words of the user's command, without secrets
+    # Folder of the sample corpus that the run was trained on before; None: the usual one.
+    sample: Path | None = None
+    is_recorded: bool = False  # an earlier stage of this start has written the record of both
 
 
 @dataclass(kw_only=True)

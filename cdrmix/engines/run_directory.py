@@ -12,22 +12,25 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from cdrmix import runtime
+from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.files import MANIFEST_FILE, is_passing, read_json, retried
-from cdrmix.checkpoint.folder import step_folders
 from cdrmix.cluster.messages import LAUNCH_FOLDER
+from cdrmix.cluster.start_records import STARTS_FOLDER
 from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE
-from cdrmix.engines.training_data import Corpus
 from cdrmix.errors import DataError, InfrastructureError, StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
 from cdrmix.planning.counts import count
 from cdrmix.planning.plan import Plan
+
+if TYPE_CHECKING:  # brings torch, which is not imported before a start is checked
+    from cdrmix.engines.training_data import Corpus
 
 logger = get_logger(__name__)
 
@@ -44,7 +47,15 @@ SAVES = "saves.json"
 # Files of a start that was refused before it became a run.
 _LEFT_BY_REFUSED = {_LOCK, LOG, LAUNCH_FOLDER}
 # Everything else is renamed into place, which replaces a link; these would follow it elsewhere.
-_WRITTEN_IN_PLACE = (_LOCK, LOG, METRICS, LAUNCH_FOLDER, "checkpoints", "wall_time.tmp")
+_WRITTEN_IN_PLACE = (
+    _LOCK,
+    LOG,
+    METRICS,
+    LAUNCH_FOLDER,
+    STARTS_FOLDER,
+    "checkpoints",
+    "wall_time.tmp",
+)
 # flock is missing on Lustre without the mount option, and on NFS without a lock server.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
@@ -117,7 +128,12 @@ def open_run_directory(config: Config, *, requested: Path | None, resume: str) -
     return opened or RunDirectory(*places)
 
 
-def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
+def place_of_run(config: Config, *, requested: Path | None, resume: str) -> tuple[Path, bool]:
+    """Run directory of a start, and True if it goes on in there; writes nothing.
+
+    Raises StateError if it exists and is not to be resumed, holds links in the place of what a run
+    writes, or if `auto` has no directory to look in; OSError if it cannot be looked at.
+    """
     if requested is None and resume == "auto":
         raise StateError("--resume auto: needs --run-dir, the directory to go on in")
     resumed = None  # also of a checkpoint that was copied out of its run directory
@@ -129,23 +145,37 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
             resumed = source.parent if source.name == "checkpoints" else source
     path = requested or resumed or new_run_dir(config)
     goes_on = resume == "auto" or (resumed is not None and resumed.resolve() == path.resolve())
-    try:
-        is_run = retried(
-            lambda: path.is_dir() and any(e.name not in _LEFT_BY_REFUSED for e in path.iterdir()),
-            path,
-        )
-        for name in _WRITTEN_IN_PLACE:
-            if (path / name).is_symlink():
-                raise StateError(
-                    f"{path / name}: is a link, and a run writes nowhere but into its run "
-                    "directory. Replace it by what it points to; for checkpoints on another "
-                    "volume, mount that there or put the whole run directory on it"
-                )
-        if is_run and not goes_on:
+    is_run = retried(
+        lambda: path.is_dir() and any(e.name not in _LEFT_BY_REFUSED for e in path.iterdir()),
+        path,
+    )
+    for name in _WRITTEN_IN_PLACE:
+        if (path / name).is_symlink():
             raise StateError(
-                f"{path}: the run directory exists and is never overwritten. Give --resume auto "
-                "to go on in it, or another --run-dir"
+                f"{path / name}: is a link, and a run writes nowhere but into its run "
+                "directory. Replace it by what it points to; for checkpoints on another "
+                "volume, mount that there or put the whole run directory on it"
             )
+    if is_run and not goes_on:
+        raise StateError(
+            f"{path}: the run directory exists and is never overwritten. Give --resume auto "
+            "to go on in it, or another --run-dir"
+        )
+    return path, goes_on
+
+
+def not_writable(path: Path, why: str | None) -> StateError:
+    """Error of a run directory that cannot be written."""
+    return StateError(
+        f"{path}: cannot write the run directory ({why}). Give a --run-dir that this user can "
+        "write to"
+    )
+
+
+def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
+    path = requested or Path(resume)
+    try:
+        path, goes_on = place_of_run(config, requested=requested, resume=resume)
         path.mkdir(parents=True, exist_ok=True)
         lock = _locked(path / _LOCK)
     except OSError as error:
@@ -155,10 +185,7 @@ def _open(config: Config, requested: Path | None, resume: str) -> RunDirectory:
                 f"{path}: the file system fails for now ({error.strerror}). Start again when it "
                 "answers"
             ) from error
-        raise StateError(
-            f"{path}: cannot write the run directory ({error.strerror}). Give a --run-dir that "
-            "this user can write to"
-        ) from error
+        raise not_writable(path, error.strerror) from error
     try:
         return RunDirectory(path, _open_copies(config, path, goes_on=goes_on), lock)
     except StateError:

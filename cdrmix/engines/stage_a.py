@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +30,7 @@ from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.models.backbone import Output, TokenEmbedding, logical_name
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
+from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.objectives.router import router_losses, router_monitors
 from cdrmix.parallel.apply import for_inference
@@ -264,6 +266,10 @@ class Pretraining(Stage[Batch, StepResult]):
             "eval/perplexity": evaluation.perplexity,
             "eval/bits_per_byte": evaluation.bits_per_byte,
             "eval/seconds": time.monotonic() - began,
+            **{
+                member_name("eval/domain/*/loss", each.domain): each.loss
+                for each in evaluation.domains
+            },
         }
 
     def evaluate_now(self, run: Run, *, max_tokens: int) -> Evaluation:
@@ -326,10 +332,24 @@ class Pretraining(Stage[Batch, StepResult]):
             "grad_norm": float(run.engine.get_global_grad_norm() or 0.0),
             "tokens_seen": self.tokens_seen(run),
             **dict(zip(names, means, strict=True)),
+            **self._samples_by_domain(run),
         }
         if training.precision == "fp16":
             metrics["loss_scale"] = float(run.engine.optimizer.cur_scale)
         return metrics
+
+    def _samples_by_domain(self, run: Run) -> dict[str, float]:
+        """Samples trained on so far by domain; empty unless a mixture of several draws them."""
+        counts: Counter[str] = Counter()
+        for start, stop in run.health.trained_windows(self.loader.samples_consumed):
+            counts.update(self.corpus.train.drawn(start, stop))
+        if len(counts) < 2:
+            return {}
+        return {
+            member_name("data/domain/*/samples", domain): count
+            for domain, count in counts.items()
+            if count
+        }
 
     def judge(self, run: Run, metrics: dict[str, float]) -> list[Verdict | None]:
         """Verdicts on the loss and routing of the last step."""

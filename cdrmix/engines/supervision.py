@@ -18,7 +18,7 @@ from types import FrameType
 
 from cdrmix import runtime
 from cdrmix.cluster.heartbeat import Heartbeat, Limits, start_head
-from cdrmix.cluster.messages import await_outcome
+from cdrmix.cluster.messages import await_outcome, stop_reason
 from cdrmix.config.schema import SupervisionConfig
 from cdrmix.errors import EXIT_FAULT, EXIT_STOPPED_BY_SIGNAL, TrainingError
 
@@ -29,7 +29,7 @@ class Requests:
     """Requests that reached this rank as signals."""
 
     def __init__(self) -> None:
-        self.stop: str | None = None  # name of the signal
+        self.stop: str | None = None  # name of the signal, or who asked for it
         self.save = False  # since the last `poll`
         self._deferred = False
         # Process id of the `deepspeed` command above this rank's launch.py, if that is our parent.
@@ -74,6 +74,10 @@ class Requests:
         # Orphaned, launch.py goes on under another parent.
         if self.stop is None and self._launcher and _parent(os.getppid()) != self._launcher:
             self.stop = "end of the deepspeed launcher"
+        folder = runtime.launch_folder()
+        if self.stop == signal.SIGUSR1.name and folder is not None:
+            # As this signal a watchdog passes on what `cdrmix launch` or a batch script was told.
+            self.stop = stop_reason(folder) or self.stop
         save = self.save
         self.save = False
         return self.stop is not None, save

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cdrmix import runtime
+from cdrmix.checkpoint.store import FoundCheckpoint
+from cdrmix.cluster.start_records import recorded_data
+from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config
 from cdrmix.data.mixture import MixedDataset, built_mixture
 from cdrmix.data.remote_folder import local_folder
@@ -31,21 +34,44 @@ class Corpus(NamedTuple):
     folder: Path  # on this host
 
 
-def open_corpus(config: Config) -> Corpus:
+def recorded_sample(run_dir: Path, checkpoint: FoundCheckpoint | None) -> Path | None:
+    """Folder of the sample corpus that the newest start read, of a run or of that of a checkpoint.
+
+    None where none is on record, or the run has another data set. Collective.
+    """
+
+    def read() -> str | None:
+        places = [run_dir]
+        if checkpoint is not None and checkpoint.path.parent.name == "checkpoints":
+            places.append(checkpoint.path.parent.parent)
+        for place in places:
+            if (folder := recorded_data(place, data_path=SAMPLE)) is not None:
+                return str(folder)
+        return None
+
+    folder = runtime.first_rank_does(read)
+    return Path(folder) if folder is not None else None
+
+
+def open_corpus(config: Config, *, sample: Path | None = None) -> Corpus:
     """Open the data set of a run, building the sample corpus if data.path names it; collective.
 
+    Args:
+        config: of the run.
+        sample: folder of the sample corpus of an earlier start; None: below the present folder.
     Raises:
         DataError: on every rank, if a shard is missing, truncated or altered, the tokenizer does
             not fit the model, or ranks have different data sets.
     """
     model = config.model
     sequence_length = config.training.sequence_length
-    sample: Path | None = None
-    if config.data.path == "sample":
-        sample = Path(runtime.first_rank_does(lambda: str(ensure_sample(model.vocab_size))))
+    built: Path | None = None
+    if config.data.path == SAMPLE:
+        root = sample.parent if sample is not None else Path("data")
+        built = Path(runtime.first_rank_does(lambda: str(ensure_sample(model.vocab_size, root))))
 
     def open_folder() -> Corpus:
-        path = sample or local_folder(config.data, sequence_length)
+        path = built or local_folder(config.data, sequence_length)
         manifest = read_manifest(path)
         check_vocab(manifest, model.vocab_size)
         if runtime.rank() == 0:

@@ -1,15 +1,18 @@
-"""Loss of a model on held-out text, and the routing of its tokens."""
+"""Loss of a model on held-out text, by domain, and the routing of its tokens."""
+
+# n samples, T sequence length (tokens), G domains
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cdrmix import runtime
 from cdrmix.config.model import ModelConfig
@@ -17,7 +20,7 @@ from cdrmix.data.loader import split_documents
 from cdrmix.data.token_dataset import Permutation, TokenDataset
 from cdrmix.models.backbone import LanguageModel
 from cdrmix.models.moe import num_statistics
-from cdrmix.objectives.language_model import sum_weights
+from cdrmix.objectives.language_model import IGNORED_LABEL, sum_weights
 from cdrmix.objectives.router import router_monitors
 from cdrmix.parallel.topology import ALONE, Topology
 from cdrmix.parallel.zero3 import next_token_nats
@@ -25,8 +28,9 @@ from cdrmix.parallel.zero3 import next_token_nats
 # Fixed, so that evaluations of different runs read the same samples.
 _ROW_ORDER_KEY = (0,)
 # One vector for all sums of a batch, so that a single all-reduce adds them: nats, predicted tokens
-# and tokens read come first, then the router statistics.
-_NUM_TOKEN_SUMS = 3
+# and tokens read come first; then, where there are several domains, the nats of each and the
+# predicted tokens of each; then the router statistics.
+_NUM_WHOLE_SUMS = 3
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,16 @@ class LayerRouting:
 
 
 @dataclass(frozen=True)
+class DomainLoss:
+    """Loss over the predicted tokens of one domain (nats per token), and their number."""
+
+    domain: str
+    loss: float
+    perplexity: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Result of one evaluation.
 
@@ -55,6 +69,8 @@ class Evaluation:
         bits_per_byte: loss in bits over the mean bytes per token; comparable across tokenizers.
         tokens: predicted tokens.
         layers: routing per MoE layer; empty for a dense model.
+        domains: loss of each domain of which a token was predicted, sorted by name; empty for a
+            data set of one domain. Their mean by tokens is `loss`.
     """
 
     loss: float
@@ -62,10 +78,14 @@ class Evaluation:
     bits_per_byte: float
     tokens: int
     layers: list[LayerRouting]
+    domains: list[DomainLoss] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields as in metrics.json."""
-        return asdict(self)
+        """Returns the fields as in metrics.json; `domains` only where there are several."""
+        fields = asdict(self)
+        if not self.domains:
+            del fields["domains"]
+        return fields
 
     def table(self) -> str:
         """Returns the fields as lines of text for a person."""
@@ -74,6 +94,14 @@ class Evaluation:
             f"perplexity  {self.perplexity:.2f}",
             f"bits/byte   {self.bits_per_byte:.4f}",
         ]
+        if self.domains:
+            width = max(len("domain"), *(len(each.domain) for each in self.domains))
+            lines += ["", f"{'domain':{width}}  {'loss':>8}  {'perplexity':>12}  {'tokens':>14}"]
+        for each in self.domains:
+            lines.append(
+                f"{each.domain:{width}}  {each.loss:8.4f}  {each.perplexity:12.2f}"
+                f"  {each.tokens:14,}"
+            )
         if self.layers:
             lines += ["", "layer  entropy bits  overflow  use of each expert"]
         for routing in self.layers:
@@ -116,7 +144,7 @@ def evaluate(
         segment_documents: keep the documents of a sample apart, as in training.
         topology: of this rank; sequence ranks read whole samples of their own.
     Returns:
-        The same result on every rank.
+        The same result on every rank, by domain too where the split has several.
     Raises:
         DataError: on every rank, if a shard is missing or truncated for any of them.
     """
@@ -127,8 +155,11 @@ def evaluate(
     batches = np.array_split(samples, -(-len(samples) // batch_size))
     num_ranks = topology.degrees.data
     boundary_id = dataset.manifest.eos_id if segment_documents else None
+    num_domains = len(dataset.domains)
+    # Of one domain, the sums of the whole are its own.
+    num_sums = _NUM_WHOLE_SUMS + (2 * num_domains if num_domains > 1 else 0)
     # float64: float32 would lose tokens beyond 2^24.
-    totals = torch.zeros(_NUM_TOKEN_SUMS, dtype=torch.float64, device=model.device)
+    totals = torch.zeros(num_sums, dtype=torch.float64, device=model.device)
     if (moe := model.config.moe) is not None:
         routing = totals.new_zeros(model.config.num_layers * num_statistics(moe))
         totals = torch.cat([totals, routing])
@@ -137,24 +168,34 @@ def evaluate(
     for turn in range(-(-len(batches) // num_ranks)):
         place = turn * num_ranks + topology.data_rank
         is_counted = place < len(batches)
-        rows = runtime.together(partial(dataset.rows, batches[place if is_counted else 0]))
-        sums = _batch_sums(model, rows, boundary_id, has_head=topology.is_last_stage)
+        batch = batches[place if is_counted else 0]
+        rows = runtime.together(partial(dataset.rows, batch))
+        domains = None
+        if num_domains > 1:
+            domains = F.one_hot(torch.from_numpy(dataset.label_domains(batch)), num_domains)
+        sums = _batch_sums(model, rows, boundary_id, domains, has_head=topology.is_last_stage)
         if sums is not None:
             sums *= float(is_counted)
             # Tensor ranks hold the same tokens, but each has counted its share of the routing.
-            sums[:_NUM_TOKEN_SUMS] *= float(topology.counts_tokens)
+            sums[:num_sums] *= float(topology.counts_tokens)
             totals += sums
     model.train(was_training)
     return _summarise(model.config, dataset, runtime.all_reduce_sum(totals))
 
 
 def _batch_sums(
-    model: LanguageModel, rows: np.ndarray, boundary_id: int | None, *, has_head: bool
+    model: LanguageModel,
+    rows: np.ndarray,
+    boundary_id: int | None,
+    domains: Tensor | None,
+    *,
+    has_head: bool,
 ) -> Tensor | None:
-    """Runs rows [n, T+1]; returns [nats, predicted tokens, tokens read, router statistics...].
+    """Runs rows [n, T+1]; returns one vector of sums, float64, as `_NUM_WHOLE_SUMS` describes it.
 
     Args:
         boundary_id: token that ends a document, to keep documents apart; None: one context.
+        domains: of each predicted token, one-hot, [n, T, G]; None: not counted apart.
         has_head: this rank has the last pipeline stage; other stages return None.
     """
     targets = rows[:, 1:]
@@ -166,29 +207,52 @@ def _batch_sums(
     labels = torch.from_numpy(targets).to(model.device)
     if not has_head:
         return None
+    counts = [int(sum_weights(labels)), labels.numel()]
     # Also for a batch that does not count: all data ranks together may gather the head.
-    nats = next_token_nats(model.embedding, output.hidden, labels)
-    sums = [nats.reshape(1), nats.new_tensor([int(sum_weights(labels)), labels.numel()])]
+    if domains is None:
+        nats = next_token_nats(model.embedding, output.hidden, labels)
+        sums = [nats.reshape(1), nats.new_tensor(counts)]
+    else:
+        domains = domains.to(model.device)
+        nats = next_token_nats(model.embedding, output.hidden, labels, domains.float()).double()
+        valid = (domains * (labels != IGNORED_LABEL).unsqueeze(-1)).sum((0, 1))
+        # The whole is the sum of its parts to the last bits, which a sum in float32 is not.
+        sums = [nats.sum().reshape(1), nats.new_tensor(counts), nats, valid]
     if output.router_statistics is not None:
         sums.append(output.router_statistics.reshape(-1))
-    return torch.cat(sums).double()
+    return torch.cat([values.double() for values in sums])
 
 
 def _summarise(config: ModelConfig, dataset: TokenDataset, totals: Tensor) -> Evaluation:
     tokens = int(totals[1])
     loss = float(totals[0]) / tokens
+    parts = totals[_NUM_WHOLE_SUMS:]
+    domains = []
+    if (num_domains := len(dataset.domains)) > 1:
+        nats, counts, parts = parts.tensor_split((num_domains, 2 * num_domains))
+        for domain, of_domain, count in zip(
+            dataset.domains, nats.tolist(), counts.tolist(), strict=True
+        ):
+            if count:
+                each = of_domain / count
+                domains.append(DomainLoss(domain, each, _perplexity(each), int(count)))
     layers = []
     if (moe := config.moe) is not None:
-        per_token = (totals[_NUM_TOKEN_SUMS:] / totals[2]).view(config.num_layers, -1).cpu()
+        per_token = (parts / totals[2]).view(config.num_layers, -1).cpu()
         monitors = router_monitors(per_token, num_experts=moe.num_experts, top_k=moe.top_k)
         columns = (monitors.utilisation, monitors.overflow_fraction, monitors.entropy_bits)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         layers = [LayerRouting(number, *values) for number, values in enumerate(rows)]
     return Evaluation(
         loss=loss,
-        # exp(709.8) is the largest float64; the loss of a diverged model is beyond it.
-        perplexity=math.exp(min(loss, 700.0)),
+        perplexity=_perplexity(loss),
         bits_per_byte=loss / math.log(2) / dataset.bytes_per_token,
         tokens=tokens,
         layers=layers,
+        domains=domains,
     )
+
+
+def _perplexity(loss: float) -> float:
+    # exp(709.8) is the largest float64; the loss of a diverged model is beyond it.
+    return math.exp(min(loss, 700.0))

@@ -20,6 +20,7 @@ from cdrmix.checkpoint.trained_run import (
     newest_checkpoint,
     tokenizer_of,
 )
+from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config, DataConfig
 from cdrmix.data.remote import remote_files
 from cdrmix.data.remote_folder import local_folder
@@ -114,7 +115,7 @@ def evaluate_run(
     if data is not None and "://" in data:  # of the caller: no other URL is opened
         folder = local_folder(DataConfig(path=data, order="sequential"), length)
     else:
-        given = local_data(run.config) if data is None else Path(data)
+        given = local_data(run.config, run.checkpoint) if data is None else Path(data)
         if given is None:
             raise DataError(
                 f"{run.checkpoint}: was trained on a data set behind a URL, and one that a "
@@ -122,9 +123,11 @@ def evaluate_run(
             )
         folder = given
         if data is None and not folder.is_dir():
+            is_sample = run.config.data.path == SAMPLE
+            build = f", or first `cdrmix data sample --out {folder}`" if is_sample else ""
             raise DataError(
-                f"{folder}: the data set that {run.checkpoint} was trained on is not here. Give "
-                "--data DIR, or build the sample corpus with `cdrmix data sample`"
+                f"{folder.absolute()}: the data set that {run.checkpoint} was trained on is not "
+                f"there. Give --data DIR with its folder{build}"
             )
         # A cache names the URL of its data set, which would be opened without the user's knowledge.
         if remote_files(folder) is not None:

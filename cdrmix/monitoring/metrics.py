@@ -1,10 +1,12 @@
 """Table of all metrics: name, unit, reduction over ranks and denominator.
 
 A record is one logged step, a line of metrics.jsonl. A name that is not in the table is refused
-when a record is made, so that a typo cannot start a second series.
+when a record is made, so that a typo cannot start a second series. A row whose name holds `*` is a
+family: a metric for each domain of the data set, whose key `member_name` makes.
 """
 
 import contextlib
+import re
 import resource
 import sys
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote, unquote
 
 Reduction = Literal["sum", "mean", "max", "min", "none"]
 
@@ -26,7 +29,7 @@ class Metric:
     count divides the sum, so that no mean of per-rank means arises.
     """
 
-    name: str  # key in metrics.jsonl; a group stands before the slash
+    name: str  # key in metrics.jsonl; a group stands before the slash. `*` is any one part of it
     unit: str
     reduction: Reduction
     denominator: str = ""  # empty for a value that is no ratio
@@ -84,9 +87,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/perplexity", "exp(nats per token)", "none"),
     Metric("eval/bits_per_byte", "bits", "sum", "byte of text"),
     Metric("eval/seconds", "seconds", "none", deterministic=False),
+    # By domain, for data sets of more than one. A domain of which nothing was evaluated, or drawn,
+    # is left out of a line.
+    Metric("eval/domain/*/loss", "nats", "sum", "valid token of the domain"),
+    Metric("data/domain/*/samples", "samples trained on, mixtures only", "none"),
 )
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
+_PLACES = {name: place for place, name in enumerate(_BY_NAME)}
 
 
 def record(*, step: int, **values: float | None) -> dict[str, float]:
@@ -96,13 +104,27 @@ def record(*, step: int, **values: float | None) -> dict[str, float]:
     in the table raises ValueError. A name with a slash is given as `**{"moe/z_loss": ...}`.
     """
     by_name = {"step": step, **values}
-    for name in by_name:
-        _look_up(name)
+    places = {name: _PLACES[_look_up(name).name] for name in by_name}
     return {
         name: int(value) if isinstance(value, Integral) else float(value)
-        for name in _BY_NAME
-        if (value := by_name.get(name)) is not None
+        for name in sorted(by_name, key=places.__getitem__)  # members of a family as given
+        if (value := by_name[name]) is not None
     }
+
+
+def member_name(family: str, member: str) -> str:
+    """Returns the key of one member of a family, as of "eval/domain/*/loss" and a domain.
+
+    What a member's name has beside letters, digits and `_.-~` is written as %XX, so that a slash or
+    a space in it makes no other key.
+    """
+    return family.replace("*", quote(member, safe=""))
+
+
+def member_of(family: str, name: str) -> str | None:
+    """Returns the member, such as a domain, that a key of `member_name` is of; None for others."""
+    found = _pattern(family).fullmatch(name)
+    return found and unquote(found[1])
 
 
 # Shown as progress, not written: lines of equal runs differ in step_seconds, tokens_per_second and
@@ -139,8 +161,19 @@ def take_memory_peak_bytes() -> int:
 
 
 def _look_up(name: str) -> Metric:
-    if name not in _BY_NAME:
-        close = get_close_matches(name, _BY_NAME, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{name!r} is not a metric.{hint} Known: {', '.join(_BY_NAME)}")
-    return _BY_NAME[name]
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    for family, pattern in _FAMILIES.items():
+        if pattern.fullmatch(name):
+            return _BY_NAME[family]
+    close = get_close_matches(name, _BY_NAME, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"{name!r} is not a metric.{hint} Known: {', '.join(_BY_NAME)}")
+
+
+def _pattern(family: str) -> re.Pattern[str]:
+    """Matches the keys of a family; its group is the member as `member_name` writes it."""
+    return re.compile(re.escape(family).replace(re.escape("*"), "([^/]+)"))
+
+
+_FAMILIES = {name: _pattern(name) for name in _BY_NAME if "*" in name}

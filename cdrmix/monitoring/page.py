@@ -42,6 +42,7 @@ class Figure:
     unit: str
     drawing: Drawing | None
     num_hidden: int = 0  # values that are not finite
+    narrow: Drawing | None = None  # the same for a narrow page, where the other is too wide for one
 
 
 def render(template: str, **values: Any) -> str:
@@ -63,25 +64,59 @@ def formatted(value: float | None, spec: str) -> str:
     return "–" if value is None else format(value, spec)
 
 
-def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (path, text) for each leaf of a nested mapping; an innermost mapping is one leaf."""
+def amount_of_bytes(count: float) -> str:
+    """Writes a number of bytes in three digits, in the largest unit that it fills: 1.06 GiB."""
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(count) >= size:
+            number = count / size
+            return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+    return f"{count:,.0f} bytes"
+
+
+def words(key: Any) -> str:
+    """Writes a key for people: memory_per_rank_bytes is memory per rank."""
+    return str(key).removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+
+
+def leaves(
+    values: Mapping[Any, Any], prefix: str = "", unit: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yields (path, text) for each leaf of a nested mapping; an innermost mapping is one leaf.
+
+    Paths and texts are for people: units as the end of a key names them (`unit`, that of a mapping
+    around), yes and no, and nothing of values that are unknown or empty.
+    """
     for key, value in values.items():
-        path = f"{prefix}{key}"
+        path = f"{prefix}{words(key)}"
         items = dict(enumerate(value)) if isinstance(value, list) else value
+        end = str(key).rpartition("_")[2]
+        its_unit = end if end in ("bytes", "seconds") else unit
+        if value is None or value in ("", [], {}):
+            continue
         if not isinstance(items, Mapping):
-            yield path, _leaf(value)
+            yield path, _leaf(value, its_unit)
         elif any(isinstance(item, Mapping | list) for item in items.values()):
-            yield from leaves(items, f"{path}.")
+            yield from leaves(items, f"{path}, ", its_unit)
         elif isinstance(value, list):
-            yield path, ", ".join(map(_leaf, value))
+            yield path, ", ".join(_leaf(item, its_unit) for item in value if item is not None)
         else:
-            yield path, " · ".join(f"{name} {_leaf(item)}" for name, item in items.items())
+            known = {name: item for name, item in items.items() if item is not None}
+            text = " · ".join(f"{words(name)} {_leaf(v, its_unit)}" for name, v in known.items())
+            if text:
+                yield path, text
 
 
-def _leaf(value: Any) -> str:
+def _leaf(value: Any, unit: str) -> str:
     # bool is a subclass of int.
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    return f"{value:,}" if is_count else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return str(value)
+    if unit == "bytes":
+        return amount_of_bytes(value)
+    if unit == "seconds":
+        return f"{value:,.3g} s" if abs(value) < 100 else f"{value:,.0f} s"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 def _without_control_characters(value: Any) -> str:
@@ -101,4 +136,10 @@ _environment = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_environment.filters |= {"as": formatted, "compact": compact, "leaves": leaves}
+_environment.filters |= {
+    "as": formatted,
+    "bytes": amount_of_bytes,
+    "compact": compact,
+    "leaves": leaves,
+    "words": words,
+}

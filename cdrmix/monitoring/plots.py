@@ -58,24 +58,39 @@ class Mark:
     color: str = "muted"
 
 
+@dataclass(frozen=True)
+class Moment:
+    """A vertical line at a step from which on something is different."""
+
+    label: str
+    step: float
+    short: str = ""  # label where there is no room for the other
+
+
 def plot(
     title: str,
     unit: str,
     key: str,
     curves: Sequence[Curve],
     marks: Sequence[Mark] = (),
+    *,
+    narrow: tuple[int, int] | None = None,
     **options: Any,
 ) -> Figure:
     """Draws the curves that have finite points; the figure has no drawing where none has.
 
-    `key` and `options` are those of `line_plot`.
+    `key` and `options` are those of `line_plot`; `narrow` is the size of a second drawing, for a
+    page that is too narrow for the first.
     """
     drawable = [curve for curve in curves if np.isfinite(curve.values).any()]
     if not drawable:
         return Figure(title, unit, None)
     num_hidden = sum(int((~np.isfinite(curve.values)).sum()) for curve in curves)
-    drawing = line_plot(key, drawable, label=f"{title} over steps", marks=marks, **options)
-    return Figure(title, unit, drawing, num_hidden)
+    options |= {"label": f"{title} over steps", "marks": marks}
+    small = None
+    if narrow is not None:
+        small = line_plot(f"{key}-narrow", drawable, **{**options, "size": narrow})
+    return Figure(title, unit, line_plot(key, drawable, **options), num_hidden, small)
 
 
 def line_plot(
@@ -84,6 +99,7 @@ def line_plot(
     *,
     label: str,
     marks: Sequence[Mark] = (),
+    moments: Sequence[Moment] = (),
     size: tuple[int, int] = (540, 230),
     text: Callable[[float], str] = "{:#.4g}".format,
     limits: tuple[float | None, float | None] = (None, None),
@@ -94,6 +110,7 @@ def line_plot(
         key: prefix of the ids in the drawing; unique on the page.
         curves: each with a finite value.
         label: description for readers who cannot see the picture.
+        moments: ascending; those outside of the curves' steps are left out.
         size: width and height in points; the page scales it.
         text: format of a value, on the axis and in the labels at the right edge.
         limits: lower and upper end of the axis; None leaves it to the data, which are then drawn
@@ -117,10 +134,12 @@ def line_plot(
             color = _PLACEHOLDERS[mark.color]
             axes.axhline(mark.value, color=color, linewidth=1, linestyle=(0, (4, 3)))
         right = 12.0 + _LABEL_CHARACTER * max(len(end.label) for end in ends)
-        inner = (width - _LEFT - right, height - _BOTTOM - _TOP)
+        top = _TOP + (_LABEL_GAP if moments else 0.0)
+        inner = (width - _LEFT - right, height - _BOTTOM - top)
         axes.set_position((_LEFT / width, _BOTTOM / height, inner[0] / width, inner[1] / height))
         _lay_out_axes(axes, drawn, marks, text, limits)
         _label_right_edge(axes, ends)
+        _draw_moments(axes, moments)
         buffer = io.StringIO()
         # No date and no version of matplotlib, which would differ between equal runs.
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -190,13 +209,15 @@ def _lay_out_axes(
     axes.yaxis.set_minor_locator(NullLocator())  # after the scale, which brings its own
     low, high = limits
     if low == 0 and high is None:  # matplotlib's own margin is a share of the values' range
-        high = 1.08 * max(values.max(), 1e-9, *(mark.value for mark in marks))
+        top = max(values.max(), *(mark.value for mark in marks), 0.0)
+        high = 1.08 * top if top > 0 else 1.0
     axes.set_ylim(low, high)
 
     def tick(value: float, _: int | None) -> str:
-        # No trailing zeros among the decimals: 2.500% becomes 2.5%, 1,000 stays.
+        # No trailing zeros among the decimals: 2.500% becomes 2.5%; 1,000 and 2.5e-10 stay.
         label = text(value)
-        return re.sub(r"\.?0+(?=%?$)", "", label) if "." in label else label
+        has_decimals = "." in label and "e" not in label
+        return re.sub(r"\.?0+(?=%?$)", "", label) if has_decimals else label
 
     grid = _PLACEHOLDERS["grid"]
     for side in ("top", "left", "right"):
@@ -230,6 +251,38 @@ def _label_right_edge(axes: Axes, ends: Sequence[Mark]) -> None:
             fontsize=11,
             verticalalignment="center",
         )
+
+
+def _draw_moments(axes: Axes, moments: Sequence[Moment]) -> None:
+    """Draws vertical lines, each with its label at the top, where that covers no other label."""
+    first, last = axes.get_xlim()
+    low = axes.get_ylim()[0]  # any height would do; 0 has none on a logarithmic axis
+    left, right = (float(axes.transAxes.transform((end, 0))[0]) for end in (0, 1))
+    top = float(axes.transAxes.transform((0, 1))[1])
+    free_from = left
+    muted = _PLACEHOLDERS["muted"]
+    for moment in moments:
+        if not first <= moment.step <= last:
+            continue
+        axes.axvline(moment.step, color=muted, linewidth=1, linestyle=(0, (1, 2)))
+        place = float(axes.transData.transform((moment.step, low))[0])
+        for label in (moment.label, moment.short):
+            width = _LABEL_CHARACTER * len(label)
+            # Beginning at its line where the right edge leaves room, else ending there.
+            side = "left" if place + width <= right else "right"
+            begin = place if side == "left" else place - width
+            if label and begin >= free_from:
+                axes.text(
+                    place,
+                    top + 4,
+                    label,
+                    transform=IdentityTransform(),
+                    color=muted,
+                    fontsize=11,
+                    horizontalalignment=side,
+                )
+                free_from = begin + width
+                break
 
 
 def _for_page(svg: str, key: str, label: str) -> Drawing:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, HealthConfig
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class RecordedRun:
     environment: Mapping[str, Any]
     health: Mapping[str, Any]
     reasoning: Mapping[str, Any]
+    starts: Sequence[Mapping[str, Any]]  # in order; empty for a run that kept none
     config_text: str
     config: Config | None
     problems: Mapping[str, str]
@@ -62,11 +63,27 @@ class RecordedRun:
         final_rows = (self.summary.get("stage_b") or {}).get("reasoning")
         return final_rows or self.reasoning.get("rows") or []
 
+    @property
+    def unjudged_steps(self) -> int:
+        """First steps, of which health judges neither loss nor routing."""
+        health = self.config.health if self.config else HealthConfig()
+        return health.warmup_steps
+
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns steps and values of a metric, where it was logged."""
         points = [(line["step"], line[name]) for line in self.records if name in line]
         both = np.array(points, dtype=np.float64).reshape(-1, 2)
         return both[:, 0], both[:, 1]
+
+    def with_final(
+        self, steps: np.ndarray, values: np.ndarray, final: float | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Adds the value of the final evaluation, which is not among the logged ones."""
+        last = self.summary.get("steps")
+        # An evaluation of the last step on the way is the same point of the curve.
+        if final is None or last is None or last in steps:
+            return steps, values
+        return np.append(steps, float(last)), np.append(values, float(final))
 
     def latest(self, name: str) -> float | None:
         """Returns the last logged value of a metric."""

@@ -20,7 +20,9 @@ from cdrmix.config.schema import Config, RoutingConfig
 from cdrmix.config.yaml_text import dump_yaml
 from cdrmix.errors import StateError
 from cdrmix.monitoring.page import Figure, Tile, compact, formatted, render
-from cdrmix.monitoring.plots import Curve, Mark, plot
+from cdrmix.monitoring.plan_page import plan_card
+from cdrmix.monitoring.plots import Curve, Mark, Moment, plot
+from cdrmix.monitoring.provenance_page import data_card, domain_losses, start_moments, starts
 from cdrmix.monitoring.recorded_run import RecordedRun
 from cdrmix.monitoring.sinks import duration, read_metrics, write_text_atomic
 
@@ -68,6 +70,7 @@ def write_report(run_dir: Path) -> Path:
         environment=_read_json(run_dir / "environment.json", problems),
         health=_read_json(run_dir / "health.json", problems),
         reasoning=_read_json(run_dir / "reasoning.json", problems),
+        starts=_read_starts(run_dir / "starts", problems),
         config_text=config_text,
         config=config,
         problems=problems,
@@ -93,24 +96,6 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
 
         stage_b = stage_b_report(run)
     optimizer, speed = _training_figures(run)
-    steps, validation = run.series("eval/loss")
-    final = (run.summary.get("evaluation") or {}).get("loss")
-    last = run.summary.get("steps")
-    # An evaluation of the last step on the way is the same point of the curve.
-    if final is not None and last is not None and last not in steps:
-        steps = np.append(steps, float(last))
-        validation = np.append(validation, float(final))
-    losses = [
-        Curve("training", *run.series("loss"), "c1", smooth=True),
-        Curve("validation", steps, validation, "c2"),
-    ]
-    baselines = run.summary.get("baselines") or {}
-    marks = [
-        Mark(f"{name} {value:.4f}", value)
-        for name in ("unigram", "bigram")
-        if (value := _number(baselines.get(f"{name}_loss"))) is not None
-    ]
-    title = "Training and validation"
     samples = [
         {"prompt": "", "text": "", **sample, "step": _number(sample.get("step"))}
         for sample in run.summary.get("samples") or []
@@ -121,9 +106,13 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         "num_bad_losses": sum(not math.isfinite(line.get("loss", 0.0)) for line in run.records),
         "max_events": _MAX_EVENTS,
         "tiles": _tiles(run),
-        "loss": plot(title, "nats per token", "loss", losses, marks, size=(1120, 330)),
-        "has_evaluations": bool(len(losses[1].steps)),
+        "loss": _loss_figure(run),
+        "has_evaluations": bool(len(_validation(run)[0])),
         "comparison": _comparison(run),
+        "domains": domain_losses(run),
+        "starts": starts(run),
+        "data": data_card(run),
+        "uneven": _uneven_routing(run),
         "optimizer": optimizer,
         "speed": speed,
         "spent": _spendings(run.summary.get("goodput") or {}),
@@ -133,10 +122,39 @@ def _contents(run: RecordedRun) -> dict[str, Any]:
         # The last one, then every n-th of the earlier ones; n rounds up, so they are _MAX_SAMPLES.
         "samples": samples[-1:] + samples[:-1][:: -(-len(samples[:-1]) // _MAX_SAMPLES) or 1],
         "num_earlier_samples": len(samples[:-1]),
-        "plan": {name: v for name, v in run.plan.items() if name not in ("reasons", "deepspeed")},
+        "plan": plan_card(run.plan),
         "summary": {name: v for name, v in run.summary.items() if name not in _SHOWN_ELSEWHERE},
         "stage_b": stage_b,
     }
+
+
+def _validation(run: RecordedRun) -> tuple[np.ndarray, np.ndarray]:
+    """Returns steps and losses (nats per token) of all evaluations, the final one included."""
+    final = (run.summary.get("evaluation") or {}).get("loss")
+    return run.with_final(*run.series("eval/loss"), final)
+
+
+def _loss_figure(run: RecordedRun) -> Figure:
+    losses = [
+        Curve("training", *run.series("loss"), "c1", smooth=True),
+        Curve("validation", *_validation(run), "c2"),
+    ]
+    baselines = run.summary.get("baselines") or {}
+    marks = [
+        Mark(f"{name} {value:.4f}", value)
+        for name in ("unigram", "bigram")
+        if (value := _number(baselines.get(f"{name}_loss"))) is not None
+    ]
+    return plot(
+        "Training and validation",
+        "nats per token",
+        "loss",
+        losses,
+        marks,
+        moments=start_moments(run),
+        size=(1120, 330),
+        narrow=(540, 300),
+    )
 
 
 def _tiles(run: RecordedRun) -> list[Tile]:
@@ -189,7 +207,7 @@ def _comparison(run: RecordedRun) -> dict[str, Any] | None:
     """The model and its baselines; None without a final evaluation or without baselines.
 
     `predictors` have a name, loss (nats per token), perplexity and share of the worst loss, the
-    model first; `margin` is the loss of the best baseline less the model's.
+    model first; `margin` is the loss of the best baseline, named `best`, less the model's.
     """
     baselines = run.summary.get("baselines") or {}
     model = _number((run.summary.get("evaluation") or {}).get("loss"))
@@ -207,7 +225,12 @@ def _comparison(run: RecordedRun) -> dict[str, Any] | None:
         (name, loss, math.exp(min(loss, 700.0)), loss / worst)
         for name, loss in {"this model": model, **known}.items()
     ]
-    return {"predictors": predictors, "margin": min(known.values()) - model}
+    best = min(known, key=lambda name: known[name])
+    return {
+        "predictors": predictors,
+        "best": best.partition(",")[0],
+        "margin": known[best] - model,
+    }
 
 
 def _training_figures(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
@@ -223,7 +246,15 @@ def _training_figures(run: RecordedRun) -> tuple[list[Figure], list[Figure]]:
     whole = "{:,.0f}".format
     gib = "{:.2f}".format
     return [
-        plot("Learning rate", "per step", "learning-rate", [rate], text=short, limits=_FROM_ZERO),
+        plot(
+            "Learning rate",
+            "per step",
+            "learning-rate",
+            [rate],
+            moments=[Moment(each.short, each.step) for each in start_moments(run)],
+            text=short,
+            limits=_FROM_ZERO,
+        ),
         plot("Gradient norm", "L2, before clipping", "grad-norm", [norm], marks),
     ], [
         plot("Throughput", "tokens per second", "speed", [speed], text=whole, limits=_FROM_ZERO),
@@ -249,22 +280,56 @@ def _routing(run: RecordedRun) -> list[Figure]:
     limits = run.config.health.routing if run.config else RoutingConfig()
     most = Mark(f"limit {limits.max_overflow_fraction:.0%}", 100 * limits.max_overflow_fraction)
     marks = []
-    moe = run.config.model.moe if run.config else None
-    if moe is not None and moe.num_experts >= 2:
-        even = math.log2(moe.num_experts)
-        least = limits.min_entropy_share * even
+    bounds = _entropy_bounds(run)
+    if bounds is not None:
+        least, even = bounds
         marks = [Mark(f"at least {least:.2f}", least), Mark(f"even {even:.2f}", even)]
+    judged = [Moment("judged from here", run.unjudged_steps + 1)] if run.unjudged_steps else []
     above = Curve("", steps, 100 * overflow, "c2", smooth=True)
     balance = Curve("", *run.series("moe/load_balance_loss"), "c3", smooth=True)
     z_loss = Curve("", *run.series("moe/z_loss"), "c4", smooth=True)
     percent = "{:.3g}%".format
     unit = "of assignments, beyond capacity"
     return [
-        plot("Overflow", unit, "overflow", [above], [most], text=percent, limits=_FROM_ZERO),
-        plot("Entropy", "bits, mean over layers", "entropy", [entropy], marks),
+        plot(
+            "Overflow",
+            unit,
+            "overflow",
+            [above],
+            [most],
+            moments=judged,
+            text=percent,
+            limits=_FROM_ZERO,
+        ),
+        plot("Entropy", "bits, mean over layers", "entropy", [entropy], marks, moments=judged),
         plot("Load-balance loss", "unweighted", "balance", [balance], [Mark("even 1", 1.0)]),
         plot("Router z-loss", "unweighted", "z-loss", [z_loss]),
     ]
+
+
+def _entropy_bounds(run: RecordedRun) -> tuple[float, float] | None:
+    """Least healthy and largest entropy of routing, in bits; None where there is no choice."""
+    moe = run.config.model.moe if run.config else None
+    if run.config is None or moe is None or moe.num_experts < 2:
+        return None
+    even = math.log2(moe.num_experts)
+    return run.config.health.routing.min_entropy_share * even, even
+
+
+def _uneven_routing(run: RecordedRun) -> list[str]:
+    """Faults of the routing at the last logged step, each with its limit."""
+    faults = []
+    limits = run.config.health.routing if run.config else RoutingConfig()
+    overflow = run.latest("moe/overflow_fraction")
+    if overflow is not None and overflow > limits.max_overflow_fraction:
+        faults.append(
+            f"overflow is {overflow:.1%}, above its limit of {limits.max_overflow_fraction:.1%}"
+        )
+    entropy = run.latest("moe/routing_entropy_bits")
+    bounds = _entropy_bounds(run)
+    if entropy is not None and bounds is not None and entropy < bounds[0]:
+        faults.append(f"entropy is {entropy:.2f} bits, below its limit of {bounds[0]:.2f}")
+    return faults
 
 
 def _expert_layers(run: RecordedRun) -> list[dict[str, Any]]:
@@ -312,6 +377,14 @@ def _read_json(path: Path, problems: dict[str, str]) -> Mapping[str, Any]:
         problems[path.name] = f"{path.name} does not hold an object."
         return {}
     return content
+
+
+def _read_starts(folder: Path, problems: dict[str, str]) -> list[Mapping[str, Any]]:
+    """Reads the record of each start, in order; none where the run kept none."""
+    found: dict[str, str] = {}
+    starts = [_read_json(path, found) for path in sorted(folder.glob("*.json"))]
+    problems |= {f"starts/{name}": f"starts/{text}" for name, text in found.items()}
+    return sorted(filter(None, starts), key=lambda start: _number(start.get("number")) or 0.0)
 
 
 def _number(value: Any) -> float | None:

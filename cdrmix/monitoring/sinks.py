@@ -19,13 +19,17 @@ from tqdm import tqdm
 from tqdm.utils import ObjectWrapper
 
 from cdrmix.errors import StateError
-from cdrmix.log import get_logger
+from cdrmix.log import columns, get_logger
 
 logger = get_logger(__name__)
 
 # Updates behind the estimate of the remaining time: enough to span evaluations and saves.
 _ETA_UPDATES = 50
-# Metrics of a progress line, the most important first; a narrow terminal cuts the rest.
+# Steps behind the speed beside the bar: enough to be steady, few enough to follow a change.
+_SPEED_STEPS = 10
+# Cells of a bar that a narrow terminal leaves before metrics are left out.
+_BAR_CELLS = 10
+# Metrics of a progress line in their order.
 _STEP_FORMATS = {
     "loss": "loss {:.4f}",
     "stage_b/loss": "loss {:.4f}",
@@ -38,6 +42,8 @@ _STEP_FORMATS = {
     "grad_norm": "grad {:.2f}",
     "tokens_per_second": "{:,.0f} tok/s",
 }
+# Metrics that a narrow terminal leaves out beside the bar, the first of them first.
+_DISPENSABLE = ("memory_peak_bytes", "learning_rate", "grad_norm", "tokens_per_second")
 _EVALUATION_FORMATS = {
     "eval/loss": "loss {:.4f}",
     "eval/perplexity": "perplexity {:.2f}",
@@ -140,13 +146,30 @@ class _Lasting(ObjectWrapper):
 
 
 class Progress:
-    """Progress of a run: a bar on a terminal, plain lines anywhere else."""
+    """Progress of a run: a bar on a terminal, plain lines anywhere else.
 
-    def __init__(self, total_steps: int, *, initial: int = 0, stream: TextIO) -> None:
-        """Starts at step `initial` of `total_steps`, which is not 0 for a resumed run."""
+    The bar moves with every step, and shows the newest loss known and the speed of the last steps.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        initial: int = 0,
+        tokens_per_step: int | None = None,
+        stream: TextIO,
+    ) -> None:
+        """Starts at step `initial` of `total_steps`, which is not 0 for a resumed run.
+
+        Without `tokens_per_step` (of all ranks), a speed is shown only if records have one.
+        """
         self._total_steps = total_steps
+        self._tokens_per_step = tokens_per_step
+        self._terminal = stream
         self._stream = _Lasting(stream)
         self._seen = deque([(initial, time.monotonic())], maxlen=_ETA_UPDATES)
+        self._seconds = deque[float](maxlen=_SPEED_STEPS)  # of the last steps
+        self._newest: dict[str, float] = {}  # metrics beside the bar
         self._bar: tqdm | None = None
         if stream.isatty():
             self._bar = tqdm(
@@ -154,6 +177,7 @@ class Progress:
                 initial=initial,
                 file=self._stream,
                 dynamic_ncols=True,
+                miniters=1,  # tqdm would learn to pass over steps, and stand still at a slow one
                 bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}",
             )
 
@@ -163,39 +187,70 @@ class Progress:
         A plain line appears only with a record; the bar moves with every call. An evaluation has a
         line of its own.
         """
-        parts: list[str] = []
+        if step < self._seen[-1][0]:  # the run went back: what was seen of later steps is void
+            self._seen.clear()
+            self._seen.append((step, time.monotonic()))
+            self._newest = {}
         if record is not None:
             self._seen.append((step, time.monotonic()))
-            first, began = self._seen[0]
-            now = self._seen[-1][1]
-            # The recent pace, evaluations and saves included.
-            seconds = (self._total_steps - step) * (now - began) / max(step - first, 1)
-            parts = [text.format(record[n]) for n, text in _STEP_FORMATS.items() if n in record]
-            if "memory_peak_bytes" in record:
-                parts.append(f"mem {record['memory_peak_bytes'] / 2**30:.1f} GiB")
-            parts.append(f"eta {duration(seconds)}")
+            self._newest = dict(record)
+        self._move(step, redraws=record is not None)
         line = record or {}
         evaluation = [text.format(line[n]) for n, text in _EVALUATION_FORMATS.items() if n in line]
         lines = []
-        place = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
-        if self._bar is not None:
-            if parts:
-                self._bar.set_description_str(" ".join(parts), refresh=False)
-            self._bar.update(step - self._bar.n)
-            if parts:
-                self._bar.refresh()
-        elif parts:
-            lines.append(("step", parts))
+        if self._bar is None and record is not None:
+            lines.append(("step", list(self._texts(step, record).values())))
         if evaluation:
             lines.append(("eval", evaluation))
+        place = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
         for kind, texts in lines:
             tqdm.write("  ".join([f"{kind} {place}", *texts]), file=self._stream)
             self._stream.flush()
+
+    def step_done(self, step: int, seconds: float) -> None:
+        """Moves the bar to `step` completed steps, the last of which took `seconds`."""
+        self._seconds.append(seconds)
+        if self._tokens_per_step is not None:
+            taken = max(sum(self._seconds), 1e-9)
+            self._newest["tokens_per_second"] = len(self._seconds) * self._tokens_per_step / taken
+        self._move(step)
+
+    def loss_known(self, loss: float) -> None:
+        """Shows the loss of the last step beside the bar."""
+        self._newest["loss"] = loss
+        if self._bar is not None:
+            self._move(int(self._bar.n), redraws=True)
 
     def close(self) -> None:
         """Leaves the bar as it stands and ends its line."""
         if self._bar is not None:
             self._bar.close()
+
+    def _move(self, step: int, *, redraws: bool = False) -> None:
+        """Moves the bar and what stands beside it; the terminal is drawn ten times a second, or at
+        once if `redraws`."""
+        if self._bar is None:
+            return
+        texts = self._texts(step, self._newest) if step else {}
+        width = columns(self._terminal) or 80
+        room = width - len(f"{step}/{self._total_steps} || ") - _BAR_CELLS
+        for name in _DISPENSABLE:
+            if len(" ".join(texts.values())) > room:
+                texts.pop(name, None)
+        self._bar.set_description_str(" ".join(texts.values()), refresh=False)
+        self._bar.update(step - self._bar.n)
+        if redraws:
+            self._bar.refresh()
+
+    def _texts(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Texts of the metrics that are there, in their order, and of the time left."""
+        texts = {n: text.format(metrics[n]) for n, text in _STEP_FORMATS.items() if n in metrics}
+        if "memory_peak_bytes" in metrics:
+            texts["memory_peak_bytes"] = f"mem {metrics['memory_peak_bytes'] / 2**30:.1f} GiB"
+        first, began = self._seen[0]
+        # The recent pace, evaluations and saves included.
+        pace = (time.monotonic() - began) / max(step - first, 1)
+        return texts | {"eta": f"eta {duration((self._total_steps - step) * pace)}"}
 
 
 def duration(seconds: float) -> str:

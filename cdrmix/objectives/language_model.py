@@ -44,11 +44,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         label_weights: Tensor | None,
     ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        sums = () if label_weights is None else label_weights.shape[1:]
+        assert not (sums and (needs_hidden or needs_weight)), "several sums have no gradients"
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         weight_grad = None
         if needs_weight:
             weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        nats = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        nats = torch.zeros(sums, dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], _CHUNK_POSITIONS):
             stop = start + _CHUNK_POSITIONS
             rows = hidden[start:stop]
@@ -62,6 +64,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
             log_totals, scores = part.of_all_parts(torch.stack([log_total, score])).unbind(1)
             log_total = torch.logsumexp(log_totals, dim=0)  # [n, 1]
+            if label_weights is not None and sums:
+                worth = valid.unsqueeze(1) * label_weights[start:stop]  # [n, S]
+                # A loss that is infinite is one in the sums that it weighs in alone.
+                of_sums = (log_total - scores.sum(0)) * worth
+                nats += of_sums.masked_fill_(worth == 0, 0.0).sum(0)
+                continue
             worth = valid if label_weights is None else valid * label_weights[start:stop]
             nats += ((log_total - scores.sum(0)).squeeze(1) * worth).sum()
             if not (needs_hidden or needs_weight):
@@ -104,17 +112,18 @@ def linear_cross_entropy(
         weight: the head, [V, D], same type; with a part of the vocabulary only its rows.
         labels: next token of each position, [...], int64; -100 is ignored.
         part: of the vocabulary that `weight` has.
-        label_weights: factor on the nats of each label, [...], float32; None: 1.
+        label_weights: factor on the nats of each label, [...], float32; None: 1. Without gradients
+            also [..., S], for S sums at once, such as one for each domain.
     Returns:
-        Scalar, float32, the same for every part. Divide by `sum_weights` of the whole global batch.
-        The caller sums the gradient of `hidden` over the parts.
+        Scalar, or [S], float32, the same for every part. Divide by `sum_weights` of the whole
+        global batch. The caller sums the gradient of `hidden` over the parts.
     """
     if not torch.is_grad_enabled():  # a Function's needs_input_grad ignores this
         hidden = hidden.detach()
         weight = weight.detach()
     flat = hidden.reshape(-1, hidden.shape[-1])
     if label_weights is not None:
-        label_weights = label_weights.reshape(-1)
+        label_weights = label_weights.reshape(labels.numel(), *label_weights.shape[labels.dim() :])
     return _LinearCrossEntropy.apply(flat, weight, labels.reshape(-1), part, label_weights)
 
 

@@ -25,6 +25,7 @@ class Cluster:
     # dense matrix products by precision, sums in float32 (FLOP per second)
     peak_flops: dict[str, float]
     host_memory_gib: float  # host memory of one node, for offloading and copies (GiB)
+    host_memory_source: str  # where that figure comes from, in words
 
     @property
     def world_size(self) -> int:
@@ -53,7 +54,8 @@ def _preset(
 ) -> Cluster:
     """Builds a node of eight devices; bandwidths in GB/s, peaks in TFLOP/s."""
     flops = {"bf16": half * 1e12, "fp16": half * 1e12, "fp32": single * 1e12}
-    return Cluster(name, device, 1, 8, memory_gib, intra * 1e9, inter * 1e9, flops, host)
+    source = f"assumed as in the preset {name}; --host-memory-gib M gives another"
+    return Cluster(name, device, 1, 8, memory_gib, intra * 1e9, inter * 1e9, flops, host, source)
 
 
 # Peaks are those of dense matrix products in the vendor's data sheet. float32 is true float32:
@@ -86,21 +88,31 @@ PRESETS: dict[str, Cluster] = {
 
 
 def make_cluster(
-    *, nodes: int, gpus_per_node: int, gpu: str | None = None, gpu_memory_gib: float | None = None
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    gpu: str | None = None,
+    gpu_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
 ) -> Cluster:
     """Builds a cluster from a preset, from a memory size, or from a preset with another size.
 
     A memory size (GiB of a device, as torch reports it) alone takes the speed of the smallest
     accelerator preset that has as much, less 5 % for the driver's share; above all presets, that of
-    the largest. Raises PlanError with all problems, of an unknown preset and sizes not positive.
+    the largest. The host memory of a node (GiB) is the preset's if it is not given.
+    Raises PlanError with all problems, of an unknown preset and sizes not positive.
     """
     problems = [
         f"--{name} {value:g}: allowed is a number from 1"
         for name, value in (("nodes", nodes), ("gpus-per-node", gpus_per_node))
         if value < 1
     ]
-    if gpu_memory_gib is not None and not 0 < gpu_memory_gib < float("inf"):
-        problems.append(f"--gpu-memory-gib {gpu_memory_gib:g}: allowed is a number above 0")
+    sizes = {"gpu-memory-gib": gpu_memory_gib, "host-memory-gib": host_memory_gib}
+    problems += [
+        f"--{name} {size:g}: allowed is a number above 0"
+        for name, size in sizes.items()
+        if size is not None and not 0 < size < float("inf")
+    ]
     if gpu is not None and gpu not in PRESETS:
         (near,) = difflib.get_close_matches(gpu.lower(), PRESETS, n=1, cutoff=0)
         problems.append(
@@ -111,24 +123,25 @@ def make_cluster(
         problems.append(f"give --gpu PRESET ({', '.join(PRESETS)}) or --gpu-memory-gib M")
     if problems:
         raise PlanError("\n".join(problems))
-    if gpu_memory_gib is None:
-        return replace(PRESETS[gpu or ""], nodes=nodes, gpus_per_node=gpus_per_node)
-    if gpu is not None:
-        preset = PRESETS[gpu]
-    else:
-        accelerators = [each for each in PRESETS.values() if each.device == "cuda"]
-        accelerators.sort(key=lambda each: each.memory_gib)
-        # a nominal size is up to 5 % above the capacity that torch reports
-        enough = (each for each in accelerators if each.memory_gib >= 0.95 * gpu_memory_gib)
-        preset = next(enough, accelerators[-1])
-    as_fast = f"devices assumed as fast as {preset.name}"
-    return replace(
-        preset,
-        name=f"{preset.name} at {gpu_memory_gib:g} GiB" if gpu else as_fast,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        memory_gib=gpu_memory_gib,
-    )
+    preset = PRESETS[gpu] if gpu is not None else _like(gpu_memory_gib or 0)
+    cluster = replace(preset, nodes=nodes, gpus_per_node=gpus_per_node)
+    if gpu_memory_gib is not None:
+        as_fast = f"devices assumed as fast as {preset.name}"
+        name = f"{preset.name} at {gpu_memory_gib:g} GiB" if gpu else as_fast
+        cluster = replace(cluster, name=name, memory_gib=gpu_memory_gib)
+    if host_memory_gib is not None:
+        given = "--host-memory-gib as given"
+        cluster = replace(cluster, host_memory_gib=host_memory_gib, host_memory_source=given)
+    return cluster
+
+
+def _like(gpu_memory_gib: float) -> Cluster:
+    """Returns the smallest preset of a GPU with as much memory, or the largest of all."""
+    accelerators = [each for each in PRESETS.values() if each.device == "cuda"]
+    accelerators.sort(key=lambda each: each.memory_gib)
+    # a nominal size is up to 5 % above the capacity that torch reports
+    enough = (each for each in accelerators if each.memory_gib >= 0.95 * gpu_memory_gib)
+    return next(enough, accelerators[-1])
 
 
 def processes(number: int) -> Cluster:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TextIO
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import PlanError
@@ -13,6 +13,7 @@ from cdrmix.planning import rules
 from cdrmix.planning.cluster import GIB, Cluster
 from cdrmix.planning.cost import time_text
 from cdrmix.planning.layout import Degrees
+from cdrmix.planning.page import Page, flops_text, size_text
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import all_plans, combination_of, explained, shortfall
 from cdrmix.planning.rules import UNAVAILABLE
@@ -48,7 +49,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values for `cdrmix plan --json`."""
-        sizes = ("name", "nodes", "gpus_per_node", "memory_gib")
+        sizes = ("name", "nodes", "gpus_per_node", "memory_gib", "host_memory_gib")
         stage_b = {}
         if self.plan.stage_b is not None:
             stage_b["stage_b"] = {
@@ -68,9 +69,12 @@ class Comparison:
         }
 
 
-def compare(config: Config, cluster: Cluster) -> Comparison:
-    """Compares all legal plans of a run on a cluster; raises PlanError if there is none."""
-    best, *others = all_plans(config, cluster)
+def compare(config: Config, cluster: Cluster, *, profile: str | None = None) -> Comparison:
+    """Compares all legal plans of a run on a cluster; raises PlanError if there is none.
+
+    `profile` is the name of a shipped DeepSpeed profile or the path of a JSON file; None: chosen.
+    """
+    best, *others = all_plans(config, cluster, profile)
     # the first alternatives, one of each profile and set of degrees, by their being unavailable
     alternatives: dict[bool, dict[tuple[str, Degrees], Plan]] = {False: {}, True: {}}
     # stable: of the unavailable ones the best that fit come first
@@ -80,7 +84,7 @@ def compare(config: Config, cluster: Cluster) -> Comparison:
     compared = Comparison(
         config=config,
         cluster=cluster,
-        plan=explained(best, config, cluster, others=others),
+        plan=explained(best, config, cluster, profile, others=others),
         runners_up=tuple(alternatives[False].values())[:RUNNERS_UP],
         later=tuple(alternatives[True].values())[:RUNNERS_UP],
         num_layouts=1 + len(others),
@@ -148,14 +152,18 @@ def _changes(compared: Comparison) -> Iterator[str]:
         wider = replace(cluster, nodes=cluster.nodes * 2**doubling)
         if any(each.fits and not each.missing for each in search(lean, wider)):
             best = search(compared.config, wider)[0]
-            yield f"would fit on {wider.nodes} such nodes: {best.describe()}"
+            yield f"would fit on {wider.nodes:,} such nodes: {best.describe()}"
             break
-    device_gib = math.ceil(memory.total / training.memory_share / GIB)
-    hosts = ""
+    needs = []
+    if memory.total > training.memory_share * cluster.memory_bytes:
+        devices = "1 device" if cluster.world_size == 1 else f"{cluster.world_size:,} devices"
+        device_gib = math.ceil(memory.total / training.memory_share / GIB)
+        needs.append(f"on {devices} of {device_gib:,} GiB")
     if not memory.fits_host(cluster, share=training.memory_share):
         on_host = memory.on_host * cluster.gpus_per_node
-        hosts = f", with {math.ceil(on_host / training.memory_share / GIB)} GiB a host"
-    yield f"would fit on {cluster.world_size} devices of {device_gib} GiB{hosts}"
+        host_gib = math.ceil(on_host / training.memory_share / GIB)
+        needs.append(f"with {host_gib:,} GiB a host")
+    yield f"would fit {', '.join(needs)}"
 
 
 _ASSUMPTIONS = (
@@ -165,75 +173,99 @@ _ASSUMPTIONS = (
 )
 
 
-def plan_text(compared: Comparison, *, explain: bool = False) -> str:
-    """Formats a comparison as a page; `explain` adds buffers, traffic and assumptions."""
+def plan_text(compared: Comparison, *, explain: bool = False, stream: TextIO | None = None) -> str:
+    """Formats a comparison as a page; `explain` adds buffers, traffic and assumptions.
+
+    The page has width and colours of the terminal that `stream` is; else no line is wrapped.
+    """
     plan = compared.plan
-    fits = {True: "fits", False: "does NOT fit"}
+    page = Page(stream)
+    fits = {True: page.styled("fits", "ok"), False: page.styled("does NOT fit", "fail")}
     verdict = UNAVAILABLE if plan.fits and not compared.fits else fits[compared.fits]
     if plan.stage_b is not None:
         verdict = f"Stage A {verdict}, Stage B {fits[compared.stage_b_fits]}"
-    memory, _ = plan.estimates()
-    usable = compared.config.training.memory_share * compared.cluster.memory_bytes
+    page.add(f"{compared.config.name} on {compared.cluster}: {verdict}", hang=4)
+    page.add()
+    page.add(f"  {plan.describe()}", hang=4)
+    page.add()
+    for line in _memory_lines(compared, explain=explain):
+        page.add(line)
+    page.add()
+    for label, text in _facts(compared, explain=explain):
+        page.add(f"  {label:11} {text}", hang=14)
+    for title, lines in (("why", plan.reasons), ("what would have to change", compared.changes)):
+        if lines:
+            page.add_title(title)
+            for line in lines:
+                page.add(f"  - {line}", hang=4)
+    for title, plans in (("runners-up", compared.runners_up), (UNAVAILABLE, compared.later)):
+        if plans:
+            page.add_title(title)
+            page.add_table(_table(plans, page), right=(0, 1))
+    if explain:
+        page.add()
+        page.add(f"{compared.num_layouts:,} legal layouts compared. {_ASSUMPTIONS}")
+    return str(page)
+
+
+def _memory_lines(compared: Comparison, *, explain: bool) -> Iterator[str]:
+    """Memory of a rank by part, in GiB."""
+    memory, _ = compared.plan.estimates()
     parts = memory.to_json()
     if explain:
         del parts["buffers"], parts["total"]
         parts |= {f"buffers: {kind.replace('_', ' ')}": n for kind, n in memory.buffers.items()}
+    usable = compared.config.training.memory_share * compared.cluster.memory_bytes
     parts |= {"total": memory.total, "may be filled": usable}
     if memory.on_host:
         parts["on the host"] = memory.on_host
-    title = "per rank" if plan.stage_b is None else "per rank in Stage A"
-    lines = [
-        f"{compared.config.name} on {compared.cluster}: {verdict}",
-        "",
-        f"  {plan.describe()}",
-        "",
-        f"  {title:26}     GiB",
-        *(f"  {part:26} {size / GIB:7.2f}" for part, size in parts.items()),
-        "",
-        *_time_lines(compared, explain=explain),
-        "",
-        "why",
-        *(f"  - {reason}" for reason in plan.reasons),
-    ]
-    if compared.changes:
-        changes = (f"  - {change}" for change in compared.changes)
-        lines += ["", "what would have to change", *changes]
-    for title, plans in (("runners-up", compared.runners_up), (UNAVAILABLE, compared.later)):
-        if not plans:
-            continue
-        width = max(len(title) - 2, *(len(plan.describe()) for plan in plans))
-        lines += ["", f"{title:{width + 2}}     GiB  tokens/s"]
-        for plan in plans:
-            memory, cost = plan.estimates()
-            note = "" if plan.fits else "  does not fit"
-            lines.append(
-                f"  {plan.describe():{width}} {memory.total / GIB:7.1f} "
-                f"{cost.tokens_per_second:9,.0f}{note}"
-            )
-    if explain:
-        lines += ["", f"{compared.num_layouts} legal layouts compared. {_ASSUMPTIONS}"]
-    return "\n".join(lines)
+    title = "per rank" if compared.plan.stage_b is None else "per rank in Stage A"
+    yield f"  {title:28}       GiB"
+    for part, size in parts.items():
+        yield f"  {part:28} {size / GIB:9,.2f}"
 
 
-def _time_lines(compared: Comparison, *, explain: bool) -> list[str]:
+def _table(plans: Sequence[Plan], page: Page) -> Iterator[tuple[str, str, str]]:
+    """Rows of other plans: numbers first, as the layouts are of very different lengths."""
+    yield "    GiB", "tokens/s", "layout"
+    for plan in plans:
+        memory, cost = plan.estimates()
+        note = "" if plan.fits else f", {page.styled('does not fit', 'fail')}"
+        speed = f"{cost.tokens_per_second:,.0f}"
+        yield f"{memory.total / GIB:,.1f}", speed, f"{plan.describe()}{note}"
+
+
+def _facts(compared: Comparison, *, explain: bool) -> Iterator[tuple[str, str]]:
+    """Labels and texts of times, speed, traffic and hosts."""
     _, cost = compared.plan.estimates()
     training = compared.config.training
-    lines = [
-        f"  a step      {time_text(cost.step_seconds)}, {cost.flops_per_step:.3g} FLOPs, "
-        f"{training.tokens_per_step:,} tokens",
-        f"  speed       {cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%}, "
-        f"scaling efficiency {cost.scaling_efficiency:.0%}",
-        f"  {'Stage A' if compared.plan.stage_b else 'the run':11} {training.num_steps:,} steps, "
-        f"{time_text(86_400 * cost.days)}",
-        f"  waiting     {cost.pipeline_bubble:.1%} pipeline bubble",
-    ]
+    cluster = compared.cluster
+    yield (
+        "a step",
+        (
+            f"{time_text(cost.step_seconds)}, {flops_text(cost.flops_per_step)}, "
+            f"{training.tokens_per_step:,} tokens"
+        ),
+    )
+    yield (
+        "speed",
+        (
+            f"{cost.tokens_per_second:,.0f} tokens per second, MFU {100 * cost.mfu:.1f} %, "
+            f"scaling efficiency {100 * cost.scaling_efficiency:.0f} %"
+        ),
+    )
+    run_time = time_text(86_400 * cost.days)
+    name = "the run" if compared.plan.stage_b is None else "Stage A"
+    yield name, f"{training.num_steps:,} steps, {run_time}"
     if compared.plan.stage_b is not None and compared.config.stage_b is not None:
         steps = compared.config.stage_b.training.num_steps
-        lines.append(f"  Stage B     {steps:,} steps, which are not timed")
+        yield "Stage B", f"{steps:,} steps, which are not timed"
+    if cost.pipeline_bubble:
+        yield "waiting", f"{100 * cost.pipeline_bubble:.1f} % of a step, the pipeline's bubble"
+    if cluster.device == "cuda":  # on CPUs, the ranks' memory is the host's
+        yield "a host", f"{cluster.host_memory_gib:,g} GiB, {cluster.host_memory_source}"
     if explain:
-        lines += [
-            f"  exchanged   {payload / GIB:8.2f} GiB a step, "
-            f"{time_text(cost.communication_seconds[kind])}: {kind.replace('_', ' ')}"
-            for kind, payload in cost.communication_bytes.items()
-        ]
-    return lines
+        for kind, payload in cost.communication_bytes.items():
+            if payload:
+                took = time_text(cost.communication_seconds[kind])
+                yield "exchanged", f"{size_text(payload)} a step, {took}: {kind.replace('_', ' ')}"

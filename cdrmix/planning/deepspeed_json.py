@@ -121,7 +121,7 @@ OWNED_BY_YAML = {
     "bfloat16": "training.precision",
     "torch_autocast": "training.precision",
     "optimizer": "training.learning_rate, weight_decay, beta1, beta2 and epsilon",
-    "scheduler": "training.learning_rate, min_learning_rate and warmup_steps",
+    "scheduler": "training.schedule, learning_rate, min_learning_rate and warmup_steps",
     "activation_checkpointing": "training.activation_checkpointing",
     "tensor_parallel": "parallel.tensor",
     "expert_parallel": "parallel.expert",

@@ -6,7 +6,7 @@ fit the memory (`search`), with the rules by model size (`zero`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cdrmix.config.schema import Config
@@ -23,6 +23,7 @@ from cdrmix.planning.layout import (
     state_bytes,
 )
 from cdrmix.planning.memory import MemoryModel
+from cdrmix.planning.page import size_text
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.search import combinations, search
 
@@ -165,14 +166,14 @@ def _reasons(
     ]
     if not plan.fits:
         over = shortfall(plan, config, cluster)
-        reasons.append(f"missing: no layout fits; this one takes least of a device, and yet {over}")
+        reasons.append(f"missing: no layout fits, and the smallest of all, this one, takes {over}")
     elif faster:
         reasons.append(f"speed: {_speed_reason(plan, faster[0], config, cluster)}")
     recompute = plan.activation_checkpointing
     if recompute:
         why = "what it saves lets a larger micro batch fit, which is faster"
         if not plan.fits:
-            why = "takes least memory"
+            why = "takes less memory than without"
         if training.activation_checkpointing:
             why = "training.activation_checkpointing as given"
         reasons.append(f"activation checkpointing: {why}")
@@ -208,7 +209,7 @@ def _micro_batch_reason(plan: Plan, config: Config, faster: Sequence[Plan]) -> s
     if config.training.micro_batch_size is not None:
         return "training.micro_batch_size as given"
     if not plan.fits:
-        return "takes least memory"
+        return "a larger one takes more memory"
     if not faster:
         return "the fastest that fits"
     chosen = (plan.profile, plan.degrees)
@@ -258,15 +259,15 @@ def memory_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     share = config.training.memory_share
     verdict = "within" if memory.total <= share * cluster.memory_bytes else "NOT within"
     of_device = (
-        f"memory: {memory.total / GIB:.1f} GiB of {cluster.memory_bytes / GIB:.1f} GiB a device, "
+        f"memory: {size_text(memory.total)} of {size_text(cluster.memory_bytes)} a device, "
         f"{verdict} the {100 * share:g} % that a plan may fill"
     )
     fits_host = memory.fits_host(cluster, share=share)
     if not memory.host and fits_host:
         return of_device
-    used = memory.on_host * cluster.gpus_per_node / GIB
+    used = size_text(memory.on_host * cluster.gpus_per_node)
     verdict = "within" if fits_host else "NOT within"
-    return f"{of_device}; {used:.1f} GiB of {cluster.host_memory_gib:g} GiB a host, {verdict} it"
+    return f"{of_device}; {used} of {cluster.host_memory_gib:,g} GiB a host, {verdict} it"
 
 
 def shortfall(plan: Plan, config: Config, cluster: Cluster) -> str:
@@ -281,35 +282,36 @@ def shortfall(plan: Plan, config: Config, cluster: Cluster) -> str:
     if over > 0:
         parts = memory.to_json()
         del parts["total"]
-        largest = max(parts, key=parts.__getitem__)
-        lacking.append(
-            f"{over / GIB:.1f} GiB too much for a device (the largest part of "
-            f"{memory.total / GIB:.1f} GiB is {largest}, {parts[largest] / GIB:.1f} GiB)"
-        )
+        lacking.append(f"{size_text(over)} too much for a device ({_largest(parts)})")
     if not memory.fits_host(cluster, share=share):
         ranks = cluster.gpus_per_node
         over = memory.on_host * ranks - share * cluster.host_memory_gib * GIB
         held = {"offloaded states": memory.host, "a checkpoint's copy": memory.checkpoint}
-        largest = max(held, key=held.__getitem__)
-        lacking.append(
-            f"{over / GIB:,.1f} GiB too much for a host (the largest part of "
-            f"{memory.on_host * ranks / GIB:,.1f} GiB is {largest}, "
-            f"{held[largest] * ranks / GIB:,.1f} GiB)"
-        )
+        of_host = _largest({part: ranks * size for part, size in held.items()})
+        lacking.append(f"{size_text(over)} too much for a host ({of_host})")
     return " and ".join(lacking)
+
+
+def _largest(parts: Mapping[str, int]) -> str:
+    """Names the largest part of a memory, in bytes."""
+    total = sum(parts.values())
+    largest = max(parts, key=parts.__getitem__)
+    if parts[largest] == total:
+        return f"all of the {size_text(total)} is {largest}"
+    return f"the largest part of {size_text(total)} is {largest}, {size_text(parts[largest])}"
 
 
 def _saving_reason(plan: Plan, config: Config, cluster: Cluster) -> str:
     """Explains that no copy of a checkpoint fits, so that training waits for each save."""
     copied = MemoryModel(config, cluster.device).estimate(plan, has_copy=True)
     used = copied.on_host * cluster.gpus_per_node
-    limit = f"{cluster.host_memory_gib:g} GiB a host"
+    limit = f"{cluster.host_memory_gib:,g} GiB a host"
     if cluster.device == "cpu":
         used = copied.total
         limit = f"{cluster.memory_gib:g} GiB a rank"
     return (
         "training waits for each save: with a copy to write in the background "
-        f"{used / GIB:.1f} GiB of {limit} would be filled, NOT within "
+        f"{size_text(used)} of {limit} would be filled, NOT within "
         f"{100 * config.training.memory_share:g} %; checkpoint.background = true has it copied all "
         "the same"
     )

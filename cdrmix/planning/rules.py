@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cdrmix.errors import PlanError
 from cdrmix.planning import zero
@@ -88,6 +88,11 @@ def nearest_divisors(number: int, wanted: int) -> str:
     return " or ".join(str(n) for n in below + above)
 
 
+# Rules that any number of data ranks may break, beside those of the layout of ranks.
+_OF_EVERY_WORLD = ("batch-divides", "stage-without-blocks")
+_MOST_MULTIPLES = 64  # tried in search of a number of ranks
+
+
 def _nearest_multiples(step: int, wanted: int) -> str:
     lower = wanted - wanted % step
     return " or ".join(str(n) for n in (lower, lower + step) if n)
@@ -162,13 +167,40 @@ def _world_message(combination: Combination) -> str:
         f"{degrees.pipeline} = {degrees.world_size} is not the number of ranks, {world}"
     )
     if world % inner:
-        return f"{needs}. Try {_nearest_multiples(inner, world)} ranks"
+        possible = _nearest_worlds(combination)
+        if not possible:  # the degrees are impossible on any number of ranks near this one
+            return (
+                f"{needs}. Try parallel.tensor and parallel.pipeline whose product divides {world}"
+            )
+        return f"{needs}. Try {' or '.join(map(str, possible))} ranks"
     data = world // inner
     legal = str(data)
     is_open = not {"tensor", "pipeline"} <= combination.config.parallel.model_fields_set
     if is_open and data % degrees.data:  # the remaining factor can go to the open axes
         legal = nearest_divisors(data, degrees.data)
     return f"{needs}. Try parallel.data = {legal}, or leave it out"
+
+
+def _nearest_worlds(combination: Combination) -> list[int]:
+    """Nearest numbers of ranks, below and above, on which the tensor and pipeline degrees are legal
+    with any number of data ranks that the configuration allows; empty if there is none near."""
+    parallel = combination.config.parallel
+    inner = combination.degrees.model_ranks
+    kept = parallel.expert or 1
+    depends = [rule for rule in RULES if rule.source == _OF_RANKS or rule.id in _OF_EVERY_WORLD]
+
+    def is_legal(world: int) -> bool:
+        data = world // inner
+        degrees = replace(combination.degrees, data=data, expert=kept)
+        tried = replace(combination, degrees=degrees, world_size=world)
+        is_free = parallel.data in (None, data)
+        return is_free and not any(rule.applies(tried) for rule in depends)
+
+    lower = combination.world_size - combination.world_size % inner
+    below = (world for world in range(lower, 0, -inner) if is_legal(world))
+    highest = lower + _MOST_MULTIPLES * inner
+    above = (world for world in range(lower + inner, highest, inner) if is_legal(world))
+    return [world for each in (below, above) if (world := next(each, None)) is not None]
 
 
 def _batch_message(combination: Combination) -> str:

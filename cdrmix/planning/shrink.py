@@ -138,6 +138,10 @@ def _small_config(config: Config, layout: Layout, degrees: Degrees) -> Config:
         "learning_rate": 1e-3,
         "epsilon": EPSILON,
         "min_learning_rate": 1e-4,
+        # whose lengths would not fit into so few steps
+        "schedule": "cosine",
+        "hold_learning_rate": None,
+        "settle_steps": None,
         "global_batch_size": micro * accumulation * degrees.sample_ranks,
         "micro_batch_size": micro,
         "sequence_length": SEQUENCE_LENGTH,

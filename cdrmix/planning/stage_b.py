@@ -218,14 +218,14 @@ def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> st
     share = config.training.memory_share
     held = "as every rank holds the whole backbone"
     if layout.degrees.pipeline > 1:
-        why = f"whole it would take {layout.whole.total / GIB:.1f} GiB"
+        why = f"whole it would take {layout.whole.total / GIB:,.1f} GiB"
         if stage_b_section(config).pipeline is not None:
             why = "stage_b.pipeline as given"
         held = f"as {layout.degrees.pipeline} stages share out the frozen backbone ({why})"
     text = (
-        f"Stage B: {memory.total / GIB:.1f} GiB of {cluster.memory_bytes / GIB:.1f} GiB a device: "
+        f"Stage B: {memory.total / GIB:,.1f} GiB of {cluster.memory_bytes / GIB:.1f} GiB a device: "
         f"{memory.weights / GIB:.1f} of weights, {held}, "
-        f"{memory.activations / GIB:.1f} of activations of a lesson"
+        f"{memory.activations / GIB:,.1f} of activations of a lesson"
     )
     if layout.fits:
         return f"{text}: within the {100 * share:g} % that a plan may fill"
@@ -236,7 +236,7 @@ def stage_b_reason(config: Config, cluster: Cluster, layout: StageBLayout) -> st
     if least < cluster.memory_bytes:
         return f"{text}. Try fewer stage_b.training.texts_per_lesson or a smaller window_tokens"
     return (
-        f"{text}. It takes devices of more than {least / GIB:.0f} GiB; training.stage = a leaves "
+        f"{text}. It takes devices of more than {least / GIB:,.0f} GiB; training.stage = a leaves "
         "it out"
     )
 

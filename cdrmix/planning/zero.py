@@ -16,6 +16,7 @@ from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import GIB
 from cdrmix.planning.counts import params_by_part
 from cdrmix.planning.layout import Combination, Degrees
+from cdrmix.planning.page import size_text
 
 # Total parameters from which ZeRO-2 is used: it costs a reduction in each micro-step, and 1e9
 # parameters have 2 GB of bf16 gradients on every rank.
@@ -78,9 +79,7 @@ def expert_degree(config: Config, degrees: Degrees) -> tuple[int, str]:
     if model.moe is None:
         return 1, "a dense model has no experts"
     expert_bytes = params_by_part(model)["experts"] // degrees.model_ranks * EXPERT_BYTES_PER_PARAM
-    gib = expert_bytes / GIB
-    amount = f"{gib:,.0f}" if gib > 10 else f"{gib:.2g}"
-    size = f"all experts take {amount} GiB of weights and gradients"
+    size = f"all experts take {size_text(expert_bytes)} of weights and gradients"
     if expert_bytes <= WHOLE_EXPERT_BYTES:
         return 1, f"{size}, which every rank can hold: no exchange of tokens"
     common = math.gcd(model.moe.num_experts, degrees.stage_ranks)

@@ -2,52 +2,60 @@
 
 Reads `os.environ` for the engines, and makes DeepSpeed's process group. Every function also works
 in a plain single process, where the collectives are the identity.
+
+torch is imported with the first use of a name that needs it, which takes seconds: a start is
+checked before.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from cdrmix.network import free_port
-from cdrmix.runtime.collectives import (
-    all_gather_object,
-    all_reduce_sum,
-    barrier,
-    broadcast_object,
-    destroy_distributed,
-    first_rank_does,
-    have_met,
-    import_deepspeed,
-    initialize_distributed,
-    new_group,
-    rank,
-    share_timeout,
-    speaks_for_errors,
-    together,
-    world_size,
-)
-from cdrmix.runtime.device import (
-    describe_environment,
-    device,
-    device_memory_gib,
-    host_memory_gib,
-    keep_freed_memory,
-    random_state,
-    release_memory,
-    restore_random_state,
-    seed_everything,
-    set_threads,
-    use_cpu,
-)
 from cdrmix.runtime.environment import (
     cache_dir,
     end_with_launcher,
     environment_rank,
     environment_world_size,
+    have_met,
     launch_folder,
     local_rank,
     local_world_size,
     map_environment,
     master_address,
+    speaks_for_errors,
     take_place,
     use_cpus_only,
 )
+
+if TYPE_CHECKING:
+    from cdrmix.runtime.collectives import (
+        all_gather_object,
+        all_reduce_sum,
+        barrier,
+        broadcast_object,
+        destroy_distributed,
+        first_rank_does,
+        import_deepspeed,
+        initialize_distributed,
+        new_group,
+        rank,
+        share_timeout,
+        together,
+        world_size,
+    )
+    from cdrmix.runtime.hardware import (
+        describe_environment,
+        device,
+        device_memory_gib,
+        host_memory_gib,
+        keep_freed_memory,
+        random_state,
+        release_memory,
+        restore_random_state,
+        seed_everything,
+        set_threads,
+        use_cpu,
+    )
 
 __all__ = [
     "all_gather_object",
@@ -89,3 +97,15 @@ __all__ = [
     "use_cpus_only",
     "world_size",
 ]
+
+_WITH_TORCH = ("cdrmix.runtime.collectives", "cdrmix.runtime.hardware")
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs torch at its first use; Python calls this for names not yet here."""
+    if name in __all__:
+        for module in map(import_module, _WITH_TORCH):
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

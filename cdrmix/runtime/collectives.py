@@ -15,8 +15,8 @@ import torch.distributed
 
 from cdrmix.errors import ConfigError, InfrastructureError, TrainingError
 from cdrmix.network import free_port, interface_towards
-from cdrmix.runtime.device import device, use_cpu
-from cdrmix.runtime.environment import local_rank, map_environment
+from cdrmix.runtime.environment import have_met, local_rank, map_environment
+from cdrmix.runtime.hardware import device, use_cpu
 
 T = TypeVar("T")
 _SECONDS_TO_TEAR_DOWN = 60.0
@@ -122,11 +122,6 @@ def destroy_distributed() -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def have_met() -> bool:
-    """True once the ranks have made their process group."""
-    return torch.distributed.is_initialized()
-
-
 def rank() -> int:
     """Global rank; 0 without a process group."""
     return torch.distributed.get_rank() if have_met() else 0
@@ -135,12 +130,6 @@ def rank() -> int:
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
     return torch.distributed.get_world_size() if have_met() else 1
-
-
-def speaks_for_errors() -> bool:
-    """True on the rank that reports errors to the user: one per run once they are agreed on in the
-    process group; one per host before that, when hosts can differ."""
-    return rank() == 0 if have_met() else local_rank() == 0
 
 
 def barrier() -> None:

@@ -95,6 +95,19 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def have_met() -> bool:
+    """True once the ranks have made their process group."""
+    # without an import: where torch was not imported, nobody has met
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
+
+
+def speaks_for_errors() -> bool:
+    """True on the rank that reports errors to the user: one per run once they are agreed on in the
+    process group; one per host before that, when hosts can differ."""
+    return environment_rank() == 0 if have_met() else local_rank() == 0
+
+
 def master_address() -> str:
     """Address of rank 0's host, as all hosts know it."""
     return os.environ["MASTER_ADDR"]

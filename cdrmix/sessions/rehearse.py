@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cdrmix import runtime
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
@@ -32,7 +32,9 @@ from cdrmix.monitoring.sinks import read_metrics
 from cdrmix.planning import shrink
 from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.comparison import Comparison, compare, unavailable
+from cdrmix.planning.cost import time_text
 from cdrmix.planning.layout import Degrees
+from cdrmix.planning.page import Page
 from cdrmix.planning.shrink import Aspect, Rehearsal
 
 logger = get_logger(__name__)
@@ -122,14 +124,13 @@ class Check:
     fault: str = ""  # error of the run that failed
 
     def __str__(self) -> str:
-        mark = "ok    " if self.passed else "FAILED"
         if self.deviation is None:
             result = self.fault
         elif self.allowed:
             result = f"within {self.deviation:.1e}, allowed are {self.allowed:.0e}"
         else:
             result = "equal to the bit" if self.passed else f"differs by {self.deviation:.1e}"
-        return f"{mark} {self.name}: {result}"
+        return f"{self.name}: {result}"
 
     @property
     def passed(self) -> bool:
@@ -286,6 +287,26 @@ class RehearsedStage:
             "aspects": [asdict(aspect) for aspect in self.aspects],
         }
 
+    def add_to(self, page: Page, heads: list[str]) -> None:
+        """Adds comparisons and properties; `heads` are the names of the layouts."""
+        page.add(self.title, hang=4)
+        for head, each, checks in zip(heads, self.small, self.checks, strict=True):
+            page.add()
+            page.add(f"{head}: {each.describe()}, {each.degrees.world_size} processes", hang=4)
+            for check in checks:
+                style = "ok" if check.passed else "fail"
+                mark = page.styled(f"{'ok' if check.passed else 'FAILED':6}", style)
+                for line in f"  {mark} {check}".split("\n"):  # a fault has the output of its ranks
+                    page.add(line, hang=9)
+        exercised = {True: page.styled("yes", "ok"), False: page.styled("no", "warning"), None: ""}
+        rows = [
+            [each.name, each.planned, *each.rehearsed, exercised[each.is_exercised]]
+            for each in self.aspects
+        ]
+        page.add()
+        page.add_table([["", "planned", *heads, "exercised"], *rows])
+        page.add()
+
 
 @dataclass(frozen=True)
 class Rehearsed:
@@ -314,30 +335,16 @@ class Rehearsed:
             "seconds": self.seconds,
         }
 
-    def as_text(self) -> str:
-        """Tables for people."""
-        lines: list[str] = []
+    def as_text(self, stream: TextIO | None = None) -> str:
+        """Tables for people, of the width and in the colours of the terminal that `stream` is."""
+        page = Page(stream)
         numbers = itertools.count(1)  # layouts of Stage B go on behind those of Stage A
         for stage in (self.stage_a, self.stage_b):
-            if stage is None:
-                continue
-            lines.append(stage.title)
-            heads = [f"rehearsed {next(numbers)}" for _ in stage.small]
-            for head, each, checks in zip(heads, stage.small, stage.checks, strict=True):
-                lines += ["", f"{head}: {each.describe()}, {each.degrees.world_size} processes"]
-                lines += [f"  {check}" for check in checks]
-            rows = [["", "planned", *heads, "exercised"]]
-            for aspect in stage.aspects:
-                verdict = {True: "yes", False: "no", None: ""}[aspect.is_exercised]
-                rows.append([aspect.name, aspect.planned, *aspect.rehearsed, verdict])
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines.append("")
-            for row in rows:
-                cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-                lines.append("  ".join(cells).rstrip())
-            lines.append("")
-        verdict = "passed" if self.passed else "FAILED"
-        return "\n".join([*lines, f"rehearsal {verdict} in {self.seconds:.0f} s"])
+            if stage is not None:
+                stage.add_to(page, [f"rehearsed {next(numbers)}" for _ in stage.small])
+        verdict = page.styled("passed", "ok") if self.passed else page.styled("FAILED", "fail")
+        page.add(f"rehearsal {verdict} in {time_text(self.seconds)}")
+        return str(page)
 
 
 def rehearse(config: Config, cluster: Cluster) -> Rehearsed:

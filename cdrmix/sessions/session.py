@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
+from cdrmix.checkpoint.candidates import nothing_to_resume
 from cdrmix.cluster.heartbeat import Heartbeat
+from cdrmix.cluster.start_records import command_to_go_on
 from cdrmix.cluster.starts import StartUp
 from cdrmix.config.load import config_hash
 from cdrmix.config.schema import Config
@@ -22,7 +25,7 @@ from cdrmix.engines.run import Start, make_run
 from cdrmix.engines.run_directory import LOG, open_run_directory, refuse_lost_checkpoints
 from cdrmix.engines.stage_a import Pretraining
 from cdrmix.engines.supervision import Requests, supervised
-from cdrmix.engines.training_data import check_same, open_corpus
+from cdrmix.engines.training_data import check_same, open_corpus, recorded_sample
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, StateError
 from cdrmix.log import get_logger, log_to_file
 from cdrmix.monitoring.health import Health
@@ -53,12 +56,18 @@ def choose_here(config: Config, *, profile: str | None) -> Plan:
         gpu="cpu" if runtime.use_cpu() else None,
         gpu_memory_gib=min(device_gib),
     )
-    cluster = replace(cluster, host_memory_gib=min(host_gib))
+    cluster = replace(cluster, host_memory_gib=min(host_gib), host_memory_source="measured")
     return runtime.first_rank_does(lambda: choose(config, cluster, profile=profile))
 
 
 def run_training(
-    config: Config, plan: Plan, *, run_dir: Path | None, resume: str, start_up: StartUp
+    config: Config,
+    plan: Plan,
+    *,
+    run_dir: Path | None,
+    resume: str,
+    start_up: StartUp,
+    command: Sequence[str] = (),
 ) -> int:
     """Train as configured; every rank calls this once its process group is there.
 
@@ -66,6 +75,7 @@ def run_training(
         config, plan, start_up: of this start, on these ranks.
         run_dir: --run-dir, or None for a new one.
         resume: --resume: never, auto, or a run directory or checkpoint.
+        command: words of the user's command, without secrets.
     Returns:
         Exit code of the process: 0 done, 75 stopped by a signal after saving.
     """
@@ -83,10 +93,7 @@ def run_training(
         if resume not in ("never", "auto"):
             checkpoint = store.find_newest(Path(resume))
             if checkpoint is None:
-                raise StateError(
-                    f"--resume {resume}: no checkpoint there. Try a run directory or one of its "
-                    "checkpoints/<step> folders, or --resume auto with --run-dir"
-                )
+                raise nothing_to_resume(resume)
         with open_run_directory(config, requested=run_dir, resume=resume) as directory:
             moe = config.model.moe
             start = Start(
@@ -98,6 +105,7 @@ def run_training(
                 heartbeat=heartbeat,
                 start_up=start_up,
                 health=Health(config.health, num_experts=moe.num_experts if moe else None),
+                command=command,
             )
             runtime.first_rank_does(lambda: _announce(start))
             if resume == "auto":
@@ -105,6 +113,7 @@ def run_training(
                 if checkpoint is None:
                     runtime.first_rank_does(lambda: refuse_lost_checkpoints(directory, config))
                     logger.info("no checkpoint in %s yet: starting at step 0", directory.path)
+            start.sample = recorded_sample(directory.path, checkpoint)
             start_up.done("resume")
             is_stopped = _run_stages(start, checkpoint)
         return EXIT_STOPPED_BY_SIGNAL if is_stopped else EXIT_DONE
@@ -124,7 +133,8 @@ def _announce(start: Start) -> None:
         logger.info("plan: %s", reason)
     for warning in start.plan.warnings:
         logger.warning("warning: %s", warning)
-    start.heartbeat.log_to(path)
+    go_on = command_to_go_on(start.command, start.directory.path)
+    start.heartbeat.log_to(path, go_on=go_on)
 
 
 def _run_stages(start: Start, checkpoint: store.FoundCheckpoint | None) -> bool:
@@ -160,7 +170,7 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     """Run Stage A; True if a signal stopped it. Where Stage B follows, free the engine's memory."""
     config = start.config
     plan = start.plan
-    corpus = open_corpus(config)
+    corpus = open_corpus(config, sample=start.sample)
     topology = make_topology(plan.degrees)
     stage = Pretraining(config, plan, topology, corpus)
     start.start_up.done("data")
@@ -177,6 +187,7 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
         is_last=not goes_on,
         guard=noted(run),
     )
+    start.is_recorded = True
     if goes_on and not is_stopped:
         engine.destroy()
         for parameter in engine.module.parameters():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.checkpoint.files import read_json
 from cdrmix.checkpoint.fragments import is_stage_b
 from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.config.load import changed_keys
@@ -19,7 +17,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.shards import Manifest, manifest_digest
 from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run_directory import RunDirectory
-from cdrmix.errors import ConfigError, InfrastructureError, StateError
+from cdrmix.errors import ConfigError, StateError
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.parallel.frozen_stages import FrozenStages
@@ -30,46 +28,6 @@ from cdrmix.planning.stage_b import stage_b_layers
 logger = get_logger(__name__)
 # DeepSpeed converts what it trains; a frozen backbone stays outside of it.
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def check_given(config: Config, *, run_dir: Path | None, resume: str) -> None:
-    """Refuses a Stage B without a Stage A, before any process group starts.
-
-    Raises:
-        ConfigError: if neither configuration nor command line names the backbone's run.
-        StateError: if there is no checkpoint in it.
-    """
-    if config.training.stage != "b":
-        return
-    assert config.stage_b is not None, "checked at construction"
-    resumed = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
-    # Unverified states will do: ranks verify the checkpoint itself once they have started.
-    if resumed is not None:
-        for folder in store.candidates(resumed):
-            with contextlib.suppress(OSError, ValueError, InfrastructureError):
-                state = read_json(folder / "state.json")
-                if isinstance(state, dict) and state.get("stage") == "b":
-                    return  # it holds the backbone, too
-    if config.stage_b.run is not None:
-        place = Path(config.stage_b.run)
-        option = f"stage_b.run = {config.stage_b.run}"
-    elif resume not in ("never", "auto"):
-        place = Path(resume)
-        option = f"--resume {resume}"
-    elif resume == "auto" and run_dir is not None:
-        place = run_dir
-        option = f"--run-dir {run_dir} --resume auto"
-    else:
-        raise ConfigError(
-            "training.stage = b: Stage B starts from a finished Stage A. Try --set "
-            "stage_b.run=RUN_DIR, --run-dir RUN_DIR --resume auto to go on in its run directory, "
-            "or training.stage = all"
-        )
-    if not store.candidates(place):
-        raise StateError(
-            f"{option}: holds no checkpoint to take the backbone from. Give the run directory of a "
-            "finished Stage A, or training.stage = all"
-        )
 
 
 def find_backbone(

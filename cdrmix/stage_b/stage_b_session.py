@@ -67,7 +67,7 @@ def _set_up(
     plan = start.plan
     settings = stage_b_section(config)
     training = settings.training
-    corpus = open_corpus(config)
+    corpus = open_corpus(config, sample=start.sample)
     topology = make_topology(plan.degrees)
     start.start_up.done("data")
     source = checkpoint if resumes else None

@@ -12,9 +12,9 @@ from typing import NoReturn, TypeAlias
 Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
-# Names of other trainers for verbs; `launch` is the one that trains.
+# Names of other trainers for verbs.
 _COMMON_VERBS = {
-    **dict.fromkeys(("train", "pretrain", "run", "start", "fit"), "launch"),
+    **dict.fromkeys(("pretrain", "finetune", "run", "start", "fit"), "train"),
     **dict.fromkeys(("eval", "test", "benchmark"), "evaluate"),
     **dict.fromkeys(("infer", "predict", "chat"), "generate"),
 }

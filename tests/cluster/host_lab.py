@@ -83,6 +83,16 @@ class HostLab:
         self.cut(name)
         _end_processes(self._namespace(name))
 
+    @contextlib.contextmanager
+    def closed_ports(self, name: str) -> Iterator[None]:
+        """Let nothing out of a host's ephemeral ports, as a firewall that only knows ssh does."""
+        rule = ["ipproto", "tcp", "sport", "32768-60999", "prohibit"]
+        _run("ip", "-n", self._namespace(name), "rule", "add", *rule)
+        try:
+            yield
+        finally:
+            _run("ip", "-n", self._namespace(name), "rule", "del", *rule)
+
     def start(self) -> None:
         """Make the hosts and their sshd."""
         for key in ("id", "host_key"):

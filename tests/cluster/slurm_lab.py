@@ -31,7 +31,7 @@ AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CryptoType=crypto/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={task_plugin}
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
@@ -58,8 +58,9 @@ PartitionName=high Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=1
 class SlurmLab:
     """Commands on a SLURM that runs in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, binds_tasks: bool) -> None:
         self._folder = folder
+        self._binds_tasks = binds_tasks
         self._name = new_name()
         self.environment = {
             **os.environ,
@@ -99,10 +100,16 @@ class SlurmLab:
         host = os.uname().nodename.partition(".")[0]
         nodes = "\n".join(
             f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} "
-            "CPUs=2 RealMemory=2000 State=UNKNOWN"
+            f"CPUs=2 RealMemory=8000 State=UNKNOWN {'CpuBind=core' if self._binds_tasks else ''}"
             for n in (1, 2)
         )
-        text = _CONFIGURATION.format(folder=folder, host=host, port=free_port(), nodes=nodes)
+        text = _CONFIGURATION.format(
+            folder=folder,
+            host=host,
+            port=free_port(),
+            nodes=nodes,
+            task_plugin="task/affinity" if self._binds_tasks else "task/none",
+        )
         (folder / "slurm.conf").write_text(text)
         options = ("socket=munge/socket", "key-file=munge.key", "pid-file=munged.pid")
         files = ("log-file=munged.log", "seed-file=munge.seed")
@@ -142,14 +149,17 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def slurm_lab(folder: Path) -> Iterator[SlurmLab]:
-    """A running SLURM with nodes n1 and n2; skips the test where there can be none."""
+def slurm_lab(folder: Path, *, binds_tasks: bool = False) -> Iterator[SlurmLab]:
+    """A running SLURM with nodes n1 and n2; skips the test where there can be none.
+
+    `binds_tasks` has a task run on the cores alone that it was given; both nodes have the same.
+    """
     reason = missing()
     if reason:
         pytest.skip(reason)
     end_processes_of_dead_labs()
     folder.chmod(0o755)
-    lab = SlurmLab(folder)
+    lab = SlurmLab(folder, binds_tasks=binds_tasks)
     lab.environment["PATH"] = _path()
     try:
         lab.start()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.cluster.slurm import Batch, make_batch, write_script
+from cdrmix.cluster.slurm import Batch, Request, make_batch, write_script
+from cdrmix.config.load import load_config, snapshot_yaml
 from cdrmix.errors import ConfigError
 from tests.conftest import TINY
 from tests.harness import ROOT
@@ -78,19 +79,14 @@ class Played:
 def batch(run_dir: Path, config: Path = TINY, **changes: object) -> Batch:
     values: dict[str, object] = {
         "config": config,
-        "overrides": (),
-        "profile": None,
         "run_dir": run_dir,
         "nodes": 1,
         "ranks_per_node": 1,
         "on_cpu": True,
-        "starter": "srun",
         "time_limit": "1:00:00",
         "max_restarts": 1,
-        "chain": 1,
-        "options": (),
     }
-    return make_batch(**(values | changes))  # type: ignore[arg-type]
+    return make_batch(Request(**(values | changes)))  # type: ignore[arg-type]
 
 
 def test_what_may_pass_is_requeued_and_what_may_not_is_not(tmp_path: Path) -> None:
@@ -135,6 +131,24 @@ def test_a_core_run_is_at_its_end_where_nothing_more_is_asked_for(tmp_path: Path
     marker = job.run_dir / "finished.json"
     marker.write_text(json.dumps({"step": 50, "stage": "a", "finished": "2026-01-01"}))
     assert "at its end" in job.start(1, step=0, latest=0)
+
+
+def test_a_resumed_run_is_at_its_end_by_its_own_configuration(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    run_dir = tmp_path / "run"
+    config = tmp_path / "config.yaml"
+    config.write_text(TINY.read_text())
+    job = Played(tmp_path / "bin", batch(run_dir, config))
+    own = load_config(TINY, ["training.max_steps=50"])
+    (run_dir / "config_snapshot.yaml").write_text(snapshot_yaml(own))
+    assert job.start(1, step=5, latest=5) == "requeued"
+    marker = run_dir / "finished.json"
+    marker.write_text(json.dumps({"step": 50, "stage": "a", "finished": "2026-01-01"}))
+    assert "at its end" in job.start(1, step=0, latest=0), "the file asks for 500 steps"
+    again = Played(tmp_path / "bin", batch(run_dir, config))
+    assert "at its end" in again.start(1, step=0, latest=0), "a new script, and nothing more asked"
+    more = Played(tmp_path / "bin", batch(run_dir, config, overrides=("training.max_steps=60",)))
+    assert more.start(1, step=0, latest=0) == "requeued"
 
 
 def test_values_of_variables_stand_in_no_script(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -40,13 +41,16 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostLab]:
         yield lab
 
 
-def examined(hosts: HostLab, folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+def examined(
+    hosts: HostLab, folder: Path, *flags: str, **variables: str
+) -> tuple[int, dict[str, Any]]:
     """Exit code of `cdrmix doctor` on the first host, and its findings by check."""
     listed = hosts.hostfile(folder / "hosts")
     command = (sys.executable, "-m", "cdrmix.cli", "doctor", "--json", "--folder", str(folder))
     done = subprocess.run(
         [*hosts.command("cdrmix-a"), *command, "--hostfile", str(listed), *flags],
         cwd=ROOT,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -80,6 +84,39 @@ def test_a_host_that_loses_power_and_comes_back_takes_part_again(
     uninterrupted = tmp_path / "uninterrupted"
     assert run_ranks(start, 2, [*run, "--run-dir", str(uninterrupted)]) == [0, 0]
     assert_equal_runs(run_dir, uninterrupted, steps=STEPS)
+
+
+def test_doctor_asks_the_hosts_as_the_launcher_does(hosts: HostLab, tmp_path: Path) -> None:
+    # which the launcher hands to the ranks of all hosts
+    (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth7\n")
+    code, findings = examined(hosts, tmp_path, "--no-all-reduce", HOME=str(tmp_path))
+    assert code == 2
+    named = "cdrmix-a: GLOO_SOCKET_IFNAME=eth7; cdrmix-b: GLOO_SOCKET_IFNAME=eth7"
+    assert named in findings["interface"]["detail"]
+    assert findings["pdsh"]["status"] == findings["hosts"]["status"] == "ok"
+    assert findings["ports"]["detail"].startswith("2 hosts reach each other")
+
+    # a setting of pdsh alone: plain ssh reaches both hosts all the same
+    wrong_port = {"PDSH_SSH_ARGS_APPEND": "-p 2222"}
+    code, findings = examined(hosts, tmp_path, "--no-all-reduce", **wrong_port)
+    assert code == 2
+    for name in hosts.names:
+        refused = f"{name}: ssh: connect to host {name} port 2222: Connection refused"
+        assert refused in findings["hosts"]["detail"]
+        assert f"start sshd on {name}" in findings["hosts"]["remedy"]
+    assert findings["shared folder"]["status"] == "ok", "what can be looked at is looked at"
+
+
+def test_doctor_finds_ports_that_a_firewall_closes(hosts: HostLab, tmp_path: Path) -> None:
+    with hosts.closed_ports("cdrmix-b"):
+        code, findings = examined(hosts, tmp_path, "--no-all-reduce")
+    assert code == 2
+    assert findings["hosts"]["status"] == "ok", "ssh is let through"
+    ports = findings["ports"]
+    assert ports["status"] == "FAIL"
+    assert "cdrmix-a to cdrmix-b (10.213.77.12:" in ports["detail"]
+    assert "cdrmix-b to cdrmix-a (10.213.77.11:" in ports["detail"]
+    assert "firewall" in ports["remedy"]
 
 
 def test_a_run_that_loses_a_host_goes_on_with_the_other_one(

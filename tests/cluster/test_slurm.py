@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
-    with slurm_lab(tmp_path_factory.mktemp("slurm")) as lab:
+    with slurm_lab(tmp_path_factory.mktemp("slurm"), binds_tasks=True) as lab:
         yield lab
 
 
@@ -46,11 +47,17 @@ def uninterrupted(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run_dir
 
 
-def submit(slurm: SlurmLab, run: Sequence[str], *flags: str) -> str:
-    """Queue a run on both nodes, one rank each; the job's number."""
-    nodes = ("--nodes", "2", "--gpus-per-node", "1", "--cpu")
+def submit(slurm: SlurmLab, run: Sequence[str], *flags: str, cores: int = 2) -> str:
+    """Queue a run on both nodes, one rank of so many cores each; the job's number."""
+    nodes = ("--nodes", "2", "--gpus-per-node", "1", "--cpu", "--cpus-per-task", str(cores))
     words = ("-m", "cdrmix.cli", "slurm", *run, *nodes, *flags, "--submit")
-    return slurm.run(sys.executable, *words).splitlines()[-1]
+    return slurm.run(sys.executable, *words)
+
+
+def cores_of_rank(run_dir: Path) -> int:
+    """Cores on which SLURM let rank 0 of the last start run."""
+    environment = json.loads((run_dir / "environment.json").read_text())
+    return int(environment["device"]["cores"])
 
 
 def wait_until(happened: Callable[[], bool], log: Path, *, timeout: float = 240) -> None:
@@ -85,6 +92,7 @@ def test_a_requeued_and_preempted_job_ends_as_if_nothing_had_happened(
     wait_until(lambda: slurm.state(job) in ("", "COMPLETED"), log)
     assert "ended with code 75 after TERM" in log.read_text()
     assert f"job {job}: start 2 ended with code 0" in log.read_text()
+    assert cores_of_rank(run_dir) == 2, "a task that asks for no cores gets one here"
     assert_equal_runs(run_dir, uninterrupted, steps=STEPS)
 
 
@@ -92,7 +100,12 @@ def write_config(path: Path, data: Path, max_steps: int) -> None:
     """A configuration of any length, whose learning rate does not depend on it."""
     constant = ("training.min_learning_rate=3e-3", f"training.max_steps={max_steps}")
     settings = [*SMALL, *SETTINGS, *constant, f"data.path={data}"]
-    path.write_text(dump_yaml(load_config(ROOT / CONFIG, settings).model_dump()))
+    text = dump_yaml(load_config(ROOT / CONFIG, settings).model_dump())
+    path.write_text(text)
+    # a run that is resumed takes its own configuration
+    own = path.parent / "run" / "config_snapshot.yaml"
+    if own.exists():
+        own.write_text(text)
 
 
 def has_line(log: Path, text: str) -> bool:
@@ -110,7 +123,7 @@ def submit_endless(slurm: SlurmLab, data: Path, folder: Path, starter: str) -> s
     # a start that is not yet at its first step when the signal comes has another go
     limit = ("--time", "00:02:00", "--option", "signal=B:USR1@60", "--max-restarts", "9")
     run = ("--config", str(folder / "config.yaml"), "--run-dir", str(folder / "run"))
-    return submit(slurm, run, "--starter", starter, *limit)
+    return submit(slurm, run, "--starter", starter, *limit, cores=1)
 
 
 def test_a_time_limit_saves_and_requeues_under_both_starters(
@@ -135,12 +148,14 @@ def test_a_time_limit_saves_and_requeues_under_both_starters(
     for job, log in jobs.values():
         wait_until(partial(has_left, slurm, job), log)
         assert "ended with code 0" in log.read_text()
+        assert cores_of_rank(log.parent) == 1
 
     whole = tmp_path / "uninterrupted"
     for folder, end in sorted(ends.items(), key=lambda item: item[1]):
         write_config(tmp_path / "config.yaml", small_corpus, end)
         argv = ["--config", str(tmp_path / "config.yaml"), "--run-dir", str(whole)]
-        assert run_ranks(start, 2, [*argv, "--resume", "auto"]) == [0, 0]
+        argv += ["--set", f"training.max_steps={end}", "--resume", "auto"]
+        assert run_ranks(start, 2, argv) == [0, 0]
         assert_equal_runs(folder / "run", whole, steps=end)
 
 
@@ -213,3 +228,56 @@ def test_slurm_takes_the_scripts_as_they_are_meant(
         assert f"StdOut={run_dir}/slurm-" in shown, shown
         assert "Requeue=1" in shown
     assert not Path("x").exists()
+
+
+def test_sbatch_takes_scripts_of_both_starters_a_chain_and_options(
+    slurm: SlurmLab, small_corpus: Path, tmp_path: Path
+) -> None:
+    words = ["--nodes", "2", "--gpus-per-node", "1", "--cpu"]
+    both = ["--cpus-per-task", "2", "--mem", "7G", "--time", "1-12"]
+    options = overrides_of_sbatch("partition=high", "mem-per-cpu=1500M", "no-requeue", "time=90")
+    for number, flags in enumerate(
+        ([], both, ["--starter", "deepspeed", *both], ["--chain", "3"], options)
+    ):
+        run_dir = tmp_path / str(number)
+        run = arguments(small_corpus, run_dir)
+        script = slurm.run(sys.executable, "-m", "cdrmix.cli", "slurm", *run, *words, *flags)
+        slurm.run("sbatch", "--test-only", script)
+        lines = [line for line in Path(script).read_text().splitlines() if "#SBATCH" in line]
+        names = [line.partition("=")[0] for line in lines]
+        assert len(names) == len(set(names)), lines
+    job = slurm.run("sbatch", "--parsable", "--hold", script)
+    shown = slurm.run("scontrol", "show", "job", job)
+    slurm.run("scancel", job)
+    for text in ("Partition=high", "MinMemoryCPU=1500M", "Requeue=0", "TimeLimit=01:30:00"):
+        assert text in shown, shown
+
+
+def overrides_of_sbatch(*options: str) -> list[str]:
+    return [word for option in options for word in ("--option", option)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--option", "partition=gpu"), "no partition gpu here. There are low, high"),
+        (("--mem", "9G"), "9 GiB, and a node of partition low has 7.8 GiB"),
+        (("--cpus-per-task", "3"), "1 tasks of 3 cores: a node of partition low has 2"),
+        (("--option", "nodelist=n7", "--submit"), "sbatch refuses it: "),
+    ],
+)
+def test_what_slurm_would_refuse_is_told_before_it_is_queued(
+    flags: Sequence[str], problem: str, slurm: SlurmLab, small_corpus: Path, run_dir: Path
+) -> None:
+    words = ("slurm", *arguments(small_corpus, run_dir), "--nodes", "2", "--gpus-per-node", "1")
+    done = subprocess.run(
+        [sys.executable, "-m", "cdrmix.cli", *words, "--cpu", *flags],
+        env=slurm.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert problem in done.stderr
+    assert slurm.run("squeue", "-h") == ""

@@ -18,12 +18,14 @@ from cdrmix.data.tokenizer import load_tokenizer
 from cdrmix.evaluation.perplexity import evaluate, held_out_rows
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.initialize import normal_
+from cdrmix.monitoring.sinks import read_metrics
 from cdrmix.planning.cluster import processes
 from cdrmix.planning.profile import choose
 from tests.harness import run_ranks
 from tests.small_run import CONFIG, SMALL, arguments, start
 
-ROWS, LENGTH = 5, 64  # three batches of two: on two ranks one pass is not counted
+# Five batches of two: on two ranks one pass is not counted. The eighth sample alone is of prose.
+ROWS, LENGTH = 9, 64
 
 
 def evaluated(
@@ -76,10 +78,13 @@ def flat(evaluation: dict[str, Any], *, overflow: bool) -> np.ndarray:
         ]
         for layer in evaluation["layers"]
     ]
-    return np.array([evaluation["loss"], evaluation["bits_per_byte"], *sum(layers, [])])
+    whole = [evaluation["loss"], evaluation["bits_per_byte"]]
+    domains = [each[name] for each in evaluation["domains"] for name in ("loss", "tokens")]
+    return np.array([*whole, *domains, *sum(layers, [])])
 
 
-EXPERT, PIPELINE, TENSOR = (f"parallel.{axis}=2" for axis in ("expert", "pipeline", "tensor"))
+AXES = ("expert", "pipeline", "sequence", "tensor")
+EXPERT, PIPELINE, SEQUENCE, TENSOR = (f"parallel.{axis}=2" for axis in AXES)
 DENSE = "model.moe=null"
 
 
@@ -91,6 +96,7 @@ DENSE = "model.moe=null"
         (4, (EXPERT,), None),
         (2, (TENSOR,), None),
         (4, (TENSOR, "parallel.expert=4"), None),
+        (2, (SEQUENCE,), None),
         (2, (PIPELINE,), None),
         (4, (PIPELINE, EXPERT), None),
         (4, (PIPELINE, TENSOR), None),
@@ -117,9 +123,31 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(
     found = [evaluation for evaluation, _ in ranks]
     assert all(evaluation == found[0] for evaluation in found), "every rank has the same result"
     assert found[0]["tokens"] == one["tokens"]
+    for result in (found[0], one):
+        domains = result["domains"]
+        assert [each["domain"] for each in domains] == ["code", "prose"]
+        nats = sum(each["loss"] * each["tokens"] for each in domains)
+        assert nats / result["tokens"] == pytest.approx(result["loss"], rel=1e-13)
     # the capacity is that of the tokens that a rank routes, which tensor ranks share
     ours, theirs = (flat(result, overflow=TENSOR not in settings) for result in (found[0], one))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_tells_loss_and_samples_by_domain(small_corpus: Path, run_dir: Path) -> None:
+    phases = '[{"weights": {"code": 1, "prose": 0}, "samples": 24}, {"weights": {"prose": 1}}]'
+    more = ("--set", f"data.mixture.phases={phases}", "--set", "evaluation.every_steps=30")
+    assert run_ranks(start, 2, arguments(small_corpus, run_dir, *more), timeout=60) == [0, 0]
+    names = {domain: f"data/domain/{domain}/samples" for domain in ("code", "prose")}
+    for line in read_metrics(run_dir / "metrics.jsonl"):
+        drawn = {domain: line[name] for domain, name in names.items() if name in line}
+        samples = 8 * line["step"]  # of the global batch
+        later = {"prose": samples - 24} if samples > 24 else {}
+        assert drawn == {"code": min(samples, 24), **later}
+    evaluation = json.loads((run_dir / "metrics.json").read_text())["evaluation"]
+    domains = {each["domain"]: each["tokens"] for each in evaluation["domains"]}
+    assert domains.keys() == names.keys() and sum(domains.values()) == evaluation["tokens"]
+    log = (run_dir / "train.log").read_text()
+    assert f"validation loss by domain: code {evaluation['domains'][0]['loss']:.4f}, prose " in log
 
 
 def start_with_an_early_end(argv: list[str], eos_id: int) -> int:

@@ -191,7 +191,7 @@ def test_a_report_of_wrong_types_costs_its_rank_and_no_line_of_the_log_is_forged
     started: Callable[..., StartedHead], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     head, log, forged = started(tmp_path), tmp_path / "train.log", tmp_path / "forged.log"
-    head.pipe.write(encode({"log": str(log)}))
+    head.pipe.write(encode({"log": str(log), "go_on": "cdrmix launch --run-dir here"}))
     first, second = (Watchdog(head.meeting, rank) for rank in range(2))
     second.send(log=str(forged), phase="x\n2026-01-01 ERROR forged\x1b[2J")
     beat([first], 0.5)
@@ -200,6 +200,7 @@ def test_a_report_of_wrong_types_costs_its_rank_and_no_line_of_the_log_is_forged
     assert "rank 1 on host-1 is gone" in outcome_of(tmp_path)["reason"]
     text = log.read_text()
     assert "(x?2026-01-01 ERROR forged?[2J)" in text
+    assert "All ranks end. Go on with: cdrmix launch --run-dir here" in text
     assert "\x1b" not in text + capfd.readouterr().err
     assert not forged.exists()
 

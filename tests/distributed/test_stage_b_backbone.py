@@ -30,6 +30,7 @@ def run_dir(
     folder = tmp_path_factory.mktemp("run")
     argv = arguments(small_corpus, folder / "run", folder, *LEARNS)
     assert run_ranks(start, request.param, argv) == [0] * request.param
+    assert len(list((folder / "run" / "starts").iterdir())) == 1, "one start, of both stages"
     return folder / "run"
 
 

@@ -14,7 +14,7 @@ from cdrmix import cli
 from cdrmix.corpus.inspection import inspect_folder
 from cdrmix.corpus.inspection_page import write_data_page
 from tests.unit.data.token_folder import write_counting_folder
-from tests.unit.monitoring.test_report import Page
+from tests.unit.monitoring.test_report import Page, kinds_of_tables
 
 pytest.importorskip("rensa", reason="the [data] extra is not installed")
 
@@ -69,6 +69,7 @@ def test_the_page_is_whole_and_loads_nothing(built: Path) -> None:
     assert len(page.ids) == len(set(page.ids))
     assert {"table", "svg", "details"} <= page.tags and "script" not in page.tags
     assert "http:" not in source and "https:" not in source and "\x07" not in source
+    assert kinds_of_tables(source) == {"counts", "stack"}
     assert set(re.findall(r"url\((#?)", source)) <= {"#"}
 
 
@@ -125,6 +126,47 @@ def test_inspect_shows_mixture_clusters_lineage_and_names_the_page(
     assert "dedup, clusters of near duplicates: 1" in table
     assert "  2 documents, first texts/4.txt#0" in table
     assert "train-prose-00000: texts" in table and found["source"]["recipe_hash"] in table
+
+
+def test_phases_are_told_in_words(built: Path) -> None:
+    text = Page((built / "report.html").read_text(encoding="utf-8")).text
+    assert "Phase 1: samples 1 to 40, the same shares throughout" in text
+    assert "shares change in a straight line from those of phase 1" in text
+    assert "Means over the phase." in text and "linear change" not in text
+
+
+def test_the_way_of_each_source_is_shown_with_its_losses(built: Path, tmp_path: Path) -> None:
+    sources = [
+        {
+            "name": "texts", "domain": "prose", "files": 21, "rows": 24, "bytes": 3 * 2**20,
+            "set_aside": {"NUL characters": 1}, "dropped": {"filter": 1, "dedup": 2},
+            "documents": 20, "tokens": 98_765,
+        },
+        {
+            "name": "rows", "domain": "code", "files": 1, "rows": 1_988, "bytes": None,
+            "set_aside": {"no text in field 'text'": 1_988}, "dropped": {"filter": 0},
+            "documents": 0, "tokens": 0,
+        },
+    ]  # fmt: skip
+    held_out = {"validation_share": 0.02, "documents": 1, "tokens": 5_000}
+    held_out |= {"share_of_documents": 0.025, "share_of_tokens": 0.057}
+    inspected = inspect_folder(built) | {"sources": sources, "held_out": held_out}
+    source = write_data_page(tmp_path, inspected).read_text(encoding="utf-8")
+    text = Page(source).text
+    assert "texts 21 24 3 MiB 1 3 20 98,765" in text
+    assert "rows 1 1,988 – 1,988 0 0 0" in text
+    assert "set aside: no text in field 'text' 1,988" in text
+    assert "dropped by dedup 2 dropped by filter 1" in text and "dropped by filter 0" not in text
+    assert 'data-label="documents" class="bad">0<' in source, "a source of which nothing is left"
+    assert "2.0% of the documents was asked for; 1 document (2.5%) with 5.7% of the tokens" in text
+
+
+def test_a_build_of_a_version_without_counts_by_source_has_a_page(
+    built: Path, tmp_path: Path
+) -> None:
+    inspected = inspect_folder(built) | {"sources": [], "held_out": None}
+    source = write_data_page(tmp_path, inspected).read_text(encoding="utf-8")
+    assert "<h2>Sources</h2>" not in source and "Held out: " not in source
 
 
 def test_a_mixture_that_cannot_be_drawn_is_told(

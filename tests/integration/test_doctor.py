@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from uuid import uuid4
 import pytest
 
 from cdrmix import cli
+from cdrmix.cluster import doctor as doctor_module
 from cdrmix.cluster import probe
 from cdrmix.cluster.doctor import examine
 from cdrmix.cluster.handover import FOLDER_VARIABLE
@@ -26,21 +28,29 @@ from cdrmix.cluster.hosts import Host
 from cdrmix.cluster.probe import driver_devices, look, unusable_devices
 from tests.harness import RANK_ENVIRONMENT, ROOT
 
-CHECKS = ["hosts", "python", "packages", "devices", "clock", "interface", "disk", "/dev/shm"]
-CHECKS += ["shared folder", "ports", "leftovers", "all-reduce"]
+CHECKS = ["hosts", "cdrmix", "python", "packages", "devices", "clock", "interface", "disk"]
+CHECKS += ["/dev/shm", "temporary", "open files", "processes", "compiler", "shared folder", "ports"]
+CHECKS += [".deepspeed_env", "leftovers", "all-reduce"]
 
 
-def test_this_machine_is_examined_down_to_an_all_reduce(tmp_path: Path) -> None:
-    flags = ("--nproc", "2", "--json", "--folder", str(tmp_path / "runs"))
-    done = subprocess.run(
+def doctor(*flags: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """`cdrmix doctor` in a process of its own; `settings` are those of `subprocess.run`."""
+    variables = settings.pop("env", {})
+    return subprocess.run(
         [sys.executable, "-m", "cdrmix.cli", "doctor", *flags],
         cwd=ROOT,
-        env={**os.environ, **RANK_ENVIRONMENT},
-        capture_output=True,
+        env={**os.environ, **RANK_ENVIRONMENT, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=240,
         check=False,
+        **settings,
     )
+
+
+def test_this_machine_is_examined_down_to_an_all_reduce(tmp_path: Path) -> None:
+    done = doctor("--nproc", "2", "--json", "--folder", str(tmp_path / "runs"))
     found = {finding["check"]: finding for finding in json.loads(done.stdout)}
     assert list(found) == CHECKS
     assert done.returncode == 0, found
@@ -64,11 +74,90 @@ def test_a_folder_that_cannot_be_made_fails_with_exit_code_2(
     assert capsys.readouterr().out.startswith("FAIL  shared folder")
 
 
+# Read by every Python that finds it: rank 1 fails as soon as it is one.
+BROKEN = """
+import os, sys, traceback
+if os.environ.get("RANK") == "1" and any("all_reduce" in word for word in sys.orig_argv):
+    try:
+        raise RuntimeError("no driver on this device")
+    except RuntimeError:
+        traceback.print_exc()
+        os._exit(1)
+"""
+
+
+def test_an_all_reduce_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BROKEN)
+    runs = tmp_path / "runs"
+    done = doctor("--nproc", "2", "--folder", str(runs), env={"PYTHONPATH": str(folder)})
+    assert done.returncode == 2
+    assert "Traceback" not in done.stdout
+    *_, line = done.stdout.split("FAIL  all-reduce ")
+    told = re.search(
+        r"the launcher ended with code (\d+) after (\d+) s: (.*) try: ", " ".join(line.split())
+    )
+    assert told is not None, done.stdout
+    assert int(told[1]) != 0
+    assert told[3] == "RuntimeError: no driver on this device"
+    (kept,) = runs.iterdir()
+    assert str(kept) in done.stdout
+    assert "Traceback" in kept.read_text()
+
+
+def test_an_all_reduce_that_hangs_is_told_of_with_the_time_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_module, "_ALL_REDUCE_SECONDS", 0.1)
+    for name, value in RANK_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    *_, finding = examine([], folder=tmp_path, ranks_per_host=1, with_all_reduce=True)
+    assert finding.status == "FAIL"
+    assert finding.detail.startswith("time ran out after 0 s: ")
+    assert finding.remedy == f"read {tmp_path}/doctor-all-reduce.log"
+
+
+def test_limits_that_end_a_run_are_told_in_lines_of_80_columns(tmp_path: Path) -> None:
+    def lower() -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
+
+    done = doctor(
+        *("--no-all-reduce", "--folder", str(tmp_path / "runs")),
+        env={
+            "TMPDIR": str(tmp_path / "nowhere"),
+            "GLOO_SOCKET_IFNAME": "nowhere0",
+            "PATH": str(tmp_path),
+        },
+        preexec_fn=lower,
+    )
+    assert done.returncode == 2
+    findings = {}
+    check = ""
+    for line in done.stdout.splitlines():
+        assert len(line) <= 80 or len(line[22:].split()) == 1, "a path is not cut"
+        if not line.startswith(" "):
+            check = line[6:].split("  ")[0]
+        assert line[:22].strip() == "" or not line.startswith(" "), "a hanging indent"
+        findings[check] = f"{findings.get(check, '')} {line.strip()}".strip()
+    for check, status, remedy in (
+        ("interface", "FAIL", "unset"),
+        ("temporary", "FAIL", "export TMPDIR=DIR"),
+        ("open files", "FAIL", "ulimit -n"),
+        ("compiler", "warn", "apt-get install g++"),
+    ):
+        assert findings[check].startswith(status), findings
+        assert f"try: {remedy}" in findings[check]
+
+
 def test_a_host_without_an_address_fails(tmp_path: Path) -> None:
     hosts = [Host("no-such-host.invalid", 1)]
     findings = examine(hosts, folder=tmp_path, ranks_per_host=None, with_all_reduce=False)
-    assert [finding.status for finding in findings] == ["FAIL"]
-    assert "no-such-host.invalid" in findings[0].detail
+    *_, finding = findings
+    assert (finding.check, finding.status) == ("hosts", "FAIL")
+    assert "no-such-host.invalid" in finding.detail
+    assert "/etc/hosts" in (finding.remedy or "")
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")

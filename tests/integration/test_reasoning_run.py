@@ -73,4 +73,5 @@ def test_stage_b_goes_on_in_the_run_directory_of_a_finished_stage_a(
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS - PHASE_STEPS + 1))
     text = refused([*argv, "--set", "training.stage=a", "--resume", "auto"], capfd)
-    assert "was saved in Stage B. Try training.stage = b or all" in text
+    assert "training.stage: b -> a: cannot change" in text
+    assert "`a` is refused for a checkpoint of Stage B" in text

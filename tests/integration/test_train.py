@@ -97,7 +97,11 @@ def test_the_metrics_have_their_names_and_add_up(
         *("memory_peak_bytes", "step_seconds", "moe/overflow_fraction"),
         *("moe/routing_entropy_bits", "moe/load_balance_loss", "moe/z_loss"),
     }
-    evaluated = {"eval/loss", "eval/perplexity", "eval/bits_per_byte"}
+    domains = ("code", "prose")
+    evaluated = {
+        *("eval/loss", "eval/perplexity", "eval/bits_per_byte"),
+        *(f"eval/domain/{domain}/loss" for domain in domains),
+    }
     for line in lines:
         assert line.keys() == (always | evaluated if line["step"] == 20 else always)
     assert [line["tokens_seen"] for line in lines] == [8 * 64 * n for n in range(1, STEPS + 1)]
@@ -109,6 +113,7 @@ def test_the_metrics_have_their_names_and_add_up(
     evaluation = summary["evaluation"]
     assert abs(evaluation["loss"] - lines[-1]["loss"]) < 0.5
     assert evaluation["tokens"] == 1000 // 64 * 64
+    assert [each["domain"] for each in evaluation["domains"]] == [*domains]
     assert [layer["layer"] for layer in evaluation["layers"]] == [0, 1]
     for layer in evaluation["layers"]:
         assert sum(layer["utilisation"]) == pytest.approx(1)

@@ -26,7 +26,8 @@ USERS_OF_DEEPSPEED = (
     *("runtime", "models/moe", "parallel", "engines/loop", "checkpoint"),
     "tools/benchmark",  # to compare with what DeepSpeed brings
 )
-READERS_OF_ENVIRONMENT = ("runtime", "launch", "cluster", "tools/mutate")
+# log: what a terminal shows, below every other reader
+READERS_OF_ENVIRONMENT = ("runtime", "launch", "cluster", "log", "tools/mutate")
 
 SOURCES = sources()
 
@@ -106,7 +107,7 @@ def test_imports_go_downwards_only(path: Path) -> None:
         ("cdrmix/objectives/grpo.py", "import cdrmix.runtime", "objectives, which are pure"),
         ("cdrmix/models/attention.py", "import deepspeed.comm", "deepspeed is imported outside"),
         ("cdrmix/models/attention.py", "import os\nos.environ['A']", "os.environ is read outside"),
-        ("cdrmix/log.py", "from os import getenv", "os.environ is read outside"),
+        ("cdrmix/errors.py", "from os import getenv", "os.environ is read outside"),
         ("cdrmix/utils/text.py", "import cdrmix.log", "utils has no row"),
         ("cdrmix/cli.py", "from cdrmix.utils import text", "utils has no row"),
         ("cdrmix/__init__.py", "from cdrmix.models import moe", "the package itself"),

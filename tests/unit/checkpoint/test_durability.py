@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cdrmix.checkpoint import files, folder, saver, store
+from cdrmix.checkpoint.candidates import step_folders
 from cdrmix.checkpoint.store import find_newest
 from cdrmix.errors import InfrastructureError, StateError
 from tests.checkpoints import on_ranks, save_checkpoint, whole
@@ -182,7 +183,7 @@ def test_a_copy_that_missed_a_save_does_not_bring_a_given_up_timeline_back(tmp_p
         save_step(root, 5)
         save_step(root, 8)
     save_step(run, 6)  # a rollback behind step 5, whose first save the copy missed
-    assert [path.name for path in folder.step_folders(run)] == ["6", "5"]
+    assert [path.name for path in step_folders(run)] == ["6", "5"]
     found = find_newest(run, copy)
     assert found is not None and found.path == run / "6"
     for path in (run / "6" / "manifest.json", copy / "8" / "manifest.json"):

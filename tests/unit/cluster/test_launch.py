@@ -12,6 +12,8 @@ from cdrmix.cluster import launch as module
 from cdrmix.cluster.handover import launch_environment, users_files
 from cdrmix.cluster.launch import launch, make_job
 from cdrmix.cluster.messages import Outcome
+from cdrmix.cluster.start_records import add_start_record
+from cdrmix.cluster.starts import read_starts
 from cdrmix.config.load import load_config, snapshot_yaml
 from cdrmix.config.redaction import redacted, redacted_text
 from cdrmix.errors import ConfigError
@@ -151,3 +153,31 @@ def test_hostfiles_name_nothing_but_hosts(tmp_path: Path) -> None:
 def test_a_name_is_one_line(character: str) -> None:
     with pytest.raises(ConfigError, match="is no name"):
         load_config(TINY, [f'name="a\\u{ord(character):04x}touch x"'])
+
+
+def test_a_start_is_noted_with_the_step_that_its_own_record_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    add_start_record(run_dir, {"from_step": 7})  # of an earlier start
+
+    def start_once(*_: Any) -> Outcome:
+        add_start_record(run_dir, {"from_step": 60})  # of --resume PATH, with no step to take
+        return Outcome(0, "", 0)
+
+    monkeypatch.setattr(module, "_start_once", start_once)
+    monkeypatch.setattr(module, "_Signals", lambda: None)
+    job = make_job(
+        config=TINY,
+        overrides=(),
+        hostfile=None,
+        ranks_per_host=1,
+        max_restarts=0,
+        profile=None,
+        run_dir=run_dir,
+        resume=str(tmp_path / "other"),
+    )
+    assert launch(job) == 0
+    (start,) = read_starts(run_dir)
+    assert (start.resumed_at, start.step) == (60, 60)

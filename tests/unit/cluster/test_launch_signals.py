@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cdrmix.cluster.launch import _Signals
-from cdrmix.cluster.messages import STOP, is_listed
+from cdrmix.cluster.messages import STOP, is_listed, stop_reason
 from cdrmix.errors import EXIT_FAULT, EXIT_STOPPED_BY_SIGNAL
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
@@ -39,6 +39,10 @@ def test_a_signal_asks_the_ranks_to_stop_and_a_second_one_ends_them(
     assert capfd.readouterr().err == (
         f"{name}: asking the ranks to save and stop; once more ends them\n"
     )
+    told = stop_reason(tmp_path)
+    assert told is not None
+    assert name in told
+    assert ("an interrupt" in told) == (name == "SIGINT")
     with pytest.raises(SystemExit) as end:
         os.kill(os.getpid(), signal.Signals[name])
     assert end.value.code == EXIT_FAULT

@@ -12,8 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.cluster.starts import STARTS, StartRecord, StartUp, append_start, read_starts
+from cdrmix.cluster.starts import (
+    STARTS,
+    StartRecord,
+    StartUp,
+    append_start,
+    end_of_run,
+    read_starts,
+)
+from cdrmix.config.load import load_config, snapshot_yaml
+from cdrmix.config.resuming import config_of_start
+from cdrmix.errors import ConfigError
+from tests.conftest import TINY
 
+REASON = TINY.with_name("cdrmix-reason-tiny.yaml")
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 TELL = """
 import json
@@ -85,3 +97,57 @@ def test_a_start_finds_the_launcher_that_nobody_told_it_of(tmp_path: Path) -> No
     measured = json.loads(done.stdout)
     assert 0.4 < measured["launcher_seconds"] < 5
     assert 0 < measured["imports_seconds"] < 5
+
+
+def finished(folder: Path, *overrides: str, config: Path = TINY, stage: str = "a") -> Path:
+    """A run directory as far as its end is read from it."""
+    folder.mkdir()
+    own = load_config(config, overrides)
+    (folder / "config_snapshot.yaml").write_text(snapshot_yaml(own))
+    step = own.training.num_steps
+    (folder / "finished.json").write_text(json.dumps({"step": step, "stage": stage}))
+    return folder
+
+
+def test_a_finished_run_is_at_its_end_unless_more_is_asked_for(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", "training.max_steps=60")
+
+    def end(*overrides: str) -> str | None:
+        config = config_of_start(None, overrides, run_dir=run, resume="auto")
+        return end_of_run(config, run_dir=run, resume="auto")
+
+    said = end()
+    assert said is not None
+    assert said.startswith(f"the run is at its end (step 60 of 60): {run}/report.html.")
+    assert said.endswith("To train on, give --set training.max_steps=N")
+    assert end("training.max_steps=60") == said
+    assert end("training.max_steps=61") is None
+    assert end("training.max_steps=61", "training.learning_rate=1e-3") is None
+    for other in ("training.learning_rate=1e-3", "checkpoint.keep=9", "training.max_steps=50"):
+        with pytest.raises(ConfigError, match="at its end") as caught:
+            end(other)
+        assert other.partition("=")[0] in str(caught.value)
+        assert "give --set training.max_steps=N" in str(caught.value)
+
+
+def test_the_end_is_that_of_the_directory_to_go_on_in(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run")
+    config = load_config(TINY)
+    assert end_of_run(config, run_dir=run, resume="never") is None
+    assert end_of_run(config, run_dir=None, resume=str(run)) is not None
+    assert end_of_run(config, run_dir=tmp_path / "new", resume=str(run)) is None, "another run"
+    assert end_of_run(config, run_dir=tmp_path / "new", resume="auto") is None
+    assert end_of_run(config, run_dir=None, resume=str(run / "checkpoints" / "4")) is None
+    (run / "finished.json").unlink()
+    assert end_of_run(config, run_dir=run, resume="auto") is None
+
+
+def test_another_stage_is_more_to_train(tmp_path: Path) -> None:
+    run = finished(tmp_path / "a", "training.stage=a", config=REASON)
+    config = load_config(REASON, ["training.stage=b"])
+    assert end_of_run(config, run_dir=run, resume="auto") is None
+    run = finished(tmp_path / "b", config=REASON, stage="b")
+    said = end_of_run(load_config(REASON), run_dir=run, resume="auto")
+    assert said is not None and "--set stage_b.training.policy_steps=N" in said
+    longer = load_config(REASON, ["stage_b.training.policy_steps=9999"])
+    assert end_of_run(longer, run_dir=run, resume="auto") is None

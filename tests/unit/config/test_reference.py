@@ -18,6 +18,8 @@ ENTRIES = {entry.path: entry for group in groups() for entry in group.entries}
 # Keys that are allowed with another one only.
 NEEDS = {
     "training.sequence_checkpoint_tokens": ["training.activation_checkpointing=true"],
+    "training.hold_learning_rate": ["training.schedule=infinite", "training.settle_steps=100"],
+    "training.settle_steps": ["training.schedule=infinite", "training.hold_learning_rate=2e-3"],
     "stage_b.run": ["training.stage=b"],
     "stage_b.pipeline": ["stage_b.training.backbone_lr_scale=0"],
 }
@@ -65,7 +67,8 @@ def test_an_entry_tells_whether_a_resumed_run_may_have_another_value() -> None:
     paths = {path.replace("[]", "") for path in ENTRIES} | {group.path for group in groups()}
     assert {*_RULES} <= paths
     assert when_resumed("model.moe.top_k") == "refused"
-    assert when_resumed("training.learning_rate") == "may change"
+    assert when_resumed("training.learning_rate").startswith("may change, with a warning")
+    assert when_resumed("monitoring.log_every_steps") == "may change"
     assert when_resumed("data.mixture.phases.tokens").startswith("refused in Stage A")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.config.load import config_hash, load_config
+from cdrmix.config.load import config_hash, load_config, shipped
 from cdrmix.corpus.inspection import lineage
 from cdrmix.corpus.recipe import (
     DEFAULT_STEPS,
@@ -135,6 +135,12 @@ def test_a_wrong_recipe_is_told_where_and_what_is_allowed(
 def test_a_missing_recipe_names_the_shipped_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file. Did you mean .*python.yaml"):
         load_recipe(tmp_path / "pyton.yaml")
+
+
+def test_the_configuration_of_a_model_is_no_recipe() -> None:
+    model = shipped("model_configs") / "cdrmix-core-tiny.yaml"
+    with pytest.raises(ConfigError, match="is the configuration of a model, not a data recipe"):
+        load_recipe(model)
 
 
 def test_a_step_with_another_list_is_another_step(recipe_file: Path, tmp_path: Path) -> None:

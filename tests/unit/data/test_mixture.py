@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cdrmix.config.load import changed_keys
+from cdrmix.config.load import changed_keys, load_config
 from cdrmix.config.schema import DataConfig, MixtureConfig
-from cdrmix.data.mixture import MixedDataset, Mixture, Phase, draw_sources
+from cdrmix.data.mixture import MixedDataset, Mixture, Phase, check_mixture, draw_sources
+from cdrmix.data.shards import read_manifest
+from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.errors import DataError
 from tests.unit.data.token_folder import write_token_folder
 
@@ -217,6 +220,16 @@ def test_a_saved_mixture_is_no_change_of_the_configuration() -> None:
     assert not [name for name, _, _ in changed if name.startswith("mixture")]
 
 
+def test_samples_drawn_between_two_positions_are_those_of_the_order(folder: Path) -> None:
+    dataset = mixed(folder, {"weights": {"a": 1, "c": 3}, "samples": 30}, {"weights": {"b": 1}})
+    domains = [domain for domain, _ in places(dataset, np.arange(80), seed=1)]
+    for start, stop in ((0, 80), (7, 33), (30, 30)):
+        counts = Counter(domains[start:stop])
+        asked = {name: counts[place] for place, name in enumerate(("a", "b", "c", "tiny"))}
+        assert dataset.drawn(start, stop) == asked
+    assert TokenDataset(folder, "train", LENGTH).drawn(0, 9) == {}
+
+
 def test_weights_left_out_are_the_sizes_of_the_domains(folder: Path) -> None:
     found = places(mixed(folder, {}), np.arange(170), seed=1)
     assert draw_sources(mixed(folder, {})._plan, 0, 170)["domains"]["b"]["samples"] == 50
@@ -238,3 +251,38 @@ def test_a_domain_too_short_for_a_sample_cannot_be_asked_for(folder: Path) -> No
         mixed(folder, {}).rows(np.array([0, 170]))
     with pytest.raises(DataError, match="no split 'test'. Splits here: train"):
         MixedDataset(folder, "test", LENGTH, MixtureConfig())
+
+
+@pytest.mark.parametrize(
+    ("phases", "built", "complaint"),
+    [
+        ([{"weights": {"cod": 1}}], None, r"phases\[0\].weights: no domain cod in this data set"),
+        ([{"weights": {"a": 1, "tiny": 1}}], None, "domain tiny has a share of 0.5, but too few"),
+        ([{"change": "linear", "samples": 3}], None, "needs a phase before it"),
+        (None, [{"weights": {"old": 1}}], "no domain old in this data set. Known: a, b, c, tiny"),
+        ([{"weights": {"a": 1}}], [{"weights": {"old": 1}}], None),
+        ([{"weights": {"a": 1}, "tokens": 1}, {"weights": {"b": 1}}], None, None),
+        (None, None, None),
+    ],
+)
+def test_a_mixture_is_checked_without_its_shards(
+    folder: Path, phases: list[object] | None, built: list[object] | None, complaint: str | None
+) -> None:
+    manifest = read_manifest(folder)
+    for shard in folder.glob("*.bin"):
+        shard.unlink()
+    if built is not None:
+        manifest = manifest.model_copy(update={"source": {"mixture": {"phases": built}}})
+    config = load_config("model_configs/cdrmix-core-tiny.yaml")
+    mixture = phases and MixtureConfig.model_validate({"phases": phases})
+    config = config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"mixture": mixture}),
+            "training": config.training.model_copy(update={"sequence_length": LENGTH}),
+        }
+    )
+    if complaint is None:
+        check_mixture(config, manifest)
+    else:
+        with pytest.raises(DataError, match=complaint):
+            check_mixture(config, manifest)

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from cdrmix.cluster.messages import ask_to_stop
 from cdrmix.engines import supervision
 from cdrmix.engines.supervision import Requests
 from cdrmix.errors import EXIT_STOPPED_BY_SIGNAL
@@ -44,6 +46,25 @@ def test_a_request_to_stop_stays_and_is_named(requests: Requests, name: str) -> 
         assert requests.poll() == (True, False)
         assert requests.poll() == (True, False)
         assert requests.stop == name
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [("an interrupt (SIGINT)", "an interrupt (SIGINT)"), ("", "SIGUSR1"), ("a\nb\x1b[0m", "ab[0m")],
+)
+def test_a_stop_that_a_watchdog_passes_on_names_who_asked_for_it(
+    requests: Requests,
+    written: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CDRMIX_LAUNCH_FOLDER", str(tmp_path))
+    ask_to_stop(tmp_path, written)
+    with requests.deferred():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert requests.poll() == (True, False)
+        assert requests.stop == told
 
 
 def test_a_hangup_that_nohup_has_ignored_stays_ignored(requests: Requests) -> None:

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from cdrmix.monitoring.metrics import METRICS, deterministic_part, record, take_memory_peak_bytes
+from cdrmix.monitoring.metrics import (
+    METRICS,
+    deterministic_part,
+    member_name,
+    member_of,
+    record,
+    take_memory_peak_bytes,
+)
 
 
 def test_a_record_stands_in_the_order_of_the_table_whatever_the_order_given():
@@ -15,6 +22,28 @@ def test_a_record_stands_in_the_order_of_the_table_whatever_the_order_given():
 def test_an_unknown_name_is_refused_with_the_nearest_known_one():
     with pytest.raises(ValueError, match="'gradnorm' is not a metric. Did you mean 'grad_norm'?"):
         record(step=1, gradnorm=0.5)
+
+
+BY_DOMAIN = "eval/domain/*/loss"
+
+
+def test_a_family_has_a_metric_for_each_domain():
+    names = [member_name(BY_DOMAIN, domain) for domain in ("web", "code")]
+    assert names == ["eval/domain/web/loss", "eval/domain/code/loss"]
+    line = record(step=1, **dict.fromkeys(names, 2.0), **{"eval/loss": 3.0})
+    assert list(line) == ["step", "eval/loss", *names]
+    assert deterministic_part(line) == line
+    with pytest.raises(ValueError, match="is not a metric. Did you mean 'eval/domain/"):
+        record(step=1, **{"eval/domain/code/los": 2.0})
+
+
+@pytest.mark.parametrize("domain", ["code", "a/b", "two words", "é", "*", "50%", ".."])
+def test_a_domain_of_any_name_is_one_part_of_a_key_and_is_read_back(domain: str):
+    name = member_name(BY_DOMAIN, domain)
+    assert name.count("/") == BY_DOMAIN.count("/") and " " not in name
+    assert record(step=1, **{name: 2.0})[name] == 2.0
+    assert member_of(BY_DOMAIN, name) == domain
+    assert member_of(BY_DOMAIN, "eval/loss") is None
 
 
 def test_what_was_not_measured_is_left_out():

@@ -184,6 +184,67 @@ def test_a_terminal_gets_a_bar_that_moves_with_every_step():
     assert "eval 120/400  loss 4.5000" in shown
 
 
+def bars_on_terminal(width: int) -> list[str]:
+    """The bars of a run of four steps, of which the third is logged, on a terminal."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    with open(slave, "w") as stream:
+        progress = Progress(400, tokens_per_step=1000, stream=stream)
+        for step, loss in ((1, 9.5), (2, 8.5)):
+            progress.step_done(step, 0.5)
+            progress.loss_known(loss)
+        progress.step_done(3, 0.5)
+        progress.update(3, LINE | {"step": 3})
+        progress.step_done(4, 0.25)
+        progress.loss_known(4.25)
+        progress.update(2)  # the run went back
+        progress.close()
+    shown = read_terminal(master)
+    return [part for part in shown.replace("\r", "\n").split("\n") if "400 |" in part]
+
+
+def test_the_bar_shows_the_loss_and_the_speed_of_each_step():
+    bars = bars_on_terminal(100)
+    for step, loss, speed in (
+        (1, "9.5000", "2,000"),
+        (2, "8.5000", "2,000"),
+        (4, "4.2500", "2,286"),
+    ):
+        newest = [bar for bar in bars if bar.startswith(f"{step}/400 |") and "loss" in bar]
+        assert any(f"loss {loss}" in bar and f"{speed} tok/s" in bar for bar in newest), bars
+    assert "eta" in bars[-2] and "loss" not in bars[-1], "of steps that do not count"
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (100, ("loss", "lr", "grad", "tok/s", "mem", "eta")),
+        (80, ("loss", "lr", "grad", "tok/s", "eta")),
+        (60, ("loss", "grad", "tok/s", "eta")),
+        (40, ("loss", "eta")),
+    ],
+)
+def test_a_narrow_terminal_leaves_whole_metrics_out(width, shown):
+    logged = next(bar for bar in bars_on_terminal(width) if "loss 5.1234" in bar)
+    words = logged.rpartition("| ")[2].split()
+    assert [word for word in words if word[0].isalpha() and word not in ("GiB", "tok/s")] == [
+        name for name in shown if name != "tok/s"
+    ]
+    assert ("tok/s" in words) == ("tok/s" in shown)
+    assert len(logged.rstrip()) <= width and words[-2] == "eta"
+
+
+def test_plain_lines_are_those_of_logged_steps_alone():
+    stream = io.StringIO()
+    progress = Progress(400, tokens_per_step=1000, stream=stream)
+    progress.step_done(1, 0.5)
+    progress.loss_known(9.5)
+    progress.update(2, LINE)
+    progress.close()
+    (line,) = stream.getvalue().splitlines()
+    assert "loss 5.1234" in line and "12,345 tok/s" in line
+
+
 @pytest.mark.parametrize(
     "seconds, text",
     [(0.4, "0s"), (59.6, "1m00s"), (130, "2m10s"), (3_900, "1h05m"), (273_600, "3d04h")],

@@ -67,6 +67,27 @@ def test_weights_of_one_change_no_bit() -> None:
     assert sum_weights(labels, None) == sum_weights(labels, torch.ones(100)) == 93
 
 
+def test_several_sums_at_once_are_those_of_their_labels_alone() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 700, 16), torch.randn(50, 16)
+    labels = torch.randint(0, 50, (3, 700))
+    labels[0, :30] = -100
+    kinds = torch.randint(0, 3, (3, 700))
+    weights = F.one_hot(kinds, 4).float()  # nothing is of the last kind
+    with torch.no_grad():
+        ours = linear_cross_entropy(hidden, weight, labels, label_weights=weights)
+        alone = [
+            linear_cross_entropy(hidden, weight, labels.masked_fill(kinds != kind, -100))
+            for kind in range(4)
+        ]
+    torch.testing.assert_close(ours, torch.stack(alone), rtol=1e-6, atol=0.0)
+    assert ours[3] == 0
+    hidden[0, 31] = torch.inf
+    with torch.no_grad():
+        ours = linear_cross_entropy(hidden, weight, labels, label_weights=weights)
+    assert ours.isfinite().sum() == 3, "a bad token is one of its own sum"
+
+
 def test_labels_that_are_ignored_weigh_nothing() -> None:
     labels = torch.tensor([[5, -100, 3], [-100, -100, 1]])
     weights = torch.tensor([[0.5, 9.0, 0.25], [9.0, 9.0, 0.0]])

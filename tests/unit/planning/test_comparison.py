@@ -1,6 +1,7 @@
 """`cdrmix plan` as people and scripts meet it: exit code, messages, and reasons that hold."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,12 @@ def test_where_nothing_fits_the_reasons_say_what_is_missing(
     reasons = page.partition("\nwhy\n")[2].partition("\n\n")[0].splitlines()
     told = dict(reason.removeprefix("  - ").partition(": ")[::2] for reason in reasons)
     assert told["missing"] == (
-        "no layout fits; this one takes least of a device, and yet 15.7 GiB too much "
-        "for a device (the largest part of 86.9 GiB is gradients, 53.8 GiB) and 227.3 GiB too much "
-        "for a host (the largest part of 1,937.3 GiB is offloaded states, 1,937.3 GiB)"
+        "no layout fits, and the smallest of all, this one, takes 15.7 GiB too much for a device "
+        "(the largest part of 86.9 GiB is gradients, 53.8 GiB) and 227.3 GiB too much for a host "
+        "(all of the 1,937.3 GiB is offloaded states)"
     )
-    assert told["micro batch 1"] == "takes least memory"
-    for claim in ("fastest", "faster", "what takes least", "copied all the same"):
+    assert told["micro batch 1"] == "a larger one takes more memory"
+    for claim in ("fastest", "faster", "takes least", "copied all the same"):
         assert claim not in page
     assert "\nwhat would have to change\n  - would fit on 2 such nodes" in page
 
@@ -98,8 +99,24 @@ def test_recomputation_of_what_does_not_fit_is_no_gain_in_speed() -> None:
     small = make_cluster(nodes=1, gpus_per_node=1, gpu_memory_gib=10)
     made = compare(config("core-1b"), small)
     assert not made.fits
-    assert "activation checkpointing: takes least memory" in made.plan.reasons
+    assert "activation checkpointing: takes less memory than without" in made.plan.reasons
     assert any("GiB too much for a device" in warning for warning in made.plan.warnings)
+    assert made.changes[-1] == "would fit on 1 device of 32 GiB"
+
+
+def test_the_page_says_where_the_memory_of_a_host_comes_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--nodes", "1", "--gpus-per-node", "8", "--gpu", "rtx4090-24"]
+    assert plan("core-4b", *given) == 2
+    assumed = capsys.readouterr()
+    assert "  a host      240 GiB, assumed as in the preset rtx4090-24; --host" in assumed.out
+    assert "\n  - would fit with 308 GiB a host\n" in assumed.out
+    assert plan("core-4b", *given, "--host-memory-gib", "308") == 0
+    told = capsys.readouterr().out
+    assert "  a host      308 GiB, --host-memory-gib as given\n" in told
+    assert plan("core-4b", *given, "--host-memory-gib", "-1") == 2
+    assert "--host-memory-gib -1: allowed is a number above 0" in capsys.readouterr().err
 
 
 CLUSTERS = [(1, "rtx4090-24"), (2, "a100-80"), (16, "h100-80"), (1, "cpu")]
@@ -114,15 +131,8 @@ def faster_than_the_choice(given: Config, cluster: Cluster) -> tuple[Plan, list[
     return explained(best, given, cluster, others=others), faster if best.fits else []
 
 
-@pytest.mark.parametrize(("nodes", "gpu"), CLUSTERS)
-@pytest.mark.parametrize("path", sorted(shipped("model_configs").glob("*.yaml")),
-                         ids=lambda path: path.stem)  # fmt: skip
-def test_fastest_is_said_only_where_nothing_that_fits_is_faster(
-    path: Path, nodes: int, gpu: str
-) -> None:
-    batch = [] if "tiny" not in path.stem else ["training.global_batch_size=128"]
-    given = load_config(path, batch)
-    cluster = make_cluster(nodes=nodes, gpus_per_node=8, gpu=gpu)
+def check_reasons(given: Config, cluster: Cluster) -> None:
+    """The choice is the fastest that fits and says so, or gives both figures and why."""
     choice, faster = faster_than_the_choice(given, cluster)
     told = [reason for reason in choice.reasons if reason.startswith("speed: ")]
     if not faster:
@@ -136,6 +146,46 @@ def test_fastest_is_said_only_where_nothing_that_fits_is_faster(
     assert f"{fastest:,.0f}" in speed
 
 
+@pytest.mark.parametrize(("nodes", "gpu"), CLUSTERS)
+@pytest.mark.parametrize("path", sorted(shipped("model_configs").glob("*.yaml")),
+                         ids=lambda path: path.stem)  # fmt: skip
+def test_fastest_is_said_only_where_nothing_that_fits_is_faster(
+    path: Path, nodes: int, gpu: str
+) -> None:
+    batch = [] if "tiny" not in path.stem else ["training.global_batch_size=128"]
+    check_reasons(load_config(path, batch), make_cluster(nodes=nodes, gpus_per_node=8, gpu=gpu))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_reasons_of_a_drawn_model_hold_too(seed: int) -> None:
+    draw = random.Random(seed)
+    heads = draw.choice([4, 6, 12, 16, 32])
+    head_dim = draw.choice([32, 64, 128])
+    settings = {
+        "model.num_heads": heads,
+        "model.num_kv_heads": heads,
+        "model.head_dim": head_dim,
+        "model.hidden_size": heads * head_dim,
+        "model.num_layers": draw.choice([4, 8, 24, 40]),
+        "model.vocab_size": draw.choice([4096, 32768]),
+        "training.sequence_length": draw.choice([512, 2048]),
+        "training.global_batch_size": draw.choice([96, 192, 384]),
+        "training.precision": draw.choice(["bf16", "fp32"]),
+        "checkpoint.every_steps": draw.choice([10, 1000]),
+    }
+    if draw.random() < 0.4:
+        settings["model.moe"] = "null"
+    else:
+        settings["model.moe.expert_hidden_size"] = draw.choice([256, 1024, 4096])
+    given = config("core-tiny", *(f"{key}={value}" for key, value in settings.items()))
+    cluster = make_cluster(
+        nodes=draw.choice([1, 2, 6]),
+        gpus_per_node=draw.choice([1, 2, 4, 8]),
+        gpu=draw.choice(["rtx4090-24", "a100-80", "h200-141", "mi300x-192"]),
+    )
+    check_reasons(given, cluster)
+
+
 def test_a_small_model_is_told_that_rules_of_size_come_before_speed() -> None:
     sizes = ("model.num_layers=8", "model.hidden_size=192", "model.num_heads=6")
     cluster = make_cluster(nodes=1, gpus_per_node=8, gpu="rtx4090-24")
@@ -146,7 +196,7 @@ def test_a_small_model_is_told_that_rules_of_size_come_before_speed() -> None:
         "speed: 114,870 tokens per second are estimated, and 143,715 for zero1, data 4 x tensor 2 "
         "x expert 8, micro batch 2, which fits too; what is usual for the size comes before an "
         "estimate of speed: tensor 2 is usual from 50B parameters on, and this model has 8.65M; "
-        "expert 1 is usual here: all experts take 0.012 GiB of weights and gradients, which every "
+        "expert 1 is usual here: all experts take 12 MiB of weights and gradients, which every "
         "rank can hold: no exchange of tokens"
     )
     assert "micro batch 1: no other is faster with this profile and these degrees" in (

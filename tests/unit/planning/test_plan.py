@@ -393,7 +393,8 @@ def test_the_page_shows_memory_speed_and_reasons() -> None:
         line for line in short.splitlines() if line.startswith("  buffers ")
     }
     assert "buffers: logits" in long
-    assert "gradients all reduce" in long
+    assert "expert all to all" in long
+    assert "gradients all reduce" not in long, "one data rank exchanges none"
 
 
 def test_the_page_of_a_reasoning_variant_tells_its_stages_apart() -> None:

@@ -93,6 +93,16 @@ def small_and_unseen(*overrides: str) -> tuple[list[Rehearsal], set[str]]:
     return small, unseen
 
 
+def test_a_schedule_too_long_for_a_rehearsal_is_left_out() -> None:
+    small, _ = small_and_unseen(
+        "training.schedule=infinite",
+        "training.hold_learning_rate=2e-3",
+        "training.settle_steps=100",
+        "training.global_batch_size=6",
+    )
+    assert {each.config.training.schedule for each in small} == {"cosine"}
+
+
 def test_an_odd_number_of_experts_is_rehearsed_with_one_more() -> None:
     (small,), unseen = small_and_unseen(
         "model.moe.num_experts=9", "parallel.expert=3", "training.global_batch_size=12"

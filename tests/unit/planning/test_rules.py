@@ -221,7 +221,15 @@ def test_all_broken_rules_are_reported_at_once() -> None:
         (layout("training.micro_batch_size=3", data=2), "Try training.micro_batch_size = 2 or 4"),
         (layout(data=3, world_size=4), "Try parallel.data = 2 or 4, or leave it out"),
         (layout(data=2, world_size=4), "Try parallel.data = 4, or leave it out"),
-        (layout(tensor=3, world_size=4), "Try 3 or 6 ranks"),
+        (layout(tensor=4, world_size=5), "Try 4 or 8 ranks"),
+        (layout(tensor=2, pipeline=2, world_size=21), "Try 16 or 32 ranks"),  # of batch 8
+        (layout("parallel.data=4", tensor=2, data=4, world_size=7), "Try 8 ranks"),
+        # 4 heads have no third: no number of ranks would do
+        (
+            layout(tensor=3, world_size=16),
+            "Try parallel.tensor and parallel.pipeline whose product divides 16",
+        ),
+        (layout(pipeline=5, world_size=16), "whose product divides 16"),
         (layout(tensor=3), "Try parallel.tensor = 2 or 4"),
         (layout("model.moe=null", tensor=3), "Try parallel.tensor = 2 or 4"),
         (layout(data=2, zero={"stage": 3}), "Try profile 'zero2', or model.moe = null"),

@@ -1,7 +1,6 @@
 """Stage B's plan in time and over ranks: phases, rates, groups, clips, lessons, layout."""
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,6 @@ from cdrmix.planning.cluster import make_cluster, processes
 from cdrmix.planning.layout import Degrees
 from cdrmix.planning.profile import choose
 from cdrmix.planning.stage_b import stage_b_layout, stage_b_plan, stage_b_reason
-from cdrmix.stage_b.backbone_source import check_given
 from cdrmix.stage_b.engine import LessonLoader, LessonResult, StageB
 from cdrmix.stage_b.optimizer import (
     Clip,
@@ -27,7 +25,6 @@ from cdrmix.stage_b.optimizer import (
     place_of,
     stage_b_adamw,
 )
-from tests.checkpoints import save_checkpoint
 
 TINY = shipped("model_configs") / "cdrmix-reason-tiny.yaml"
 
@@ -183,21 +180,6 @@ def test_a_window_in_which_no_sentence_fits_is_refused() -> None:
     short = ["training.sequence_length=32", "stage_b.training.window_tokens=null"]
     with pytest.raises(ConfigError, match="training.sequence_length = 32.*window_tokens=64"):
         load_config(TINY, short)
-
-
-def test_a_run_in_stage_b_goes_on_without_the_run_that_its_backbone_is_from(
-    tmp_path: Path,
-) -> None:
-    given = load_config(TINY, ["training.stage=b", f"stage_b.run={tmp_path / 'gone'}"])
-    state: dict[str, Any] = {"rank_state": {}, "keep": 2}
-    save_checkpoint(tmp_path / "run" / "checkpoints", 1, [], state={"stage": "a"}, **state)
-    with pytest.raises(StateError, match="gone: holds no checkpoint to take the backbone from"):
-        check_given(given, run_dir=tmp_path / "run", resume="auto")
-    save_checkpoint(tmp_path / "run" / "checkpoints", 2, [], state={"stage": "b"}, **state)
-    check_given(given, run_dir=tmp_path / "run", resume="auto")
-    check_given(given, run_dir=None, resume=str(tmp_path / "run"))
-    with pytest.raises(StateError):
-        check_given(given, run_dir=tmp_path / "run", resume="never")
 
 
 class Numbers:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cdrmix.runtime.device import random_state, restore_random_state
+from cdrmix.runtime.hardware import random_state, restore_random_state
 
 
 def test_random_states_continue_after_a_trip_through_json() -> None:

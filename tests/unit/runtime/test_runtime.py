@@ -103,3 +103,11 @@ def test_together_gives_the_result_and_raises_the_error() -> None:
     for way in (runtime.together, runtime.first_rank_does):
         with pytest.raises(DataError, match=r"^shard 3 is gone$"):
             way(fail)
+
+
+def test_every_name_is_found_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("device", "rank"):  # as before their first use
+        monkeypatch.delitem(vars(runtime), name, raising=False)
+    assert all(callable(getattr(runtime, name)) for name in runtime.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'torch'"):
+        _ = runtime.torch  # type: ignore[attr-defined]

@@ -21,8 +21,10 @@ def test_a_flags_number_is_of_its_type_and_not_below_the_lowest() -> None:
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
-        ("trian", "launch"),
-        ("train", "launch"),
+        ("trian", "train"),
+        ("pretrain", "train"),
+        ("fit", "train"),
+        ("run", "train"),
         ("xyzzy", None),
         ("evalute", "evaluate"),
         ("Plan", "plan"),

@@ -1,0 +1,217 @@
+"""Checks of a start before it is made: no rank, no process group and no torch.
+
+The ranks check again what can change until they have met, and verify every file; here a mistake is
+told in a second, on a login node too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cdrmix.checkpoint.candidates import (
+    all_damaged,
+    candidates,
+    check_same_model,
+    nothing_to_resume,
+)
+from cdrmix.checkpoint.files import damage, read_json
+from cdrmix.config.load import SAMPLE
+from cdrmix.config.redaction import redacted_text
+from cdrmix.config.schema import Config
+from cdrmix.data.mixture import MixedDataset, built_mixture
+from cdrmix.data.sample import sample_folder
+from cdrmix.data.shards import Manifest, check_vocab, file_problem, read_manifest
+from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.engines.run_directory import not_writable, place_of_run
+from cdrmix.errors import (
+    ConfigError,
+    DataError,
+    InfrastructureError,
+    StateError,
+    TrainingError,
+)
+from cdrmix.planning.profile import check_legal
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s]+")
+
+
+def check_start(
+    config: Config,
+    *,
+    world_size: int,
+    profile: str | None,
+    device: str | None,
+    run_dir: Path | None,
+    resume: str,
+) -> None:
+    """Refuses a start that cannot become a run, with all reasons, one to a line.
+
+    Args:
+        config: of the start, resolved.
+        world_size: number of ranks.
+        profile: --profile, name or path; None: chosen.
+        device: "cpu" or "cuda"; None: rules about it are left out.
+        run_dir: --run-dir; None: a new one.
+        resume: --resume: never, auto, or a run directory or checkpoint.
+    Raises:
+        PlanError: if layout and profile are impossible on these ranks.
+        DataError: if the data set is missing, or does not fit model, mixture or sequence length.
+        StateError: if there is nothing to resume, or the run directory cannot be used.
+        ConfigError: if Stage B is given no Stage A.
+        InfrastructureError: if a file system does not answer for now.
+    """
+    found: list[TrainingError] = []
+    with _noted(found):
+        check_legal(config, world_size=world_size, profile=profile, device=device)
+    found += _data_problems(config)
+    with _noted(found):
+        _check_backbone(config, run_dir=run_dir, resume=resume)
+    # Stage B alone may be told to take its backbone from the same place.
+    if not any(isinstance(each, StateError) for each in found):
+        with _noted(found):
+            _check_resumed(config, run_dir=run_dir, resume=resume)
+    with _noted(found):
+        _check_run_dir(config, run_dir=run_dir, resume=resume)
+    if found:
+        # A mistake counts more than a passing fault, which the same command may not meet again.
+        gravest = min(found, key=lambda each: each.exit_code)
+        raise type(gravest)("\n".join(dict.fromkeys(str(each) for each in found)))
+
+
+@contextlib.contextmanager
+def _noted(found: list[TrainingError]) -> Iterator[None]:
+    try:
+        yield
+    except TrainingError as error:
+        found.append(error)
+
+
+def _data_problems(config: Config) -> list[TrainingError]:
+    """Faults of the data set, by its manifest and tokenizer; shards are verified by the ranks."""
+    path = config.data.path
+    if "://" in path:
+        # Looked at by the ranks, which copy it: a store may take a minute to answer.
+        if _URL.fullmatch(path):
+            return []
+        return [
+            DataError(
+                f"data.path = {redacted_text(path)}: not a URL. Give SCHEME://PLACE, such as "
+                "https://host/folder, or a folder of token shards"
+            )
+        ]
+    folder = Path(path)
+    if path == SAMPLE:
+        folder = sample_folder(config.model.vocab_size)
+        if not folder.exists():  # the first run builds it
+            return []
+    found: list[TrainingError] = []
+    with _noted(found):
+        manifest = read_manifest(folder)
+        with _noted(found):
+            check_vocab(manifest, config.model.vocab_size)
+        tokenizer = folder / manifest.tokenizer.file
+        problem = file_problem(tokenizer, None, manifest.tokenizer.sha256, mode="digest")
+        if problem:
+            found.append(DataError(f"{problem.text} {problem.advice}".rstrip()))
+        for open_split in (_open_train, _open_validation):
+            with _noted(found):
+                open_split(folder, manifest, config)
+    return found
+
+
+def _open_train(folder: Path, manifest: Manifest, config: Config) -> None:
+    mixture = config.data.mixture or built_mixture(manifest)
+    length = config.training.sequence_length
+    if mixture is None:
+        TokenDataset(folder, "train", length)
+    else:
+        MixedDataset(folder, "train", length, mixture)
+
+
+def _open_validation(folder: Path, manifest: Manifest, config: Config) -> None:
+    TokenDataset(folder, "validation", config.training.sequence_length)
+
+
+def _check_resumed(config: Config, *, run_dir: Path | None, resume: str) -> None:
+    """Refuses to resume where no checkpoint is whole, or of another model; not by digests."""
+    if resume == "never" or (resume == "auto" and run_dir is None):  # told by `_check_run_dir`
+        return
+    place = Path(resume) if run_dir is None or resume != "auto" else run_dir
+    folders = candidates(place)
+    if not folders and resume != "auto":
+        raise nothing_to_resume(resume)
+    skipped = []
+    for folder in folders:
+        reasons = damage(folder, with_digests=False)
+        if not reasons:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                check_same_model(folder, read_json(folder / "state.json")["config"], config)
+            return
+        skipped.append((folder.name, "; ".join(reasons)))
+    # The ranks look into the replica too.
+    if skipped and (resume != "auto" or config.checkpoint.replica is None):
+        raise all_damaged(place, skipped)
+
+
+def _check_run_dir(config: Config, *, run_dir: Path | None, resume: str) -> None:
+    """Refuses a run directory that exists and is not resumed, or that cannot be made."""
+    path = run_dir or Path("experiments")
+    try:
+        path, _ = place_of_run(config, requested=run_dir, resume=resume)
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not there.is_dir():
+            raise not_writable(path, os.strerror(errno.ENOTDIR))
+        if not os.access(there, os.W_OK | os.X_OK):
+            is_read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+            raise not_writable(path, os.strerror(errno.EROFS if is_read_only else errno.EACCES))
+    except OSError as error:
+        raise not_writable(path, error.strerror) from error
+
+
+def _check_backbone(config: Config, *, run_dir: Path | None, resume: str) -> None:
+    """Refuses a Stage B alone without a Stage A.
+
+    Raises:
+        ConfigError: if neither configuration nor command line names the backbone's run.
+        StateError: if there is no checkpoint in it.
+    """
+    if config.training.stage != "b":
+        return
+    assert config.stage_b is not None, "checked at construction"
+    resumed = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
+    # Unverified states will do: ranks verify the checkpoint itself once they have started.
+    if resumed is not None and any(map(_is_of_stage_b, candidates(resumed))):
+        return  # it holds the backbone, too
+    if config.stage_b.run is not None:
+        place = Path(config.stage_b.run)
+        option = f"stage_b.run = {config.stage_b.run}"
+    elif resume not in ("never", "auto"):
+        place = Path(resume)
+        option = f"--resume {resume}"
+    elif resume == "auto" and run_dir is not None:
+        place = run_dir
+        option = f"--run-dir {run_dir} --resume auto"
+    else:
+        raise ConfigError(
+            "training.stage = b: Stage B starts from a finished Stage A. Try --set "
+            "stage_b.run=RUN_DIR, --run-dir RUN_DIR --resume auto to go on in its run directory, "
+            "or training.stage = all"
+        )
+    if not candidates(place):
+        raise StateError(
+            f"{option}: holds no checkpoint to take the backbone from. Give the run directory of a "
+            "finished Stage A, or training.stage = all"
+        )
+
+
+def _is_of_stage_b(checkpoint: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError, InfrastructureError):
+        state: Any = read_json(checkpoint / "state.json")
+        return isinstance(state, dict) and state.get("stage") == "b"
+    return False

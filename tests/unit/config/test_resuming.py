@@ -1,0 +1,212 @@
+"""A run that goes on has its own configuration, and overrides alone change it."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdrmix.config.load import load_config, snapshot_yaml
+from cdrmix.config.resuming import config_of_start, when_resumed
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
+
+TINY = Path("model_configs/cdrmix-core-tiny.yaml").resolve()
+REASON = TINY.with_name("cdrmix-reason-tiny.yaml")
+
+
+def make_run(folder: Path, *overrides: str, config: Path = TINY, stage: str = "a") -> Path:
+    """What the configuration reads of a run directory that has saved its step 4."""
+    own = load_config(config, overrides)
+    checkpoint = folder / "checkpoints" / "4"
+    checkpoint.mkdir(parents=True)
+    (folder / "config_snapshot.yaml").write_text(snapshot_yaml(own))
+    state: dict[str, Any] = {"stage": stage, "config": own.model_dump(mode="json")}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def resumed(run: Path, *overrides: str, config: Path | None = None) -> Config:
+    return config_of_start(config, overrides, run_dir=run, resume="auto")
+
+
+def test_a_new_run_needs_a_file(tmp_path: Path) -> None:
+    for resume in ("never", "auto", str(tmp_path / "nowhere")):
+        with pytest.raises(ConfigError, match="--config FILE: missing"):
+            config_of_start(None, [], run_dir=tmp_path, resume=resume)
+        made = config_of_start(TINY, ["training.seed=7"], run_dir=tmp_path, resume=resume)
+        assert made == load_config(TINY, ["training.seed=7"])
+    with pytest.raises(ConfigError, match="needs --run-dir"):
+        config_of_start(TINY, [], run_dir=None, resume="auto")
+
+
+def test_a_run_goes_on_with_its_own_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path / "run", "training.learning_rate=1e-2", "training.max_steps=60")
+    with caplog.at_level(logging.INFO):
+        own = resumed(run)
+    assert (own.training.learning_rate, own.training.num_steps) == (1e-2, 60)
+    assert not caplog.records
+    # of the run's checkpoint, or of the directory by its path
+    for place in (run, run / "checkpoints", run / "checkpoints" / "4"):
+        assert config_of_start(None, [], run_dir=None, resume=str(place)) == own
+
+
+def test_a_checkpoint_without_its_run_tells_its_configuration(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "training.seed=7")
+    copied = (run / "checkpoints" / "4").rename(tmp_path / "copied")
+    own = config_of_start(None, [], run_dir=tmp_path / "new", resume=str(copied))
+    assert own.training.seed == 7
+
+
+def test_values_of_a_file_are_named_and_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changed = (
+        "training.learning_rate=1e-2",
+        "training.max_steps=60",
+        "monitoring.log_every_steps=3",
+    )
+    run = make_run(tmp_path / "run", *changed)
+    own = resumed(run, "monitoring.log_every_steps=5", config=TINY)
+    assert own.training.learning_rate == 1e-2
+    (line,) = [each.getMessage() for each in caplog.records if "not taken" in each.message]
+    assert "training.learning_rate = 0.01, not 0.004; training.max_steps = 60, not 500" in line
+    assert line.endswith("To change them give --set KEY=VALUE")
+    assert "log_every_steps" not in line, "set, and so taken"
+    assert "\n" not in line
+    caplog.clear()
+    many = [f"training.{key}=0.5" for key in ("beta1", "beta2", "epsilon", "weight_decay")]
+    many += ["evaluation.every_steps=7", "evaluation.baselines=false", "checkpoint.keep=9"]
+    resumed(make_run(tmp_path / "many", *many), config=TINY)
+    assert "; and" not in caplog.text and ", and 1 more. To change" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("override", "level", "line"),
+    [
+        ("training.learning_rate=1e-2", "WARNING", "training.learning_rate: 0.004 -> 0.01"),
+        ("training.max_steps=600", "WARNING", "training.max_steps: 500 -> 600"),
+        ("training.precision=bf16", "WARNING", "training.precision: fp32 -> bf16"),
+        ("health.loss_spike.action=stop", "WARNING", "health.loss_spike.action: warn -> stop"),
+        ("monitoring.log_every_steps=3", "INFO", "monitoring.log_every_steps: 10 -> 3"),
+        ("parallel.tensor=2", "INFO", "parallel.tensor: 1 -> 2"),
+        ("checkpoint.keep=9", "INFO", "checkpoint.keep: 3 -> 9"),
+    ],
+)
+def test_a_change_is_told_by_its_kind(
+    override: str, level: str, line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path / "run")
+    with caplog.at_level(logging.INFO):
+        resumed(run, override)
+    ((found, text),) = [(each.levelname, each.getMessage()) for each in caplog.records]
+    assert found == level
+    assert f"changed since the run's last start: {line}" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "stage"),
+    [
+        ("model.num_layers=8", "a"),
+        ("model.hidden_size=256", "a"),
+        ("model.moe=null", "a"),
+        ("training.seed=7", "a"),
+        ("training.seed=7", "b"),
+        ("training.sequence_length=128", "a"),
+        ("data.order=sequential", "a"),
+        ("training.stage=a", "b"),
+        ("stage_b=null", "b"),
+        ("stage_b.adapters.rank=3", "b"),
+        ("stage_b.training.window_tokens=128", "b"),
+        ("stage_b.training.backbone_lr_scale=0.1", "b"),
+    ],
+)
+def test_a_key_that_cannot_change_is_refused_with_its_rule(
+    override: str, stage: str, tmp_path: Path
+) -> None:
+    frozen = "stage_b.training.backbone_lr_scale=0"
+    run = make_run(tmp_path / "run", frozen, config=REASON, stage=stage)
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match="cannot change when the run of .* is resumed") as caught:
+        resumed(run, override)
+    assert str(caught.value).startswith(f"{key}: ")
+    rule = when_resumed(key)
+    assert rule == "refused" or f"({rule})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "stage", "also"),
+    [
+        ("training.seed=7", "a", "data.order=sequential"),
+        ("training.sequence_length=512", "b", ""),
+        ("data.order=sequential", "b", ""),
+        ("data.window_samples=9", "a", ""),
+        ("stage_b.adapters.rank=3", "a", ""),
+    ],
+)
+def test_what_is_refused_in_one_case_may_change_in_another(
+    override: str, stage: str, also: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", *filter(None, [also]), config=REASON, stage=stage)
+    assert resumed(run, override) != resumed(run)
+
+
+def test_a_run_without_a_checkpoint_may_change_all(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "checkpoints" / "4" / "state.json").unlink()
+    assert resumed(run, "model.num_layers=8").model.num_layers == 8
+
+
+def test_secrets_are_filled_from_the_file_or_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = "https://me:hushhush@host/shards"
+    file = tmp_path / "mine.yaml"
+    text = snapshot_yaml(load_config(TINY)).replace("path: sample", f"path: {url}")
+    file.write_text(text.replace("environment: {}", "environment: {TOKEN: abc}"))
+    run = make_run(tmp_path / "run", config=file)
+    assert "hushhush" not in (run / "config_snapshot.yaml").read_text()
+    own = resumed(run, config=file)
+    assert own.data.path == url
+    assert own.launch.environment == {"TOKEN": "abc"}
+    with pytest.raises(ConfigError, match="holds no passwords"):
+        resumed(run)
+    other = resumed(run, "data.path=https://me:other@host/shards")
+    assert other.launch.environment == {"TOKEN": "<redacted>"}, "the environment has it"
+    with pytest.raises(ConfigError) as caught:
+        resumed(run, "model.num_layers=8", config=file)
+    assert "hushhush" not in f"{caught.value} {caplog.text}"
+
+
+def test_paths_lead_to_the_same_folders_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ("data.path=shards", "checkpoint.replica=copies", "stage_b.run=first")
+    run = make_run(tmp_path / "run", *settings, "training.stage=b", config=REASON)
+    with caplog.at_level(logging.INFO):
+        resumed(run, *settings)
+    assert not caplog.records, "no change"
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path / "away")
+    own = resumed(run)
+    assert own.data.path == str(tmp_path / "shards")
+    assert own.checkpoint.replica == str(tmp_path / "copies")
+    assert own.stage_b is not None and own.stage_b.run == str(tmp_path / "first")
+    assert resumed(make_run(tmp_path / "sample")).data.path == "sample"
+
+
+def test_stage_b_may_begin_on_a_run_that_has_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert resumed(run, config=REASON).stage_b is None
+    own = resumed(run, "training.stage=b", config=REASON)
+    assert own.stage_b == load_config(REASON).stage_b
+
+
+def test_of_several_overrides_the_last_one_counts(tmp_path: Path) -> None:
+    settings = ("model.moe.expert_hidden_size=64", "model.moe=null")
+    run = make_run(tmp_path / "run", *settings)
+    assert resumed(run, *settings) == resumed(run)
