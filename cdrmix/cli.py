@@ -21,6 +21,7 @@ from cdrmix import __version__, log
 from cdrmix.errors import EXIT_DONE, TrainingError
 from cdrmix.verbs.cluster_verbs import add_doctor, add_launch, add_slurm, add_train
 from cdrmix.verbs.data_verbs import add_data
+from cdrmix.verbs.export_verb import add_export
 from cdrmix.verbs.flags import Parser, Verbs, add_config_flags, at_least
 
 if TYPE_CHECKING:
@@ -356,6 +357,7 @@ VERBS: tuple[Callable[[Verbs], None], ...] = (
     add_data,
     add_generate,
     add_evaluate,
+    add_export,
     add_report,
 )
 

@@ -24,7 +24,7 @@ ROWS = (
     ("sessions",),
     ("stage_b",),
     ("engines",),
-    ("evaluation", "corpus"),
+    ("evaluation", "export", "corpus"),
     ("checkpoint", "reasoning"),
     ("parallel",),
     ("models", "objectives"),

@@ -1,1 +1,1 @@
-"""Builds of token shards from raw text: recipes, steps and engines."""
+"""Token shards from raw text: recipes, steps, engines."""

@@ -1,1 +1,1 @@
-"""Held-out loss, n-gram baselines, and trained runs as plain models."""
+"""Held-out loss, n-gram baselines, trained runs as models."""

@@ -1,37 +1,37 @@
-"""Loads a trained run as one plain model, for text, evaluation and export in one process.
+"""Loads a trained run as one plain model, for text and evaluation in one process.
 
-A checkpoint may be of an untrusted author. Its configuration describes the model, but no URL in it
-is opened, nothing is written to its paths, and its tokenizer is checked by digest.
+A checkpoint may be of an untrusted author: no URL in its configuration is opened.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from cdrmix import runtime
-from cdrmix.checkpoint import engine_state, store
+from cdrmix.checkpoint import engine_state
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.checkpoint.fragments import is_stage_b
-from cdrmix.cluster.start_records import recorded_data
+from cdrmix.checkpoint.trained_run import (
+    config_of,
+    local_data,
+    newest_checkpoint,
+    tokenizer_of,
+)
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config, DataConfig
 from cdrmix.data.remote import remote_files
 from cdrmix.data.remote_folder import local_folder
 from cdrmix.data.shards import read_manifest, verify_shards
 from cdrmix.data.token_dataset import TokenDataset
-from cdrmix.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from cdrmix.errors import ConfigError, DataError, StateError
+from cdrmix.data.tokenizer import Tokenizer, load_tokenizer
+from cdrmix.errors import DataError
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
 from cdrmix.log import get_logger
 from cdrmix.models.backbone import Backbone, logical_name
 from cdrmix.models.generate import generate
-from cdrmix.planning.counts import count
 
 logger = get_logger(__name__)
 
@@ -63,90 +63,18 @@ def load_trained(source: Path) -> TrainedModel:
     Raises:
         StateError: if there is none, it holds no model, or its tokenizer is missing or wrong.
     """
-    newest = store.find_newest(source)
-    if newest is None:
-        raise StateError(
-            f"{source}: holds no checkpoint. Give a run directory that has trained to its first "
-            "save, or one of its checkpoints/<step> folders"
-        )
-    for name, reason in newest.skipped:
-        logger.warning("skipped checkpoint %s: %s", name, reason)
+    newest = newest_checkpoint(source)
     with CheckpointFile(newest.path) as reader:
-        path = reader.path / "state.json"
-        try:
-            config = Config.model_validate(reader.state["config"])
-        except KeyError:
-            raise StateError(
-                f"{path}: tells no configuration. Give a checkpoint of a run"
-            ) from None
-        except (ValidationError, ConfigError) as error:
-            raise StateError(
-                f"{path}: its configuration is not one of this version: {error}. Use the version "
-                "that environment.json of its run directory names"
-            ) from error
-        # Checked before the model is made: a configuration of terabytes would take all memory.
-        names = reader.names()
-        sizes = (torch.Size(reader.shape(name, reader.content_kind(name))) for name in names)
-        available = sum(map(torch.Size.numel, sizes))
-        needed = count(config.model, 1).total_params
-        if needed > available:
-            raise StateError(
-                f"{path}: its configuration has {needed:,} parameters, and the checkpoint holds "
-                f"{available:,}. Give the checkpoint of one run, as it was saved"
-            )
-        tokenizer, digest = _tokenizer_of(newest.path, reader.state, config)
+        config = config_of(reader)
+        folder, digest = tokenizer_of(newest.path, reader.state, config)
+        tokenizer = load_tokenizer(folder)
         # Made on the device: a large model need not fit into the host's memory.
         with torch.device(runtime.device()):
             model = Backbone(config.model)
         # A run of Stage B saves its parts beside the backbone; the plain model has none of them.
-        stage_b = frozenset(filter(is_stage_b, names))
+        stage_b = frozenset(filter(is_stage_b, reader.names()))
         engine_state.load_module(model, reader, logical_name, others=stage_b)
     return TrainedModel(config, model.eval(), tokenizer, digest, newest.path, newest.step)
-
-
-def _tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tuple[Tokenizer, str]:
-    """Loads the tokenizer of a checkpoint, checked against the digest there; gives its digest."""
-    # A tokenizer of the same size but other merges would give wrong text without any error.
-    expected = state.get("tokenizer")
-    folders = [checkpoint, checkpoint.parent]
-    if checkpoint.parent.name == "checkpoints":
-        folders.append(checkpoint.parent.parent)
-    # Run directories of older versions hold none: their data set does.
-    if (data := _local_data(config, checkpoint)) is not None:
-        folders.append(data)
-    for folder in folders:
-        path = folder / TOKENIZER_FILE
-        if not path.is_file():
-            continue
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        if expected is None:
-            logger.warning("warning: %s: does not tell its tokenizer; taking %s", checkpoint, path)
-        elif digest != expected:
-            raise StateError(
-                f"{path}: is not the tokenizer of {checkpoint}: sha256 {digest[:12]} here, "
-                f"{str(expected)[:12]} there. Put the tokenizer.json of its run directory or data "
-                f"set into {checkpoint}"
-            )
-        return load_tokenizer(folder), digest
-    raise StateError(
-        f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, folders))}. Put the "
-        f"tokenizer.json of its run directory or data set into {checkpoint}"
-    )
-
-
-def _local_data(config: Config, checkpoint: Path) -> Path | None:
-    """Returns the folder that the newest start of a checkpoint's run has read, wherever this
-    process runs; None if the data set is behind a URL. Runs of earlier versions have no record."""
-    if "://" in config.data.path:
-        return None
-    is_in_run = checkpoint.parent.name == "checkpoints"
-    recorded = recorded_data(checkpoint.parent.parent) if is_in_run else None
-    if recorded is not None:
-        return recorded
-    if config.data.path == SAMPLE:
-        # The folder of `cdrmix data sample`; it is read if it is there, and never built.
-        return Path("data") / f"sample-{config.model.vocab_size}"
-    return Path(config.data.path)
 
 
 def continue_text(
@@ -187,7 +115,7 @@ def evaluate_run(
     if data is not None and "://" in data:  # of the caller: no other URL is opened
         folder = local_folder(DataConfig(path=data, order="sequential"), length)
     else:
-        given = _local_data(run.config, run.checkpoint) if data is None else Path(data)
+        given = local_data(run.config, run.checkpoint) if data is None else Path(data)
         if given is None:
             raise DataError(
                 f"{run.checkpoint}: was trained on a data set behind a URL, and one that a "

@@ -1,0 +1,122 @@
+"""Finds what belongs to a trained model: its checkpoint, its configuration and its tokenizer.
+
+A checkpoint may be of an untrusted author. Its configuration describes the model, but no URL in it
+is opened, nothing is written to its paths, and its tokenizer is checked by digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from cdrmix.checkpoint import store
+from cdrmix.checkpoint.checkpoint_file import CheckpointFile
+from cdrmix.cluster.start_records import recorded_data
+from cdrmix.config.load import SAMPLE
+from cdrmix.config.schema import Config
+from cdrmix.data.tokenizer import TOKENIZER_FILE
+from cdrmix.errors import ConfigError, StateError
+from cdrmix.log import get_logger
+from cdrmix.planning.counts import count
+
+logger = get_logger(__name__)
+
+
+def newest_checkpoint(source: Path) -> store.FoundCheckpoint:
+    """Finds the newest checkpoint under `source` that verifies, and warns of those passed over.
+
+    Args:
+        source: a run directory or a checkpoint.
+    Raises:
+        StateError: if there is none.
+    """
+    newest = store.find_newest(source)
+    if newest is None:
+        raise StateError(
+            f"{source}: holds no checkpoint. Give a run directory that has trained to its first "
+            "save, or one of its checkpoints/<step> folders"
+        )
+    for name, reason in newest.skipped:
+        logger.warning("skipped checkpoint %s: %s", name, reason)
+    return newest
+
+
+def config_of(reader: CheckpointFile) -> Config:
+    """Reads the configuration of a checkpoint, whose model is no larger than what is saved there.
+
+    Raises:
+        StateError: if there is none, or one that this version or the checkpoint does not fit.
+    """
+    path = reader.path / "state.json"
+    try:
+        config = Config.model_validate(reader.state["config"])
+    except KeyError:
+        raise StateError(f"{path}: tells no configuration. Give a checkpoint of a run") from None
+    except (ValidationError, ConfigError) as error:
+        raise StateError(
+            f"{path}: its configuration is not one of this version: {error}. Use the version "
+            "that environment.json of its run directory names"
+        ) from error
+    # Checked before a model is made: a configuration of terabytes would take all memory.
+    names = reader.names()
+    sizes = (torch.Size(reader.shape(name, reader.content_kind(name))) for name in names)
+    available = sum(map(torch.Size.numel, sizes))
+    needed = count(config.model, 1).total_params
+    if needed > available:
+        raise StateError(
+            f"{path}: its configuration has {needed:,} parameters, and the checkpoint holds "
+            f"{available:,}. Give the checkpoint of one run, as it was saved"
+        )
+    return config
+
+
+def tokenizer_of(checkpoint: Path, state: dict[str, Any], config: Config) -> tuple[Path, str]:
+    """Finds the tokenizer of a checkpoint, checked against the digest there.
+
+    Gives the folder that holds it and the sha256 of its file, hex.
+    """
+    # A tokenizer of the same size but other merges would give wrong text without any error.
+    expected = state.get("tokenizer")
+    folders = [checkpoint, checkpoint.parent]
+    if checkpoint.parent.name == "checkpoints":
+        folders.append(checkpoint.parent.parent)
+    # Run directories of older versions hold none: their data set does.
+    if (data := local_data(config, checkpoint)) is not None:
+        folders.append(data)
+    for folder in folders:
+        path = folder / TOKENIZER_FILE
+        if not path.is_file():
+            continue
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if expected is None:
+            logger.warning("warning: %s: does not tell its tokenizer; taking %s", checkpoint, path)
+        elif digest != expected:
+            raise StateError(
+                f"{path}: is not the tokenizer of {checkpoint}: sha256 {digest[:12]} here, "
+                f"{str(expected)[:12]} there. Put the tokenizer.json of its run directory or data "
+                f"set into {checkpoint}"
+            )
+        return folder, digest
+    raise StateError(
+        f"{checkpoint}: its tokenizer is in none of {', '.join(map(str, folders))}. Put the "
+        f"tokenizer.json of its run directory or data set into {checkpoint}"
+    )
+
+
+def local_data(config: Config, checkpoint: Path) -> Path | None:
+    """Returns the folder that the newest start of a checkpoint's run has read, wherever this
+    process runs; None if the data set is behind a URL. Runs of earlier versions have no record."""
+    if "://" in config.data.path:
+        return None
+    is_in_run = checkpoint.parent.name == "checkpoints"
+    recorded = recorded_data(checkpoint.parent.parent) if is_in_run else None
+    if recorded is not None:
+        return recorded
+    if config.data.path == SAMPLE:
+        # The folder of `cdrmix data sample`; it is read if it is there, and never built.
+        return Path("data") / f"sample-{config.model.vocab_size}"
+    return Path(config.data.path)

@@ -1,0 +1,114 @@
+"""The model's configuration, its code and its tokenizer as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import GenerationConfig
+
+from cdrmix.config.model import ModelConfig
+from cdrmix.config.schema import Config
+from cdrmix.data.tokenizer import EOS, PAD, SPECIAL_TOKENS, TOKENIZER_FILE, Tokenizer
+from cdrmix.export.configuration_cdrmix import CDRMixConfig
+from cdrmix.export.modeling_cdrmix import CDRMixForCausalLM
+from cdrmix.models.block import NORM_EPS
+
+CODE_FILES = ("configuration_cdrmix.py", "modeling_cdrmix.py")
+PREFIX = "model."  # of a parameter's name, before the logical one of checkpoints
+_AUTO_MAP = {
+    "AutoConfig": "configuration_cdrmix.CDRMixConfig",
+    "AutoModel": "modeling_cdrmix.CDRMixModel",
+    "AutoModelForCausalLM": "modeling_cdrmix.CDRMixForCausalLM",
+}
+
+
+def model_config(config: Config, tokenizer: Tokenizer, dtype: torch.dtype) -> CDRMixConfig:
+    """Translates the configuration of a run for transformers."""
+    model: ModelConfig = config.model
+    ranks = model.low_rank_sizes()
+    experts: dict[str, Any] = {}
+    if model.moe is not None:
+        experts = {
+            "num_experts": model.moe.num_experts,
+            "num_experts_per_tok": model.moe.top_k,
+            "moe_intermediate_size": model.moe.expert_hidden_size,
+        }
+    translated = CDRMixConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        layer_kinds=list(model.layer_kinds()),
+        intermediate_size=model.ffn_hidden_size,
+        **experts,
+        decay_rank=ranks.decay,
+        iclr_rank=ranks.iclr,
+        value_rank=ranks.value,
+        gate_rank=ranks.gate,
+        rope_theta=model.rope_theta,
+        rms_norm_eps=NORM_EPS,
+        max_position_embeddings=config.training.sequence_length,
+        initializer_range=model.init_std,
+        # In training each document follows an EOS: that is what a text begins with.
+        bos_token_id=tokenizer.eos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+        architectures=[CDRMixForCausalLM.__name__],
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    translated.auto_map = _AUTO_MAP  # the classes of each Auto class, in files of the folder
+    return translated
+
+
+def parameter_shapes(config: CDRMixConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter by its logical name, in the order of the model."""
+    with torch.device("meta"):
+        model = CDRMixForCausalLM(config)
+    parameters = model.named_parameters()  # the tied head is not named twice
+    return {name.removeprefix(PREFIX): tuple(each.shape) for name, each in parameters}
+
+
+def small_files(config: CDRMixConfig, tokenizer_folder: Path) -> dict[str, str]:
+    """Text of each file but weights, card and metadata, by its name."""
+    here = Path(__file__).parent
+    files = {name: (here / name).read_text(encoding="utf-8") for name in CODE_FILES}
+    generation = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    )
+    files["config.json"] = config.to_json_string()
+    files["generation_config.json"] = generation.to_json_string()
+    files[TOKENIZER_FILE] = _tokenizer_text(tokenizer_folder / TOKENIZER_FILE, config)
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": EOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "extra_special_tokens": [token for token in SPECIAL_TOKENS if token not in (EOS, PAD)],
+        "padding_side": "left",
+        "model_max_length": config.max_position_embeddings,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+    }
+    files["tokenizer_config.json"] = json.dumps(tokenizer, indent=2) + "\n"
+    return files
+
+
+def _tokenizer_text(path: Path, config: CDRMixConfig) -> str:
+    """Text of tokenizer.json of a run, changed to begin each text as documents in training do."""
+    tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode())
+    # transformers 5 ignores `add_bos_token` in tokenizer_config.json beside a tokenizer.json.
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{EOS} $A",
+        pair=f"{EOS} $A {EOS}:1 $B:1",
+        special_tokens=[(EOS, config.bos_token_id)],
+    )
+    return tokenizer.to_str(pretty=True)
