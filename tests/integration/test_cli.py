@@ -71,7 +71,10 @@ def test_the_installed_command_prints_nothing_but_its_json(trained: Path) -> Non
 
 def test_evaluate_shows_a_table_of_one_checkpoint(trained: Path) -> None:
     lines = cdrmix("evaluate", trained / "checkpoints" / "3", "--max-tokens", "128").stdout
-    loss, perplexity, bits, _, header, *layers = lines.splitlines()
+    table, domains, routing = lines.split("\n\n")
+    loss, perplexity, bits = table.splitlines()
+    assert [line.split()[0] for line in domains.splitlines()] == ["domain", "code"]  # of 128
+    header, *layers = routing.splitlines()
     assert loss.startswith("loss  ")
     assert loss.endswith("over 128 tokens")
     assert (perplexity.split()[0], bits.split()[0]) == ("perplexity", "bits/byte")
