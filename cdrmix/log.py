@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
+from tqdm.utils import disp_len
 
 _ROOT = "cdrmix"
 # tqdm's default lock is shared with forked processes: one that is killed while it writes would
@@ -83,8 +84,8 @@ def wrapped(line: str, *, width: int | None, hang: int = 0) -> list[str]:
 
 
 def visible_width(text: str) -> int:
-    """Number of characters without codes of styles."""
-    return len(_CODES.sub("", text))
+    """Columns that a text takes: none for codes of styles, two for a wide character."""
+    return disp_len(text)
 
 
 def get_logger(name: str) -> logging.Logger:
