@@ -64,6 +64,20 @@ def programs(folder: Path, **texts: str) -> str:
     return str(folder)
 
 
+def test_a_folder_that_means_nothing_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    (finding,) = examine([], folder=Path("x"), ranks_per_host=1, with_all_reduce=False)
+    assert (finding.check, finding.status) == ("shared folder", "FAIL")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    found = examined([], tmp_path / "circle")
+    assert found["shared folder"].status == "FAIL"
+
+
 def test_a_hostfile_with_this_machine_twice_fails_and_the_rest_is_not_run(tmp_path: Path) -> None:
     hosts = [Host("localhost", 1), Host("127.0.0.1", 1)]
     *_, twice, last = examine(hosts, folder=tmp_path, ranks_per_host=1, with_all_reduce=True)
