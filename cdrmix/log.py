@@ -64,11 +64,12 @@ def columns(stream: TextIO) -> int | None:
 def wrapped(line: str, *, width: int | None, hang: int = 0) -> list[str]:
     """Splits a line between words into lines of at most `width` columns; None: any width.
 
-    Lines behind the first are indented by `hang`. A longer word stays whole. A style goes on from
-    line to line, but not between them.
+    Lines behind the first are indented by `hang`, at most by half of the width. A longer word
+    stays whole. A style goes on from line to line, but not between them.
     """
     if width is None or visible_width(line) <= width:
         return [line]
+    hang = min(hang, width // 2)
     lines = []
     first, *words = _BREAK.split(line)
     text = first

@@ -176,3 +176,10 @@ def test_the_width_is_that_of_the_terminal(plain: pytest.MonkeyPatch) -> None:
 def test_wide_characters_take_two_columns(plain: pytest.MonkeyPatch) -> None:
     assert log.visible_width("\x1b[33m日本\x1b[0m") == 4
     assert log.wrapped("日本語 日本語 日本語", width=14) == ["日本語 日本語", "日本語"]
+
+
+def test_an_indent_leaves_half_of_a_narrow_terminal() -> None:
+    assert log.wrapped("speed 171,654 tokens per second", width=20, hang=14) == [
+        "speed 171,654 tokens",
+        f"{'':10}per second",
+    ]
