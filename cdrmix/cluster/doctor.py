@@ -71,11 +71,6 @@ def examine(
         folder: of the runs, which all hosts must see.
         ranks_per_host: ranks of the all-reduce on each host; default as the launcher decides.
     """
-    try:
-        folder = folder.resolve()
-    except (OSError, RuntimeError) as error:  # the present folder is gone; links in a circle
-        yield Finding("shared folder", "FAIL", f"{folder}: {error}", "give another --folder DIR")
-        return
     failed = []
     for finding in _without_ranks(hosts, folder, ranks_per_host):
         failed += [finding.check] if finding.status == "FAIL" else []
@@ -86,7 +81,7 @@ def examine(
         yield Finding("all-reduce", "warn", detail, "mend those first, then cdrmix doctor again")
     elif with_all_reduce:
         try:
-            yield _all_reduce(hosts, folder, ranks_per_host)
+            yield _all_reduce(hosts, folder.resolve(), ranks_per_host)
         except OSError as error:
             yield Finding("all-reduce", "FAIL", str(error), "give another --folder DIR")
 
@@ -95,6 +90,11 @@ def _without_ranks(
     hosts: Sequence[Host], folder: Path, ranks_per_host: int | None
 ) -> Iterator[Finding]:
     """Runs the checks that start no ranks."""
+    try:
+        folder = folder.resolve()
+    except (OSError, RuntimeError) as error:  # the present folder is gone; links in a circle
+        yield Finding("shared folder", "FAIL", f"{folder}: {error}", "give another --folder DIR")
+        return
     targets = [host.name for host in hosts] or ["localhost"]
     if hosts:
         yield _pdsh()

@@ -71,8 +71,9 @@ def test_a_folder_that_means_nothing_is_a_finding(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    (finding,) = examine([], folder=Path("x"), ranks_per_host=1, with_all_reduce=False)
+    finding, last = examine([], folder=Path("x"), ranks_per_host=1, with_all_reduce=True)
     assert (finding.check, finding.status) == ("shared folder", "FAIL")
+    assert last.detail == "not run, because these failed: shared folder"
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     found = examined([], tmp_path / "circle")
     assert found["shared folder"].status == "FAIL"
