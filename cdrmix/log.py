@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
+from tqdm.utils import disp_len
 
 _ROOT = "cdrmix"
 # tqdm's default lock is shared with forked processes: one that is killed while it writes would
@@ -63,11 +64,12 @@ def columns(stream: TextIO) -> int | None:
 def wrapped(line: str, *, width: int | None, hang: int = 0) -> list[str]:
     """Splits a line between words into lines of at most `width` columns; None: any width.
 
-    Lines behind the first are indented by `hang`. A longer word stays whole. A style goes on from
-    line to line, but not between them.
+    Lines behind the first are indented by `hang`, at most by half of the width. A longer word
+    stays whole. A style goes on from line to line, but not between them.
     """
     if width is None or visible_width(line) <= width:
         return [line]
+    hang = min(hang, width // 2)
     lines = []
     first, *words = _BREAK.split(line)
     text = first
@@ -83,8 +85,8 @@ def wrapped(line: str, *, width: int | None, hang: int = 0) -> list[str]:
 
 
 def visible_width(text: str) -> int:
-    """Number of characters without codes of styles."""
-    return len(_CODES.sub("", text))
+    """Columns that a text takes: none for codes of styles, two for a wide character."""
+    return disp_len(text)
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -71,12 +71,15 @@ def examine(
         folder: of the runs, which all hosts must see.
         ranks_per_host: ranks of the all-reduce on each host; default as the launcher decides.
     """
-    has_failed = False
-    for finding in _without_ranks(hosts, folder.resolve(), ranks_per_host):
-        has_failed = has_failed or finding.status == "FAIL"
+    failed = []
+    for finding in _without_ranks(hosts, folder, ranks_per_host):
+        failed += [finding.check] if finding.status == "FAIL" else []
         yield finding
     # last, because it takes minutes to time out where one of the others fails
-    if with_all_reduce and not has_failed:
+    if with_all_reduce and failed:
+        detail = f"not run, because these failed: {', '.join(failed)}"
+        yield Finding("all-reduce", "warn", detail, "mend those first, then cdrmix doctor again")
+    elif with_all_reduce:
         try:
             yield _all_reduce(hosts, folder.resolve(), ranks_per_host)
         except OSError as error:
@@ -87,9 +90,23 @@ def _without_ranks(
     hosts: Sequence[Host], folder: Path, ranks_per_host: int | None
 ) -> Iterator[Finding]:
     """Runs the checks that start no ranks."""
+    try:
+        folder = folder.resolve()
+    except (OSError, RuntimeError) as error:  # the present folder is gone; links in a circle
+        yield Finding("shared folder", "FAIL", f"{folder}: {error}", "give another --folder DIR")
+        return
     targets = [host.name for host in hosts] or ["localhost"]
     if hosts:
         yield _pdsh()
+    with ThreadPoolExecutor(max_workers=_HOSTS_AT_ONCE) as pool:  # an unknown name takes seconds
+        are_here = pool.map(is_this_machine, targets)
+        here = [name for name, is_here in zip(targets, are_here, strict=True) if is_here]
+    if len(here) > 1:
+        detail = f"{' and '.join(here)} are both this machine, whose devices two ranks would share"
+        yield Finding(
+            "hosts", "FAIL", detail, "give it one line of the hostfile, with all its slots"
+        )
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         address = address_for_others(targets[0], targets[1:])
@@ -277,7 +294,7 @@ def _shared_folder(names: Sequence[str], folder: Path) -> Finding:
     finally:
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
-    seen_by = f", seen by {len(others)} others" if others else ""
+    seen_by = f", seen by {len(others)} other{'s' * (len(others) > 1)}" if others else ""
     return Finding(check, "ok", f"{folder}: written, synced, renamed{seen_by}")
 
 

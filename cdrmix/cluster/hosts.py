@@ -3,10 +3,12 @@
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,17 +120,24 @@ def _completed(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program without a terminal; 255 if it is not there or takes longer."""
     try:
-        return subprocess.run(
+        with subprocess.Popen(
             words,
             env={**os.environ, **(variables or {})},
             start_new_session=True,  # else ssh opens the terminal and asks there
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=timeout_seconds,
-            check=False,
-        )
+        ) as process:
+            try:
+                output, message = process.communicate(timeout=timeout_seconds)
+            except BaseException:
+                # with its children: the ssh of a killed pdsh would wait for its host forever
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+        return subprocess.CompletedProcess(words, process.returncode, output, message)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(words, 255, "", f"no answer in {timeout_seconds:.0f} s")
     except FileNotFoundError as error:

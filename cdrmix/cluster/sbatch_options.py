@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cdrmix.errors import ConfigError
 
 # Long options of sbatch 22.05 to 24.11, without those that only ask sbatch something.
-_LISTED = (
-    "account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment "
-    "constraint container container-id contiguous core-spec cores-per-socket cpu-freq cpus- "
-    "per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude "
-    "exclusive export export-file extra extra-node-info get-user-env gid gpu-bind gpu-freq "
-    "gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold input job- "
-    "name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu "
-    "mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks "
-    "ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode oom-kill-step "
-    "output overcommit oversubscribe partition power prefer priority profile propagate qos "
-    "quiet reboot requeue reservation segment signal sockets-per-node spread-job stepmgr "
-    "switches thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid use- "
-    "min-nodes verbose wait wait-all-nodes wckey "
-)
+_LISTED = """
+    account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
+    constraint container container-id contiguous core-spec cores-per-socket cpu-freq
+    cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
+    exclusive export export-file extra extra-node-info get-user-env gid gpu-bind gpu-freq gpus
+    gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold input job-name
+    kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu
+    mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks
+    ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket oom-kill-step open-mode
+    output overcommit oversubscribe partition power prefer priority profile propagate qos quiet
+    reboot requeue reservation segment signal sockets-per-node spread-job stepmgr switches
+    thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes
+    verbose wait wait-all-nodes wckey
+"""
 _NAMES = frozenset(_LISTED.split())
+# Those of them that the plan or the script reads the value of.
+_WITH_VALUES = frozenset(
+    ("cpus-per-task", "gpus", "gpus-per-node", "gpus-per-task", "gres", "mem", "partition")
+    + ("signal", "time")
+)
 # The script depends on them: a flag of `cdrmix slurm` for each, or none.
 _OF_FLAGS = {
     "nodes": "give --nodes",
@@ -113,6 +118,24 @@ def memory_gib(text: str, *, flag: str = "--mem") -> float:
     return int(found[1]) * _UNITS_GIB[found[2] or "M"]
 
 
+def fewest_devices(options: Mapping[str, str | None], *, nodes: int) -> tuple[str, int] | None:
+    """Option that asks for the fewest devices of a node, and their number; None where none tells.
+
+    `gpus-per-task` is left out: what it comes to depends on the tasks.
+    """
+    counts: dict[str, int] = {}
+    for name in ("gres", "gpus-per-node", "gpus"):
+        words = (options.get(name) or "").split(",")
+        if name == "gres":  # other resources stand there too
+            words = [word for word in words if re.match(r"gpu(:|$)", word)]
+        # COUNT, KIND:COUNT, or a kind alone, which is one device
+        counted = [re.search(r"(?:^|:)(\d{1,6})$", word, re.ASCII) for word in words if word]
+        if counted:
+            total = sum(int(found[1]) if found else 1 for found in counted)
+            counts[f"{name}={options[name]}"] = total // nodes if name == "gpus" else total
+    return min(counts.items(), key=lambda item: item[1], default=None)
+
+
 def read_options(
     options: Sequence[str], *, of_site: Sequence[str]
 ) -> tuple[dict[str, str | None], list[str], list[str]]:
@@ -131,7 +154,9 @@ def read_options(
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*(=[^\x00-\x1f\x7f]*)?", option):
             problems.append(f"--option {option!r}: give NAME or NAME=VALUE, such as partition=gpu")
             continue
-        if name in _OF_FLAGS:
+        if name in _WITH_VALUES and not value:
+            problems.append(f"--option {option}: give a value, {name}=VALUE")
+        elif name in _OF_FLAGS:
             problems.append(f"--option {option}: {_OF_FLAGS[name]}")
         elif name not in _NAMES and name not in of_site:
             known = sorted({*_NAMES, *of_site})

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from cdrmix.cluster.batch_plan import BatchPlan, plan_batch
 from cdrmix.cluster.handover import launch_environment, train_arguments, write_private
 from cdrmix.cluster.sbatch_options import (
+    fewest_devices,
     memory_gib,
     notice_seconds,
     read_options,
@@ -98,7 +99,10 @@ class Batch:
     @property
     def asks(self) -> str:
         """Size, cores, memory and time, as sbatch reads them."""
-        sizes = "nodes ntasks-per-node gpus-per-node gpus gres cpus-per-task mem time partition"
+        sizes = (
+            "nodes ntasks-per-node gpus-per-node gpus gpus-per-task gpus-per-socket gres "
+            "cpus-per-task cpus-per-gpu mem mem-per-cpu mem-per-gpu time partition constraint"
+        )
         options = [option for _, option in self.parts["directives"]]
         return " ".join(f"--{o}" for o in options if o.partition("=")[0] in sizes.split())
 
@@ -126,11 +130,11 @@ def make_batch(asked: Request) -> Batch:
     problems += _unsafe(asked)
     site, limit, memory = None, None, None
     try:
-        site = find_nodes(options.get("partition"))
+        site = find_nodes(options.get("partition") or None, for_gpus=not asked.on_cpu)
         limit = time_limit_seconds(options.get("time") or asked.time_limit)
         warnings += _time_warnings(limit, options, site)
         memory = memory_gib(options.get("mem") or asked.memory or "0")
-        _check_nodes(asked, memory, site)
+        _check_nodes(asked, memory, options, site)
     except ConfigError as error:
         problems.append(str(error))
     if problems:
@@ -194,6 +198,13 @@ def _time_warnings(
 ) -> list[str]:
     """Refuses a time limit (seconds) that nothing can be done in, or that no partition allows."""
     notice = notice_seconds(options.get("signal") or _NOTICE)
+    longest = site.longest_seconds if site else None
+    if site and longest is not None and (limit is None or limit > longest):
+        wanted = "without a limit" if limit is None else time_text(limit)
+        raise ConfigError(
+            f"--time is {wanted}, and partition {site.partitions} allows "
+            f"{time_text(longest)}. Give that; the run goes on in its next start"
+        )
     if limit is None:
         return []
     if limit <= notice:
@@ -201,31 +212,36 @@ def _time_warnings(
             f"--time is {time_text(limit)}, and the signal to save comes {time_text(notice)} "
             f"before its end. Give more than {time_text(notice + _START_SECONDS)}"
         )
-    longest = site.longest_seconds if site else None
-    if site and longest is not None and limit > longest:
-        raise ConfigError(
-            f"--time is {time_text(limit)}, and partition {site.partitions} allows "
-            f"{time_text(longest)}. Give that; the run goes on in its next start"
-        )
     if limit < notice + _START_SECONDS:
         left = time_text(limit - notice)
         return [f"--time leaves {left} to start up and train, before the signal to save"]
     return []
 
 
-def _check_nodes(asked: Request, memory: float, site: Nodes | None) -> None:
-    """Refuses cores or memory (GiB) that no node has, in words that say by how much."""
-    if site and site.memory_gib and memory > site.memory_gib:
+def _check_nodes(
+    asked: Request, memory: float, options: Mapping[str, str | None], site: Nodes | None
+) -> None:
+    """Refuses cores or memory (GiB) that no node has, and fewer devices than ranks."""
+    ranks = asked.ranks_per_node
+    fewest = None if asked.on_cpu else fewest_devices(options, nodes=asked.nodes)
+    if fewest and fewest[1] < ranks:
+        raise ConfigError(
+            f"--option {fewest[0]}: {fewest[1]} devices of a node for its {ranks} ranks. Give "
+            f"--gpus-per-node {max(1, fewest[1])}, or ask for {ranks}"
+        )
+    if site and site.most_memory_gib and memory > site.most_memory_gib:
         raise ConfigError(
             f"--mem: {memory:g} GiB, and a node of partition {site.partitions} has "
-            f"{site.memory_gib:.1f} GiB. Give at most that, or 0 for all of it"
+            f"{site.most_memory_gib:.1f} GiB at most. Give no more, or 0 for all of it"
         )
-    tasks = asked.ranks_per_node if asked.starter == "srun" else 1
-    cores = (asked.cpus_per_task or 1) * tasks
-    if site and site.cores and cores > site.cores:
+    given = options.get("cpus-per-task") or str(asked.cpus_per_task or 1)
+    if not re.fullmatch(r"[1-9]\d{0,5}", given, re.ASCII):
+        raise ConfigError(f"--option cpus-per-task={given}: give a whole number from 1 on")
+    tasks = ranks if asked.starter == "srun" else 1
+    if site and site.most_cores and tasks * int(given) > site.most_cores:
         raise ConfigError(
-            f"{tasks} tasks of {asked.cpus_per_task or 1} cores: a node of partition "
-            f"{site.partitions} has {site.cores}. Give fewer with --cpus-per-task"
+            f"{tasks} tasks of {given} cores: a node of partition {site.partitions} has "
+            f"{site.most_cores} at most. Give fewer with --cpus-per-task"
         )
 
 

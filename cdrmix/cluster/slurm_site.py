@@ -11,31 +11,35 @@ from cdrmix.cluster.sbatch_options import time_limit_seconds
 from cdrmix.errors import ConfigError
 
 _SECONDS_TO_ANSWER = 15
-# Names that sites give their devices in GRES and features, by the presets of `cdrmix plan`.
+# Names that sites give their devices in GRES and features, by the presets of `cdrmix plan`. A GH200
+# and an RTX A1000 are other devices.
 _DEVICE_NAMES = (
-    ("h100", "h100-80"),
-    ("h200", "h200-141"),
-    ("a100", "a100-80"),
+    (r"(?<![a-z])h100(?!\d)", "h100-80"),
+    (r"(?<![a-z])h200(?!\d)", "h200-141"),
+    (r"(?<![a-z])a100(?!\d)", "a100-80"),
     ("mi300x", "mi300x-192"),
-    ("4090", "rtx4090-24"),
+    (r"(?<!\d)4090(?!\d)", "rtx4090-24"),
 )
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of partitions, the smallest figures where they differ; None where SLURM tells none."""
+    """Nodes of partitions; None where SLURM tells no figure."""
 
     partitions: str  # their names
     longest_seconds: int | None  # time limit of the partition that allows most; None: no limit
-    cores: int | None  # of a node
-    memory_gib: float | None  # of a node
+    cores: int | None  # of the node that has fewest
+    memory_gib: float | None  # of the node that has least
     devices: tuple[str, ...]  # GRES and features, as the site names them
+    most_cores: int | None  # of the node that has most
+    most_memory_gib: float | None  # of the node that has most
 
 
-def find_nodes(partition: str | None) -> Nodes | None:
+def find_nodes(partition: str | None, *, for_gpus: bool) -> Nodes | None:
     """Asks sinfo about partitions ("a" or "a,b"), or the default one; None where it tells nothing.
 
-    Raises ConfigError if there is no such partition.
+    `for_gpus` leaves out nodes without GPUs, if any have some by the names of their GRES. Raises
+    ConfigError if there is no such partition.
     """
     lines = _output("sinfo", "--noheader", "--format=%P|%l|%c|%m|%G|%f")
     rows = [line.split("|") for line in lines or () if line.count("|") == 5]
@@ -56,6 +60,8 @@ def find_nodes(partition: str | None) -> Nodes | None:
     if not rows:  # a cluster without a default partition
         return None
     limits = [_seconds(row[1]) for row in rows]
+    if for_gpus:
+        rows = [row for row in rows if row[4].startswith("gpu") or ",gpu" in row[4]] or rows
     # a node without RealMemory in slurm.conf has 1 MiB for SLURM
     memory = [mib / 1024 for mib in (_number(row[3]) for row in rows) if mib > 1]
     cores = [number for number in (_number(row[2]) for row in rows) if number]
@@ -65,6 +71,8 @@ def find_nodes(partition: str | None) -> Nodes | None:
         cores=min(cores, default=None),
         memory_gib=min(memory, default=None),
         devices=tuple(dict.fromkeys(text for row in rows for text in row[4:6])),
+        most_cores=max(cores, default=None),
+        most_memory_gib=max(memory, default=None),
     )
 
 
@@ -77,7 +85,7 @@ def preset_of(names: Iterable[str]) -> tuple[str, str] | None:
     found = {}
     for name in names:
         for word in re.split(r"[,&|\[\]()]", name.lower()):
-            presets = {preset for device, preset in _DEVICE_NAMES if device in word}
+            presets = {preset for device, preset in _DEVICE_NAMES if re.search(device, word)}
             sizes = re.findall(r"(\d+)gb?(?![a-z])", word)
             for preset in presets:
                 is_whole = all(size == preset.rpartition("-")[2] for size in sizes)

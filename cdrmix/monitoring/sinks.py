@@ -43,7 +43,7 @@ _STEP_FORMATS = {
     "tokens_per_second": "{:,.0f} tok/s",
 }
 # Metrics that a narrow terminal leaves out beside the bar, the first of them first.
-_DISPENSABLE = ("memory_peak_bytes", "learning_rate", "grad_norm", "tokens_per_second")
+_DISPENSABLE = ("memory_peak_bytes", "learning_rate", "grad_norm", "tokens_per_second", "eta")
 _EVALUATION_FORMATS = {
     "eval/loss": "loss {:.4f}",
     "eval/perplexity": "perplexity {:.2f}",
@@ -237,6 +237,9 @@ class Progress:
         for name in _DISPENSABLE:
             if len(" ".join(texts.values())) > room:
                 texts.pop(name, None)
+        # a bar is of one cell at least, and tqdm leaves the last column free
+        if len(" ".join(texts.values())) > room + _BAR_CELLS - 2:
+            texts = {}  # it would be cut within a number, which then reads as another
         self._bar.set_description_str(" ".join(texts.values()), refresh=False)
         self._bar.update(step - self._bar.n)
         if redraws:

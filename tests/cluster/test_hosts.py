@@ -125,7 +125,7 @@ def test_a_run_that_loses_a_host_goes_on_with_the_other_one(
     code, findings = examined(hosts, tmp_path, "--no-all-reduce")
     assert code == 0, findings
     assert findings["hosts"]["detail"].startswith("2 reached")
-    assert findings["shared folder"]["detail"].endswith("seen by 1 others")
+    assert findings["shared folder"]["detail"].endswith("seen by 1 other")
     assert "cdrmix-b: eth0" in findings["interface"]["detail"]
 
     run = arguments(small_corpus, None, *overrides(SETTINGS))

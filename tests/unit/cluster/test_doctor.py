@@ -64,6 +64,30 @@ def programs(folder: Path, **texts: str) -> str:
     return str(folder)
 
 
+def test_a_folder_that_means_nothing_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    finding, last = examine([], folder=Path("x"), ranks_per_host=1, with_all_reduce=True)
+    assert (finding.check, finding.status) == ("shared folder", "FAIL")
+    assert last.detail == "not run, because these failed: shared folder"
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    found = examined([], tmp_path / "circle")
+    assert found["shared folder"].status == "FAIL"
+
+
+def test_a_hostfile_with_this_machine_twice_fails_and_the_rest_is_not_run(tmp_path: Path) -> None:
+    hosts = [Host("localhost", 1), Host("127.0.0.1", 1)]
+    *_, twice, last = examine(hosts, folder=tmp_path, ranks_per_host=1, with_all_reduce=True)
+    assert (twice.check, twice.status) == ("hosts", "FAIL")
+    assert twice.detail.startswith("localhost and 127.0.0.1 are both this machine")
+    assert (last.check, last.status) == ("all-reduce", "warn")
+    assert last.detail.endswith("failed: hosts")
+
+
 REFUSING = "echo 'root@host: Permission denied (publickey,password).' >&2; exit 255"
 OTHER = Host("192.0.2.7", 2)  # an address for documentation, which no machine has
 

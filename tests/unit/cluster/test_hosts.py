@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cdrmix.cluster.handover import write_environment_file
@@ -60,6 +63,17 @@ def test_this_machine_is_known_by_name_and_needs_no_ssh() -> None:
 
 def test_a_command_that_hangs_counts_as_an_unreachable_host() -> None:
     assert run_on("localhost", ["sleep", "60"], timeout_seconds=0.1).returncode == 255
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    script = f"sleep 60 & echo $! >{shlex.quote(str(note))}; wait"
+    assert run_on("localhost", ["bash", "-c", script], timeout_seconds=2).returncode == 255
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(psutil.NoSuchProcess):  # a zombie, where nobody collects orphans
+        while psutil.Process(int(note.read_text())).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the child goes on"
+            time.sleep(0.05)
 
 
 def test_a_host_without_an_address_is_an_error_of_the_users() -> None:

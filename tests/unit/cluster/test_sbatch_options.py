@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cdrmix.cluster.sbatch_options import (
+    fewest_devices,
     memory_gib,
     notice_seconds,
     read_options,
@@ -74,6 +75,37 @@ def test_the_signal_must_be_the_one_that_the_script_waits_for() -> None:
     for signal in ("USR1@120", "B:TERM@60", "B:USR1@"):
         with pytest.raises(ConfigError, match="signal=B:USR1@SECONDS"):
             notice_seconds(signal)
+
+
+def test_names_of_options_are_known_without_a_sbatch_here() -> None:
+    given = ["job-name=x", "cpus-per-gpu=8", "use-min-nodes", "kill-on-invalid-dep=yes"]
+    assert read_options(given, of_site=())[1:] == ([], [])
+
+
+def test_an_option_that_the_plan_reads_needs_a_value() -> None:
+    _, problems, _ = read_options(["time", "mem=", "exclusive"], of_site=())
+    assert problems == [
+        "--option time: give a value, time=VALUE",
+        "--option mem=: give a value, mem=VALUE",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "fewest"),
+    [
+        ({"gres": "gpu:4"}, ("gres=gpu:4", 4)),
+        ({"gres": "gpu:a100_3g.20gb:2,gpu:h100:4,lustre:1"}, 6),
+        ({"gres": "gpu"}, 1),
+        ({"gres": "mps:100"}, None),
+        ({"gpus": "h100:16"}, 8),
+        ({"gpus": "3"}, 1),
+        ({"gpus-per-node": "8", "gres": "gpu:h100:4"}, ("gres=gpu:h100:4", 4)),
+        ({"gpus-per-task": "1", "partition": "gpu"}, None),
+    ],
+)
+def test_devices_of_a_node_are_counted(options: dict[str, str | None], fewest: object) -> None:
+    found = fewest_devices(options, nodes=2)
+    assert fewest in (found, found and found[1])
 
 
 def test_names_of_options_are_those_of_sbatch() -> None:

@@ -129,6 +129,16 @@ def test_a_plan_keeps_to_the_memory_and_cores_of_the_nodes(tmp_path: Path, progr
         batch("cdrmix-core-4b", tmp_path, nodes=4, memory="100G")
     with pytest.raises(ConfigError, match="8 tasks of 3 cores: a node of partition gpu has 16"):
         batch("cdrmix-core-4b", tmp_path, nodes=4, cpus_per_task=3)
+    with pytest.raises(ConfigError, match="8 tasks of 4 cores"):
+        batch("cdrmix-core-4b", tmp_path, nodes=4, options=["cpus-per-task=4"])
+
+
+def test_what_the_largest_nodes_have_is_not_refused(tmp_path: Path, programs: Path) -> None:
+    lines = "gpu*|infinite|16|65536|(null)|x\\ngpu*|infinite|96|1048576|gpu:h100:8|x\\n"
+    write_program(programs / "sinfo", f"#!/bin/bash\nprintf '{lines}'\n")
+    found = options(batch("cdrmix-core-4b", tmp_path, nodes=2, memory="500G", cpus_per_task=8))
+    assert (found["mem"], found["cpus-per-task"]) == ("500G", "8")
+    assert options(batch("cdrmix-core-4b", tmp_path, nodes=2))["cpus-per-task"] == "4"
 
 
 def test_flags_win_over_the_plan_and_options_over_flags(tmp_path: Path) -> None:
@@ -161,6 +171,12 @@ def test_it_is_told_how_many_jobs_the_run_takes(tmp_path: Path) -> None:
     [
         ({"time_limit": "2"}, "--time is 2 minutes, and the signal to save comes 2 minutes"),
         ({"time_limit": "3-00:00:00"}, "partition gpu allows 2 days"),
+        ({"time_limit": "UNLIMITED"}, "--time is without a limit, and partition gpu allows 2 days"),
+        (
+            {"options": ["gres=gpu:4"]},
+            "4 devices of a node for its 8 ranks. Give --gpus-per-node 4",
+        ),
+        ({"options": ["cpus-per-task=all"]}, "give a whole number"),
         ({"time_limit": "2days"}, "such as 2-00:00:00"),
         ({"options": ["partition=cpu"]}, "no partition cpu here. There are gpu"),
         ({"options": ["partiton=gpu"]}, "Did you mean partition?"),

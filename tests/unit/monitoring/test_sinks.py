@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import re
 import struct
 import termios
 import threading
@@ -232,6 +233,15 @@ def test_a_narrow_terminal_leaves_whole_metrics_out(width, shown):
     ]
     assert ("tok/s" in words) == ("tok/s" in shown)
     assert len(logged.rstrip()) <= width and words[-2] == "eta"
+
+
+@pytest.mark.parametrize("width", [12, 20, 24, 30])
+def test_a_very_narrow_terminal_shows_whole_numbers_or_none(width):
+    bars = bars_on_terminal(width)
+    assert all(len(bar) <= width for bar in bars)
+    for bar in bars:
+        text = bar.rpartition("| ")[2].strip()
+        assert re.fullmatch(r"(loss \d\.\d{4})?( ?eta \d+(m\d\d)?s)?", text), bar
 
 
 def test_plain_lines_are_those_of_logged_steps_alone():

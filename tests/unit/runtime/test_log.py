@@ -171,3 +171,15 @@ def test_the_width_is_that_of_the_terminal(plain: pytest.MonkeyPatch) -> None:
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 72, 0, 0))
     with open(slave, "w") as stream, open(master, "rb"):
         assert log.columns(stream) == 72
+
+
+def test_wide_characters_take_two_columns(plain: pytest.MonkeyPatch) -> None:
+    assert log.visible_width("\x1b[33m日本\x1b[0m") == 4
+    assert log.wrapped("日本語 日本語 日本語", width=14) == ["日本語 日本語", "日本語"]
+
+
+def test_an_indent_leaves_half_of_a_narrow_terminal() -> None:
+    assert log.wrapped("speed 171,654 tokens per second", width=20, hang=14) == [
+        "speed 171,654 tokens",
+        f"{'':10}per second",
+    ]
