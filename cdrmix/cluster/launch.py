@@ -30,7 +30,7 @@ from cdrmix.cluster.starts import (
     end_of_run,
 )
 from cdrmix.config.load import new_run_dir
-from cdrmix.config.resuming import config_of_start
+from cdrmix.config.resuming import config_of_start, resumed_run
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, InfrastructureError, PlanError, StateError
 from cdrmix.log import get_logger
@@ -110,15 +110,16 @@ def make_job(
     `config` may be left out where a run is resumed, which has its own.
     """
     resolved_config = config_of_start(config, overrides, run_dir=run_dir, resume=resume)
-    if run_dir is not None and re.search(r"[\x00-\x1f\x7f]", str(run_dir)):
+    place = run_dir or resumed_run(resume) or new_run_dir(resolved_config)
+    if re.search(r"[\x00-\x1f\x7f]", str(place)):
         raise ConfigError(
-            f"--run-dir {str(run_dir)!r}: has control characters, which files of variables and "
+            f"run directory {str(place)!r}: has control characters, which files of variables and "
             "scripts cannot hold. Give another name"
         )
     return Job(
         config=resolved_config,
         arguments=train_arguments(config, overrides, profile),
-        run_dir=run_dir or new_run_dir(resolved_config),
+        run_dir=place,
         resume=resume,
         profile=profile,
         hosts=read_hostfile(hostfile) if hostfile else (),

@@ -23,7 +23,10 @@ STARTS_FOLDER = "starts"
 BATCH_SCRIPT = "job.sbatch"  # of `cdrmix slurm`
 _NAME = re.compile(r"\d{4,}\.json")
 # Values of variables: --set launch.environment.TOKEN=abc, or 'launch={environment: {TOKEN: abc}}'.
-_SECRET = re.compile(r"^((?:--set=)?launch(?:\.environment(?:\.[^=]*)?)?)=.*", re.S)
+# The flag may be shortened, and a key may have spaces around its parts.
+_SECRET = re.compile(
+    r"^((?:--s(?:et?)?=)?\s*launch\s*(?:\.\s*environment\s*(?:\.[^=]*)?)?)=.*", re.S
+)
 # Of a command that begins a run; the run directory holds what they said.
 _BEGINS = ("--config", "--set", "--max-steps", "--run-dir", "--resume")
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from cdrmix.config.load import resolve
-from cdrmix.config.resuming import SNAPSHOT, changes_between, told
+from cdrmix.config.resuming import SNAPSHOT, changes_between, resumed_run, told
 from cdrmix.config.schema import Config
 from cdrmix.config.yaml_text import parse_yaml
 from cdrmix.errors import ConfigError
@@ -144,14 +144,18 @@ def end_of_run(config: Config, *, run_dir: Path | None, resume: str) -> str | No
     Raises ConfigError if `config` asks for other changes than for more training.
     """
     if resume not in ("auto", "never"):
-        source = Path(resume)
+        source = resumed_run(resume)
         # another run directory goes on from the end of this one
-        if not (source / SNAPSHOT).is_file() or run_dir not in (None, source):
+        if source is None or (run_dir is not None and run_dir.resolve() != source.resolve()):
             return None
         run_dir = source
     if resume == "never" or run_dir is None or not is_at_its_end(run_dir, config):
         return None
     end = _json_of(run_dir / MARKER) or {"step": _json_of(run_dir / "metrics.json").get("steps")}
+    checkpoint = Path(resume)
+    is_one = checkpoint.name.isdecimal() and checkpoint.parent.name == "checkpoints"
+    if is_one and int(checkpoint.name) != end.get("step"):
+        return None  # the steps after it are to be trained again
     try:
         text = (run_dir / SNAPSHOT).read_text(encoding="utf-8")
         own = resolve(parse_yaml(text, place=SNAPSHOT), place=SNAPSHOT)

@@ -7,13 +7,15 @@ checkpoint's, the loaders of both stages, in `data/loader.py` and `stage_b/engin
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from cdrmix.config.load import (
+    ABSENT,
     changed_keys,
     load_config,
     resolve,
@@ -22,13 +24,14 @@ from cdrmix.config.load import (
 from cdrmix.config.redaction import REDACTED, redacted
 from cdrmix.config.schema import Config
 from cdrmix.config.yaml_text import parse_yaml
-from cdrmix.errors import ConfigError
+from cdrmix.errors import ConfigError, InfrastructureError
 from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
 
 SNAPSHOT = "config_snapshot.yaml"
 _STATE = "state.json"  # of a checkpoint
+_MANIFEST = "manifest.json"  # likewise
 _MOST_KEYS = 6  # of a line of the log
 _MOST_LETTERS = 60  # of a value in it
 
@@ -168,6 +171,24 @@ def when_resumed(path: str) -> str:
     return rule_of(path).text
 
 
+def resumed_run(resume: str) -> Path | None:
+    """Run directory that --resume PATH goes on in, unless --run-dir names another.
+
+    None for auto, never, and checkpoints outside of a run directory, as in checkpoint.replica.
+    """
+    if resume in ("never", "auto"):
+        return None
+    source = Path(resume)
+    if (source / SNAPSHOT).exists() or (source / "checkpoints").is_dir():
+        return source
+    if source.name == "checkpoints":
+        return source.parent
+    if source.parent.name == "checkpoints":
+        return source.parent.parent
+    has_checkpoint = (source / _MANIFEST).exists() or _newest_state(source) is not None
+    return None if has_checkpoint else source
+
+
 def config_of_start(
     config: Path | None,
     overrides: Sequence[str],
@@ -189,11 +210,14 @@ def config_of_start(
         is_quiet: log nothing, as on all ranks but the first.
     Raises:
         ConfigError: if file or overrides are wrong, none is given for a new run, a key changes that
-            cannot, or a password that the run directory does not hold is missing.
+            cannot, a password is missing that the run directory does not hold, or the run directory
+            cannot be read.
+        InfrastructureError: if its file system does not answer for now.
     """
     if resume == "auto" and run_dir is None:
         raise ConfigError("--resume auto: needs --run-dir, the directory to go on in")
-    own = _own(run_dir, resume)
+    with _readable(run_dir if resume == "auto" else resume):
+        own = _own(run_dir, resume)
     if own is None:
         if config is None:
             where = {"auto": f"{run_dir} holds no run yet", "never": "a new run begins"}
@@ -226,6 +250,16 @@ def config_of_start(
     return resolved
 
 
+@contextlib.contextmanager
+def _readable(place: Path | str | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        is_mistake = error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+        kind = ConfigError if is_mistake else InfrastructureError
+        raise kind(f"{place}: cannot be read ({error.strerror})") from error
+
+
 class _Own(NamedTuple):
     """A run's own configuration."""
 
@@ -238,23 +272,18 @@ def _own(run_dir: Path | None, resume: str) -> _Own | None:
     """Reads the configuration of the run to go on with; None if there is none."""
     if resume == "never":
         return None
-    if resume == "auto":
-        assert run_dir is not None, "checked by the caller"
-        source = run_dir
-    else:
-        source = Path(resume)
-        if source.name == "checkpoints" or source.parent.name == "checkpoints":
-            source = source.parent if source.name == "checkpoints" else source.parent.parent
-    snapshot = source / SNAPSHOT
-    state = _newest_state(source if resume == "auto" else Path(resume))
-    stage = None if state is None else str(state.get("stage", "a"))
-    if snapshot.is_file():
-        values = parse_yaml(_text(snapshot), place=str(snapshot))
+    run = run_dir if resume == "auto" else resumed_run(resume)
+    place = run_dir if resume == "auto" else Path(resume)
+    assert place is not None, "checked by the caller"
+    newest = _newest_state(place)
+    stage = None if newest is None else str(newest.values.get("stage", "a"))
+    if run is not None and (run / SNAPSHOT).is_file():
+        values = parse_yaml(_text(run / SNAPSHOT), place=str(run / SNAPSHOT))
         if isinstance(values, dict):
-            return _Own(values, snapshot, stage)
-    # a checkpoint that was copied out of its run
-    if resume != "auto" and state is not None and isinstance(state.get("config"), dict):
-        return _Own(state["config"], Path(resume) / _STATE, stage)
+            return _Own(values, run / SNAPSHOT, stage)
+    # a checkpoint that was copied out of its run, or a run that has lost its snapshot
+    if newest is not None and isinstance(newest.values.get("config"), dict):
+        return _Own(newest.values["config"], newest.path, stage)
     return None
 
 
@@ -265,8 +294,15 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
-def _newest_state(source: Path) -> dict[str, Any] | None:
-    """Content of the newest state.json in a run directory or checkpoint; None without one."""
+class _State(NamedTuple):
+    """A checkpoint's state.json."""
+
+    path: Path
+    values: dict[str, Any]
+
+
+def _newest_state(source: Path) -> _State | None:
+    """Newest state.json in a run directory or checkpoint; None without one."""
     for inner in (source / "checkpoints", source):
         folders = []
         with contextlib.suppress(OSError):
@@ -277,12 +313,12 @@ def _newest_state(source: Path) -> dict[str, Any] | None:
     return _state_in(source)
 
 
-def _state_in(checkpoint: Path) -> dict[str, Any] | None:
+def _state_in(checkpoint: Path) -> _State | None:
     # A damaged one is told by the ranks, which verify each file.
     with contextlib.suppress(OSError, ValueError):
-        state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-        if isinstance(state, dict):
-            return state
+        values = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return _State(checkpoint / _STATE, values)
     return None
 
 
@@ -320,9 +356,12 @@ def _refuse_model(before: Config, overrides: Sequence[str], own: _Own) -> None:
             continue
         old: Any = before.model_dump()
         for part in key.split("."):
-            old = old.get(part) if isinstance(old, dict) else None
+            if isinstance(old, dict):
+                old = old.get(part, ABSENT)
+            elif old != ABSENT:  # null, in place of a section
+                old = None
         new = parse_yaml(text, place=f"--set {key}")
-        if new != old:
+        if old not in (ABSENT, new):  # a misspelt key is told as such
             raise ConfigError(_refusal(key, old, new, own))
 
 

@@ -16,11 +16,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint.candidates import step_folders
-from cdrmix.checkpoint.files import MANIFEST_FILE, is_passing, read_json, retried
+from cdrmix.checkpoint.files import is_passing, read_json, retried
 from cdrmix.cluster.messages import LAUNCH_FOLDER
 from cdrmix.cluster.start_records import STARTS_FOLDER
 from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
+from cdrmix.config.resuming import resumed_run
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TOKENIZER_FILE
 from cdrmix.errors import DataError, InfrastructureError, StateError
@@ -136,13 +137,7 @@ def place_of_run(config: Config, *, requested: Path | None, resume: str) -> tupl
     """
     if requested is None and resume == "auto":
         raise StateError("--resume auto: needs --run-dir, the directory to go on in")
-    resumed = None  # also of a checkpoint that was copied out of its run directory
-    if resume not in ("never", "auto"):
-        source = Path(resume)
-        if source.parent.name == "checkpoints":
-            resumed = source.parent.parent
-        elif not (source / MANIFEST_FILE).exists():
-            resumed = source.parent if source.name == "checkpoints" else source
+    resumed = resumed_run(resume)
     path = requested or resumed or new_run_dir(config)
     goes_on = resume == "auto" or (resumed is not None and resumed.resolve() == path.resolve())
     is_run = retried(

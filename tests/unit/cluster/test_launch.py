@@ -181,3 +181,21 @@ def test_a_start_is_noted_with_the_step_that_its_own_record_tells(
     assert launch(job) == 0
     (start,) = read_starts(run_dir)
     assert (start.resumed_at, start.step) == (60, 60)
+
+
+def test_a_launch_goes_on_in_the_run_directory_that_it_is_to_resume(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config_snapshot.yaml").write_text(snapshot_yaml(load_config(TINY)))
+    for run_dir, expected in ((None, run), (tmp_path / "new", tmp_path / "new")):
+        job = make_job(
+            config=None,
+            overrides=(),
+            hostfile=None,
+            ranks_per_host=1,
+            max_restarts=0,
+            profile=None,
+            run_dir=run_dir,
+            resume=str(run),
+        )
+        assert job.run_dir == expected

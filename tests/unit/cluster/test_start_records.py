@@ -73,6 +73,22 @@ def test_a_command_is_kept_without_its_secrets() -> None:
     assert safe[:3] == words[:3]
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        " launch.environment.TOKEN =hush",
+        "launch . environment . TOKEN=hush",
+        "--s=launch.environment.TOKEN=hush",
+        "--set=launch.environment.TOKEN=hush",
+        "--set= launch={environment: {TOKEN: hush}}",
+    ],
+)
+def test_a_value_is_left_out_however_its_key_is_written(word: str) -> None:
+    (safe,) = without_secrets([word])
+    assert "hush" not in safe
+    assert safe.endswith("=<redacted>")
+
+
 def test_without_a_launcher_the_command_is_the_script_and_its_words() -> None:
     words = command_of_user(["--local_rank=0", "--config", "a.yaml"])
     assert words == ["python", str(TRAIN), "--config", "a.yaml"]

@@ -138,6 +138,11 @@ def test_the_end_is_that_of_the_directory_to_go_on_in(tmp_path: Path) -> None:
     assert end_of_run(config, run_dir=tmp_path / "new", resume=str(run)) is None, "another run"
     assert end_of_run(config, run_dir=tmp_path / "new", resume="auto") is None
     assert end_of_run(config, run_dir=None, resume=str(run / "checkpoints" / "4")) is None
+    last = str(run / "checkpoints" / str(config.training.num_steps))
+    (tmp_path / "link").symlink_to(run)
+    for place in (last, str(run / "checkpoints"), str(tmp_path / "link"), f"{run}/../run"):
+        assert end_of_run(config, run_dir=run, resume=place) is not None, place
+    assert end_of_run(config, run_dir=tmp_path / "new", resume=last) is None, "another run"
     (run / "finished.json").unlink()
     assert end_of_run(config, run_dir=run, resume="auto") is None
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cdrmix.config.load import load_config, snapshot_yaml
-from cdrmix.config.resuming import config_of_start, when_resumed
+from cdrmix.config.resuming import config_of_start, resumed_run, when_resumed
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 
@@ -59,6 +59,48 @@ def test_a_checkpoint_without_its_run_tells_its_configuration(tmp_path: Path) ->
     copied = (run / "checkpoints" / "4").rename(tmp_path / "copied")
     own = config_of_start(None, [], run_dir=tmp_path / "new", resume=str(copied))
     assert own.training.seed == 7
+
+
+def test_a_run_that_lost_its_snapshot_goes_on_with_its_checkpoints_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path / "run", "training.seed=7")
+    (run / "config_snapshot.yaml").unlink()
+    assert resumed(run).training.seed == 7
+    assert resumed(run, config=TINY).training.seed == 7, "not the file's"
+    assert str(run / "checkpoints" / "4" / "state.json") in caplog.text
+    with pytest.raises(ConfigError, match="cannot change"):
+        resumed(run, "model.num_layers=8", config=TINY)
+
+
+def test_a_path_to_resume_tells_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "checkpoints" / "run")  # a folder of runs may have any name
+    for place in (run, run / "checkpoints", run / "checkpoints" / "4"):
+        assert resumed_run(str(place)) == run
+    monkeypatch.chdir(run.parent)
+    assert resumed_run("run") == Path("run")
+    assert resumed_run("auto") is None
+    copies = (run / "checkpoints").rename(tmp_path / "copies")
+    assert resumed_run(str(copies)) is None, "holds copies of checkpoints, and is no run"
+    assert resumed_run(str(copies / "4")) is None
+
+
+def test_a_run_that_cannot_be_read_is_the_users_error(tmp_path: Path) -> None:
+    place = tmp_path / ("x" * 300)
+    for run_dir, resume in ((place, "auto"), (None, str(place))):
+        with pytest.raises(ConfigError, match=r"xxx: cannot be read \(File name too long\)"):
+            config_of_start(TINY, [], run_dir=run_dir, resume=resume)
+
+
+def test_a_misspelt_key_of_the_model_is_told_as_such(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "model.moe=null")
+    with pytest.raises(ConfigError, match="hidden_size") as caught:
+        resumed(run, "model.hiden_size=64")
+    assert "cannot change" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot change"):
+        resumed(run, "model.moe.num_experts=4")
 
 
 def test_values_of_a_file_are_named_and_not_taken(
