@@ -78,6 +78,12 @@ def export_run(
     """
     _refuse_existing(out)
     found = newest_checkpoint(_checkpoint_folder(source, checkpoint))
+    checkpoints = found.path.resolve().parent
+    if checkpoints.name == "checkpoints" and checkpoints in out.resolve().parents:
+        raise StateError(
+            f"{out}: lies among the checkpoints of the run, which removes them and reads their "
+            "names. Give another --out"
+        )
     try:
         with CheckpointFile(found.path) as reader:
             described = _describe(found, reader)
@@ -118,6 +124,11 @@ def _checkpoint_folder(source: Path, checkpoint: str) -> Path:
     if folder.is_dir():
         return folder
     root = source / "checkpoints"
+    if not root.is_dir() and source.is_dir():
+        raise StateError(
+            f"{source}: has no checkpoints folder to look for step {checkpoint} in. Give the run "
+            "directory, or this checkpoint without --checkpoint"
+        )
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     steps = sorted(int(name) for name in names if re.fullmatch(r"\d+", name))
     there = f"has checkpoints of steps {', '.join(map(str, steps))}" if steps else "has none"

@@ -24,6 +24,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 # relative, as transformers loads the two files of a folder from a package of its own
 from .configuration_cdrmix import CDRMixConfig
@@ -232,7 +233,7 @@ class TimeMix(nn.Module):
             v_first = v
         else:
             amount = torch.sigmoid(self.value_bias + x_v @ self.value_down @ self.value_up)
-            v = v.lerp(v_first, amount)
+            v = v.lerp(v_first, amount.to(v.dtype))  # autocast gives them different types
         # in float32: the eps is zero in float16, and a key of zeros would become not a number
         kk = F.normalize(self._heads(k * self.k_k).float(), dim=-1, eps=1e-12).to(k.dtype)
         k = k.addcmul(k * self.k_a, iclr - 1)
@@ -489,6 +490,7 @@ class CDRMixModel(CDRMixPreTrainedModel):
         self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -516,6 +518,8 @@ class CDRMixModel(CDRMixPreTrainedModel):
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         past = 0
@@ -590,6 +594,7 @@ class CDRMixForCausalLM(CDRMixPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -600,9 +605,8 @@ class CDRMixForCausalLM(CDRMixPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple:
+    ) -> CausalLMOutputWithPast:
         """Scores next tokens, [B, T, V]; arguments as of `CDRMixModel.forward`.
 
         Args:
@@ -617,6 +621,7 @@ class CDRMixForCausalLM(CDRMixPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=kwargs.pop("output_hidden_states", None),
+            return_dict=True,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
@@ -625,10 +630,9 @@ class CDRMixForCausalLM(CDRMixPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        result = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
         )
-        return result.to_tuple() if return_dict is False else result

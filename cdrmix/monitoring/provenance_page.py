@@ -35,19 +35,7 @@ def starts(run: RecordedRun) -> dict[str, Any] | None:
 
 def start_moments(run: RecordedRun) -> list[Moment]:
     """Returns the steps from which another start trained, with what it changed."""
-    moments = []
-    for values in run.starts[1:]:
-        short = label = f"start {values.get('number', '')}".strip()
-        changes = [*_changes(values)]
-        if changes:
-            key, old, new = changes[0]
-            label += f": {key.rpartition('.')[2]} {old} → {new}"
-            if len(label) > _MAX_LABEL:
-                label = f"{label[: _MAX_LABEL - 1]}…"
-            if len(changes) > 1:
-                label += f", {len(changes) - 1} more"
-        moments.append(Moment(label, float(values.get("from_step") or 0), short))
-    return sorted(moments, key=lambda moment: moment.step)
+    return sorted(map(_moment, run.starts[1:]), key=lambda moment: moment.step)
 
 
 def data_card(run: RecordedRun) -> dict[str, Any] | None:
@@ -57,32 +45,19 @@ def data_card(run: RecordedRun) -> dict[str, Any] | None:
     None, and the share that their bar covers.
     """
     data = next((start["data"] for start in reversed(run.starts) if start.get("data")), None)
-    if data is None:
-        return None
-    domains = data.get("domains") or []
-    has_weights = any(each.get("weight") is not None for each in domains)
-    sizes = [
-        float((each["weight"] if has_weights else each["train_tokens"]) or 0) for each in domains
-    ]
-    total = sum(sizes) or 1.0
-    return {
-        "folder": data.get("folder"),
-        "recipe": data.get("recipe"),
-        "digest": (data.get("digest") or "").removeprefix("sha256:")[:_DIGEST],
-        "tokenizer": (data.get("tokenizer_sha256") or "")[:_DIGEST],
-        "domains": [
-            (
-                each["name"],
-                each.get("train_tokens"),
-                each.get("validation_tokens"),
-                size / total if has_weights else None,
-                size / (max(sizes) or 1.0),
-            )
-            for each, size in zip(domains, sizes, strict=True)
-        ],
-        "has_weights": has_weights,
-        "mixture": mixture_in_words(data.get("mixture")),
-    }
+    return None if data is None else _data(data)
+
+
+def start_problem(values: Mapping[str, Any]) -> str:
+    """Reason why the record of a start cannot be described, as after a change by hand; empty for
+    one that can."""
+    try:
+        _start(values)
+        _moment(values)
+        _data(values.get("data") or {})
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return f"is not as a start writes it: {type(error).__name__}: {error}"
+    return ""
 
 
 def domain_losses(run: RecordedRun) -> dict[str, Any] | None:
@@ -166,7 +141,7 @@ def _start(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "number": values.get("number"),
         "began": _time(values.get("began")),
-        "from_step": values.get("from_step") or 0,
+        "from_step": int(values.get("from_step") or 0),
         "version": values.get("version"),
         "commit": commit[:_DIGEST],
         "is_modified": bool(values.get("modified")),
@@ -178,6 +153,46 @@ def _start(values: Mapping[str, Any]) -> dict[str, Any]:
         "config": config if isinstance(config, str) else None,
         "config_hash": values.get("config_hash"),
         "changes": _changes(values),
+    }
+
+
+def _moment(values: Mapping[str, Any]) -> Moment:
+    short = label = f"start {values.get('number', '')}".strip()
+    changes = _changes(values)
+    if changes:
+        key, old, new = changes[0]
+        label += f": {key.rpartition('.')[2]} {old} → {new}"
+        if len(label) > _MAX_LABEL:
+            label = f"{label[: _MAX_LABEL - 1]}…"
+        if len(changes) > 1:
+            label += f", {len(changes) - 1} more"
+    return Moment(label, float(values.get("from_step") or 0), short)
+
+
+def _data(data: Mapping[str, Any]) -> dict[str, Any]:
+    domains = data.get("domains") or []
+    has_weights = any(each.get("weight") is not None for each in domains)
+    sizes = [
+        float((each["weight"] if has_weights else each["train_tokens"]) or 0) for each in domains
+    ]
+    total = sum(sizes) or 1.0
+    return {
+        "folder": data.get("folder"),
+        "recipe": data.get("recipe"),
+        "digest": (data.get("digest") or "").removeprefix("sha256:")[:_DIGEST],
+        "tokenizer": (data.get("tokenizer_sha256") or "")[:_DIGEST],
+        "domains": [
+            (
+                each["name"],
+                each.get("train_tokens"),
+                each.get("validation_tokens"),
+                size / total if has_weights else None,
+                size / (max(sizes) or 1.0),
+            )
+            for each, size in zip(domains, sizes, strict=True)
+        ],
+        "has_weights": has_weights,
+        "mixture": mixture_in_words(data.get("mixture")),
     }
 
 

@@ -22,7 +22,13 @@ from cdrmix.errors import StateError
 from cdrmix.monitoring.page import Figure, Tile, compact, formatted, render
 from cdrmix.monitoring.plan_page import plan_card
 from cdrmix.monitoring.plots import Curve, Mark, Moment, plot
-from cdrmix.monitoring.provenance_page import data_card, domain_losses, start_moments, starts
+from cdrmix.monitoring.provenance_page import (
+    data_card,
+    domain_losses,
+    start_moments,
+    start_problem,
+    starts,
+)
 from cdrmix.monitoring.recorded_run import RecordedRun
 from cdrmix.monitoring.sinks import duration, read_metrics, write_text_atomic
 
@@ -382,9 +388,15 @@ def _read_json(path: Path, problems: dict[str, str]) -> Mapping[str, Any]:
 def _read_starts(folder: Path, problems: dict[str, str]) -> list[Mapping[str, Any]]:
     """Reads the record of each start, in order; none where the run kept none."""
     found: dict[str, str] = {}
-    starts = [_read_json(path, found) for path in sorted(folder.glob("*.json"))]
+    starts = []
+    for path in sorted(folder.glob("*.json")):
+        start = _read_json(path, found)
+        if start and (reason := start_problem(start)):
+            found[path.name] = f"{path.name} {reason}."
+        elif start:
+            starts.append(start)
     problems |= {f"starts/{name}": f"starts/{text}" for name, text in found.items()}
-    return sorted(filter(None, starts), key=lambda start: _number(start.get("number")) or 0.0)
+    return sorted(starts, key=lambda start: _number(start.get("number")) or 0.0)
 
 
 def _number(value: Any) -> float | None:

@@ -128,6 +128,9 @@ def test_an_earlier_step_is_exported_by_its_number(trained: Path, tmp_path: Path
     assert "held_out" not in metadata["metrics"], "of the end of the run, not of this step"
     refused = cdrmix("export", trained, "--out", tmp_path / "x", "--checkpoint", "5", code=2)
     assert "has no checkpoint of step 5; it has checkpoints of steps " in refused.stderr
+    one = trained / "checkpoints" / "6"
+    refused = cdrmix("export", one, "--out", tmp_path / "x", "--checkpoint", "6", code=2)
+    assert "Give the run directory, or this checkpoint without --checkpoint" in refused.stderr
 
 
 def test_small_shards_load_as_one(made: Path, tmp_path: Path) -> None:
@@ -185,6 +188,8 @@ def test_what_cannot_be_exported_is_refused_in_one_message(made: Path, tmp_path:
         (tmp_path / "nothing", tmp_path / "out", 2, "holds no checkpoint"),
         (damaged, tmp_path / "out", 3, "every checkpoint is damaged"),
         (made, damaged / "tokenizer.json" / "out", 2, "tokenizer.json: File exists"),
+        (made, made / "checkpoints" / "8", 2, "lies among the checkpoints of the run"),
+        (made, made / "checkpoints" / "7" / "out", 2, "lies among the checkpoints of the run"),
     )
     before = sorted(tmp_path.rglob("*"))
     for source, out, code, message in cases:

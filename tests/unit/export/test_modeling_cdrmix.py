@@ -284,6 +284,29 @@ def test_the_loss_of_labels_is_the_cross_entropy(hybrid: Both, tokens: Tensor) -
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_trains_and_writes(both: Both, tokens: Tensor, dtype: torch.dtype) -> None:
+    """As transformers' Trainer does with bf16=True or fp16=True."""
+    model = both.load()
+    expected = model(tokens, labels=tokens).loss
+    with torch.autocast("cpu", dtype=dtype):
+        loss = model.train()(tokens, labels=tokens).loss
+        model.eval().generate(tokens[:, :20], max_new_tokens=3, num_beams=2)
+    close(loss, expected, 0.02)
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@torch.no_grad()
+def test_outputs_may_be_asked_for_in_the_configuration(hybrid: Both, tokens: Tensor) -> None:
+    out = hybrid.load(output_hidden_states=True)(tokens)
+    assert len(out.hidden_states) == 5, "the embedding and four blocks"
+    as_tuple = hybrid.load(return_dict=False)
+    assert torch.equal(as_tuple(tokens)[0], out.logits)
+    assert torch.equal(as_tuple.model(tokens)[0], out.hidden_states[-1])
+    assert isinstance(hybrid.load().model(tokens, return_dict=False), tuple)
+
+
 def test_gradients_in_chunks_are_those_of_the_loop() -> None:
     generator = torch.Generator().manual_seed(0)
 

@@ -105,6 +105,25 @@ def test_a_changed_learning_rate_is_seen_in_the_table_and_in_the_chart(tmp_path)
     assert source.count("<h2>Starts</h2>") == 1
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"from_step": "four"},
+        {"from_step": "NaN"},
+        {"hosts": ["node-7"]},
+        {"hosts": [{"name": "node-7", "ranks": "all"}]},
+        {"plan": {"degrees": {"data": None}}},
+        {"changes": [{"old": 1}]},
+        {"data": {"domains": [{"name": "code", "weight": "much"}]}},
+        {"data": {"mixture": {"phases": ["first"]}}},
+    ],
+)
+def test_a_start_changed_by_hand_is_named_and_left_out(tmp_path, changed):
+    text = report_of(run_with(tmp_path, start(1), start(2, **changed)))[1].text
+    assert "starts/2.json is not as a start writes it: " in text
+    assert "1 · stage a" in text and "2 · stage a" not in text
+
+
 def test_hosts_of_a_cluster_are_counted(tmp_path):
     hosts = [{"name": f"node-{i}", "ranks": 8} for i in range(64)]
     values = start(1, hosts=hosts)
