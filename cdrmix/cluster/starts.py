@@ -156,6 +156,9 @@ def end_of_run(config: Config, *, run_dir: Path | None, resume: str) -> str | No
     is_one = checkpoint.name.isdecimal() and checkpoint.parent.name == "checkpoints"
     if is_one and int(checkpoint.name) != end.get("step"):
         return None  # the steps after it are to be trained again
+    kept = _steps_kept(run_dir)
+    if kept and max(kept) < int(end.get("step") or 0):
+        return None  # somebody has removed the checkpoints after it
     try:
         text = (run_dir / SNAPSHOT).read_text(encoding="utf-8")
         own = resolve(parse_yaml(text, place=SNAPSHOT), place=SNAPSHOT)
@@ -180,6 +183,13 @@ def end_of_run(config: Config, *, run_dir: Path | None, resume: str) -> str | No
             f"{said}. Nothing is left to train with other values: {told(changes)}. {advice}"
         )
     return f"{said}. {advice}"
+
+
+def _steps_kept(run_dir: Path) -> list[int]:
+    with contextlib.suppress(OSError):
+        names = [each.name for each in (run_dir / "checkpoints").iterdir()]
+        return [int(name) for name in names if name.isdecimal()]
+    return []
 
 
 def _json_of(path: Path) -> dict[str, Any]:

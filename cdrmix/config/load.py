@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_origin
@@ -25,7 +25,7 @@ from cdrmix.config.problems import (
     validate,
 )
 from cdrmix.config.redaction import redacted
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, ParallelConfig
 from cdrmix.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
 from cdrmix.errors import ConfigError
 
@@ -33,6 +33,13 @@ ABSENT = "(absent)"
 # Name of the sample corpus in data.path.
 SAMPLE = "sample"
 _PATHS = (("data", "path"), ("stage_b", "run"), ("checkpoint", "replica"))
+# Keys that the plan chooses where they are not given.
+LAYOUT = (
+    *(("parallel", axis) for axis in ParallelConfig.model_fields),
+    *(("training", key) for key in (
+        "micro_batch_size", "activation_checkpointing", "sequence_checkpoint_tokens"
+    )),
+)  # fmt: skip
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -164,10 +171,39 @@ def _check_colons(value: Any, place: str) -> None:
         _check_colons(inner, place)
 
 
-def snapshot_yaml(config: Section) -> str:
-    """Writes the config as YAML, with absolute paths and without secrets; a run that starts from it
-    needs these set anew."""
-    return dump_yaml(with_absolute_paths(redacted(config.model_dump())))
+def snapshot_yaml(config: Config) -> str:
+    """Writes the values of `kept_values` as YAML."""
+    return dump_yaml(kept_values(config))
+
+
+def kept_values(config: Config, *, mode: str = "python") -> dict[str, Any]:
+    """Returns the values with which a run goes on, plain or for JSON as `mode` says ("json").
+
+    Paths are absolute, and secrets are left out: they are to be set anew. So are the keys of the
+    layout that were not given: the plan chooses them anew, by the devices that the start finds, and
+    would take a default that stands there for the user's wish.
+    """
+    values = with_absolute_paths(redacted(config.model_dump(mode=mode)))
+    return with_layout(values, given_layout(config))
+
+
+def given_layout(config: Config) -> dict[tuple[str, str], Any]:
+    """Returns the keys of the layout that were given, with their values."""
+    return {
+        (section, key): getattr(getattr(config, section), key)
+        for section, key in LAYOUT
+        if key in getattr(config, section).model_fields_set
+    }
+
+
+def with_layout(values: dict[str, Any], layout: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+    """Returns the values of a configuration with these keys of the layout, and no others."""
+    made = dict(values)
+    for section in {section for section, _ in LAYOUT}:
+        others = {k: v for k, v in made.get(section, {}).items() if (section, k) not in LAYOUT}
+        given = {key: value for (place, key), value in layout.items() if place == section}
+        made[section] = others | given
+    return made
 
 
 def with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:

@@ -16,13 +16,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from cdrmix.config.load import (
     ABSENT,
+    LAYOUT,
     changed_keys,
+    given_layout,
     load_config,
     resolve,
     with_absolute_paths,
+    with_layout,
 )
+from cdrmix.config.model import Section
 from cdrmix.config.redaction import REDACTED, redacted
-from cdrmix.config.schema import Config
+from cdrmix.config.schema import Config, ParallelConfig, TrainingConfig
 from cdrmix.config.yaml_text import parse_yaml
 from cdrmix.errors import ConfigError, InfrastructureError
 from cdrmix.log import get_logger
@@ -200,7 +204,8 @@ def config_of_start(
     """Returns the configuration of a start: of a new run, or of one that goes on.
 
     A run that is resumed goes on with its own configuration, and only overrides change it; values
-    of a file that differ are left, with a warning.
+    of a file that differ are left, with a warning. The layout alone is taken from a file: it goes
+    with the machines of a start.
 
     Args:
         config: --config; may be left out where a run is resumed.
@@ -227,14 +232,17 @@ def config_of_start(
             )
         return load_config(config, overrides)
     given = load_config(config, overrides) if config is not None else None
-    values = own.values
+    kept = own.values
+    values = _without_defaults_of_layout(kept)
     if given is not None:
-        values = _filled(values, given.model_dump())
+        kept = _filled(kept, given.model_dump())
         # Stage B may begin on the Stage A of a run without it: the one section to take then.
         asks_for_stage = any(each.partition("=")[0] == "training.stage" for each in overrides)
-        if asks_for_stage and values.get("stage_b") is None and given.stage_b is not None:
-            values = {**values, "stage_b": given.model_dump()["stage_b"]}
-    before = resolve(values, place=str(own.place))
+        if asks_for_stage and kept.get("stage_b") is None and given.stage_b is not None:
+            kept = {**kept, "stage_b": given.model_dump()["stage_b"]}
+        # The layout goes with the machines of this start, not with the run.
+        values = with_layout(kept, given_layout(given))
+    before = resolve(kept, place=str(own.place))
     try:
         resolved = resolve(values, overrides, place=str(own.place))
     except ConfigError:
@@ -248,6 +256,20 @@ def config_of_start(
     if given is not None:
         _tell_not_taken(given, resolved, config=config, own=own)
     return resolved
+
+
+def _without_defaults_of_layout(values: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out the layout's defaults from a snapshot of an earlier version, which has them all:
+    they were not given, or say what the plan would choose."""
+    if not all(key in (values.get(section) or {}) for section, key in LAYOUT):
+        return values
+    sections: dict[str, type[Section]] = {"parallel": ParallelConfig, "training": TrainingConfig}
+    layout = {
+        (section, key): values[section][key]
+        for section, key in LAYOUT
+        if values[section][key] != sections[section].model_fields[key].default
+    }
+    return with_layout(values, layout)
 
 
 @contextlib.contextmanager

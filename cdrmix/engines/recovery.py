@@ -11,8 +11,7 @@ from cdrmix import runtime
 from cdrmix.checkpoint import engine_state, store
 from cdrmix.checkpoint.candidates import check_same_model
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile
-from cdrmix.config.load import with_absolute_paths
-from cdrmix.config.redaction import redacted
+from cdrmix.config.load import kept_values
 from cdrmix.engines.run import JsonObject, Run
 from cdrmix.engines.run_directory import SAVES
 from cdrmix.errors import InfrastructureError, NoUsableStateError, StateError
@@ -50,7 +49,7 @@ def save_run(run: Run, position: JsonObject) -> None:
                 "tokenizer": run.stage.corpus.manifest.tokenizer.sha256,
                 "engine": engine_state.counters(run.engine),
                 # Checkpoints are handed on: no passwords of a remote data set in them.
-                "config": with_absolute_paths(redacted(run.config.model_dump(mode="json"))),
+                "config": kept_values(run.config, mode="json"),
                 "seconds": run.seconds,
                 "health": run.health.state_dict(),
                 "stage": run.stage.name,

@@ -55,7 +55,9 @@ def fail_on_last_rank(argv: list[str], where: str, number: int, times: int) -> i
 
 
 def losses(run_dir: Path) -> list[dict[str, float]]:
-    return [deterministic_part(line) for line in read_metrics(run_dir / "metrics.jsonl")]
+    # without the loss by domain, which the version of the earlier run did not have
+    lines = [deterministic_part(line) for line in read_metrics(run_dir / "metrics.jsonl")]
+    return [{k: v for k, v in line.items() if not k.startswith("eval/domain/")} for line in lines]
 
 
 @pytest.mark.parametrize(

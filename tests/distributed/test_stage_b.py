@@ -16,7 +16,7 @@ from cdrmix.data.shards import read_manifest, write_manifest
 from cdrmix.monitoring.metrics import deterministic_part
 from cdrmix.monitoring.sinks import read_metrics
 from tests.checkpoints import copy_late
-from tests.harness import ROOT, RanksFailed, run_ranks
+from tests.harness import RanksFailed, run_ranks
 from tests.small_reasoning_run import (
     NUM_PHASES,
     PHASE_STEPS,
@@ -285,14 +285,15 @@ def test_another_tokenizer_is_refused(
     assert f"sha256 {manifest.tokenizer.sha256} there, {digest} here" in text
 
 
-def test_a_run_in_stage_b_does_not_go_on_with_a_config_that_has_none(
-    alone: Path, small_corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_run_in_stage_b_does_not_go_on_without_it(
+    alone: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    source, core = copy_of(alone, tmp_path, STEPS), ROOT / "model_configs/cdrmix-core-tiny.yaml"
-    argv = ["--config", str(core), *overrides([f"data.path={small_corpus}"])]
-    text = refused([*argv, "--run-dir", str(source), "--resume", "auto"], capfd)
-    assert f"{STEPS}: was saved in Stage B; this config has no stage_b section" in text
-    assert "Use config_snapshot.yaml of that run" in text
+    source = copy_of(alone, tmp_path, STEPS)
+    argv = ["--run-dir", str(source), "--resume", "auto", "--set", "stage_b=null"]
+    text = refused(argv, capfd)
+    assert "stage_b: " in text
+    assert "cannot change when the run of" in text
+    assert "but null is refused for a checkpoint of Stage B" in text
 
 
 def start_with_a_broken_checker(argv: list[str]) -> int:

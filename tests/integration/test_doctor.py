@@ -114,7 +114,8 @@ def test_an_all_reduce_that_hangs_is_told_of_with_the_time_it_had(
         monkeypatch.setenv(name, value)
     *_, finding = examine([], folder=tmp_path, ranks_per_host=1, with_all_reduce=True)
     assert finding.status == "FAIL"
-    assert finding.detail.startswith("time ran out after 0 s: ")
+    # starting the launcher counts, which takes as long as the machine is busy
+    assert re.match(r"time ran out after \d s: ", finding.detail)
     assert finding.remedy == f"read {tmp_path}/doctor-all-reduce.log"
 
 

@@ -130,6 +130,16 @@ def test_a_finished_run_is_at_its_end_unless_more_is_asked_for(tmp_path: Path) -
         assert "give --set training.max_steps=N" in str(caught.value)
 
 
+def test_a_run_whose_last_checkpoints_were_removed_trains_them_again(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", "training.max_steps=60")
+    config = config_of_start(None, [], run_dir=run, resume="auto")
+    for step in (40, 60):
+        (run / "checkpoints" / str(step)).mkdir(parents=True)
+    assert end_of_run(config, run_dir=run, resume="auto") is not None
+    (run / "checkpoints" / "60").rmdir()
+    assert end_of_run(config, run_dir=run, resume="auto") is None
+
+
 def test_the_end_is_that_of_the_directory_to_go_on_in(tmp_path: Path) -> None:
     run = finished(tmp_path / "run")
     config = load_config(TINY)

@@ -10,6 +10,7 @@ import pytest
 from cdrmix.config.load import load_config, snapshot_yaml
 from cdrmix.config.resuming import config_of_start, resumed_run, when_resumed
 from cdrmix.config.schema import Config
+from cdrmix.config.yaml_text import dump_yaml
 from cdrmix.errors import ConfigError
 
 TINY = Path("model_configs/cdrmix-core-tiny.yaml").resolve()
@@ -252,3 +253,31 @@ def test_of_several_overrides_the_last_one_counts(tmp_path: Path) -> None:
     settings = ("model.moe.expert_hidden_size=64", "model.moe=null")
     run = make_run(tmp_path / "run", *settings)
     assert resumed(run, *settings) == resumed(run)
+
+
+def test_a_layout_that_the_plan_chose_is_chosen_anew_and_a_given_one_stays(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "parallel.tensor=2", "training.activation_checkpointing=false")
+    config = resumed(run)
+    assert config.parallel.model_fields_set == {"tensor"}
+    assert config.parallel.tensor == 2
+    assert "activation_checkpointing" in config.training.model_fields_set
+    assert "sequence_checkpoint_tokens" not in config.training.model_fields_set
+    open_run = make_run(tmp_path / "open")
+    assert not resumed(open_run).parallel.model_fields_set
+    assert resumed(open_run, "parallel.pipeline=2").parallel.model_fields_set == {"pipeline"}
+
+
+def test_a_file_gives_the_layout_of_a_resumed_run_and_nothing_else(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "parallel.tensor=2", "training.learning_rate=1e-3")
+    config = config_of_start(TINY, ["parallel.expert=2"], run_dir=run, resume="auto")
+    assert config.parallel.model_fields_set == {"expert"}
+    assert (config.parallel.tensor, config.parallel.expert) == (1, 2)
+    assert config.training.learning_rate == 1e-3
+
+
+def test_a_snapshot_of_an_earlier_version_leaves_the_layout_to_the_plan(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "parallel.pipeline=2")
+    whole = load_config(TINY, ["parallel.pipeline=2"]).model_dump()
+    (run / "config_snapshot.yaml").write_text(dump_yaml(whole))
+    assert resumed(run).parallel.model_fields_set == {"pipeline"}
+    assert "activation_checkpointing" not in resumed(run).training.model_fields_set
