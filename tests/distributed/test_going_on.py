@@ -16,6 +16,7 @@ import pytest
 
 from cdrmix import __version__
 from cdrmix.cli import main
+from cdrmix.cluster.handover import TRAIN
 from cdrmix.cluster.start_records import newest_start
 from cdrmix.config.load import load_config
 from cdrmix.config.resuming import rule_of
@@ -98,7 +99,7 @@ def test_a_run_goes_on_from_elsewhere_and_each_start_is_on_record(
         "training.max_steps",
         "training.min_learning_rate",
     ]
-    assert first["command"][:2] == ["python", "launch/train.py"]
+    assert first["command"][:2] == ["python", str(TRAIN)]
     assert rate in first["command"]
     assert first["folder"] == str(ROOT)
     assert first["config"]["data"]["path"] == str(EARLIER / "data")
@@ -257,7 +258,7 @@ def test_a_stopped_run_tells_a_command_that_is_enough(stopped: Path, tmp_path: P
     assert run_ranks(start_and_stop, 1, argv) == [75]
     (line,) = [t for t in (stopped / "train.log").read_text().splitlines() if "Go on with: " in t]
     program, script, *words = shlex.split(line.partition("Go on with: ")[2])
-    assert (program, script) == ("python", "launch/train.py")
+    assert (program, script) == ("python", str(TRAIN))
     assert words == ["--profile", "zero1", "--run-dir", str(stopped), "--resume", "auto"]
     assert run_ranks(start_in, 1, words, str(tmp_path)) == [0]
     assert [line["step"] for line in steps_of(stopped)] == list(range(1, 9))
