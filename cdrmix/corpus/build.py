@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ from cdrmix.corpus.source import (
     find_files,
     local_path,
 )
-from cdrmix.corpus.steps.filter import Filter
 from cdrmix.corpus.steps.read import count_shards
 from cdrmix.corpus.task_run import (
     Decision,
@@ -124,12 +122,9 @@ def build_dataset(
                     f"{link}: is a symbolic link, which a build never makes; the build would write "
                     "to its target. Remove it, or give another --out."
                 )
-    # Checked first: a build would meet these errors hours later.
+    # Checked first: a build would meet this error hours later.
     if recipe.tokenizer.path is not None:
         load_tokenizer(Path(recipe.tokenizer.path))
-    for config, source in product(recipe.steps, recipe.sources):
-        if config.name == Filter.name and config.takes(source.domain):
-            make_step(config).profile_of(source.domain)
     try:
         with locked(out / ".lock", blocking=False) as is_locked:
             if not is_locked:

@@ -22,9 +22,10 @@ from cdrmix.config.problems import Problem, alternatives, shown, validate
 from cdrmix.config.schema import MixtureConfig
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
 from cdrmix.corpus.source import SourceConfig
+from cdrmix.corpus.steps.filter import PROFILE_OF_DOMAIN, PROFILES, Filter
 from cdrmix.data.document import FimConfig
 from cdrmix.data.shards import MAX_SHARD_TOKENS
-from cdrmix.errors import ConfigError, TrainingError
+from cdrmix.errors import ConfigError, DataError, TrainingError
 
 # Class of each step, by its name in a recipe. Imported only for a recipe that uses it, since some
 # need packages of the [data] extra.
@@ -154,6 +155,7 @@ def load_recipe(path: str | Path) -> Recipe:
             f"Shipped recipes are in {shipped('model_configs/data')}"
         )
     problems: list[Problem] = []
+    written = values
     # Steps come first: their parameters depend on their classes, which the schema does not know.
     if isinstance(values, dict) and isinstance(values.get("steps", []), list):
         steps = []
@@ -165,6 +167,8 @@ def load_recipe(path: str | Path) -> Recipe:
         values = values | {"steps": steps}
     recipe, others = validate(values, Recipe)
     problems += others
+    if recipe is not None and not problems:
+        problems = _without_profile(recipe, is_default="steps" not in written)
     if recipe is None or problems:
         lines = (
             f"{path}: {'.'.join(problem.path)}{': ' if problem.path else ''}{problem.text}"
@@ -172,6 +176,43 @@ def load_recipe(path: str | Path) -> Recipe:
         )
         raise ConfigError("\n".join(lines))
     return recipe
+
+
+def _without_profile(recipe: Recipe, *, is_default: bool) -> list[Problem]:
+    """Returns the problems of domains that a filter takes and has no profile for.
+
+    Args:
+        is_default: the recipe has no `steps`, so that there is no place to set a profile in.
+    """
+    problems: list[Problem] = []
+    for number, step in enumerate(recipe.steps):
+        if step.name != Filter.name:
+            continue
+        told: dict[str, str] = {}
+        for domain in sorted({each.domain for each in recipe.sources if step.takes(each.domain)}):
+            try:
+                make_step(step).profile_of(domain)
+            except DataError as error:
+                told[domain] = str(error)
+        if told and is_default:
+            problems.append(Problem(("steps",), _steps_to_write(list(told))))
+        else:
+            path = ("steps", str(number), step.name)
+            problems += [Problem(path, text) for text in told.values()]
+    return problems
+
+
+def _steps_to_write(domains: list[str]) -> str:
+    """Says how to give the filter of the default steps a profile for these domains."""
+    profiles = ", ".join(f"{domain}: {PROFILES[0]}" for domain in domains)
+    with_profiles = f"{{{Filter.name}: {{profiles: {{{profiles}}}}}}}"
+    steps = (with_profiles if name == Filter.name else name for name in DEFAULT_STEPS)
+    return (
+        f"left out, so the default steps are taken, and {Filter.name} is one of them, which has no "
+        f"profile for {', '.join(map(repr, domains))}. Write them out with one, such as "
+        f"steps: [{', '.join(steps)}]; profiles: {', '.join(PROFILES)}. Or give the source a "
+        f"domain that has one: {', '.join(sorted(PROFILE_OF_DOMAIN))}."
+    )
 
 
 def _read_step(entry: Any, path: tuple[str, ...]) -> tuple[dict[str, Any] | None, list[Problem]]:

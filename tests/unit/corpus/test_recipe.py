@@ -198,3 +198,24 @@ def test_each_variant_names_the_recipe_made_for_it(file: Path) -> None:
     assert sum(phase.tokens or 0 for phase in mixture.phases) == config.training.total_tokens
     own = {name for phase in mixture.phases for name in phase.weights or ()}
     assert own == {source.domain for source in recipe.sources}
+
+
+def test_default_steps_with_a_domain_without_profile_show_the_list_to_write(
+    recipe_file: Path,
+) -> None:
+    sources = SOURCE.replace("prose", "legal") + "- {name: b, type: local, path: b, domain: acts}\n"
+    (line,) = problems(recipe_file, sources)
+    assert line.startswith("FILE: steps: left out, so the default steps are taken, and filter")
+    assert "'acts', 'legal'" in line
+    steps = "steps: [normalise, url, boilerplate, {filter: {profiles: {acts: web, legal: web}}}, "
+    assert f"{steps}scrub, dedup]" in line
+    recipe_file.write_text(sources + line[line.index("steps: [") :].partition("]")[0] + "]\n")
+    assert tuple(step.name for step in load_recipe(recipe_file).steps) == DEFAULT_STEPS
+
+
+def test_a_domain_without_profile_is_told_at_the_filter_that_takes_it(recipe_file: Path) -> None:
+    source = SOURCE.replace("prose", "legal")
+    (line,) = problems(recipe_file, source + "steps: [normalise, filter]\n")
+    assert line.startswith("FILE: steps.1.filter: filter: domain 'legal' has no profile. Set one")
+    recipe_file.write_text(source + "steps: [{filter: {profiles: {legal: prose}}}]\n")
+    assert load_recipe(recipe_file)
