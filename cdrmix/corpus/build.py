@@ -100,12 +100,13 @@ def build_dataset(
         sbatch: options of sbatch, for SLURM.
         task_bytes: as in `make_tasks`.
     Raises:
-        ConfigError: if the recipe is wrong.
+        ConfigError: if the recipe is wrong, or names a path that is missing.
         DataError: if a source cannot be used, no document is left of one that does not allow
             it (`allow_empty`) or of the corpus, or `out` holds something else, such as another
             build, is in use or cannot be written.
     """
-    recipe = load_recipe(recipe_file)
+    # With the paths that it names: a build would meet a missing one hours later.
+    recipe = load_recipe(recipe_file, for_build=True)
     if workers < 1:
         raise DataError(f"--workers {workers}: at least 1 is needed")
     if out.exists():
@@ -122,9 +123,6 @@ def build_dataset(
                     f"{link}: is a symbolic link, which a build never makes; the build would write "
                     "to its target. Remove it, or give another --out."
                 )
-    # Checked first: a build would meet this error hours later.
-    if recipe.tokenizer.path is not None:
-        load_tokenizer(Path(recipe.tokenizer.path))
     try:
         with locked(out / ".lock", blocking=False) as is_locked:
             if not is_locked:

@@ -219,3 +219,42 @@ def test_a_domain_without_profile_is_told_at_the_filter_that_takes_it(recipe_fil
     assert line.startswith("FILE: steps.1.filter: filter: domain 'legal' has no profile. Set one")
     recipe_file.write_text(source + "steps: [{filter: {profiles: {legal: prose}}}]\n")
     assert load_recipe(recipe_file)
+
+
+def test_mistakes_between_the_parts_are_told_with_those_inside_them(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    recipe_file.write_text(
+        f"sources:\n- {{name: a, type: local, path: {tmp_path}/none, domain: legal}}\n"
+        f"- {{name: b, type: local, path: {here}, domain: prose}}\n"
+        "steps: [normalize, filter, {scrub: {domains: [prise]}}, {dedup: {max_distance: 2}}]\n"
+        "tokenizer: {path: nowhere}\n"
+        "mixture: {phases: [{weights: {web: 1, legal: 1}, tokens: 9}, {weights: {web: 1, x: 1}}]}\n"
+        "shards: {validation_share: 1}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe_file, for_build=True)
+    lines = str(caught.value).replace(str(recipe_file), "FILE").splitlines()
+    wanted = [
+        "FILE: steps.0: no step 'normalize'.",
+        "FILE: steps.3.dedup: max_distance is not",
+        "FILE: shards.validation_share: given 1",
+        "FILE: steps: scrub: no source has the domain 'prise'. Domains of the sources: legal,",
+        "FILE: mixture: no source has the domain 'web'.",
+        "FILE: mixture: no source has the domain 'x'.",
+        "FILE: steps.1.filter: filter: domain 'legal' has no profile.",
+        f"FILE: sources.0.path: source 'a': {tmp_path}/none: no such file or folder.",
+        "FILE: tokenizer.path: nowhere/tokenizer.json: cannot be read",
+    ]
+    assert len(lines) == len(wanted)
+    for line, start in zip(lines, wanted, strict=True):
+        assert line.startswith(start)
+
+
+def test_a_wrong_source_does_not_make_domains_unknown_or_a_filter_wrong(recipe_file: Path) -> None:
+    other = "- {name: B, type: local, path: b, domain: web}\n"
+    text = "steps: [{filter: {strictness: 2}}]\nmixture: {phases: [{weights: {web: 1}}]}\n"
+    lines = problems(recipe_file, SOURCE.replace("prose", "legal") + other + text)
+    assert [line.split(" ")[1] for line in lines] == ["steps.0.filter:", "sources.1.name:"]
