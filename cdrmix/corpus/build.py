@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ from cdrmix.corpus.source import (
     find_files,
     local_path,
 )
-from cdrmix.corpus.steps.filter import Filter
 from cdrmix.corpus.steps.read import count_shards
 from cdrmix.corpus.task_run import (
     Decision,
@@ -102,12 +100,13 @@ def build_dataset(
         sbatch: options of sbatch, for SLURM.
         task_bytes: as in `make_tasks`.
     Raises:
-        ConfigError: if the recipe is wrong.
+        ConfigError: if the recipe is wrong, or names a path that is missing.
         DataError: if a source cannot be used, no document is left of one that does not allow
             it (`allow_empty`) or of the corpus, or `out` holds something else, such as another
             build, is in use or cannot be written.
     """
-    recipe = load_recipe(recipe_file)
+    # With the paths that it names: a build would meet a missing one hours later.
+    recipe = load_recipe(recipe_file, for_build=True)
     if workers < 1:
         raise DataError(f"--workers {workers}: at least 1 is needed")
     if out.exists():
@@ -124,12 +123,6 @@ def build_dataset(
                     f"{link}: is a symbolic link, which a build never makes; the build would write "
                     "to its target. Remove it, or give another --out."
                 )
-    # Checked first: a build would meet these errors hours later.
-    if recipe.tokenizer.path is not None:
-        load_tokenizer(Path(recipe.tokenizer.path))
-    for config, source in product(recipe.steps, recipe.sources):
-        if config.name == Filter.name and config.takes(source.domain):
-            make_step(config).profile_of(source.domain)
     try:
         with locked(out / ".lock", blocking=False) as is_locked:
             if not is_locked:

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,13 +19,15 @@ from pydantic import Field, create_model, model_validator
 
 from cdrmix.config.load import read_config_text, shipped
 from cdrmix.config.model import Section
-from cdrmix.config.problems import Problem, alternatives, shown, validate
+from cdrmix.config.problems import AnySection, Problem, alternatives, shown, validate
 from cdrmix.config.schema import MixtureConfig
 from cdrmix.config.yaml_text import dump_yaml, parse_yaml
-from cdrmix.corpus.source import SourceConfig
+from cdrmix.corpus.source import SourceConfig, missing_path
+from cdrmix.corpus.steps.filter import PROFILE_OF_DOMAIN, PROFILES, Filter
 from cdrmix.data.document import FimConfig
 from cdrmix.data.shards import MAX_SHARD_TOKENS
-from cdrmix.errors import ConfigError, TrainingError
+from cdrmix.data.tokenizer import load_tokenizer
+from cdrmix.errors import ConfigError, DataError, TrainingError
 
 # Class of each step, by its name in a recipe. Imported only for a recipe that uses it, since some
 # need packages of the [data] extra.
@@ -118,31 +121,20 @@ class Recipe(Section):
     )
 
     @model_validator(mode="after")
-    def _names_are_known(self) -> Recipe:
+    def _names_differ(self) -> Recipe:
         names = [source.name for source in self.sources]
         # The name of the source begins the id of each of its documents.
         twins = sorted({name for name in names if names.count(name) > 1})
         if twins:
             raise ValueError(f"sources: two are named '{twins[0]}'; ids of documents need one")
-        users = [(f"steps: {step.name}", step.domains or ()) for step in self.steps]
-        phases = self.mixture.phases if self.mixture else ()
-        users += [("mixture", tuple(phase.weights or ())) for phase in phases]
-        users += [("fim", self.fim.domains or ())] if self.fim else []
-        # A misspelt domain would make a step, a weight or infilling silently apply to nothing.
-        domains_of_sources = {source.domain for source in self.sources}
-        for user, domains in users:
-            unknown = sorted(set(domains) - domains_of_sources)
-            if unknown:
-                raise ValueError(
-                    f"{user}: no source has the domain '{unknown[0]}'. "
-                    f"Domains of the sources: {', '.join(sorted(domains_of_sources))}"
-                )
         return self
 
 
-def load_recipe(path: str | Path) -> Recipe:
+def load_recipe(path: str | Path, *, for_build: bool = False) -> Recipe:
     """Loads a recipe from a YAML file and fills in all defaults.
 
+    Args:
+        for_build: paths of local sources and of the tokenizer must exist on this machine.
     Raises:
         ConfigError: names every problem of the file, one to a line.
     """
@@ -154,6 +146,7 @@ def load_recipe(path: str | Path) -> Recipe:
             f"Shipped recipes are in {shipped('model_configs/data')}"
         )
     problems: list[Problem] = []
+    parts = _Parts(is_default="steps" not in values if isinstance(values, dict) else False)
     # Steps come first: their parameters depend on their classes, which the schema does not know.
     if isinstance(values, dict) and isinstance(values.get("steps", []), list):
         steps = []
@@ -162,9 +155,17 @@ def load_recipe(path: str | Path) -> Recipe:
             problems += found
             if step is not None:
                 steps.append(step)
+            # One with a wrong parameter is not judged further: it was meant otherwise.
+            if not found and (config := _valid(step, StepConfig)):
+                parts.steps.append((number, config))
         values = values | {"steps": steps}
     recipe, others = validate(values, Recipe)
     problems += others
+    # Told with the others, so that a recipe is not mended in one round for each kind of mistake.
+    if isinstance(values, dict):
+        parts.read(values)
+        problems += [*parts.unknown_domains(), *parts.without_profile()]
+        problems += parts.missing_paths() if for_build else []
     if recipe is None or problems:
         lines = (
             f"{path}: {'.'.join(problem.path)}{': ' if problem.path else ''}{problem.text}"
@@ -172,6 +173,107 @@ def load_recipe(path: str | Path) -> Recipe:
         )
         raise ConfigError("\n".join(lines))
     return recipe
+
+
+def _valid(values: Any, section: type[AnySection]) -> AnySection | None:
+    """Returns a section of these values, or None if something is wrong with them."""
+    return validate(values, section)[0] if isinstance(values, dict) else None
+
+
+@dataclass
+class _Parts:
+    """The parts of a recipe that are right by themselves, to be compared with each other.
+
+    Attributes:
+        is_default: the recipe has no `steps`, so that there is no place to set a parameter in.
+        sources, steps: with their places in the recipe.
+        all_sources: every source of the recipe is among them.
+    """
+
+    is_default: bool
+    steps: list[Numbered] = field(default_factory=list)
+    sources: list[tuple[int, SourceConfig]] = field(default_factory=list)
+    all_sources: bool = False
+    tokenizer: TokenizerConfig | None = None
+    mixture: MixtureConfig | None = None
+    fim: FimConfig | None = None
+
+    def read(self, values: dict[str, Any]) -> None:
+        """Takes all parts but the steps, which their reader adds."""
+        entries = values.get("sources")
+        entries = entries if isinstance(entries, list) else []
+        for number, entry in enumerate(entries):
+            if source := _valid(entry, SourceConfig):
+                self.sources.append((number, source))
+        self.all_sources = 0 < len(self.sources) == len(entries)
+        self.tokenizer = _valid(values.get("tokenizer"), TokenizerConfig)
+        self.mixture = _valid(values.get("mixture"), MixtureConfig)
+        self.fim = _valid(values.get("fim"), FimConfig)
+
+    def unknown_domains(self) -> list[Problem]:
+        """Returns a problem for each domain that no source has."""
+        if not self.all_sources:
+            return []
+        users = [(f"steps: {step.name}", step.domains or ()) for _, step in self.steps]
+        phases = self.mixture.phases if self.mixture else ()
+        users += [("mixture", tuple(phase.weights or ())) for phase in phases]
+        users += [("fim", self.fim.domains or ())] if self.fim else []
+        # A misspelt domain would make a step, a weight or infilling silently apply to nothing.
+        known = {source.domain for _, source in self.sources}
+        texts = (
+            f"{user}: no source has the domain '{domain}'. "
+            f"Domains of the sources: {', '.join(sorted(known))}"
+            for user, domains in users
+            for domain in sorted(set(domains) - known)
+        )
+        return [Problem((), text) for text in dict.fromkeys(texts)]  # phases repeat a domain
+
+    def without_profile(self) -> list[Problem]:
+        """Returns the problems of domains that a filter takes and has no profile for."""
+        problems: list[Problem] = []
+        domains = sorted({source.domain for _, source in self.sources})
+        for number, step in self.steps:
+            if step.name != Filter.name:
+                continue
+            told: dict[str, str] = {}
+            for domain in filter(step.takes, domains):
+                try:
+                    make_step(step).profile_of(domain)
+                except DataError as error:
+                    told[domain] = str(error)
+            if told and self.is_default:
+                problems.append(Problem(("steps",), _steps_to_write(list(told))))
+            else:
+                path = ("steps", str(number), step.name)
+                problems += [Problem(path, text) for text in told.values()]
+        return problems
+
+    def missing_paths(self) -> list[Problem]:
+        """Returns a problem for each path that is not there or not what it should be."""
+        problems = [
+            Problem(("sources", str(number), "path"), text)
+            for number, source in self.sources
+            if source.type == "local" and (text := missing_path(source))
+        ]
+        if self.tokenizer and self.tokenizer.path is not None:
+            try:
+                load_tokenizer(Path(self.tokenizer.path))
+            except DataError as error:
+                problems.append(Problem(("tokenizer", "path"), str(error)))
+        return problems
+
+
+def _steps_to_write(domains: list[str]) -> str:
+    """Says how to give the filter of the default steps a profile for these domains."""
+    profiles = ", ".join(f"{domain}: {PROFILES[0]}" for domain in domains)
+    with_profiles = f"{{{Filter.name}: {{profiles: {{{profiles}}}}}}}"
+    steps = (with_profiles if name == Filter.name else name for name in DEFAULT_STEPS)
+    return (
+        f"left out, so the default steps are taken, and {Filter.name} is one of them, which has no "
+        f"profile for {', '.join(map(repr, domains))}. Write them out with one, such as "
+        f"steps: [{', '.join(steps)}]; profiles: {', '.join(PROFILES)}. Or give the source a "
+        f"domain that has one: {', '.join(sorted(PROFILE_OF_DOMAIN))}."
+    )
 
 
 def _read_step(entry: Any, path: tuple[str, ...]) -> tuple[dict[str, Any] | None, list[Problem]]:

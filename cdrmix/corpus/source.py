@@ -195,11 +195,8 @@ def find_files(source: SourceConfig, *, leave_out: Path | None = None) -> Source
         DataError: if the path does not exist, or holds no file of a known kind.
     """
     root = local_path(source)
-    if not root.exists():
-        raise DataError(
-            f"source '{source.name}': {root}: no such file or folder. Relative paths start at the "
-            f"working directory, {Path.cwd()}."
-        )
+    if missing := missing_path(source):
+        raise DataError(missing)
     listing = SourceListing()
     if source.type == "huggingface":
         for path in saved_arrow_files(root, source.split):
@@ -230,6 +227,20 @@ def find_files(source: SourceConfig, *, leave_out: Path | None = None) -> Source
             f" Kinds read: {', '.join(kinds)}; those of text also as .gz and .zst."
         )
     return listing
+
+
+def missing_path(source: SourceConfig) -> str | None:
+    """Says why the path of a source is not to be found on this machine; None if it is."""
+    root = local_path(source)
+    try:
+        if root.exists():
+            return None
+    except OSError as error:  # a folder above it is closed to this user
+        return f"source '{source.name}': {root}: cannot be read: {error.strerror}."
+    return (
+        f"source '{source.name}': {root}: no such file or folder. Relative paths start at the "
+        f"working directory, {Path.cwd()}."
+    )
 
 
 def local_path(source: SourceConfig) -> Path:

@@ -30,6 +30,10 @@ _ARROW_BATCH_ROWS = 64
 _BATCH_DOCUMENTS = 8
 # Text is seldom compressed to a hundredth of its size.
 _MAX_EXPANSION = 1_000
+# Of a row without the text that was asked for: a hint, and not all that the row holds.
+_SHOWN_FIELDS = 20
+_SHOWN_PATHS = 5
+_SHOWN_DEPTH = 4
 _TEXT_ENDING = "txt"
 _FIELDS_ENDING = "json"
 # Long names and pax fields precede the member that they are about, and tarfile reads them whole.
@@ -69,10 +73,13 @@ def text_and_metadata(value: Any, source: SourceConfig) -> tuple[str, dict[str, 
     for name in source.text_fields:
         part = _field(value, name)
         if part is None:
-            known = ", ".join(map(str, list(value)[:20]))
-            raise Unreadable(f"no text in field '{name}'", f"its fields: {known}")
+            known = ", ".join(map(str, list(value)[:_SHOWN_FIELDS]))
+            detail = f"its fields: {known}{_inside(_text_paths(value))}"
+            raise Unreadable(f"no text in field '{name}'", detail)
         if not isinstance(part, str):
-            raise Unreadable(f"field '{name}' holds no text", f"it holds a {type(part).__name__}")
+            inside = _inside(_text_paths(part, f"{name}.")) if isinstance(part, dict) else ""
+            detail = f"it holds a {type(part).__name__}{inside}"
+            raise Unreadable(f"field '{name}' holds no text", detail)
         parts.append(part)
     text = parts[0]
     if source.chain_of_thought is not None:
@@ -87,6 +94,22 @@ def text_and_metadata(value: Any, source: SourceConfig) -> tuple[str, dict[str, 
     # Under the last part of their names: a step looks for `url`, wherever it is nested.
     fields = ((name, _field(value, name)) for name in source.metadata_fields)
     return text, {name.rpartition(".")[2]: found for name, found in fields if found is not None}
+
+
+def _text_paths(value: dict[str, Any], start: str = "", depth: int = 0) -> Iterator[str]:
+    """Paths of the texts inside of a row's objects, as `text_field` takes them."""
+    for key, inner in value.items():
+        if "." in key:  # a path with it would lead elsewhere
+            continue
+        if isinstance(inner, dict) and depth < _SHOWN_DEPTH:
+            yield from _text_paths(inner, f"{start}{key}.", depth + 1)
+        elif isinstance(inner, str) and start:
+            yield f"{start}{key}"
+
+
+def _inside(paths: Iterator[str]) -> str:
+    found = ", ".join(itertools.islice(paths, _SHOWN_PATHS))
+    return f"; text inside: {found}" if found else ""
 
 
 def _too_long(what: str, limit: int) -> Unreadable:
@@ -318,7 +341,7 @@ def _parquet_batches(path: Path, source: SourceConfig) -> Iterator[Any]:
     limit = _BATCH_DOCUMENTS * source.max_document_bytes
     largest = 1
     with from_extra("pyarrow.parquet", str(path)).ParquetFile(path) as file:
-        columns = _columns(file.schema_arrow.names, source)
+        columns = _columns(file.schema_arrow, source)
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
         for chunk in (group.column(i) for group in groups for i in range(group.num_columns)):
             name = chunk.path_in_schema
@@ -344,16 +367,30 @@ def _arrow_batches(path: Path, source: SourceConfig) -> Iterator[Any]:
             reader = pyarrow.ipc.open_file(file)
             batches = map(reader.get_batch, range(reader.num_record_batches))
         with reader:
-            columns = _columns(reader.schema.names, source)
+            columns = _columns(reader.schema, source)
             for batch in batches:
                 yield batch.select(columns)
 
 
-def _columns(names: list[str], source: SourceConfig) -> list[str]:
+def _columns(schema: Any, source: SourceConfig) -> list[str]:
     """Columns of a table that hold the fields that the source names."""
+    names: list[str] = schema.names
     fields = (*source.text_fields, *source.metadata_fields)
     column_of = {field: field if field in names else field.partition(".")[0] for field in fields}
     if missing := [field for field in source.text_fields if column_of[field] not in names]:
-        columns = ", ".join(names[:20])
-        raise Unreadable(f"no column '{missing[0]}'", f"its columns: {columns}")
+        columns = ", ".join(names[:_SHOWN_FIELDS])
+        inside = _inside(_text_paths(_row_of(schema, range(len(names)))))
+        raise Unreadable(f"no column '{missing[0]}'", f"its columns: {columns}{inside}")
     return [name for name in dict.fromkeys(column_of.values()) if name in names]
+
+
+def _row_of(kind: Any, places: range, depth: int = 0) -> dict[str, Any]:
+    """A row of a schema or a struct of Arrow, with empty texts and without other values."""
+    row: dict[str, Any] = {}
+    for field in map(kind.field, places):
+        # By the type's name, as pyarrow is imported only where a table is read.
+        if (name := str(field.type)).startswith("struct<") and depth < _SHOWN_DEPTH:
+            row[field.name] = _row_of(field.type, range(field.type.num_fields), depth + 1)
+        elif name in ("string", "large_string", "string_view"):
+            row[field.name] = ""
+    return row

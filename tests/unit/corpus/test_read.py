@@ -372,6 +372,58 @@ def test_a_row_of_a_table_larger_than_allowed_is_set_aside_alone(tmp_path: Path,
     assert [(row, reason) for _, row, reason in aside] == [(1, why), (2, why)]
 
 
+@pytest.mark.parametrize(
+    ("row", "known"),
+    [
+        ({"id": 1, "content": {"text": "x", "n": 1}}, "id, content; text inside: content.text"),
+        (
+            {"a": {"b": {"body": "x"}, "title": "y"}},
+            "a; text inside: a.b.body, a.title",
+        ),
+        ({"id": 1, "content": {"n": 1}, "tags": ["x"]}, "id, content, tags"),
+        # No path leads to it: the dot of a key would be read as a step into an object.
+        ({"content": {"a.b": "x"}}, "content"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_text_inside_of_objects_is_named_by_its_path(
+    tmp_path: Path, kind: str, row: dict[str, Any], known: str
+) -> None:
+    file = tmp_path / f"a.{kind}"
+    file.write_text(json.dumps(row) + "\n")
+    told: list[str] = []
+    source = source_of(file)
+    (found,) = find_files(source).files
+    assert not list(read_file(found, source, lambda *entry: told.append(entry[3])))
+    assert told == [f"its fields: {known}"]
+    for name in known.partition("text inside: ")[2].split(", "):
+        if name:
+            assert texts(file, text_field=name)
+
+
+def test_text_inside_of_the_named_field_is_named_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"c": {"content": {"text": "x"}}}) + "\n")
+    told: list[tuple[str, str]] = []
+    source = source_of(tmp_path, text_field="c.content")
+    (found,) = find_files(source).files
+    assert not list(read_file(found, source, lambda *entry: told.append(entry[2:])))
+    reason = "field 'c.content' holds no text"
+    assert told == [(reason, "it holds a dict; text inside: c.content.text")]
+
+
+def test_text_inside_of_a_column_is_named_by_its_path(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"id": 1, "content": {"text": "x", "n": 1}}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    told: list[str] = []
+    source = source_of(tmp_path)
+    (found,) = find_files(source).files
+    assert not list(read_file(found, source, lambda *entry: told.append(entry[3])))
+    assert told == ["its columns: id, content; text inside: content.text"]
+    assert texts(tmp_path, text_field="content.text") == ["x"]
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.json", "a.csv", "a.html"])
 def test_a_text_larger_than_allowed_is_set_aside(tmp_path: Path, name: str) -> None:
     start = {"a.json": '{"text": "', "a.csv": "text\n"}.get(name, "")

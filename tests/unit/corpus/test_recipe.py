@@ -198,3 +198,63 @@ def test_each_variant_names_the_recipe_made_for_it(file: Path) -> None:
     assert sum(phase.tokens or 0 for phase in mixture.phases) == config.training.total_tokens
     own = {name for phase in mixture.phases for name in phase.weights or ()}
     assert own == {source.domain for source in recipe.sources}
+
+
+def test_default_steps_with_a_domain_without_profile_show_the_list_to_write(
+    recipe_file: Path,
+) -> None:
+    sources = SOURCE.replace("prose", "legal") + "- {name: b, type: local, path: b, domain: acts}\n"
+    (line,) = problems(recipe_file, sources)
+    assert line.startswith("FILE: steps: left out, so the default steps are taken, and filter")
+    assert "'acts', 'legal'" in line
+    steps = "steps: [normalise, url, boilerplate, {filter: {profiles: {acts: web, legal: web}}}, "
+    assert f"{steps}scrub, dedup]" in line
+    recipe_file.write_text(sources + line[line.index("steps: [") :].partition("]")[0] + "]\n")
+    assert tuple(step.name for step in load_recipe(recipe_file).steps) == DEFAULT_STEPS
+
+
+def test_a_domain_without_profile_is_told_at_the_filter_that_takes_it(recipe_file: Path) -> None:
+    source = SOURCE.replace("prose", "legal")
+    (line,) = problems(recipe_file, source + "steps: [normalise, filter]\n")
+    assert line.startswith("FILE: steps.1.filter: filter: domain 'legal' has no profile. Set one")
+    recipe_file.write_text(source + "steps: [{filter: {profiles: {legal: prose}}}]\n")
+    assert load_recipe(recipe_file)
+
+
+def test_mistakes_between_the_parts_are_told_with_those_inside_them(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    recipe_file.write_text(
+        f"sources:\n- {{name: a, type: local, path: {tmp_path}/none, domain: legal}}\n"
+        f"- {{name: b, type: local, path: {here}, domain: prose}}\n"
+        "steps: [normalize, filter, {scrub: {domains: [prise]}}, {dedup: {max_distance: 2}}]\n"
+        "tokenizer: {path: nowhere}\n"
+        "mixture: {phases: [{weights: {web: 1, legal: 1}, tokens: 9}, {weights: {web: 1, x: 1}}]}\n"
+        "shards: {validation_share: 1}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe_file, for_build=True)
+    lines = str(caught.value).replace(str(recipe_file), "FILE").splitlines()
+    wanted = [
+        "FILE: steps.0: no step 'normalize'.",
+        "FILE: steps.3.dedup: max_distance is not",
+        "FILE: shards.validation_share: given 1",
+        "FILE: steps: scrub: no source has the domain 'prise'. Domains of the sources: legal,",
+        "FILE: mixture: no source has the domain 'web'.",
+        "FILE: mixture: no source has the domain 'x'.",
+        "FILE: steps.1.filter: filter: domain 'legal' has no profile.",
+        f"FILE: sources.0.path: source 'a': {tmp_path}/none: no such file or folder.",
+        "FILE: tokenizer.path: nowhere/tokenizer.json: cannot be read",
+    ]
+    assert len(lines) == len(wanted)
+    for line, start in zip(lines, wanted, strict=True):
+        assert line.startswith(start)
+
+
+def test_a_wrong_source_does_not_make_domains_unknown_or_a_filter_wrong(recipe_file: Path) -> None:
+    other = "- {name: B, type: local, path: b, domain: web}\n"
+    text = "steps: [{filter: {strictness: 2}}]\nmixture: {phases: [{weights: {web: 1}}]}\n"
+    lines = problems(recipe_file, SOURCE.replace("prose", "legal") + other + text)
+    assert [line.split(" ")[1] for line in lines] == ["steps.0.filter:", "sources.1.name:"]
