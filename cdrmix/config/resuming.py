@@ -19,6 +19,7 @@ from cdrmix.config.load import (
     changed_keys,
     load_config,
     resolve,
+    shipped_text,
     with_absolute_paths,
 )
 from cdrmix.config.redaction import REDACTED, redacted
@@ -220,11 +221,7 @@ def config_of_start(
         own = _own(run_dir, resume)
     if own is None:
         if config is None:
-            where = {"auto": f"{run_dir} holds no run yet", "never": "a new run begins"}
-            raise ConfigError(
-                "--config FILE: missing; only a run that is resumed has one of its own, and "
-                + where.get(resume, f"--resume {resume}: no checkpoint or run directory there")
-            )
+            raise _no_file(run_dir, resume)
         return load_config(config, overrides)
     given = load_config(config, overrides) if config is not None else None
     values = own.values
@@ -248,6 +245,16 @@ def config_of_start(
     if given is not None:
         _tell_not_taken(given, resolved, config=config, own=own)
     return resolved
+
+
+def _no_file(run_dir: Path | None, resume: str) -> ConfigError:
+    why = {
+        "never": "",
+        "auto": f"; --resume auto: {run_dir} holds no run yet, whose own would be taken",
+    }.get(resume, f"; --resume {resume}: no checkpoint or run directory there")
+    own = ". A run to go on with has its own: give --run-dir DIR --resume auto"
+    advice = own if resume == "never" else ""
+    return ConfigError(f"--config FILE: missing{why}. {shipped_text()}{advice}")
 
 
 @contextlib.contextmanager
