@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,6 +72,7 @@ def main(arguments: list[str]) -> int:
             overrides,
             run_dir=args.run_dir,
             resume=args.resume,
+            check=partial(end_of_run, run_dir=args.run_dir, resume=args.resume),
             # `cdrmix launch` has told of changes; the record of the start tells of them too.
             is_quiet=runtime.environment_rank() != 0 or runtime.launch_folder() is not None,
         )

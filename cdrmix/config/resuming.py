@@ -196,6 +196,7 @@ def config_of_start(
     *,
     run_dir: Path | None,
     resume: str,
+    check: Callable[[Config], object] = lambda config: None,
     is_quiet: bool = False,
 ) -> Config:
     """Returns the configuration of a start: of a new run, or of one that goes on.
@@ -208,6 +209,8 @@ def config_of_start(
         overrides: --set, `a.b=value` each.
         run_dir: --run-dir.
         resume: --resume: never, auto, or a run directory or checkpoint.
+        check: raises an error of the configuration of a run that goes on, before a word is said
+            of what has changed: beside an error, it would read as if the change were taken.
         is_quiet: log nothing, as on all ranks but the first.
     Raises:
         ConfigError: if file or overrides are wrong, none is given for a new run, a key changes that
@@ -239,6 +242,7 @@ def config_of_start(
         raise
     _refuse_redacted(resolved, own)
     changes = _allowed_changes(before, resolved, own)
+    check(resolved)
     if is_quiet:
         return resolved
     _tell(changes)
