@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,7 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: if a flag is unknown, missing or has a wrong value.
     """
-    parser = _Parser(description="Train a CDRmix variant.")
+    parser = _Parser(description="Train a CDRmix variant.", allow_abbrev=False)
     add_config_flags(parser, required=False)
     parser.add_argument("--profile", help="DeepSpeed profile by name or JSON file; else chosen")
     parser.add_argument("--run-dir", type=Path, help="default: experiments/<UTC time>-<hash>")
@@ -71,6 +72,7 @@ def main(arguments: list[str]) -> int:
             overrides,
             run_dir=args.run_dir,
             resume=args.resume,
+            check=partial(end_of_run, run_dir=args.run_dir, resume=args.resume),
             # `cdrmix launch` has told of changes; the record of the start tells of them too.
             is_quiet=runtime.environment_rank() != 0 or runtime.launch_folder() is not None,
         )

@@ -18,8 +18,9 @@ from cdrmix.checkpoint.checkpoint_file import CheckpointFile
 from cdrmix.cluster.start_records import recorded_data
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.schema import Config
+from cdrmix.data.shards import read_manifest
 from cdrmix.data.tokenizer import TOKENIZER_FILE
-from cdrmix.errors import ConfigError, StateError
+from cdrmix.errors import ConfigError, DataError, StateError
 from cdrmix.log import get_logger
 from cdrmix.planning.counts import count
 
@@ -32,8 +33,14 @@ def newest_checkpoint(source: Path) -> store.FoundCheckpoint:
     Args:
         source: a run directory or a checkpoint.
     Raises:
-        StateError: if there is none.
+        StateError: if there is none, or `source` is a data set.
     """
+    # Its manifest.json has the name of a checkpoint's, and would count as a damaged one.
+    if _is_data_set(source):
+        raise StateError(
+            f"{source}: is a data set, not a run. Give a run directory or one of its "
+            "checkpoints/<step> folders; `cdrmix data inspect` describes a data set"
+        )
     newest = store.find_newest(source)
     if newest is None:
         raise StateError(
@@ -43,6 +50,14 @@ def newest_checkpoint(source: Path) -> store.FoundCheckpoint:
     for name, reason in newest.skipped:
         logger.warning("skipped checkpoint %s: %s", name, reason)
     return newest
+
+
+def _is_data_set(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except DataError:
+        return False
+    return True
 
 
 def config_of(reader: CheckpointFile) -> Config:

@@ -372,6 +372,9 @@ def _all_reduce(hosts: Sequence[Host], folder: Path, ranks_per_host: int | None)
         result = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else None
     if code == 0 and result is not None:
         log.unlink()
+        if result["ranks"] == 1:  # no byte crosses a link: its bandwidth would read as 0
+            detail = "one rank, so no link to measure: the launcher, torch and DeepSpeed start"
+            return Finding("all-reduce", "ok", detail)
         work = f"{result['bytes'] / 1e6:.0f} MB over {result['ranks']} ranks"
         speed = f"{result['bus_bytes_per_second'] / 1e9:.2f} GB/s a link"
         return Finding("all-reduce", "ok", f"{work} in {result['seconds']:.3f} s: {speed}")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -109,7 +110,13 @@ def make_job(
 
     `config` may be left out where a run is resumed, which has its own.
     """
-    resolved_config = config_of_start(config, overrides, run_dir=run_dir, resume=resume)
+    resolved_config = config_of_start(
+        config,
+        overrides,
+        run_dir=run_dir,
+        resume=resume,
+        check=partial(end_of_run, run_dir=run_dir, resume=resume),
+    )
     place = run_dir or resumed_run(resume) or new_run_dir(resolved_config)
     if re.search(r"[\x00-\x1f\x7f]", str(place)):
         raise ConfigError(

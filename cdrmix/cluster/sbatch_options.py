@@ -23,14 +23,14 @@ _LISTED = """
     thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes
     verbose wait wait-all-nodes wckey
 """
-_NAMES = frozenset(_LISTED.split())
+NAMES = frozenset(_LISTED.split())
 # Those of them that the plan or the script reads the value of.
 _WITH_VALUES = frozenset(
     ("cpus-per-task", "gpus", "gpus-per-node", "gpus-per-task", "gres", "mem", "partition")
     + ("signal", "time")
 )
 # The script depends on them: a flag of `cdrmix slurm` for each, or none.
-_OF_FLAGS = {
+OF_FLAGS = {
     "nodes": "give --nodes",
     "ntasks": "give --nodes and --gpus-per-node, a rank a device",
     "ntasks-per-node": "give --gpus-per-node, a rank a device",
@@ -156,10 +156,10 @@ def read_options(
             continue
         if name in _WITH_VALUES and not value:
             problems.append(f"--option {option}: give a value, {name}=VALUE")
-        elif name in _OF_FLAGS:
-            problems.append(f"--option {option}: {_OF_FLAGS[name]}")
-        elif name not in _NAMES and name not in of_site:
-            known = sorted({*_NAMES, *of_site})
+        elif name in OF_FLAGS:
+            problems.append(f"--option {option}: {OF_FLAGS[name]}")
+        elif name not in NAMES and name not in of_site:
+            known = sorted({*NAMES, *of_site})
             near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
             if name.startswith(_OF_A_PLUGIN) and not of_site:
                 near = []

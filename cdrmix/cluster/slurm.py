@@ -39,6 +39,8 @@ _ENVIRONMENT = "launch.environment."
 _OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 # From the job's start to its first step: assumed, for a file server that many ranks read from.
 _START_SECONDS = 300
+# More starts than these wait in the queue for long, and are often a limit in the wrong unit.
+_MANY_STARTS = 20
 # The ranks see the signal within two seconds and finish their step to save.
 _NOTICE = "B:USR1@120"
 # Options that stand in place of a line of ours, besides one of its own name.
@@ -289,6 +291,8 @@ def _lines(
     if limit is None:
         lines["jobs"] = "one, without a time limit"
     shown = options.get("time") or asked.time_limit
+    if shown.isdecimal():  # sbatch's unit of a bare number, which is easily taken for hours
+        shown += " (minutes)"
     warnings: list[str] = []
     if plan.is_of_device and limit is not None:
         notice = notice_seconds(options.get("signal") or _NOTICE)
@@ -301,6 +305,11 @@ def _lines(
             lines["jobs"] = f"{jobs:,} starts of --time {shown}: SLURM puts the job back each time"
         else:
             lines["jobs"] = f"one of --time {shown}"
+        if jobs > _MANY_STARTS:
+            warnings.append(
+                f"the run takes {jobs:,} starts of --time {shown}, each after its turn in the "
+                "queue. Give a longer --time, or more --nodes"
+            )
         if 1 < asked.chain < jobs:
             warnings.append(f"--chain {asked.chain} ends before the run: give --chain {jobs}")
         if plan.save_seconds > notice:

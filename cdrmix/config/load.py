@@ -86,16 +86,23 @@ def read_config_text(path: Path, *, folder: str = "model_configs") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        files = {file.stem: file for file in sorted(shipped(folder).glob("*.yaml"))}
+        files = _shipped_files(folder)
         near = difflib.get_close_matches(path.stem, files, n=1)
         advice = f"Did you mean {files[near[0]]}? " if near else ""
-        raise ConfigError(
-            f"{path}: no such file. {advice}Shipped in {shipped(folder)}: {', '.join(files)}"
-        ) from None
+        raise ConfigError(f"{path}: no such file. {advice}{shipped_text(folder)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at {error.start})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def shipped_text(folder: str = "model_configs") -> str:
+    """Lists the shipped YAML files of `folder` in a line, for messages."""
+    return f"Shipped in {shipped(folder)}: {', '.join(_shipped_files(folder))}"
+
+
+def _shipped_files(folder: str) -> dict[str, Path]:
+    return {file.stem: file for file in sorted(shipped(folder).glob("*.yaml"))}
 
 
 def shipped(folder: str) -> Path:

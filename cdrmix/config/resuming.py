@@ -21,6 +21,7 @@ from cdrmix.config.load import (
     given_layout,
     load_config,
     resolve,
+    shipped_text,
     with_absolute_paths,
     with_layout,
 )
@@ -199,6 +200,7 @@ def config_of_start(
     *,
     run_dir: Path | None,
     resume: str,
+    check: Callable[[Config], object] = lambda config: None,
     is_quiet: bool = False,
 ) -> Config:
     """Returns the configuration of a start: of a new run, or of one that goes on.
@@ -212,6 +214,8 @@ def config_of_start(
         overrides: --set, `a.b=value` each.
         run_dir: --run-dir.
         resume: --resume: never, auto, or a run directory or checkpoint.
+        check: raises an error of the configuration of a run that goes on, before a word is said
+            of what has changed: beside an error, it would read as if the change were taken.
         is_quiet: log nothing, as on all ranks but the first.
     Raises:
         ConfigError: if file or overrides are wrong, none is given for a new run, a key changes that
@@ -225,11 +229,7 @@ def config_of_start(
         own = _own(run_dir, resume)
     if own is None:
         if config is None:
-            where = {"auto": f"{run_dir} holds no run yet", "never": "a new run begins"}
-            raise ConfigError(
-                "--config FILE: missing; only a run that is resumed has one of its own, and "
-                + where.get(resume, f"--resume {resume}: no checkpoint or run directory there")
-            )
+            raise _no_file(run_dir, resume)
         return load_config(config, overrides)
     given = load_config(config, overrides) if config is not None else None
     kept = own.values
@@ -250,6 +250,7 @@ def config_of_start(
         raise
     _refuse_redacted(resolved, own)
     changes = _allowed_changes(before, resolved, own)
+    check(resolved)
     if is_quiet:
         return resolved
     _tell(changes)
@@ -270,6 +271,16 @@ def _without_defaults_of_layout(values: dict[str, Any]) -> dict[str, Any]:
         if values[section][key] != sections[section].model_fields[key].default
     }
     return with_layout(values, layout)
+
+
+def _no_file(run_dir: Path | None, resume: str) -> ConfigError:
+    why = {
+        "never": "",
+        "auto": f"; --resume auto: {run_dir} holds no run yet, whose own would be taken",
+    }.get(resume, f"; --resume {resume}: no checkpoint or run directory there")
+    own = ". A run to go on with has its own: give --run-dir DIR --resume auto"
+    advice = own if resume == "never" else ""
+    return ConfigError(f"--config FILE: missing{why}. {shipped_text()}{advice}")
 
 
 @contextlib.contextmanager

@@ -300,7 +300,7 @@ def export_tars(folder: Path, out: Path) -> int:
     """
     if out.exists():
         raise DataError(f"{out}: exists already. Give another --out.")
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, given_as="DIR")
     # Damaged tokens would decode to text that looks right.
     verify_shards(folder, manifest)
     tokenizer = load_tokenizer(folder)

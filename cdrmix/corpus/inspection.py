@@ -416,7 +416,7 @@ def inspect_folder(folder: Path, *, sequence_length: int = SEQUENCE_LENGTH) -> d
         DataError: if it is not a built folder.
     """
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, given_as="DIR")
         tokens: dict[str, dict[str, dict[str, int]]] = {}
         for shard in manifest.shards:
             counts = tokens.setdefault(shard.domain, {}).setdefault(

@@ -266,8 +266,8 @@ def log_held_out(found: Mapping[str, float]) -> None:
     share = found["validation_share"]
     if not found["documents"]:
         _logger.warning(
-            "data build: no document was held out, so training on this cannot evaluate; "
-            "raise shards.validation_share above %g",
+            "warning: data build: no document was held out, and training will refuse the data set; "
+            "raise shards.validation_share above %g, or add documents",
             share,
         )
         return

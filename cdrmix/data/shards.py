@@ -270,14 +270,18 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     partial.replace(folder / MANIFEST_FILE)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a built folder; a DataError if it is missing or of another format."""
+def read_manifest(folder: Path, *, given_as: str = "data.path") -> Manifest:
+    """Reads the manifest of a built folder; a DataError if it is missing or of another format.
+
+    `given_as` is what the user named the folder by: the key, or an argument of a verb.
+    """
     path = folder / MANIFEST_FILE
     try:
         return Manifest.model_validate_json(read_regular(path, MAX_MANIFEST_BYTES))
     except FileNotFoundError:
+        sample = "'sample' or " if given_as == "data.path" else ""  # of the key alone
         raise DataError(
-            f"{path}: not found. data.path must be 'sample' or a folder of token shards, "
+            f"{path}: not found. {given_as} must be {sample}a folder of token shards, "
             "which holds this file; `cdrmix data sample` builds one."
         ) from None
     except OSError as error:

@@ -205,6 +205,12 @@ class TokenStream:
         return RemoteFile(f"{info.stem}.{suffix}", file.bytes, file.sha256) if file else None
 
 
+def _remedy(split: str) -> str:
+    # The recipe decides how much is held out: a larger corpus is not the only way to more of it.
+    share = ", or raise shards.validation_share of its recipe and build it again"
+    return share if split == "validation" else ""
+
+
 class SplitDataset:
     """A split of a built folder as samples of T + 1 tokens; a DataError if it is missing.
 
@@ -228,7 +234,7 @@ class SplitDataset:
             raise DataError(
                 f"{self.folder / MANIFEST_FILE}: no split '{split}'. "
                 f"Splits here: {', '.join(self.manifest.splits) or 'none'}. "
-                "A corpus of few documents may lack a validation split; use a larger one."
+                f"A corpus of few documents may lack one; use a larger corpus{_remedy(split)}."
             )
         # UTF-8 bytes of text, for bits per byte
         self.bytes_per_token = totals.text_bytes / max(1, totals.tokens)
@@ -290,7 +296,8 @@ class TokenDataset(SplitDataset):
             raise DataError(
                 f"{self.folder / MANIFEST_FILE}: split '{split}' has {num_tokens} tokens; one "
                 f"sample of training.sequence_length = {sequence_length} needs "
-                f"{sequence_length + 1}. Use a larger corpus or a shorter sequence_length."
+                f"{sequence_length + 1}. Use a larger corpus or a shorter "
+                f"sequence_length{_remedy(split)}."
             )
 
     def order(

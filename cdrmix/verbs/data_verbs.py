@@ -46,7 +46,7 @@ def add_data(verbs: Verbs) -> None:
     def verify(arguments: argparse.Namespace) -> None:
         from cdrmix.data.shards import read_manifest, verify_shards
 
-        manifest = read_manifest(arguments.folder)
+        manifest = read_manifest(arguments.folder, given_as="DIR")
         verify_shards(arguments.folder, manifest)
         tokens = sum(split.tokens for split in manifest.splits.values())
         print(f"{arguments.folder}: {len(manifest.shards)} shards, {tokens:,} tokens: as written")

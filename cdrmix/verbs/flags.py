@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Callable
-from typing import NoReturn, TypeAlias
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 # argparse has no public name for it, and its class cannot be indexed where Python runs.
 Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -21,10 +22,29 @@ _COMMON_VERBS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that says which verb or choice a misspelt one may mean; so do its subparsers."""
+    """Parser that says what a misspelt verb, choice or flag may mean; so do its subparsers.
+
+    Flags cannot be shortened: a flag that is added later would change the meaning of a script.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """As argparse.ArgumentParser, but for `allow_abbrev`."""
+        super().__init__(*args, **{"allow_abbrev": False, **settings})
+        self._words: list[str] = []
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Ends with code 2 where an argument is unknown: as the verb that has no such flag, where
+        argparse would show the usage of the whole program."""
+        self._words = list(args or ())
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {shlex.join(unknown)}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Prints usage and message, with a near choice, and exits with code 2."""
+        """Prints usage and message, with a near choice or flag, and exits with code 2."""
         # argparse has no hook but its message, and quotes the choices in some versions of Python.
         wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
         if wrong:
@@ -33,7 +53,55 @@ class Parser(argparse.ArgumentParser):
             meant |= {name: verb for name, verb in _COMMON_VERBS.items() if verb in choices}
             near = difflib.get_close_matches(wrong[1].lower(), meant, n=1)
             message += f". Did you mean '{meant[near[0]]}'?" if near else ""
+        # A flag that is missing may stand there misspelt.
+        elif message.startswith(("unrecognized arguments", "the following arguments are required")):
+            hints = self._hints()
+            message += f". {' '.join(hints)}" if hints else ""
         super().error(message)
+
+    def _hints(self) -> list[str]:
+        """Tells what each unknown flag of the command line may mean."""
+        hints = []
+        for word, following in zip(self._words, [*self._words[1:], "--"], strict=False):
+            flag, equals, value = word.partition("=")
+            if word == "--":
+                break
+            if flag.startswith("--") and flag not in self._option_string_actions:
+                if not equals and not following.startswith("-"):
+                    value = following
+                hints.append(self._meant(flag[2:].replace("_", "-").lower(), value))
+        return [hint for hint in hints if hint]
+
+    def _meant(self, name: str, value: str) -> str:
+        """Tells what a flag without its dashes may mean; empty where nothing is near."""
+        own = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        meant = self._meant_elsewhere(value)
+        meant |= {flag[2:]: f"Did you mean {flag}?" for flag in own}
+        longer = [flag for flag in own if flag[2:].startswith(name)]
+        if longer and name not in meant:
+            return f"Did you mean {' or '.join(longer)}?"
+        # A name that is there is its own nearest.
+        near = difflib.get_close_matches(name, meant, n=1, cutoff=0.7)
+        return meant[near[0]] if near else ""
+
+    def _meant_elsewhere(self, value: str) -> dict[str, str]:
+        """Names of sbatch's options and of keys, and how --option and --set are given them."""
+        meant = {}
+        if "--option" in self._option_string_actions:
+            from cdrmix.cluster.sbatch_options import NAMES, OF_FLAGS
+
+            for name in NAMES:
+                given = shlex.quote(f"{name}={value}" if value else name)
+                meant[name] = f"Did you mean --option {given}?"
+            meant |= {name: advice[0].upper() + advice[1:] for name, advice in OF_FLAGS.items()}
+        if "--set" in self._option_string_actions:
+            from cdrmix.config.common_names import COMMON_NAMES
+
+            keys = {key.rpartition(".")[2]: key for key in COMMON_NAMES.values()} | COMMON_NAMES
+            for name, key in keys.items():
+                given = shlex.quote(f"{key}={value or 'VALUE'}")
+                meant[name.replace("_", "-")] = f"Did you mean --set {given}?"
+        return meant
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

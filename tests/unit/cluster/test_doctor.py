@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cdrmix.cluster.doctor import _environment_file, _ports, examine, reason_in
+from cdrmix.cluster.doctor import _all_reduce, _environment_file, _ports, examine, reason_in
 from cdrmix.cluster.findings import Finding
 from cdrmix.cluster.hosts import Host
 
@@ -62,6 +64,36 @@ def programs(folder: Path, **texts: str) -> str:
         (folder / name).write_text(f"#!/bin/sh\n{textwrap.dedent(text)}\n")
         (folder / name).chmod(0o755)
     return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [(1, "one rank, so no link to measure"), (2, "100 MB over 2 ranks in 0.500 s: 0.20 GB/s a")],
+)
+def test_the_bandwidth_of_links_is_told_where_there_are_any(
+    ranks: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Start:
+        """A launcher whose ranks have measured."""
+
+        def __init__(self, hosts: Any, words: list[str], **others: Any) -> None:
+            result = {"ranks": ranks, "bytes": 10**8, "seconds": 0.5}
+            result["bus_bytes_per_second"] = 2e8 * (ranks - 1)
+            Path(words[-1]).write_text(json.dumps(result))
+
+        def __enter__(self) -> Start:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def wait_for_launcher(self, seconds: float) -> int:
+            return 0
+
+    monkeypatch.setattr("cdrmix.cluster.handover.LauncherStart", Start)
+    finding = _all_reduce([], tmp_path, None)
+    assert finding.status == "ok"
+    assert finding.detail.startswith(told)
+    assert ("GB/s" in finding.detail) == (ranks > 1)
 
 
 def test_a_folder_that_means_nothing_is_a_finding(

@@ -140,6 +140,19 @@ def test_a_run_whose_last_checkpoints_were_removed_trains_them_again(tmp_path: P
     assert end_of_run(config, run_dir=run, resume="auto") is None
 
 
+def test_other_values_for_a_finished_run_are_an_error_and_no_warning(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", "training.max_steps=60")
+    root = Path(__file__).parents[3]
+    other = ["--run-dir", str(run), "--resume", "auto", "--set", "training.learning_rate=3e-3"]
+    for command in (["-m", "cdrmix.cli", "train"], [str(root / "launch" / "train.py")]):
+        words = [sys.executable, *command, *other]
+        done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+        told = done.stdout + done.stderr
+        assert done.returncode == 2, told
+        assert "at its end (step 60 of 60)" in told and "learning_rate" in told
+        assert "warning" not in told
+
+
 def test_the_end_is_that_of_the_directory_to_go_on_in(tmp_path: Path) -> None:
     run = finished(tmp_path / "run")
     config = load_config(TINY)

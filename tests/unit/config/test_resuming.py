@@ -34,8 +34,11 @@ def resumed(run: Path, *overrides: str, config: Path | None = None) -> Config:
 
 def test_a_new_run_needs_a_file(tmp_path: Path) -> None:
     for resume in ("never", "auto", str(tmp_path / "nowhere")):
-        with pytest.raises(ConfigError, match="--config FILE: missing"):
+        with pytest.raises(ConfigError, match="--config FILE: missing") as caught:
             config_of_start(None, [], run_dir=tmp_path, resume=resume)
+        assert f"Shipped in {TINY.parent}: cdrmix-core-1b, " in str(caught.value)
+        why = {"never": "give --run-dir DIR --resume auto", "auto": f"{tmp_path} holds no run yet"}
+        assert why.get(resume, "no checkpoint or run directory there") in str(caught.value)
         made = config_of_start(TINY, ["training.seed=7"], run_dir=tmp_path, resume=resume)
         assert made == load_config(TINY, ["training.seed=7"])
     with pytest.raises(ConfigError, match="needs --run-dir"):

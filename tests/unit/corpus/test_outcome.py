@@ -190,6 +190,18 @@ def test_a_long_document_that_was_held_out_is_told_with_both_shares(
     ) in record.getMessage()
 
 
+def test_a_build_that_held_out_nothing_warns_that_training_refuses_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log_held_out(held_out({"train": (98, 9_800), "validation": (0, 0)}, 0.01))
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "warning: " in record.getMessage()
+    assert "training will refuse the data set; raise shards.validation_share above 0.01" in (
+        record.getMessage()
+    )
+
+
 def test_shares_that_agree_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     log_held_out(held_out({"train": (980, 98_000), "validation": (20, 2_000)}, 0.02))

@@ -201,10 +201,19 @@ def test_a_sample_outside_the_split_is_refused(tmp_path: Path) -> None:
 
 def test_a_split_that_is_missing_or_too_short_is_refused(tmp_path: Path) -> None:
     folder = write_counting_folder(tmp_path, 6)
-    with pytest.raises(DataError, match=r"'train' has 6 tokens.*sequence_length = 6 needs 7"):
+    with pytest.raises(
+        DataError, match=r"'train' has 6 tokens.*sequence_length = 6 needs 7"
+    ) as train:
         TokenDataset(folder, "train", 6)
-    with pytest.raises(DataError, match="no split 'validation'. Splits here: train"):
+    assert "validation_share" not in str(train.value), "does not make the training split longer"
+    with pytest.raises(DataError, match="no split 'validation'. Splits here: train") as missing:
         TokenDataset(folder, "validation", 4)
+    splits = {"train": [range(9)], "validation": [range(5)]}
+    folder = write_token_folder(tmp_path / "both", splits)
+    with pytest.raises(DataError, match=r"'validation' has 5 tokens.* needs 7") as short:
+        TokenDataset(folder, "validation", 6)
+    for error in (missing, short):
+        assert "or raise shards.validation_share of its recipe" in str(error.value)
 
 
 def test_a_shard_cut_short_after_the_start_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
