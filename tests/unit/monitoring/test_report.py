@@ -201,6 +201,18 @@ def test_key_numbers_and_baselines_are_shown(finished):
     assert "The model is below the best baseline (bigram) by 1.2337 nats per token." in page.text
 
 
+def test_the_time_is_that_of_the_goodput_or_else_named_as_training_alone(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=8)
+    summary = json.loads((folder / "metrics.json").read_text()) | {"stage_b": {"seconds": 20.0}}
+    write_json_atomic(folder / "metrics.json", summary)
+    assert "Training time 1m56s start-up and breaks left out" in report_of(folder)[1].text
+    account = {"starts": 3, "seconds": 165.0, "productive_seconds": 165.0, "share": 1.0}
+    account |= {"productive_steps": 8, "redone_steps": 0, "share_of_steps": 1.0}
+    write_json_atomic(folder / "metrics.json", summary | {"goodput": account})
+    text = report_of(folder)[1].text
+    assert "Time 2m45s from the first command to the end" in text and "1m56s" not in text
+
+
 def kinds_of_tables(source: str) -> set[str]:
     """Kinds that page.css turns into blocks on a narrow page; other tables would be cut there."""
     kinds = {"wide", "counts", "stack", "pairs", "heat"}
