@@ -226,7 +226,7 @@ class Progress:
             self._move(int(self._bar.n), redraws=True)
 
     def close(self) -> None:
-        """Leaves the bar as it stands and ends its line."""
+        """Leaves the bar as it stands and ends its line; once more does nothing."""
         if self._bar is not None:
             self._bar.close()
 
