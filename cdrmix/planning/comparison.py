@@ -233,8 +233,8 @@ def _memory_lines(compared: Comparison, *, explain: bool) -> Iterator[str]:
         parts |= {f"buffers: {kind.replace('_', ' ')}": n for kind, n in memory.buffers.items()}
     usable = compared.config.training.memory_share * compared.cluster.memory_bytes
     parts |= {"total": memory.total, "may be filled": usable}
-    if memory.on_host:
-        parts["on the host"] = memory.on_host
+    on_host = {"checkpoint copy": memory.checkpoint, "offloaded": memory.host}
+    parts |= {f"on the host: {what}": size for what, size in on_host.items() if size}
     title = "per rank" if compared.plan.stage_b is None else "per rank in Stage A"
     yield f"  {title:28}       GiB"
     for part, size in parts.items():

@@ -397,6 +397,19 @@ def test_the_page_shows_memory_speed_and_reasons() -> None:
     assert "gradients all reduce" not in long, "one data rank exchanges none"
 
 
+def test_the_page_says_what_a_rank_keeps_on_its_host() -> None:
+    copied = "  on the host: checkpoint copy      5.83"
+    assert copied in plan_text(planned("core-1b", 1, "h100-80")).splitlines()
+    offloading = make_cluster(nodes=1, gpus_per_node=4, gpu="rtx4090-24")
+    made = compare(config("core-1b"), offloading, profile="zero2_offload")
+    memory, _ = made.plan.estimates()
+    rows = [row.split() for row in plan_text(made).splitlines() if "on the host: " in row]
+    assert [row[-2:] for row in rows] == [
+        ["copy", f"{memory.checkpoint / GIB:.2f}"],
+        ["offloaded", f"{memory.host / GIB:.2f}"],
+    ]
+
+
 def test_the_page_of_a_reasoning_variant_tells_its_stages_apart() -> None:
     more = ("stage_b.training.texts_per_lesson=64",)  # which no device holds
     for overrides, verdict in (((), "fits"), (more, "does NOT fit")):
