@@ -147,7 +147,7 @@ def _loss_figure(run: RecordedRun) -> Figure:
     ]
     baselines = run.summary.get("baselines") or {}
     marks = [
-        Mark(f"{name} {value:.4f}", value)
+        Mark(f"smoothed {name} {value:.4f}", value)
         for name in ("unigram", "bigram")
         if (value := _number(baselines.get(f"{name}_loss"))) is not None
     ]
@@ -227,8 +227,8 @@ def _comparison(run: RecordedRun) -> dict[str, Any] | None:
     baselines = run.summary.get("baselines") or {}
     model = _number((run.summary.get("evaluation") or {}).get("loss"))
     losses = {
-        "bigram, Kneser-Ney": _number(baselines.get("bigram_loss")),
-        "unigram, add-one": _number(baselines.get("unigram_loss")),
+        "smoothed bigram": _number(baselines.get("bigram_loss")),
+        "smoothed unigram": _number(baselines.get("unigram_loss")),
     }
     known = {name: loss for name, loss in losses.items() if loss is not None}
     if model is None or not known:
@@ -243,7 +243,7 @@ def _comparison(run: RecordedRun) -> dict[str, Any] | None:
     best = min(known, key=lambda name: known[name])
     return {
         "predictors": predictors,
-        "best": best.partition(",")[0],
+        "best": best,
         "margin": known[best] - model,
     }
 

@@ -198,7 +198,11 @@ def test_key_numbers_and_baselines_are_shown(finished):
     _, page = finished
     for shown in ("finished", "3.1113", "22.45", "819,200", "1m36s", "12,312", "2.89M", "1.71M"):
         assert shown in page.text
-    assert "The model is below the best baseline (bigram) by 1.2337 nats per token." in page.text
+    assert (
+        "The model is below the best baseline (smoothed bigram) by 1.2337 nats per token."
+        in page.text
+    )
+    assert "smoothed unigram 6.5918" in page.text
 
 
 def test_the_time_is_that_of_the_goodput_or_else_named_as_training_alone(tmp_path):
@@ -252,7 +256,10 @@ def test_a_model_above_its_baselines_is_called_so(tmp_path):
     summary = json.loads((folder / "metrics.json").read_text())
     summary["baselines"]["bigram_loss"] = 3.0
     write_json_atomic(folder / "metrics.json", summary)
-    assert "above the best baseline (bigram) by 0.1113 nats per token" in report_of(folder)[1].text
+    assert (
+        "above the best baseline (smoothed bigram) by 0.1113 nats per token"
+        in report_of(folder)[1].text
+    )
 
 
 @pytest.mark.parametrize(
