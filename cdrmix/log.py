@@ -54,11 +54,16 @@ def columns(stream: TextIO) -> int | None:
     """
     if not stream.isatty():
         return None
+    return told_columns(stream) or shutil.get_terminal_size().columns
+
+
+def told_columns(stream: TextIO) -> int | None:
+    """Width that the terminal of a stream tells: 0 where nobody has set one, as in some containers;
+    None where it cannot be asked."""
     try:
-        told = os.get_terminal_size(stream.fileno()).columns
+        return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
-        told = 0
-    return told or shutil.get_terminal_size().columns
+        return None
 
 
 def wrapped(line: str, *, width: int | None, hang: int = 0) -> list[str]:
@@ -99,6 +104,8 @@ class _ProgressAwareHandler(logging.Handler):
     wrapped between words, and errors apart from the lines above."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "is_shown", False):
+            return
         line = self.format(record)
         if record.levelno >= logging.WARNING:
             line = _with_coloured_opening(line, is_error=record.levelno >= logging.ERROR)
@@ -158,6 +165,11 @@ def configure(*, rank: int = 0) -> None:
     handler.setFormatter(logging.Formatter(f"{mark}%(message)s"))
     root.addHandler(handler)
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def log_shown(logger: logging.Logger, line: str) -> None:
+    """Logs a line that stderr shows already, as it is or as a bar: it goes to files alone."""
+    logger.info("%s", line, extra={"is_shown": True})
 
 
 def log_to_file(path: Path) -> None:

@@ -82,6 +82,7 @@ def train(run: Run) -> bool:
     settle(run)
     if is_stopped:
         reason = next(filter(None, runtime.all_gather_object(run.requests.stop)), "a request")
+        run.observer.end_progress()  # a live bar would be drawn again, below the command
         logger.info(
             "stopped by %s after step %d, which is saved. Go on with: %s",
             *(reason, run.step, command_to_go_on(run.command, run.directory.path)),

@@ -98,12 +98,16 @@ class Observer:
         if self._files is not None:
             self._files[0].sync()
 
+    def end_progress(self) -> None:
+        """Leave the bar as it stands: what is shown from now on is below it."""
+        if self._files is not None:
+            self._files[1].close()
+
     def close(self) -> None:
         """End the progress and close the metrics file."""
+        self.end_progress()
         if self._files is not None:
-            metrics, progress = self._files
-            progress.close()
-            metrics.close()
+            self._files[0].close()
 
 
 class BatchSource(Protocol):

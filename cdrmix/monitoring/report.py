@@ -147,7 +147,7 @@ def _loss_figure(run: RecordedRun) -> Figure:
     ]
     baselines = run.summary.get("baselines") or {}
     marks = [
-        Mark(f"{name} {value:.4f}", value)
+        Mark(f"smoothed {name} {value:.4f}", value)
         for name in ("unigram", "bigram")
         if (value := _number(baselines.get(f"{name}_loss"))) is not None
     ]
@@ -170,10 +170,6 @@ def _tiles(run: RecordedRun) -> list[Tile]:
         _number(evaluation.get(name, run.latest(f"eval/{name}")))
         for name in ("loss", "perplexity", "bits_per_byte")
     )
-    seconds = _number(run.summary.get("seconds"))
-    in_stage_b = _number((run.summary.get("stage_b") or {}).get("seconds"))
-    if in_stage_b is not None:
-        seconds = (seconds or 0.0) + in_stage_b
     # Of a run without a summary, from the logged lines.
     speeds = run.series("tokens_per_second")[1]
     speed = _number(run.summary.get("tokens_per_second_median"))
@@ -186,7 +182,7 @@ def _tiles(run: RecordedRun) -> list[Tile]:
         Tile("Perplexity", formatted(perplexity, ".2f"), "per token"),
         Tile("Bits per byte", formatted(bits_per_byte, ".3f"), "of held-out text"),
         Tile("Trained on", _UNKNOWN if tokens is None else compact(tokens), "tokens"),
-        Tile("Time", _UNKNOWN if seconds is None else duration(seconds), "from start to end"),
+        _time_tile(run),
         Tile("Throughput", formatted(speed, ",.0f"), "tokens per second, median"),
     ]
     total = _number(run.plan.get("total_params"))
@@ -209,6 +205,19 @@ def _tiles(run: RecordedRun) -> list[Tile]:
     return tiles
 
 
+def _time_tile(run: RecordedRun) -> Tile:
+    """The wall time that the goodput accounts for, or of a run without one that of its training."""
+    wall_time = _number((run.summary.get("goodput") or {}).get("seconds"))
+    if wall_time is not None:
+        return Tile("Time", duration(wall_time), "from the first command to the end")
+    # Without start-ups, steps that were redone, and the time between two starts.
+    of_stages = (run.summary, run.summary.get("stage_b") or {})
+    known = [s for stage in of_stages if (s := _number(stage.get("seconds"))) is not None]
+    return Tile(
+        "Training time", duration(sum(known)) if known else _UNKNOWN, "start-up and breaks left out"
+    )
+
+
 def _comparison(run: RecordedRun) -> dict[str, Any] | None:
     """The model and its baselines; None without a final evaluation or without baselines.
 
@@ -218,8 +227,8 @@ def _comparison(run: RecordedRun) -> dict[str, Any] | None:
     baselines = run.summary.get("baselines") or {}
     model = _number((run.summary.get("evaluation") or {}).get("loss"))
     losses = {
-        "bigram, Kneser-Ney": _number(baselines.get("bigram_loss")),
-        "unigram, add-one": _number(baselines.get("unigram_loss")),
+        "smoothed bigram": _number(baselines.get("bigram_loss")),
+        "smoothed unigram": _number(baselines.get("unigram_loss")),
     }
     known = {name: loss for name, loss in losses.items() if loss is not None}
     if model is None or not known:
@@ -234,7 +243,7 @@ def _comparison(run: RecordedRun) -> dict[str, Any] | None:
     best = min(known, key=lambda name: known[name])
     return {
         "predictors": predictors,
-        "best": best.partition(",")[0],
+        "best": best,
         "margin": known[best] - model,
     }
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from tqdm.utils import ObjectWrapper
 
 from cdrmix.errors import StateError
-from cdrmix.log import columns, get_logger
+from cdrmix.log import columns, get_logger, log_shown, told_columns
 
 logger = get_logger(__name__)
 
@@ -146,9 +146,10 @@ class _Lasting(ObjectWrapper):
 
 
 class Progress:
-    """Progress of a run: a bar on a terminal, plain lines anywhere else.
+    """Progress of a run: a bar on a terminal, plain lines anywhere else and in the log's files.
 
     The bar moves with every step, and shows the newest loss known and the speed of the last steps.
+    A terminal without a width has no room for a bar, and gets the lines.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Progress:
         self._seconds = deque[float](maxlen=_SPEED_STEPS)  # of the last steps
         self._newest: dict[str, float] = {}  # metrics beside the bar
         self._bar: tqdm | None = None
-        if stream.isatty():
+        if stream.isatty() and told_columns(stream) != 0:
             self._bar = tqdm(
                 total=total_steps,
                 initial=initial,
@@ -185,7 +186,7 @@ class Progress:
         """Moves to `step` completed steps; with a record, shows its metrics too.
 
         A plain line appears only with a record; the bar moves with every call. An evaluation has a
-        line of its own.
+        line of its own, which is shown above the bar too.
         """
         if step < self._seen[-1][0]:  # the run went back: what was seen of later steps is void
             self._seen.clear()
@@ -198,14 +199,17 @@ class Progress:
         line = record or {}
         evaluation = [text.format(line[n]) for n, text in _EVALUATION_FORMATS.items() if n in line]
         lines = []
-        if self._bar is None and record is not None:
+        if record is not None:
             lines.append(("step", list(self._texts(step, record).values())))
         if evaluation:
             lines.append(("eval", evaluation))
         place = f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
         for kind, texts in lines:
-            tqdm.write("  ".join([f"{kind} {place}", *texts]), file=self._stream)
-            self._stream.flush()
+            text = "  ".join([f"{kind} {place}", *texts])
+            if self._bar is None or kind == "eval":
+                tqdm.write(text, file=self._stream)
+                self._stream.flush()
+            log_shown(logger, text)
 
     def step_done(self, step: int, seconds: float) -> None:
         """Moves the bar to `step` completed steps, the last of which took `seconds`."""
@@ -222,7 +226,7 @@ class Progress:
             self._move(int(self._bar.n), redraws=True)
 
     def close(self) -> None:
-        """Leaves the bar as it stands and ends its line."""
+        """Leaves the bar as it stands and ends its line; once more does nothing."""
         if self._bar is not None:
             self._bar.close()
 

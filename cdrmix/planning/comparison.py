@@ -216,8 +216,9 @@ def plan_text(compared: Comparison, *, explain: bool = False, stream: TextIO | N
                 page.add(f"  - {line}", hang=4)
     for title, plans in (("runners-up", compared.runners_up), (UNAVAILABLE, compared.later)):
         if plans:
-            page.add_title(title)
-            page.add_table(_table(plans, page), right=(0, 1))
+            order, in_order = _for_reading(plans)
+            page.add_title(f"{title}, {order}")
+            page.add_table(_table(in_order, page), right=(0, 1))
     if explain:
         page.add()
         page.add(f"{compared.num_layouts:,} legal layouts compared. {_ASSUMPTIONS}")
@@ -233,12 +234,29 @@ def _memory_lines(compared: Comparison, *, explain: bool) -> Iterator[str]:
         parts |= {f"buffers: {kind.replace('_', ' ')}": n for kind, n in memory.buffers.items()}
     usable = compared.config.training.memory_share * compared.cluster.memory_bytes
     parts |= {"total": memory.total, "may be filled": usable}
-    if memory.on_host:
-        parts["on the host"] = memory.on_host
+    on_host = {"checkpoint copy": memory.checkpoint, "offloaded": memory.host}
+    parts |= {f"on the host: {what}": size for what, size in on_host.items() if size}
     title = "per rank" if compared.plan.stage_b is None else "per rank in Stage A"
     yield f"  {title:28}       GiB"
     for part, size in parts.items():
         yield f"  {part:28} {size / GIB:9,.2f}"
+
+
+def _for_reading(plans: Sequence[Plan]) -> tuple[str, list[Plan]]:
+    """Orders plans by a column of their table, and says by which.
+
+    The order of the search goes by rules of which a row shows nothing, such as what is usual.
+    """
+    fast = sorted(
+        (plan for plan in plans if plan.fits),
+        key=lambda plan: plan.estimates()[1].tokens_per_second,
+        reverse=True,
+    )
+    small = sorted(
+        (plan for plan in plans if not plan.fits), key=lambda plan: plan.estimates()[0].total
+    )
+    orders = ["the fastest first"] * bool(fast) + ["the smallest first"] * bool(small)
+    return ", then those that do not fit, ".join(orders), fast + small
 
 
 def _table(plans: Sequence[Plan], page: Page) -> Iterator[tuple[str, str, str]]:

@@ -142,7 +142,7 @@ def _plan_lines(job: Job, compared: Comparison) -> Iterator[tuple[str, str]]:
         then = ", and Stage B, which is not timed" if stage_b is not None else ""
         left = f"{training.num_steps - done:,} of " if done else ""
         steps = f"{left}{training.num_steps:,} steps"
-        yield "time", f"about {time_text(seconds)} to the end, {steps}{then}"
+        yield "time", f"about {time_text(seconds)} after the start-up, {steps}{then}"
     elif stage_b is not None:
         yield "memory", f"{stage_b.memory.total / GIB:.1f} GiB {of_device}"
 

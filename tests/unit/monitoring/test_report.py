@@ -198,7 +198,23 @@ def test_key_numbers_and_baselines_are_shown(finished):
     _, page = finished
     for shown in ("finished", "3.1113", "22.45", "819,200", "1m36s", "12,312", "2.89M", "1.71M"):
         assert shown in page.text
-    assert "The model is below the best baseline (bigram) by 1.2337 nats per token." in page.text
+    assert (
+        "The model is below the best baseline (smoothed bigram) by 1.2337 nats per token."
+        in page.text
+    )
+    assert "smoothed unigram 6.5918" in page.text
+
+
+def test_the_time_is_that_of_the_goodput_or_else_named_as_training_alone(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=8)
+    summary = json.loads((folder / "metrics.json").read_text()) | {"stage_b": {"seconds": 20.0}}
+    write_json_atomic(folder / "metrics.json", summary)
+    assert "Training time 1m56s start-up and breaks left out" in report_of(folder)[1].text
+    account = {"starts": 3, "seconds": 165.0, "productive_seconds": 165.0, "share": 1.0}
+    account |= {"productive_steps": 8, "redone_steps": 0, "share_of_steps": 1.0}
+    write_json_atomic(folder / "metrics.json", summary | {"goodput": account})
+    text = report_of(folder)[1].text
+    assert "Time 2m45s from the first command to the end" in text and "1m56s" not in text
 
 
 def kinds_of_tables(source: str) -> set[str]:
@@ -240,7 +256,10 @@ def test_a_model_above_its_baselines_is_called_so(tmp_path):
     summary = json.loads((folder / "metrics.json").read_text())
     summary["baselines"]["bigram_loss"] = 3.0
     write_json_atomic(folder / "metrics.json", summary)
-    assert "above the best baseline (bigram) by 0.1113 nats per token" in report_of(folder)[1].text
+    assert (
+        "above the best baseline (smoothed bigram) by 0.1113 nats per token"
+        in report_of(folder)[1].text
+    )
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,9 @@ def test_losses_by_domain_are_listed_and_drawn(tmp_path):
     write_json_atomic(folder / "metrics.json", summary)
     source, page = report_of(folder)
     assert "q/a 3.2500 25.8 7,000 code 2.5000 12.2 40,000" in page.text, "the worst first"
+    card = source[source.index("Loss by domain") :]
+    assert re.findall(r'class="(bar[^"]*)"', card[: card.index("</table>")]) == ["bar own"] * 2
+    assert "Bars: nats per token." in page.text
     figure = source[source.index("<figcaption>code") :]
     assert "2.500</text>" in figure[: figure.index("</svg>")], "the curve ends with the final loss"
 

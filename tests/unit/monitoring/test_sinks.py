@@ -10,10 +10,12 @@ import struct
 import termios
 import threading
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from tqdm import tqdm
 
+from cdrmix import log
 from cdrmix.errors import StateError
 from cdrmix.monitoring.metrics import record
 from cdrmix.monitoring.sinks import (
@@ -183,6 +185,50 @@ def test_a_terminal_gets_a_bar_that_moves_with_every_step():
     assert bars[-1].startswith("121/400 |") and "loss 5.1234 lr 1.87e-03 grad 0.81" in bars[-1]
     assert all(len(bar) <= 100 for bar in bars)
     assert "eval 120/400  loss 4.5000" in shown
+
+
+def shown_and_logged(width: int | None, log_file: Path) -> tuple[str, list[str]]:
+    """What a logged step with an evaluation prints, and the lines of the log's file; width None: to
+    a pipe."""
+    root = logging.getLogger("cdrmix")
+    before = list(root.handlers), root.level
+    root.handlers.clear()
+    log.configure()
+    log.log_to_file(log_file)
+    stream: TextIO = io.StringIO()
+    master = None
+    if width is not None:
+        master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        stream = open(slave, "w")  # noqa: SIM115
+    progress = Progress(400, stream=stream)
+    progress.step_done(120, 0.5)
+    progress.update(120, LINE | EVALUATION)
+    progress.close()
+    shown = stream.getvalue() if isinstance(stream, io.StringIO) else ""
+    stream.close()
+    if master is not None:
+        shown = read_terminal(master).replace("\r\n", "\n")
+    for handler in root.handlers:
+        handler.close()
+    root.handlers[:], level = before
+    root.setLevel(level)
+    return shown, log_file.read_text().splitlines()
+
+
+@pytest.mark.parametrize("width", [None, 0, 100])
+def test_the_log_has_the_lines_of_a_pipe_whatever_the_terminal_shows(
+    tmp_path: Path, width: int | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown, logged = shown_and_logged(width, tmp_path / "train.log")
+    (step, evaluation) = (line.partition(" INFO ")[2] for line in logged)
+    assert step.startswith("step 120/400  loss 5.1234  lr 1.87e-03")
+    assert evaluation.startswith("eval 120/400  loss 4.5000")
+    if width != 100:  # without a width, a terminal has no room for a bar
+        assert shown == f"{step}\n{evaluation}\n"
+    else:
+        assert step not in shown and shown.count(evaluation) == 1 and "120/400 |" in shown
+    assert capfd.readouterr().err == "", "the stream has shown them"
 
 
 def bars_on_terminal(width: int) -> list[str]:

@@ -7,7 +7,7 @@ does: then look at the difference before you change them.
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -395,6 +395,45 @@ def test_the_page_shows_memory_speed_and_reasons() -> None:
     assert "buffers: logits" in long
     assert "expert all to all" in long
     assert "gradients all reduce" not in long, "one data rank exchanges none"
+
+
+def test_the_page_says_what_a_rank_keeps_on_its_host() -> None:
+    copied = "  on the host: checkpoint copy      5.83"
+    assert copied in plan_text(planned("core-1b", 1, "h100-80")).splitlines()
+    offloading = make_cluster(nodes=1, gpus_per_node=4, gpu="rtx4090-24")
+    made = compare(config("core-1b"), offloading, profile="zero2_offload")
+    memory, _ = made.plan.estimates()
+    rows = [row.split() for row in plan_text(made).splitlines() if "on the host: " in row]
+    assert [row[-2:] for row in rows] == [
+        ["copy", f"{memory.checkpoint / GIB:.2f}"],
+        ["offloaded", f"{memory.host / GIB:.2f}"],
+    ]
+
+
+def rows_of(made: Comparison, title: str) -> list[tuple[float, int, bool]]:
+    """GiB, tokens per second, and whether it fits, of the plans below a title."""
+    lines = plan_text(made).splitlines()
+    below = lines[lines.index(title) + 2 :]
+    rows = below[: below.index("")] if "" in below else below
+    return [
+        (float(gib.replace(",", "")), int(speed.replace(",", "")), "does not fit" not in row)
+        for row in rows
+        for gib, speed, *_ in [row.split()]
+    ]
+
+
+def test_the_page_orders_the_runners_up_by_a_column_and_says_so() -> None:
+    made = planned("core-1b", 1, "h100-80")
+    rows = rows_of(made, "runners-up, the fastest first")
+    assert len(rows) == len(made.runners_up) > 1
+    assert rows == sorted(rows, key=lambda row: -row[1])
+    none_fits = planned("core-40b", 1, "h100-80")
+    rows = rows_of(none_fits, "runners-up, the smallest first")
+    assert rows == sorted(rows) and not any(fits for _, _, fits in rows)
+    both = replace(made, runners_up=(*none_fits.runners_up[::-1], *made.runners_up))
+    title = "runners-up, the fastest first, then those that do not fit, the smallest first"
+    rows = rows_of(both, title)
+    assert rows == sorted(rows, key=lambda row: (not row[2], -row[1] if row[2] else row[0]))
 
 
 def test_the_page_of_a_reasoning_variant_tells_its_stages_apart() -> None:

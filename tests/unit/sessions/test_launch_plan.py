@@ -120,7 +120,7 @@ def test_the_plan_is_told_in_a_few_lines(data: Path, caplog: pytest.LogCaptureFi
     assert lines["layout"].startswith("zero1, data 2")
     assert lines["memory"].endswith(" GiB of 8.0 GiB a rank")
     assert lines["time"].startswith("about ")
-    assert lines["time"].endswith(" to the end, 500 steps")
+    assert lines["time"].endswith(" after the start-up, 500 steps")
     assert lines["stop"].endswith(f"cdrmix train --nproc 2 --run-dir {given.run_dir} --resume auto")
     # the layout that is given is kept
     settings = (f"data.path={data}", "parallel.tensor=2")
