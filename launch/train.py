@@ -19,6 +19,7 @@ from cdrmix.cluster.probe import unusable_devices
 from cdrmix.cluster.start_records import command_of_user
 from cdrmix.cluster.starts import StartUp, end_of_run
 from cdrmix.config.resuming import config_of_start
+from cdrmix.config.schema import Config
 from cdrmix.errors import EXIT_DONE, EXIT_FAULT, ConfigError, TrainingError
 from cdrmix.sessions.preflight import check_start
 from cdrmix.verbs.flags import add_config_flags
@@ -55,6 +56,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def configuration(args: argparse.Namespace) -> Config:
+    """Configuration of the start that a command line asks for.
+
+    Raises:
+        ConfigError: if a file or an override is wrong, or does not go with the run to resume.
+    """
+    overrides = list(args.overrides)
+    if args.max_steps is not None:
+        overrides.append(f"training.max_steps={args.max_steps}")
+    return config_of_start(
+        args.config,
+        overrides,
+        run_dir=args.run_dir,
+        resume=args.resume,
+        check=partial(end_of_run, run_dir=args.run_dir, resume=args.resume),
+        # `cdrmix launch` has told of changes; the record of the start tells of them too.
+        is_quiet=runtime.environment_rank() != 0 or runtime.launch_folder() is not None,
+    )
+
+
 def main(arguments: list[str]) -> int:
     """Plan and run on this rank; returns its exit code."""
     code = EXIT_FAULT
@@ -64,18 +85,7 @@ def main(arguments: list[str]) -> int:
         log.configure(rank=runtime.environment_rank())
         words = arguments_of(arguments)
         args = parse(words)
-        overrides = list(args.overrides)
-        if args.max_steps is not None:
-            overrides.append(f"training.max_steps={args.max_steps}")
-        config = config_of_start(
-            args.config,
-            overrides,
-            run_dir=args.run_dir,
-            resume=args.resume,
-            check=partial(end_of_run, run_dir=args.run_dir, resume=args.resume),
-            # `cdrmix launch` has told of changes; the record of the start tells of them too.
-            is_quiet=runtime.environment_rank() != 0 or runtime.launch_folder() is not None,
-        )
+        config = configuration(args)
         end = end_of_run(config, run_dir=args.run_dir, resume=args.resume)
         if end is not None:
             log.get_logger(__name__).info("%s", end)

@@ -60,6 +60,17 @@ _SECONDS_FOR_OUTCOME = 3.0
 _SSH_KEEPALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10"
 
 
+def _check_paths_for_shells() -> None:
+    """Raises ConfigError if a path that the launcher gives to other hosts would not arrive."""
+    paths = {"the present folder": Path.cwd(), "Python": sys.executable, "CDRmix": _RANK}
+    for what, path in paths.items():
+        if shlex.quote(str(path)) != str(path) or "%" in str(path):
+            raise ConfigError(
+                f"--hostfile: {what} is at {str(path)!r}, and DeepSpeed's launcher gives this "
+                "path to shells of other hosts as it is. Use one of letters, digits and _./+,:=@-"
+            )
+
+
 class LauncherStart(contextlib.AbstractContextManager["LauncherStart"]):
     """A running start of the launcher; leaving the context ends its remaining processes."""
 
@@ -88,14 +99,8 @@ class LauncherStart(contextlib.AbstractContextManager["LauncherStart"]):
         """
         self._folder = folder.resolve()
         self._began = time.monotonic()
-        paths = {"the present folder": Path.cwd(), "Python": sys.executable, "CDRmix": _RANK}
-        for what, path in paths.items() if hosts else ():
-            if shlex.quote(str(path)) != str(path) or "%" in str(path):
-                raise ConfigError(
-                    f"--hostfile: {what} is at {str(path)!r}, and DeepSpeed's launcher gives this "
-                    "path to shells of other hosts as it is. Use one of letters, digits and "
-                    "_./+,:=@-"
-                )
+        if hosts:
+            _check_paths_for_shells()
         order = {"script": str(script), "arguments": [*arguments], "variables": {**variables}}
         write_private(self._folder / _FILE, json.dumps(order))
         end_with_parent: Callable[[], object] | None = None

@@ -155,19 +155,7 @@ def launch(job: Job, *, check: Callable[[], None] | None = None) -> int:
     lost_in_a_row = 0
     has_been_good = False
     for number in itertools.count(1):
-        before = newest_number(start.run_dir)
-        began = datetime.now(UTC)
-        if number == 1:  # the goodput counts this process's own imports as part of the start
-            began -= timedelta(seconds=age_seconds(os.getpid()))
-        resumed_at = _resumed_at(start)
-        try:
-            outcome = _start_once(start, signals, began)
-        except (ConfigError, InfrastructureError) as error:
-            if number == 1:  # else the host was there at the first start
-                raise
-            outcome = Outcome(errors.EXIT_FAULT, str(error), 0)
-        resumed_at = first_step(start.run_dir, after=before, otherwise=resumed_at)
-        outcome = replace(outcome, step=max(resumed_at, outcome.step))  # it may have had none left
+        outcome, began, resumed_at = _try_start(start, signals, is_first=number == 1)
         got_further = outcome.step > resumed_at
         # after a good start the same error before the first step is a passing fault of the machine
         is_mistake = outcome.exit_code in _DOUBTFUL and (got_further or not has_been_good)
@@ -236,6 +224,24 @@ def _reachable_hosts(job: Job, *, is_first: bool) -> Sequence[Host]:
         return job.hosts
     logger.warning("%s cannot be reached: going on with %d ranks", lost, num_ranks)
     return alive
+
+
+def _try_start(start: Job, signals: _Signals, *, is_first: bool) -> tuple[Outcome, datetime, int]:
+    """Makes a start; returns its outcome, when it began, and the step that it began from."""
+    before = newest_number(start.run_dir)
+    began = datetime.now(UTC)
+    if is_first:  # the goodput counts this process's own imports as part of the start
+        began -= timedelta(seconds=age_seconds(os.getpid()))
+    resumed_at = _resumed_at(start)
+    try:
+        outcome = _start_once(start, signals, began)
+    except (ConfigError, InfrastructureError) as error:
+        if is_first:  # else the host was there at the first start
+            raise
+        outcome = Outcome(errors.EXIT_FAULT, str(error), 0)
+    resumed_at = first_step(start.run_dir, after=before, otherwise=resumed_at)
+    # it may have had no step left
+    return replace(outcome, step=max(resumed_at, outcome.step)), began, resumed_at
 
 
 def _start_once(job: Job, signals: _Signals, began: datetime) -> Outcome:

@@ -235,11 +235,8 @@ def config_of_start(
     kept = own.values
     values = _without_defaults_of_layout(kept)
     if given is not None:
-        kept = _filled(kept, given.model_dump())
-        # Stage B may begin on the Stage A of a run without it: the one section to take then.
         asks_for_stage = any(each.partition("=")[0] == "training.stage" for each in overrides)
-        if asks_for_stage and kept.get("stage_b") is None and given.stage_b is not None:
-            kept = {**kept, "stage_b": given.model_dump()["stage_b"]}
+        kept = _completed(kept, given, takes_stage_b=asks_for_stage)
         # The layout goes with the machines of this start, not with the run.
         values = with_layout(kept, given_layout(given))
     before = resolve(kept, place=str(own.place))
@@ -257,6 +254,16 @@ def config_of_start(
     if given is not None:
         _tell_not_taken(given, resolved, config=config, own=own)
     return resolved
+
+
+def _completed(kept: dict[str, Any], given: Config, *, takes_stage_b: bool) -> dict[str, Any]:
+    """Returns a run's values with what they lack taken from a file: the secrets, and Stage B where
+    it begins on the Stage A of a run without it."""
+    values = given.model_dump()
+    made: dict[str, Any] = _filled(kept, values)
+    if takes_stage_b and made.get("stage_b") is None and given.stage_b is not None:
+        made = {**made, "stage_b": values["stage_b"]}
+    return made
 
 
 def _without_defaults_of_layout(values: dict[str, Any]) -> dict[str, Any]:

@@ -114,13 +114,7 @@ def write_build_report(
         ngrams: statistics of the training tokens by domain, from `cdrmix.corpus.encode`.
     """
     write_file(out / RECIPE_FILE, recipe_yaml(recipe).encode())
-    paths = [folder / DROPPED_FILE for _, *folders in results for folder in folders]
-    new = out / DROPPED_FILE
-    with FileInput(paths, encoding="utf-8") as lines, new.open("w", encoding="utf-8") as file:
-        # Enough to judge a step by; the dropped text of a large corpus fills a disk.
-        examples = (f"{json.dumps(entry)}\n" for entry in first_of_each(map(json.loads, lines)))
-        file.writelines(lines if recipe.keep_dropped else examples)
-        close_synced(file)
+    _write_dropped(out / DROPPED_FILE, results, whole=recipe.keep_dropped)
     records = [(task, [read_record(folder) for folder in folders]) for task, *folders in results]
     set_aside: list[dict[str, Any]] = [
         {"source": source, "file": name, "reason": reason, "row": None, "detail": "", "count": 1}
@@ -158,6 +152,16 @@ def write_build_report(
         report[name] = {domain: _sorted(counts) for domain, counts in sorted(by_domain.items())}
     report["ngrams"] = {domain: values for domain, values in ngrams.items() if values}
     write_file(out / REPORT_FILE, (json.dumps(report, indent=2) + "\n").encode())
+
+
+def _write_dropped(path: Path, results: Sequence[Results], *, whole: bool) -> None:
+    """Writes the documents that the steps dropped, `whole` or an example of each reason."""
+    paths = [folder / DROPPED_FILE for _, *folders in results for folder in folders]
+    with FileInput(paths, encoding="utf-8") as lines, path.open("w", encoding="utf-8") as file:
+        # Enough to judge a step by; the dropped text of a large corpus fills a disk.
+        examples = (f"{json.dumps(entry)}\n" for entry in first_of_each(map(json.loads, lines)))
+        file.writelines(lines if whole else examples)
+        close_synced(file)
 
 
 def _sorted(counts: Mapping[str, int]) -> dict[str, int]:

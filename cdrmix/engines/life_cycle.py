@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from cdrmix import runtime
 from cdrmix.checkpoint import store
@@ -44,7 +45,6 @@ def run_stage(
     """
     stage = run.stage
     directory = run.directory
-    folder = directory.path
     steps = stage.num_steps if stage.name == "b" else None
     with run:
         with run.heartbeat.phase("starting"):
@@ -56,11 +56,8 @@ def run_stage(
                     run.health.load_state_dict(state["health"])
                 logger.info("resumed from %s", checkpoint.path)
             # Only now, so that a start that is refused leaves an earlier run as it was.
-            runtime.first_rank_does(
-                lambda: write_description(
-                    directory, run.config, run.plan, stage.corpus, stage_b_steps=steps
-                )
-            )
+            describe = partial(write_description, directory, run.config, run.plan, stage.corpus)
+            runtime.first_rank_does(lambda: describe(stage_b_steps=steps))
             if not run.is_recorded:
                 record_start(run, state)
             if checkpoint is not None:
@@ -79,7 +76,8 @@ def run_stage(
                 if is_last:
                     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
                     end = {"step": run.step, "stage": stage.name, "finished": now}
-                    runtime.first_rank_does(lambda: write_json_atomic(folder / FINISHED, end))
+                    marker = directory.path / FINISHED
+                    runtime.first_rank_does(lambda: write_json_atomic(marker, end))
     return False
 
 

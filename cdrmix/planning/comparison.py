@@ -13,11 +13,11 @@ from cdrmix.planning import rules
 from cdrmix.planning.cluster import GIB, PRESETS, Cluster
 from cdrmix.planning.cost import time_text
 from cdrmix.planning.layout import Degrees
-from cdrmix.planning.page import Page, flops_text, size_text
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.profile import all_plans, combination_of, explained, shortfall
 from cdrmix.planning.rules import UNAVAILABLE
 from cdrmix.planning.search import search
+from cdrmix.planning.text_page import Page, flops_text, size_text
 
 RUNNERS_UP = 4
 # Numbers of times that nodes are doubled in search of a cluster that fits.

@@ -23,9 +23,9 @@ from cdrmix.planning.layout import (
     state_bytes,
 )
 from cdrmix.planning.memory import MemoryModel
-from cdrmix.planning.page import size_text
 from cdrmix.planning.plan import Plan
 from cdrmix.planning.search import combinations, search
+from cdrmix.planning.text_page import size_text
 
 
 def choose(config: Config, cluster: Cluster, *, profile: str | None = None) -> Plan:

@@ -16,7 +16,7 @@ from cdrmix.config.schema import Config
 from cdrmix.planning.cluster import GIB
 from cdrmix.planning.counts import params_by_part
 from cdrmix.planning.layout import Combination, Degrees
-from cdrmix.planning.page import size_text
+from cdrmix.planning.text_page import size_text
 
 # Total parameters from which ZeRO-2 is used: it costs a reduction in each micro-step, and 1e9
 # parameters have 2 GB of bf16 gradients on every rank.

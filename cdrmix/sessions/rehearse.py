@@ -34,8 +34,8 @@ from cdrmix.planning.cluster import Cluster
 from cdrmix.planning.comparison import Comparison, compare, unavailable
 from cdrmix.planning.cost import time_text
 from cdrmix.planning.layout import Degrees
-from cdrmix.planning.page import Page
 from cdrmix.planning.shrink import Aspect, Rehearsal
+from cdrmix.planning.text_page import Page
 
 logger = get_logger(__name__)
 # Packages of the standard library whose text is enough to train a tokenizer of 512 slots on.

@@ -11,7 +11,7 @@ import pytest
 from cdrmix.cli import main
 from cdrmix.config.load import shipped
 from cdrmix.log import visible_width, wrapped
-from cdrmix.planning.page import Page, flops_text, size_text
+from cdrmix.planning.text_page import Page, flops_text, size_text
 
 LONG = "  - memory: 495.7 GiB of 23.6 GiB a device, NOT within the 90 % that a plan may fill"
 
