@@ -290,6 +290,15 @@ def test_the_final_evaluation_ends_the_validation_curve(finished):
     assert "validation 3.111" in finished[1].text
 
 
+def test_a_log_of_some_steps_says_that_the_others_are_not_seen(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=40)
+    snapshot = folder / "config_snapshot.yaml"
+    text = f"{snapshot.read_text()}\nmonitoring: {{log_every_steps: EVERY}}\n"
+    for every in (1, 10):
+        snapshot.write_text(text.replace("EVERY", str(every)))
+        assert ("One step in 10 is logged" in report_of(folder)[1].text) == (every == 10)
+
+
 def test_a_run_that_ended_before_its_length_is_called_unfinished(tmp_path):
     folder = make_run(tmp_path / "run", num_steps=8)
     longer = (folder / "config_snapshot.yaml").read_text().replace("max_steps: 8", "max_steps: 9")
