@@ -29,7 +29,9 @@ _LEFT = 56.0
 _BOTTOM = 24.0
 _TOP = 10.0
 _LABEL_GAP = 13.0  # between the labels at the right edge, in points
-_LABEL_CHARACTER = 6.3  # width of one of their characters, in points, generously
+_LABEL_SIZE = 11.0  # of their letters, in points
+_NARROW_LABEL_SIZE = 13.0  # on a narrow page, as page.css has it, which makes the drawing smaller
+_LABEL_CHARACTER = 0.58  # width of one of their characters, by the size of the letters, generously
 _TICK_STEPS = (1, 2, 2.5, 5, 10)  # times a power of ten
 # Placeholder colour -> CSS variable. Greys that no colour of the page's palette equals.
 _PLACEHOLDERS = {
@@ -89,7 +91,11 @@ def plot(
     options |= {"label": f"{title} over steps", "marks": marks}
     small = None
     if narrow is not None:
-        small = line_plot(f"{key}-narrow", drawable, **{**options, "size": narrow})
+        small = line_plot(
+            f"{key}-narrow",
+            drawable,
+            **{**options, "size": narrow, "label_size": _NARROW_LABEL_SIZE},
+        )
     return Figure(title, unit, line_plot(key, drawable, **options), num_hidden, small)
 
 
@@ -103,6 +109,7 @@ def line_plot(
     size: tuple[int, int] = (540, 230),
     text: Callable[[float], str] = "{:#.4g}".format,
     limits: tuple[float | None, float | None] = (None, None),
+    label_size: float = _LABEL_SIZE,
 ) -> Drawing:
     """Draws the curves.
 
@@ -115,6 +122,7 @@ def line_plot(
         text: format of a value, on the axis and in the labels at the right edge.
         limits: lower and upper end of the axis; None leaves it to the data, which are then drawn
             on a logarithmic axis where they span more than a factor of 20.
+        label_size: size of the labels' letters on the page, in points of the drawing.
     """
     # Defaults, not the user's matplotlibrc, and a fixed salt for the ids, which are hashes: equal
     # runs have equal pages.
@@ -133,13 +141,13 @@ def line_plot(
         for mark in marks:
             color = _PLACEHOLDERS[mark.color]
             axes.axhline(mark.value, color=color, linewidth=1, linestyle=(0, (4, 3)))
-        right = 12.0 + _LABEL_CHARACTER * max(len(end.label) for end in ends)
+        right = 12.0 + _LABEL_CHARACTER * label_size * max(len(end.label) for end in ends)
         top = _TOP + (_LABEL_GAP if moments else 0.0)
         inner = (width - _LEFT - right, height - _BOTTOM - top)
         axes.set_position((_LEFT / width, _BOTTOM / height, inner[0] / width, inner[1] / height))
         _lay_out_axes(axes, drawn, marks, text, limits)
-        _label_right_edge(axes, ends)
-        _draw_moments(axes, moments)
+        _label_right_edge(axes, ends, label_size)
+        _draw_moments(axes, moments, label_size)
         buffer = io.StringIO()
         # No date and no version of matplotlib, which would differ between equal runs.
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -230,7 +238,7 @@ def _lay_out_axes(
     axes.yaxis.set_major_formatter(FuncFormatter(tick))
 
 
-def _label_right_edge(axes: Axes, ends: Sequence[Mark]) -> None:
+def _label_right_edge(axes: Axes, ends: Sequence[Mark], size: float) -> None:
     """Writes each label beside the end of its line, pushed apart where they would overlap."""
     heights = [float(axes.transData.transform((0, end.value))[1]) for end in ends]
     right, top = map(float, axes.transAxes.transform((1, 1)))
@@ -248,12 +256,12 @@ def _label_right_edge(axes: Axes, ends: Sequence[Mark]) -> None:
             end.label,
             transform=IdentityTransform(),
             color=_PLACEHOLDERS[end.color],
-            fontsize=11,
+            fontsize=size,
             verticalalignment="center",
         )
 
 
-def _draw_moments(axes: Axes, moments: Sequence[Moment]) -> None:
+def _draw_moments(axes: Axes, moments: Sequence[Moment], size: float) -> None:
     """Draws vertical lines, each with its label at the top, where that covers no other label."""
     first, last = axes.get_xlim()
     low = axes.get_ylim()[0]  # any height would do; 0 has none on a logarithmic axis
@@ -267,7 +275,7 @@ def _draw_moments(axes: Axes, moments: Sequence[Moment]) -> None:
         axes.axvline(moment.step, color=muted, linewidth=1, linestyle=(0, (1, 2)))
         place = float(axes.transData.transform((moment.step, low))[0])
         for label in (moment.label, moment.short):
-            width = _LABEL_CHARACTER * len(label)
+            width = _LABEL_CHARACTER * size * len(label)
             # Beginning at its line where the right edge leaves room, else ending there.
             side = "left" if place + width <= right else "right"
             begin = place if side == "left" else place - width
@@ -278,7 +286,7 @@ def _draw_moments(axes: Axes, moments: Sequence[Moment]) -> None:
                     label,
                     transform=IdentityTransform(),
                     color=muted,
-                    fontsize=11,
+                    fontsize=size,
                     horizontalalignment=side,
                 )
                 free_from = begin + width

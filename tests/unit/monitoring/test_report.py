@@ -234,6 +234,18 @@ def test_no_table_is_cut_on_a_narrow_page_and_the_loss_has_a_drawing_of_its_own(
     assert "min-width: 640px" not in style and ".plot.narrow { display: none; }" in style
 
 
+def test_labels_of_the_narrow_drawing_have_the_size_that_the_page_gives_them(finished):
+    source = finished[0]
+    narrow = source[source.index('class="plot narrow"') :]
+    narrow = narrow[: narrow.index("</svg>")]
+    label = narrow[: narrow.index("unigram 6.5918")].rpartition("<text")[2]
+    (size,) = re.findall(r"\n *\.plot text { font-size: (\d+)px !important; }", source)
+    assert f"{size}px" in label
+    begin = float(re.search(r'x="([\d.]+)"', label)[1])
+    width = float(re.search(r'viewBox="0 0 ([\d.]+)', narrow)[1])
+    assert begin + 0.55 * float(size) * len("smoothed unigram 6.5918") < width
+
+
 def test_every_plot_is_drawn_with_the_colours_of_the_page(finished):
     source, page = finished
     assert source.count("<svg") == 9 + 1, "the loss is drawn for a narrow page too"
