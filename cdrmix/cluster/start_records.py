@@ -62,17 +62,24 @@ def _files(run_dir: Path) -> list[Path]:
 def add_start_record(run_dir: Path, content: dict[str, Any]) -> int:
     """Writes the record of a start under the next number, which it returns.
 
-    Raises OSError if it cannot be written, or exists: another start would have taken the number.
+    Raises OSError if it cannot be written, when nothing of it stays, or exists: another start would
+    have taken the number.
     """
     files = _files(run_dir)
     number = int(files[-1].stem) + 1 if files else 1
     folder = run_dir / STARTS_FOLDER
     folder.mkdir(exist_ok=True)
     text = json.dumps({"number": number, **content}, indent=2) + "\n"
-    with (folder / f"{number:04}.json").open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path = folder / f"{number:04}.json"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # such as a full disk, which leaves a part
+        path.unlink(missing_ok=True)
+        raise
     return number
 
 

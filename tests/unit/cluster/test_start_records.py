@@ -1,7 +1,9 @@
 """Records of starts: one file each, never rewritten, and without secrets."""
 
 import ast
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +62,20 @@ def test_a_number_is_taken_by_one_start_alone(
     with pytest.raises(FileExistsError):
         add_start_record(tmp_path, {"from_step": 9})
     assert json.loads((tmp_path / "starts" / "0001.json").read_text())["from_step"] == 0
+
+
+def test_a_record_that_cannot_be_written_whole_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            add_start_record(tmp_path, {"from_step": 0})
+    assert not list((tmp_path / "starts").iterdir())
+    assert add_start_record(tmp_path, {"from_step": 0}) == 1
 
 
 def test_a_command_is_kept_without_its_secrets() -> None:
