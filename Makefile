@@ -3,7 +3,7 @@
 PYTHON ?= python3
 CONFIG ?= model_configs/cdrmix-core-tiny.yaml
 # Extras of setup.py in .venv; CI adds ray and slurm.
-EXTRAS ?= data,dev,faiss
+EXTRAS ?= data,dev,evaluation,faiss,gguf,lora
 # Further flags of the command that a target runs: make train ARGS='--max-steps 50'
 ARGS ?=
 

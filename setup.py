@@ -89,8 +89,11 @@ setup(
             "types-tqdm",
             "webdataset>=1.0",  # reads what `cdrmix data export` writes
         ],
+        "evaluation": ["lm-eval>=0.4.13"],  # lm-evaluation-harness
         "faiss": ["faiss-cpu>=1.12"],  # quicker search of a large episodic memory
         "gpu": ["fla-core[cuda]>=0.6"],
+        "gguf": ["gguf>=0.19"],  # `cdrmix export --format gguf`
+        "lora": ["peft>=0.21"],  # model.lora
         # Engines of `cdrmix data build` beside processes of one machine.
         "ray": ["ray>=2.50"],
         "slurm": ["datatrove>=0.10"],
