@@ -32,7 +32,7 @@ from cdrmix.errors import ConfigError
 ABSENT = "(absent)"
 # Name of the sample corpus in data.path.
 SAMPLE = "sample"
-_PATHS = (("data", "path"), ("stage_b", "run"), ("checkpoint", "replica"))
+_PATHS = (("model", "path"), ("data", "path"), ("stage_b", "run"), ("checkpoint", "replica"))
 # Keys that the plan chooses where they are not given.
 LAYOUT = (
     *(("parallel", axis) for axis in ParallelConfig.model_fields),
@@ -266,7 +266,10 @@ def schema_json() -> str:
     """Returns the JSON schema of a config file, for completion and checks in editors."""
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     schema |= Config.model_json_schema()
-    # pydantic requires the derived fields too, which a file may leave out
+    # pydantic requires the derived fields too, which a file may leave out, and of a Hugging Face
+    # model the folder tells all sizes
     model = schema["$defs"]["ModelConfig"]
-    model["required"] = [key for key in model["required"] if key not in DERIVED_MODEL_FIELDS]
+    sizes = [key for key in model.pop("required") if key not in DERIVED_MODEL_FIELDS]
+    is_hf = {"properties": {"kind": {"const": "hf"}}, "required": ["kind"]}
+    model |= {"if": is_hf, "then": {"required": ["path"]}, "else": {"required": sizes}}
     return json.dumps(schema, indent=2) + "\n"

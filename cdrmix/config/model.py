@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from cdrmix.config.hugging_face import sizes_of_folder
 
 
 class Section(BaseModel):
@@ -28,6 +31,11 @@ LayerKind = Literal["rwkv", "transformer"]
 HEAD_DIMS = (32, 64, 128)
 # Fields that are derived from others when left out: pydantic requires them, not the JSON schema.
 DERIVED_MODEL_FIELDS = ("num_kv_heads", "head_dim", "ffn_hidden_size")
+# Sizes that the folder of a Hugging Face model tells.
+_FOLDER_SIZES = ("hidden_size", "num_layers", "num_heads", "vocab_size", *DERIVED_MODEL_FIELDS)
+# Keys of RWKX-V alone.
+_EXPERT_SIZES = ("num_experts", "top_k", "expert_hidden_size")
+_RWKX_KEYS = ("schedule", "transformer_fraction", "init_std_scale", "rope_theta")
 
 
 class MoEConfig(Section):
@@ -69,6 +77,21 @@ class MoEConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank adapters of a frozen Hugging Face model (peft); null trains the whole model."""
+
+    rank: int = Field(16, ge=1, description="Rank of an adapter (features).")
+    alpha: float | None = Field(None, gt=0)
+    """Scale of an adapter times its rank (ratio); twice the rank when left out."""
+    # peft refuses dropout on parameters of experts.
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are dropped (ratio); 0 where experts are adapted."""
+    target_modules: tuple[str, ...] | None = Field(None, min_length=1, strict=False)
+    """Names of linear layers that get adapters; null: those of the family, never routers."""
+    experts: bool = True
+    """Adapt the experts of MoE layers too; false: they stay as they are."""
+
+
 class LowRankSizes(NamedTuple):
     """Ranks of the four low-rank paths of an RWKV-7 time mix (features)."""
 
@@ -84,16 +107,26 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 class ModelConfig(Section):
-    """Dimensions of the RWKX-V backbone. Embedding and head are tied."""
+    """Dimensions of the RWKX-V backbone, whose embedding and head are tied; or a causal language
+    model of Hugging Face transformers, whose folder tells its dimensions."""
 
+    kind: Literal["rwkx", "hf"] = "rwkx"
+    """rwkx: RWKX-V, by the dimensions here. hf: the model in the folder `path`."""
+    path: str | None = None
+    """Local folder of a Hugging Face model, with config.json and safetensors files; its weights are
+    where training starts."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters of a Hugging Face model; null: the whole model."""
+    remote_code: tuple[str, ...] = Field((), strict=False)
+    """sha256 of each Python file of `path` that may run (hex); without them none does."""
     # The smallest head has 32 features.
     hidden_size: int = Field(ge=32, description="Width of the residual stream (features).")
     num_layers: int = Field(ge=1, description="Blocks, RWKV and Transformer together (count).")
     num_heads: int = Field(ge=1, description="Heads of attention and of RWKV (count).")
     num_kv_heads: int = Field(ge=1)
     """Key/value heads of attention (count); num_heads when left out."""
-    head_dim: Literal[32, 64, 128]
-    """Width of one head (features); hidden_size / num_heads when left out."""
+    head_dim: int = Field(ge=1)
+    """Width of one head, 32, 64 or 128 (features); hidden_size / num_heads when left out."""
     # A tokenizer has a token for each of the 256 bytes, so that no text is without tokens.
     vocab_size: int = Field(ge=256)
     """Rows of the embedding (tokens); a tokenizer may use fewer."""
@@ -117,6 +150,8 @@ class ModelConfig(Section):
     def _fill_derived(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        if values.get("kind") == "hf":
+            return _filled_from_folder(values)
         filled = dict(values)
         hidden, heads, moe = (filled.get(key) for key in ("hidden_size", "num_heads", "moe"))
         # Only from values of the right type: what is wrong with others is said of them alone.
@@ -139,10 +174,12 @@ class ModelConfig(Section):
     @field_validator("head_dim", mode="before")
     @classmethod
     def _head_dim_is_known(cls, value: Any, info: ValidationInfo) -> Any:
+        if value in HEAD_DIMS or info.data.get("kind") == "hf":
+            return value
         hidden = info.data.get("hidden_size")
         heads = info.data.get("num_heads")
-        if value in HEAD_DIMS or not hidden or not heads or value != hidden / heads:
-            return value
+        if not hidden or not heads or value != hidden / heads:
+            raise ValueError(f"given {value!r}, allowed is one of {', '.join(map(str, HEAD_DIMS))}")
         fitting = " or ".join(str(hidden // dim) for dim in HEAD_DIMS if hidden % dim == 0)
         advice = f"num_heads = {fitting}" if fitting else "a hidden_size that 32 divides"
         raise ValueError(
@@ -151,23 +188,39 @@ class ModelConfig(Section):
         )
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> ModelConfig:
+    def _parts_fit(self) -> ModelConfig:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}"
+            )
+        if self.kind == "hf":
+            return self
+        for key, value in (("path", self.path), ("lora", self.lora)):
+            if value is not None:
+                raise ValueError(
+                    f"{key} is for Hugging Face models. Try kind = hf, or {key} = null"
+                )
         if self.num_heads * self.head_dim != self.hidden_size:
             raise ValueError(
                 f"num_heads * head_dim = {self.num_heads} * {self.head_dim} = "
                 f"{self.num_heads * self.head_dim} is not hidden_size = {self.hidden_size}"
             )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}"
-            )
         # For its error: a fraction that cannot be interleaved is refused with the file.
         self.layer_kinds()
         return self
 
+    @property
+    def has_deepspeed_experts(self) -> bool:
+        """True for experts in DeepSpeed's MoE layers, which lie over expert groups.
+
+        A Hugging Face model has its experts as ordinary parameters.
+        """
+        return self.kind == "rwkx" and self.moe is not None
+
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each block from the input, by `schedule` and `transformer_fraction`. Raises
         ValueError if an interleaved fraction is not one over a whole number."""
+        assert self.kind == "rwkx", "layers of a Hugging Face model are in its config.json"
         kinds: list[LayerKind] = ["rwkv"] * self.num_layers
         if self.schedule == "top-of-x":
             # The margin absorbs rounding: 0.29 * 100 is below 29 in binary floats.
@@ -198,3 +251,40 @@ class ModelConfig(Section):
             for factor in (2.5, 1.7, 5)
         )
         return LowRankSizes(decay=decay, iclr=decay, value=value, gate=gate)
+
+
+def _filled_from_folder(values: dict[str, Any]) -> dict[str, Any]:
+    """Completes the values of a Hugging Face model with the sizes of its folder.
+
+    Raises:
+        ValueError: if the folder cannot be used, or other sizes are given than it has.
+    """
+    path = values.get("path")
+    if not isinstance(path, str):
+        raise ValueError("kind = hf needs path, the folder of a Hugging Face model")
+    for key in _RWKX_KEYS:
+        default = ModelConfig.model_fields[key].default
+        if values.get(key, default) != default:
+            raise ValueError(f"{key} has no meaning with kind = hf. Leave it out")
+    # A checkpoint's configuration tells all of them, wherever the folder has gone.
+    if not Path(path).is_dir() and all(_is_count(values.get(key)) for key in _FOLDER_SIZES):
+        return values
+    sizes = sizes_of_folder(Path(path))
+    filled = dict(values)
+    for key, size in sizes.items():
+        given = filled.get(key)
+        if isinstance(given, MoEConfig):
+            given = given.model_dump()
+        if isinstance(size, dict):
+            given = given if isinstance(given, dict) else {}
+            changed = {name: given[name] for name in _EXPERT_SIZES if name in given}
+            filled[key] = {**size, **given}
+            is_other = any(size[name] != value for name, value in changed.items())
+        else:
+            filled[key] = size
+            is_other = given is not None and given != size
+        if is_other:
+            raise ValueError(
+                f"{key} is not that of {path}, whose config.json tells it. Leave it out"
+            )
+    return filled

@@ -31,6 +31,12 @@ _FIRST_WORD = re.compile(
 # Of keys that say nothing in cdrmix-reason-tiny.yaml; the others have the values there.
 _EXAMPLES: dict[str, Any] = {
     "model.moe": {"expert_hidden_size": 256},
+    "model.kind": "rwkx",
+    "model.path": "/models/llama-3.2-1b",
+    "model.lora": {"rank": 16},
+    "model.lora.alpha": 32.0,
+    "model.lora.target_modules": ["q_proj", "v_proj"],
+    "model.remote_code": ["0" * 64],
     "stage_b": None,
     "parallel.data": 8,
     "parallel.expert": 8,

@@ -389,6 +389,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _stages_fit(self) -> Config:
         stage_b = self.stage_b
+        if stage_b is not None and self.model.kind == "hf":
+            raise ValueError(
+                "stage_b is for RWKX-V, and model.kind = hf has no place for its parts. Try "
+                "stage_b=null"
+            )
         if stage_b is None:
             if self.training.stage != "b":
                 return self

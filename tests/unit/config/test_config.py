@@ -272,7 +272,7 @@ def test_all_problems_of_file_and_overrides_are_in_one_report(tmp_path: Path) ->
         ("training.learning_rate=0", "given 0, allowed is a number above 0"),
         ("model.moe.expert_hidden_size=300", "= 300 is no multiple of 8"),
         ("model.head_dim=48", "given 48, allowed is one of 32, 64, 128"),
-        ("model=3", "given 3, allowed is a section with the keys hidden_size"),
+        ("model=3", "given 3, allowed is a section with the keys kind"),
         ("checkpoint=", "given null, allowed is a section with the keys every_steps"),
         ("training.warmup_steps.x=1", "training.warmup_steps = 40 is a value, not a section"),
         ("training.seed", "not an override. Give PATH=VALUE"),
