@@ -185,6 +185,10 @@ class Start:
     # Folder of the sample corpus that the run was trained on before; None: the usual one.
     sample: Path | None = None
     is_recorded: bool = False  # an earlier stage of this start has written the record of both
+    # Of a Hugging Face model: folder, digest and family of what training began with, and the folder
+    # with its small files.
+    base: JsonObject | None = None
+    base_files: Path | None = None
 
 
 @dataclass(kw_only=True)

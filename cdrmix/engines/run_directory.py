@@ -305,6 +305,25 @@ def refuse_lost_checkpoints(directory: RunDirectory, config: Config) -> None:
     )
 
 
+def write_base(directory: RunDirectory, source: Path, digest: str) -> None:
+    """Keep config.json, tokenizer and other small files of the base beside the checkpoints, which
+    can then be used without it; rank 0.
+
+    `source` is the folder of the base with this digest, or `base` of another run directory. Raises
+    StateError if they cannot be copied.
+    """
+    from cdrmix.checkpoint.base_model import write_base_files  # brings torch
+
+    for folder in (directory.path, *directory.copies):
+        try:
+            write_base_files(folder, source, digest)
+        except OSError as error:
+            raise StateError(
+                f"{error.filename or folder}: the files of the base model cannot be copied "
+                f"({error.strerror}). Make room, or give a --run-dir that this user can write to"
+            ) from error
+
+
 def write_description(
     directory: RunDirectory,
     config: Config,

@@ -177,6 +177,11 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     model = build_model(config, plan, topology)
     start.start_up.done("model")
     engine = start_engine(model, config, plan, topology)
+    if config.model.kind == "hf":
+        # transformers takes seconds to import
+        from cdrmix.engines import base_model
+
+        base_model.begin(start, engine, checkpoint)
     start.start_up.done("engine")
     run = make_run(start, topology, engine, stage)
     is_stopped = run_stage(
