@@ -26,7 +26,14 @@ from cdrmix.corpus.source import SourceConfig, missing_path
 from cdrmix.corpus.steps.filter import PROFILE_OF_DOMAIN, PROFILES, Filter
 from cdrmix.data.document import FimConfig
 from cdrmix.data.shards import MAX_SHARD_TOKENS
-from cdrmix.data.tokenizer import load_tokenizer
+from cdrmix.data.tokenizer import Choices, load_tokenizer
+from cdrmix.data.tokenizer_base import (
+    CHAIN_ROLES,
+    FIM_ROLES,
+    ROLES_OF_TOKENS,
+    Role,
+    missing_roles,
+)
 from cdrmix.errors import ConfigError, DataError, TrainingError
 
 # Class of each step, by its name in a recipe. Imported only for a recipe that uses it, since some
@@ -70,7 +77,27 @@ class TokenizerConfig(Section):
     """The tokenizer of a data set: trained on the corpus, or an existing one."""
 
     path: str | None = Field(
-        None, description="Folder with a tokenizer.json that this package has trained; null: train."
+        None,
+        description="Folder with a tokenizer.json, of this package or of a model of Hugging Face; "
+        "null: train.",
+    )
+    # The next three are left out where they say nothing, so that folders of recipes without them
+    # stay theirs.
+    eos_token: str | None = Field(
+        None,
+        exclude_if=lambda value: value is None,
+        description="Token that ends each document; null: as the files of that folder say.",
+    )
+    add_bos: bool | None = Field(
+        None,
+        exclude_if=lambda value: value is None,
+        description="Begin each document with BOS; null: as that tokenizer does with a text.",
+    )
+    roles: dict[Role, str] = Field(
+        {},
+        exclude_if=lambda value: not value,
+        description="Its tokens by role, of those that are not known: "
+        f"{', '.join(ROLES_OF_TOKENS)}.",
     )
     # At least 256 bytes and 10 special tokens.
     vocab_size: int | None = Field(
@@ -84,7 +111,15 @@ class TokenizerConfig(Section):
     def _one_vocabulary(self) -> TokenizerConfig:
         if self.path is not None and self.vocab_size is not None:
             raise ValueError("tokenizer.vocab_size is for training one; remove it, or path")
+        if self.path is None and self.choices() != Choices():
+            raise ValueError(
+                "tokenizer.eos_token, add_bos and roles are for an existing one; give path too"
+            )
         return self
+
+    def choices(self) -> Choices:
+        """Returns what the recipe says about special tokens."""
+        return Choices(eos_token=self.eos_token, add_bos=self.add_bos, roles=self.roles)
 
 
 class ShardsConfig(Section):
@@ -257,9 +292,14 @@ class _Parts:
         ]
         if self.tokenizer and self.tokenizer.path is not None:
             try:
-                load_tokenizer(Path(self.tokenizer.path))
+                tokenizer = load_tokenizer(Path(self.tokenizer.path), self.tokenizer.choices())
             except DataError as error:
                 problems.append(Problem(("tokenizer", "path"), str(error)))
+            else:
+                chains = any(source.chain_of_thought for _, source in self.sources)
+                needed = (*(CHAIN_ROLES if chains else ()), *(FIM_ROLES if self.fim else ()))
+                if missing := [role for role in needed if role not in tokenizer.roles]:
+                    problems.append(Problem(("tokenizer", "path"), missing_roles(missing)))
         return problems
 
 
