@@ -31,7 +31,6 @@ from cdrmix.data.tokenizer_base import (
     CHAIN_ROLES,
     FIM_ROLES,
     ROLES_OF_TOKENS,
-    Role,
     missing_roles,
 )
 from cdrmix.errors import ConfigError, DataError, TrainingError
@@ -73,6 +72,17 @@ class StepConfig(Section):
 Numbered = tuple[int, StepConfig]
 
 
+class RolesConfig(Section):
+    """Tokens of a tokenizer that this package has not trained, by their role in documents."""
+
+    thought: str | None = Field(None, description="Begins the thought of a chain of thought.")
+    answer: str | None = Field(None, description="Begins the answer.")
+    fim_prefix: str | None = Field(None, description="Begins a document with infilling.")
+    fim_suffix: str | None = Field(None, description="Begins what comes behind the gap.")
+    fim_middle: str | None = Field(None, description="Begins what is to be filled in.")
+    memory: str | None = Field(None, description="Stands for a segment of memory in Stage B.")
+
+
 class TokenizerConfig(Section):
     """The tokenizer of a data set: trained on the corpus, or an existing one."""
 
@@ -93,11 +103,10 @@ class TokenizerConfig(Section):
         exclude_if=lambda value: value is None,
         description="Begin each document with BOS; null: as that tokenizer does with a text.",
     )
-    roles: dict[Role, str] = Field(
-        {},
-        exclude_if=lambda value: not value,
-        description="Its tokens by role, of those that are not known: "
-        f"{', '.join(ROLES_OF_TOKENS)}.",
+    roles: RolesConfig = Field(
+        RolesConfig(),
+        exclude_if=lambda value: value == RolesConfig(),
+        description="Its tokens for parts of documents, those that are not known by their names.",
     )
     # At least 256 bytes and 10 special tokens.
     vocab_size: int | None = Field(
@@ -119,7 +128,9 @@ class TokenizerConfig(Section):
 
     def choices(self) -> Choices:
         """Returns what the recipe says about special tokens."""
-        return Choices(eos_token=self.eos_token, add_bos=self.add_bos, roles=self.roles)
+        named = ((role, getattr(self.roles, role)) for role in ROLES_OF_TOKENS)
+        roles = {role: token for role, token in named if token is not None}
+        return Choices(eos_token=self.eos_token, add_bos=self.add_bos, roles=roles)
 
 
 class ShardsConfig(Section):

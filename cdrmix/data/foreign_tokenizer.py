@@ -147,23 +147,23 @@ def load_foreign(folder: Path, content: Any, choices: Choices) -> ForeignTokeniz
         marked = [
             each | {"special": True} if each["content"] in special else each for each in added
         ]
-        model = {key: value for key, value in content["model"].items() if key not in _RANDOM}
-        content = content | {
-            "added_tokens": marked,
-            "model": model,
-            "truncation": None,
-            "padding": None,
-        }
+        content = whole_and_certain(content) | {"added_tokens": marked}
         first = _engine(content)
         continuing = _continuing(content)
         later = first if continuing == content else _engine(continuing)
-        return ForeignTokenizer(first, later, tokens, unknown_token(model))
+        return ForeignTokenizer(first, later, tokens, unknown_token(content["model"]))
     except _MALFORMED as error:
         raise DataError(
             f"{path}: not a tokenizer.json of the package tokenizers "
             f"{tokenizers.__version__} ({type(error).__name__}: {error}). Copy it again from where "
             "it is whole; one of a later version needs a later `pip install tokenizers`."
         ) from error
+
+
+def whole_and_certain(content: dict[str, Any]) -> dict[str, Any]:
+    """A parsed tokenizer.json that gives all ids of a text, and the same ones each time."""
+    model = {key: value for key, value in content["model"].items() if key not in _RANDOM}
+    return content | {"model": model, "truncation": None, "padding": None}
 
 
 def _engine(content: dict[str, Any]) -> tokenizers.Tokenizer:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from cdrmix.config.model import ModelConfig
 from cdrmix.config.schema import Config
+from cdrmix.data.foreign_tokenizer import whole_and_certain
 from cdrmix.data.shards import read_regular
 from cdrmix.data.tokenizer import EOS, PAD, SPECIAL_TOKENS, load_tokenizer
 from cdrmix.data.tokenizer_base import MAX_TOKENIZER_BYTES, TOKENIZER_FILE, Tokenizer
@@ -94,8 +95,8 @@ def small_files(config: CDRMixConfig, tokenizer_folder: Path) -> dict[str, str]:
 def _tokenizer_files(config: CDRMixConfig, folder: Path) -> dict[str, str]:
     """Text of the files of the tokenizer; its class in transformers takes tokenizer.json as is."""
     tokenizer = load_tokenizer(folder)
-    text = read_regular(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES).decode()
-    engine = tokenizers.Tokenizer.from_str(text)
+    content = json.loads(read_regular(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES))
+    engine = tokenizers.Tokenizer.from_str(json.dumps(whole_and_certain(content)))
     ids = (tokenizer.prefix_ids[0], tokenizer.eos_id, tokenizer.pad_id)
     bos, eos, pad = map(engine.id_to_token, ids)
     described = {
