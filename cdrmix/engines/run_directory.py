@@ -23,7 +23,6 @@ from cdrmix.cluster.starts import process_start_ticks
 from cdrmix.config.load import new_run_dir, snapshot_yaml
 from cdrmix.config.resuming import resumed_run
 from cdrmix.config.schema import Config
-from cdrmix.data.tokenizer import TOKENIZER_FILE
 from cdrmix.errors import DataError, InfrastructureError, StateError
 from cdrmix.log import get_logger
 from cdrmix.monitoring.sinks import read_metrics, write_json_atomic, write_text_atomic
@@ -354,12 +353,15 @@ def write_description(
         write_json_atomic(plan_path, content)
     write_json_atomic(path / "environment.json", runtime.describe_environment())
     # Beside the checkpoints, which can then be used without the data set.
-    source = corpus.folder / TOKENIZER_FILE
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{source}: cannot be read ({error}). Copy the data set again") from error
-    if hashlib.sha256(text.encode()).hexdigest() != corpus.manifest.tokenizer.sha256:
-        raise DataError(f"{source}: its content has changed (sha256). Copy the data set again")
-    for folder in (path, *directory.copies):
-        write_text_atomic(folder / TOKENIZER_FILE, text)
+    for name, digest in corpus.manifest.tokenizer.digests().items():
+        source = corpus.folder / name
+        try:
+            text = source.read_bytes().decode()
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{source}: cannot be read ({error}). Copy the data set again"
+            ) from error
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            raise DataError(f"{source}: its content has changed (sha256). Copy the data set again")
+        for folder in (path, *directory.copies):
+            write_text_atomic(folder / name, text)

@@ -27,7 +27,7 @@ from cdrmix.config.redaction import redacted_text
 from cdrmix.config.schema import Config
 from cdrmix.data.mixture import MixedDataset, built_mixture
 from cdrmix.data.sample import sample_folder
-from cdrmix.data.shards import Manifest, check_vocab, file_problem, read_manifest
+from cdrmix.data.shards import Manifest, check_vocab, read_manifest, tokenizer_problems
 from cdrmix.data.token_dataset import TokenDataset
 from cdrmix.engines.run_directory import not_writable, place_of_run
 from cdrmix.errors import (
@@ -120,9 +120,7 @@ def _data_problems(config: Config) -> list[TrainingError]:
         manifest = read_manifest(folder)
         with _noted(found):
             check_vocab(manifest, config.model.vocab_size)
-        tokenizer = folder / manifest.tokenizer.file
-        problem = file_problem(tokenizer, None, manifest.tokenizer.sha256, mode="digest")
-        if problem:
+        for problem in tokenizer_problems(folder, manifest):
             found.append(DataError(f"{problem.text} {problem.advice}".rstrip()))
         for open_split in (_open_train, _open_validation):
             with _noted(found):
