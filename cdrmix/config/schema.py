@@ -175,6 +175,9 @@ class TrainingConfig(Section):
 
     stage: Literal["all", "a", "b"] = "all"
     """a: pretraining; b: reasoning enablement; all: all stages of the model."""
+    start_from: str | None = None
+    """Run directory, checkpoint or exported folder whose weights alone a new run begins with; null:
+    random weights. Data order, schedule and optimizer begin anew."""
     max_steps: int | None = Field(None, ge=1)
     """Length of the run and of the schedule (optimizer steps)."""
     total_tokens: int | None = Field(None, ge=1)
@@ -392,6 +395,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _stages_fit(self) -> Config:
         stage_b = self.stage_b
+        if self.training.stage == "b" and self.training.start_from is not None:
+            raise ValueError(
+                "training.start_from begins Stage A, and training.stage = b trains none. Try "
+                "stage_b.run, the run with the backbone, or leave training.start_from out"
+            )
         if stage_b is None:
             if self.training.stage != "b":
                 return self
