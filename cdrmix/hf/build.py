@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, initialization
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from cdrmix import runtime
+from cdrmix.config.base_checks import runs_own_code
 from cdrmix.config.schema import Config
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
@@ -39,9 +40,9 @@ def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> Hu
     return HuggingFaceModel(causal, config.model)
 
 
-def build_causal(config: Config, plan: Plan, *, folder: Path) -> Any:
-    """Builds transformers' own module, partitioned where the plan has ZeRO-3."""
-    remote = bool(config.model.remote_code)
+def build_causal(config: Config, plan: Plan | None, *, folder: Path) -> Any:
+    """Builds transformers' own module, partitioned where the plan has ZeRO-3; None: whole."""
+    remote = runs_own_code(folder, config.model.remote_code)
     settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
     dtype = _DTYPES[config.training.precision]
     make = partial(
@@ -53,7 +54,7 @@ def build_causal(config: Config, plan: Plan, *, folder: Path) -> Any:
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(initialization.no_init_weights())
-        if plan.zero_stage == 3:
+        if plan is not None and plan.zero_stage == 3:
             # Once without memory, for its imports: a class that is made inside of zero.Init would
             # lose on leaving it what a decorator did to its constructor (0.19.8).
             with torch.device("meta"):

@@ -72,6 +72,7 @@ def load_reader(source: Path, *, accept_threshold: float | None = None) -> Train
         window_tokens = stage_b.training.window_tokens or training.sequence_length
         lessons = Lessons(stage_b.training, training.seed, window_tokens, trained.tokenizer)
         marks = lessons.marks
+        assert isinstance(trained.model, Backbone), "a Hugging Face model has no Stage B"
         reader = MemoryReader(trained.model, stage_b, window_tokens=window_tokens, marks=marks)
         reader.to(trained.model.device)
         engine_state.load_module(reader, checkpoint, reader_logical_name)
