@@ -21,6 +21,7 @@ from cdrmix.checkpoint.fragments import is_stage_b, reader_logical_name
 from cdrmix.errors import DataError, StateError
 from cdrmix.evaluation.trained import TrainedModel, load_trained
 from cdrmix.log import get_logger
+from cdrmix.models.backbone import Backbone
 from cdrmix.monitoring.sinks import write_text_atomic
 from cdrmix.reasoning.lessons import Lessons
 from cdrmix.reasoning.memory_reader import MemoryReader, segment_room
