@@ -216,7 +216,11 @@ def _plain_loss(model: Any, batch: dict[str, Tensor], config: Config) -> tuple[T
             options = {"output_router_logits": True} if moe else {}
             output = model(ids[here][None], use_cache=False, **options)
             nats = nats + F.cross_entropy(output.logits[0], labels[here], reduction="sum")
-            scores.append([layer.reshape(-1, layer.shape[-1]) for layer in output.router_logits or ()] if moe else [])
+            scores.append(
+                [layer.reshape(-1, layer.shape[-1]) for layer in output.router_logits or ()]
+                if moe
+                else []
+            )
     losses = []
     for logits in map(torch.cat, zip(*scores, strict=True)):
         assert moe is not None, "a dense model has no routers"
