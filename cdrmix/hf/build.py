@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from cdrmix import runtime
 from cdrmix.config.base_checks import runs_own_code
 from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
 from cdrmix.planning.plan import Plan
@@ -33,10 +34,17 @@ def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> Hu
     Args:
         config, plan: of this start.
         folder: with config.json; None: `model.path`.
+    Raises:
+        ConfigError: on every rank, if its layers cannot be recomputed, or it has no usual head.
     """
     causal = build_causal(config, plan, folder=folder or Path(str(config.model.path)))
     if plan.activation_checkpointing:
-        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if not causal.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"training.activation_checkpointing = true: layers of {type(causal).__name__} "
+                "cannot be recomputed. Try false"
+            )
+        causal.activation_checkpointing_enable({"use_reentrant": False})
     return HuggingFaceModel(causal, config.model)
 
 
@@ -65,6 +73,11 @@ def build_causal(config: Config, plan: Plan | None, *, folder: Path) -> Any:
             stack.enter_context(zero.Init(config_dict_or_path=plan.deepspeed))
         with torch.device(runtime.device()):
             causal = make()
+    if causal.get_output_embeddings() is None:
+        raise ConfigError(
+            f"model.path: {folder}: {type(causal).__name__} has no head of the usual kind, a "
+            "linear layer behind the last hidden states"
+        )
     causal.tie_weights()  # left out where no values are made
     _keep_float32(causal)
     return causal
