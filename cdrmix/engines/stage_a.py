@@ -27,13 +27,13 @@ from cdrmix.engines.optim import learning_rate
 from cdrmix.engines.run import JsonObject, Run, Stage
 from cdrmix.engines.training_data import Corpus
 from cdrmix.evaluation.perplexity import Evaluation, evaluate
-from cdrmix.models.backbone import Output, TokenEmbedding, logical_name
+from cdrmix.models.backbone import Output, Scorer
 from cdrmix.models.generate import generate
 from cdrmix.monitoring.health import Verdict
 from cdrmix.monitoring.metrics import member_name
 from cdrmix.objectives.language_model import sum_weights
 from cdrmix.objectives.router import router_losses, router_monitors
-from cdrmix.parallel.apply import for_inference
+from cdrmix.parallel.apply import for_inference, logical_name_in
 from cdrmix.parallel.exchange import mean_over_ranks
 from cdrmix.parallel.pipeline import Pipeline
 from cdrmix.parallel.topology import Topology, own_tokens
@@ -82,7 +82,7 @@ def micro_step(
 
 def loss(
     output: Output,
-    embedding: TokenEmbedding,
+    embedding: Scorer,
     labels: Tensor,
     config: Config,
     topology: Topology,
@@ -363,11 +363,11 @@ class Pretraining(Stage[Batch, StepResult]):
 
     def fragments(self, run: Run) -> Iterator[Fragment]:
         """This rank's share of masters, moments and buffers."""
-        return engine_state.fragments(run.engine, logical_name)
+        return engine_state.fragments(run.engine, logical_name_in(run.config.model))
 
     def load(self, run: Run, reader: CheckpointFile) -> None:
         """Put a checkpoint into the engine."""
-        engine_state.load_engine(run.engine, reader, logical_name)
+        engine_state.load_engine(run.engine, reader, logical_name_in(run.config.model))
         self.samples = list(reader.state["samples"])
 
     def saved(self, run: Run) -> JsonObject:
