@@ -290,6 +290,9 @@ class CheckpointConfig(Section):
     # A run without a checkpoint could not be started again.
     keep: int = Field(3, ge=1)
     """Newest checkpoints that stay (count), in Stage B besides Stage A's last one."""
+    keep_best: bool = True
+    """Keep the checkpoint with the lowest held-out loss besides the newest, of those whose step was
+    evaluated."""
     background: bool | None = None
     """true: training continues while the state is copied to host memory (12 bytes per parameter of
     a rank's share) and written; only the next optimizer step waits for the copy. false: training

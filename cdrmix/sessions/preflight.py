@@ -21,6 +21,7 @@ from cdrmix.checkpoint.candidates import (
     nothing_to_resume,
 )
 from cdrmix.checkpoint.files import damage, read_json
+from cdrmix.config.base_checks import check_base
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.redaction import redacted_text
 from cdrmix.config.schema import Config
@@ -61,15 +62,19 @@ def check_start(
         resume: --resume: never, auto, or a run directory or checkpoint.
     Raises:
         PlanError: if layout and profile are impossible on these ranks.
-        DataError: if the data set is missing, or does not fit model, mixture or sequence length.
+        DataError: if the data set is missing, or does not fit model, mixture or sequence length;
+            if the weights of a Hugging Face model are missing or damaged.
         StateError: if there is nothing to resume, or the run directory cannot be used.
-        ConfigError: if Stage B is given no Stage A.
+        ConfigError: if Stage B is given no Stage A, or the folder of a Hugging Face model cannot be
+            used.
         InfrastructureError: if a file system does not answer for now.
     """
     found: list[TrainingError] = []
     with _noted(found):
         check_legal(config, world_size=world_size, profile=profile, device=device)
     found += _data_problems(config)
+    with _noted(found):
+        _check_base(config, run_dir=run_dir, resume=resume)
     with _noted(found):
         _check_backbone(config, run_dir=run_dir, resume=resume)
     # Stage B alone may be told to take its backbone from the same place.
@@ -123,6 +128,17 @@ def _data_problems(config: Config) -> list[TrainingError]:
             with _noted(found):
                 open_split(folder, manifest, config)
     return found
+
+
+def _check_base(config: Config, *, run_dir: Path | None, resume: str) -> None:
+    """Refuses the folder of a Hugging Face model that a start reads, by headers and sizes.
+
+    A checkpoint holds all weights of a model that is trained whole: its base may be gone.
+    """
+    place = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
+    goes_on = place is not None and bool(candidates(place))
+    if config.model.kind == "hf" and not (goes_on and config.model.lora is None):
+        check_base(config.model)
 
 
 def _open_train(folder: Path, manifest: Manifest, config: Config) -> None:
