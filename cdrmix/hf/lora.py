@@ -44,6 +44,23 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 _NEAR_NAMES = 3
 
 
+class Adapter(NamedTuple):
+    """Adapter of one weight: what it adds is scale * B A, for each expert its own.
+
+    Attributes:
+        a, b: logical names of the factors.
+        scale: alpha over rank.
+        num_experts: of a stack, A [E * r, in] and B [out, E * r]; None: A [r, in], B [out, r].
+        is_transposed: the weight is [E, in, out] instead of [E, out, in].
+    """
+
+    a: str
+    b: str
+    scale: float
+    num_experts: int | None
+    is_transposed: bool
+
+
 class _Part(NamedTuple):
     """Module of the model by its full name."""
 
@@ -101,7 +118,8 @@ def add_adapters(causal: nn.Module, lora: LoraConfig, *, seed: int) -> PeftModel
     _check_wrapped(model, chosen)
     _set_initial_values(model, seed)
     _let_wrappers_gather(model)
-    if runtime.rank() == 0:
+    # a model on the meta device is made for its names alone
+    if runtime.rank() == 0 and not next(model.parameters()).is_meta:
         _report(shares, model)
     return model
 
@@ -267,20 +285,34 @@ def _shares(
     return shares
 
 
-def _check_wrapped(model: PeftModel, chosen: _Chosen) -> None:
-    """Asserts that peft adapts what was chosen: it translates names that older models had."""
+def adapters_in(model: PeftModel) -> dict[str, Adapter]:
+    """Adapters of a wrapped model by the logical names of the weights that they change."""
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
-    layers, weights = set(), set()
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            # wrappers of experts are one inside of the other
-            inner = name.removeprefix(_PREFIX).replace(".base_layer", "")
-            if isinstance(module, ParamWrapper):
-                weights.add(f"{inner}.{module.parameter_name}")
-            else:
-                layers.add(inner)
-    found, expected = layers | weights, chosen.layers | chosen.weights
+    found = {}
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]
+    name: str
+    module: Any  # LoraLayer, whose kinds have further attributes
+    for name, module in layers:
+        stem = name.removeprefix(_PREFIX)
+        # wrappers of experts are one inside of the other
+        layer = stem.replace(".base_layer", "")
+        is_experts = isinstance(module, ParamWrapper)
+        weight = module.parameter_name if is_experts else "weight"
+        found[f"{layer}.{weight}"] = Adapter(
+            a=f"{stem}.lora_A.weight",
+            b=f"{stem}.lora_B.weight",
+            scale=float(module.scaling["default"]),
+            num_experts=int(module.num_experts) if is_experts else None,
+            is_transposed=is_experts and not module._did_swap_in_out_features,
+        )
+    return found
+
+
+def _check_wrapped(model: PeftModel, chosen: _Chosen) -> None:
+    """Raises ConfigError unless peft adapts what was chosen: it translates names of old models."""
+    found = set(adapters_in(model))
+    expected = {f"{layer}.weight" for layer in chosen.layers} | chosen.weights
     if found != expected:
         raise ConfigError(
             f"model.lora: peft would adapt {_some(found - expected) or 'nothing more'} and leave "
