@@ -200,3 +200,11 @@ def base_folder(model: ModelConfig, *run_dirs: Path | None) -> Path:
         f"{CONFIG_FILE} of the base model is in none of {', '.join(map(os.fspath, places))}. Bring "
         "back one of them, or set model.path to where the base is now"
     )
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """Run directory, or folder of copies, around a checkpoint; None for one that was moved out."""
+    parent = checkpoint.resolve().parent
+    if parent.name == "checkpoints":
+        return parent.parent
+    return parent if (parent / BASE_FOLDER).is_dir() else None

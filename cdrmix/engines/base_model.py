@@ -9,17 +9,40 @@ from typing import Any
 
 from cdrmix import runtime
 from cdrmix.checkpoint import engine_state
-from cdrmix.checkpoint.base_model import BaseWeights, base_records, digest_of_base
+from cdrmix.checkpoint.base_model import (
+    BaseWeights,
+    base_folder,
+    base_records,
+    digest_of_base,
+    run_of,
+)
+from cdrmix.checkpoint.store import FoundCheckpoint
 from cdrmix.config.hugging_face import CONFIG_FILE
 from cdrmix.config.safetensors_headers import tensor_sizes
 from cdrmix.config.schema import Config
-from cdrmix.engines.run import JsonObject
+from cdrmix.engines.recovery import state_of
+from cdrmix.engines.run import JsonObject, Start
 from cdrmix.engines.training_data import check_same
 from cdrmix.errors import DataError
 from cdrmix.hf.names import is_adapter, logical_name
 from cdrmix.log import get_logger
 
 logger = get_logger(__name__)
+
+
+def begin(start: Start, engine: Any, checkpoint: FoundCheckpoint | None) -> None:
+    """Gives a fresh engine the weights of the base, unless a checkpoint holds all; collective.
+
+    Raises as `load_base` does, and StateError if the base of the checkpoint's run is unknown.
+    """
+    model = start.config.model
+    run_dir = None
+    if checkpoint is None:
+        start.base = load_base(start.config, engine)
+    else:
+        start.base = state_of(checkpoint).get("base")
+        run_dir = run_of(checkpoint.path)
+    start.base_files = base_folder(model, start.directory.path, run_dir)
 
 
 def load_base(config: Config, engine: Any) -> JsonObject:

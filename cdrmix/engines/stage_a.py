@@ -285,7 +285,7 @@ class Pretraining(Stage[Batch, StepResult]):
                 topology=run.topology,
             )
             tokenizer = self.corpus.tokenizer
-            prompt = [tokenizer.eos_id, *tokenizer.encode(settings.sample_prompt)]
+            prompt = [*tokenizer.prefix_ids, *tokenizer.encode(settings.sample_prompt)]
             # Without a stop token: the experts of one rank may serve the text of another, and ranks
             # whose rounding differs in the last bit could end the text at different tokens.
             new = generate(
@@ -296,7 +296,7 @@ class Pretraining(Stage[Batch, StepResult]):
                 seed=run.config.training.seed,
             )
             document = itertools.takewhile(lambda token: token != tokenizer.eos_id, new[0].tolist())
-            text = tokenizer.decode(list(document))
+            text = tokenizer.decode(document, continues=bool(settings.sample_prompt))
             self.samples.append({"step": run.step, "prompt": settings.sample_prompt, "text": text})
         return evaluation
 
