@@ -9,7 +9,6 @@ are peft's own, from the model made without memory and wrapped as in training.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cdrmix.checkpoint.base_model import recorded_base
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
 from cdrmix.checkpoint.files import FileRecord, write_tensors, write_text
 from cdrmix.checkpoint.fragments import Span
@@ -53,7 +53,7 @@ class RunAdapters:
         """
         assert config.model.lora is not None, "asked for adapters alone"
         self.config = config
-        self.base = recorded_base(reader)
+        self.base = recorded_base(reader.state, reader.path)
         self._reader = reader
         causal = skeleton(folder, config.model.remote_code)
         self._model = add_adapters(causal, config.model.lora, seed=config.training.seed)
@@ -98,17 +98,6 @@ class RunAdapters:
             "base_model_name_or_path": self.config.model.path,
             "inference_mode": True,
         }
-
-
-def recorded_base(reader: CheckpointFile) -> dict[str, Any]:
-    """Folder and digest of the base in a checkpoint. Raises StateError if it tells none."""
-    base = reader.state.get("base")
-    if not isinstance(base, dict) or not isinstance(base.get("digest"), str):
-        raise StateError(
-            f"{reader.path / 'state.json'}: tells no digest of the base of its adapters. Give a "
-            "checkpoint of a run with model.lora"
-        )
-    return base
 
 
 def write_adapter(folder: Path, adapters: RunAdapters) -> dict[str, FileRecord]:
@@ -207,20 +196,3 @@ def _added(adapter: Adapter, a: Tensor, b: Tensor, span: Span) -> Tensor:
     flat = torch.cat(parts) if parts else a.new_zeros(0)
     here = span.start - start * size
     return adapter.scale * flat[here : here + span.numel]
-
-
-def check_base(recorded: Mapping[str, Any], digest: str, folder: Path) -> None:
-    """Refuses adapters of another base.
-
-    Args:
-        recorded: folder and digest of the adapters' base.
-        digest: of the base in `folder`, hex.
-    Raises:
-        StateError: if they differ.
-    """
-    if recorded["digest"] != digest:
-        raise StateError(
-            f"{folder}: is another base than that of the adapters: digest {digest[:12]} here, "
-            f"{str(recorded['digest'])[:12]} of {recorded.get('folder')}. Set model.path to the "
-            "folder that they were trained on"
-        )
