@@ -208,3 +208,35 @@ def run_of(checkpoint: Path) -> Path | None:
     if parent.name == "checkpoints":
         return parent.parent
     return parent if (parent / BASE_FOLDER).is_dir() else None
+
+
+def recorded_base(state: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Folder and digest of the base of a run's adapters, from a checkpoint's state.json.
+
+    Raises:
+        StateError: if it tells none.
+    """
+    base = state.get("base")
+    if not isinstance(base, dict) or not isinstance(base.get("digest"), str):
+        raise StateError(
+            f"{checkpoint / 'state.json'}: tells no digest of the base of its adapters. Give a "
+            "checkpoint of a run with model.lora"
+        )
+    return base
+
+
+def refuse_other_base(recorded: Mapping[str, Any], digest_: str, folder: Path) -> None:
+    """Refuses a base that adapters were not trained on.
+
+    Args:
+        recorded: of the adapters, as `recorded_base` gives it.
+        digest_: of the base in `folder`, hex.
+    Raises:
+        StateError: if their digests differ.
+    """
+    if recorded["digest"] != digest_:
+        raise StateError(
+            f"{folder}: is not the base of these adapters: digest {digest_[:12]} here, "
+            f"{recorded['digest'][:12]} of {recorded.get('folder', 'theirs')}. Set model.path to "
+            "the folder that they were trained on"
+        )

@@ -14,6 +14,8 @@ from cdrmix.checkpoint.base_model import (
     base_folder,
     base_records,
     digest_of_base,
+    recorded_base,
+    refuse_other_base,
     run_of,
 )
 from cdrmix.checkpoint.store import FoundCheckpoint
@@ -40,16 +42,22 @@ def begin(start: Start, engine: Any, checkpoint: FoundCheckpoint | None) -> None
     if checkpoint is None:
         start.base = load_base(start.config, engine)
     else:
-        start.base = state_of(checkpoint).get("base")
+        state = state_of(checkpoint)
+        start.base = state.get("base")
         run_dir = run_of(checkpoint.path)
+        if model.lora is not None:  # it holds adapters alone
+            load_base(start.config, engine, expected=recorded_base(state, checkpoint.path))
     start.base_files = base_folder(model, start.directory.path, run_dir)
 
 
-def load_base(config: Config, engine: Any) -> JsonObject:
+def load_base(config: Config, engine: Any, *, expected: JsonObject | None = None) -> JsonObject:
     """Reads the weights of the folder `model.path` into a fresh engine; collective.
 
     Each rank reads what it owns, whatever the layout. Adapters keep their initial values.
 
+    Args:
+        config, engine: of this start.
+        expected: the base of a checkpoint's adapters, and no other one is read; None: any.
     Returns:
         Folder, digest and family of the base, for the records of a run.
     Raises:
@@ -59,6 +67,8 @@ def load_base(config: Config, engine: Any) -> JsonObject:
     model = config.model
     folder = Path(str(model.path))
     digest = verified_digest(folder)
+    if expected is not None:
+        refuse_other_base(expected, digest, folder)
     with runtime.together(lambda: BaseWeights(folder, model.remote_code)) as weights:
         runtime.first_rank_does(weights.check_tied)
         names = [logical_name(name) for name, _ in engine.module.named_parameters()]

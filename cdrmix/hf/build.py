@@ -17,6 +17,7 @@ from cdrmix import runtime
 from cdrmix.config.base_checks import runs_own_code
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
+from cdrmix.hf.lora import add_adapters
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
 from cdrmix.planning.plan import Plan
@@ -29,7 +30,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> HuggingFaceModel:
     """Builds the model of a folder on this rank's device, in the type of the run; collective.
 
-    Weights are read later, by each rank those of its own share: until then they have no values.
+    Weights are read later, by each rank those of its own share: until then they have no values, but
+    for low-rank adapters.
 
     Args:
         config, plan: of this start.
@@ -38,6 +40,10 @@ def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> Hu
         ConfigError: on every rank, if its layers cannot be recomputed, or it has no usual head.
     """
     causal = build_causal(config, plan, folder=folder or Path(str(config.model.path)))
+    model = causal
+    if config.model.lora is not None:
+        # before recomputation, for which peft would have gradients of the embeddings computed
+        model = add_adapters(causal, config.model.lora, seed=config.training.seed)
     if plan.activation_checkpointing:
         if not causal.supports_gradient_checkpointing:
             raise ConfigError(
@@ -45,7 +51,7 @@ def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> Hu
                 "cannot be recomputed. Try false"
             )
         causal.activation_checkpointing_enable({"use_reentrant": False})
-    return HuggingFaceModel(causal, config.model)
+    return HuggingFaceModel(model, config.model)
 
 
 def build_causal(config: Config, plan: Plan | None, *, folder: Path) -> Any:
