@@ -108,6 +108,9 @@ _RULES = {
     "training.activation_checkpointing": _FREE,
     "training.sequence_checkpoint_tokens": _FREE,
     "training.memory_share": _FREE,
+    # Another base is told by its config.json, and that of adapters by its digest.
+    "model.path": Rule("free", "the folder may move; another model is refused"),
+    "model.remote_code": _FREE,
     # Another data set is told by its digest, and refused by the ranks.
     "data": _FREE,
     "data.path": Rule("free", "the data set may move; another one is refused"),

@@ -93,6 +93,17 @@ def test_export_and_evaluation_need_no_base(trained: Trained, tmp_path: Path) ->
     assert measured.loss == pytest.approx(evaluation["loss"], abs=1e-5)
 
 
+def test_run_does_not_go_on_as_another_model(trained: Trained, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(trained.run_dir / "base", other)
+    config = json.loads((other / "config.json").read_text())
+    config["rms_norm_eps"] = 1e-3
+    (other / "config.json").write_text(json.dumps(config))
+    more = overrides([f"model.path={other}", "training.max_steps=6"])
+    argv = ["--run-dir", str(trained.run_dir), "--resume", "auto", *more]
+    assert run_ranks(start, 1, argv) == [2]
+
+
 def test_run_goes_on_without_its_base(trained: Trained) -> None:
     more = overrides(["training.max_steps=6"])
     argv = ["--run-dir", str(trained.run_dir), "--resume", "auto", "--profile", "zero2", *more]

@@ -219,7 +219,9 @@ def runs() -> Iterator[Runs]:
 def test_each_layout_trains_as_one_plain_process(family: str, runs: Runs) -> None:
     for case in CASES:
         if case.family == family:
-            first, expected = plain(f"{runs.root}/{family}", configured(case, f"{runs.root}/{family}"))
+            first, expected = plain(
+                f"{runs.root}/{family}", configured(case, f"{runs.root}/{family}")
+            )
             found = torch.from_numpy(runs.first[str(case)])
             assert (found - first).abs().max() <= 1e-5, f"{case}: scores of the base"
             for ending in runs.endings[str(case)]:
