@@ -29,14 +29,21 @@ import torch
 from cdrmix import runtime
 from cdrmix.checkpoint.checkpoint_file import CheckpointFile, check_names
 from cdrmix.checkpoint.fragments import Box, Fragment, Span
+from cdrmix.checkpoint.weight_source import WeightSource, check_source
 from cdrmix.errors import StateError
 from cdrmix.parallel.tensor import is_copy, shard_of
 
 LogicalName = Callable[[str], str]  # the module's name of a parameter or buffer -> logical name
+# True for the logical names of frozen parameters and buffers that no checkpoint holds.
+Elsewhere = Callable[[str], bool]
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 # Fields of DeepSpeed's DynamicLossScaler that change during training.
 _LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _nowhere(_: str) -> bool:
+    return False
 
 
 class _Placement(NamedTuple):
@@ -65,10 +72,13 @@ class _Partition(NamedTuple):
     pieces: list[_Piece]
 
 
-def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment]:
-    """Yields this rank's part of masters, optimizer state, frozen parameters and buffers. Over all
-    ranks each element occurs exactly once. Called between two optimizer steps; values are views of
-    live memory where possible: use or copy them before the next."""
+def fragments(
+    engine: Any, logical_name: LogicalName = str, *, elsewhere: Elsewhere = _nowhere
+) -> Iterator[Fragment]:
+    """Yields this rank's part of masters, optimizer state, frozen parameters and buffers, but for
+    those kept `elsewhere`. Over all ranks each element occurs exactly once. Called between two
+    optimizer steps; values are views of live memory where possible: use or copy them before the
+    next."""
     states = engine.optimizer.optimizer.state
     for partition in _partitions(engine, logical_name):
         pieces = [piece for piece in partition.pieces if not piece.placement.is_copy]
@@ -85,7 +95,7 @@ def fragments(engine: Any, logical_name: LogicalName = str) -> Iterator[Fragment
                 if piece.span.start == 0 and not any(piece.span.block.offset):
                     yield Fragment(piece.name, kind, (), Span.whole(Box.whole(())), number)
     for is_saved, held in _untrained(engine, logical_name):
-        if is_saved:
+        if is_saved and not elsewhere(held.name):
             # Buffers are copied: a forward pass may change them.
             flat = held.values.reshape(-1)
             yield replace(held, values=flat.float() if held.kind == "param" else flat.clone())
@@ -118,36 +128,20 @@ def load_engine(
     logical_name: LogicalName = str,
     *,
     others: Container[str] = (),
+    elsewhere: Elsewhere = _nowhere,
 ) -> None:
     """Loads a checkpoint, saved at any layout and precision, into an engine in place; collective.
-    Each rank reads its own part only. The engine is fresh or between two optimizer steps, and
-    `others` are logical names in the checkpoint that are read elsewhere. Raises StateError on every
-    rank if any of them found another model or could not read."""
-    shapes = {
-        logical_name(name): _placement(engine, tensor).shape
-        for name, tensor, _ in _saved_tensors(engine.module)
-    }
-    if engine.pipeline_parallelism:  # a stage holds a part of the names; the check is of the model
-        parts: list[Any] = [None] * engine.grid.pipe_parallel_size
-        group = engine.grid.get_pipe_parallel_group()
-        torch.distributed.all_gather_object(parts, shapes, group=group)
-        shapes = {name: shape for part in parts for name, shape in part.items()}
+    Each rank reads its own part only. The engine is fresh or between two optimizer steps, `others`
+    are logical names in the checkpoint that are read elsewhere, and what the saving run kept
+    `elsewhere` stays as it is. Raises StateError on every rank if any of them found another model
+    or could not read."""
+    shapes = _model_shapes(engine, logical_name)
+    shapes = {name: shape for name, shape in shapes.items() if not elsewhere(name)}
     # Checked on all ranks before any of them changes its engine. A rank that failed alone would
     # leave the others in the collectives that follow.
     runtime.together(lambda: check_names(checkpoint, shapes, others=others))
-    runtime.together(lambda: _read(engine, checkpoint, logical_name))
-    # The weights in use are rounded from the masters, as after a step; collective.
-    optimizer = engine.optimizer
-    if engine.zero_optimization_stage() < 3:
-        optimizer.update_lp_params()
-    else:
-        # A forward pass may have left parameters gathered; their shares are replaced next.
-        optimizer.parameter_offload.partition_all_parameters()
-        for number in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        persistent = optimizer.persistent_parameters  # small ones, whole on every rank
-        if persistent:
-            persistent[0].all_gather(persistent)
+    runtime.together(lambda: _read(engine, checkpoint, logical_name, elsewhere))
+    _round_from_masters(engine)
     counts = checkpoint.state["engine"]
     for count in _COUNTS:
         setattr(engine, count, counts[count])
@@ -157,6 +151,33 @@ def load_engine(
     if counts["loss_scaler"] is not None and scaler is not None and scaler.dynamic:
         for field, value in counts["loss_scaler"].items():
             setattr(scaler, field, value)
+
+
+def load_weights(
+    engine: Any,
+    source: WeightSource,
+    logical_name: LogicalName = str,
+    *,
+    fresh: Container[str] = (),
+) -> None:
+    """Takes weights alone from elsewhere into an engine in place, at any layout; collective.
+
+    Float32 masters, frozen parameters and persistent buffers are read, each rank its own part, and
+    the weights in use rounded from the masters. The engine has taken no step: its optimizer's
+    state, counters and loss scale stay as they are.
+
+    Args:
+        engine: of DeepSpeed, with its initial values.
+        source: the weights, of any types.
+        logical_name: of the module's names.
+        fresh: logical names that `source` need not have; they keep their values.
+    Raises:
+        StateError: on every rank, if names or shapes differ, or any of them could not read.
+    """
+    shapes = _model_shapes(engine, logical_name)
+    runtime.together(lambda: check_source(source, shapes, fresh=fresh))
+    runtime.together(lambda: _read_weights(engine, source, logical_name))
+    _round_from_masters(engine)
 
 
 def load_module(
@@ -175,6 +196,36 @@ def load_module(
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(checkpoint.full(name, checkpoint.content_kind(name)))
+
+
+def _model_shapes(engine: Any, logical_name: LogicalName) -> dict[str, tuple[int, ...]]:
+    """Logical shape of each parameter and persistent buffer of the model, by logical name;
+    collective."""
+    shapes = {
+        logical_name(name): _placement(engine, tensor).shape
+        for name, tensor, _ in _saved_tensors(engine.module)
+    }
+    if engine.pipeline_parallelism:  # a stage holds a part of the names; the check is of the model
+        parts: list[Any] = [None] * engine.grid.pipe_parallel_size
+        group = engine.grid.get_pipe_parallel_group()
+        torch.distributed.all_gather_object(parts, shapes, group=group)
+        shapes = {name: shape for part in parts for name, shape in part.items()}
+    return shapes
+
+
+def _round_from_masters(engine: Any) -> None:
+    """Makes the weights in use from the masters, as after a step; collective."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() < 3:
+        optimizer.update_lp_params()
+        return
+    # A forward pass may have left parameters gathered; their shares are replaced next.
+    optimizer.parameter_offload.partition_all_parameters()
+    for number in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    persistent = optimizer.persistent_parameters  # small ones, whole on every rank
+    if persistent:
+        persistent[0].all_gather(persistent)
 
 
 def _saved_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
@@ -278,10 +329,14 @@ def _untrained(engine: Any, logical_name: LogicalName) -> Iterator[tuple[bool, F
         yield is_saved, Fragment(logical_name(name), kind, placement.shape, span, values)
 
 
-def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) -> None:
+def _read(
+    engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName, elsewhere: Elsewhere
+) -> None:
     """Reads this rank's part of a checkpoint; the phase of loading without collectives."""
     with torch.no_grad():
         for _, held in _untrained(engine, logical_name):
+            if elsewhere(held.name):
+                continue
             values = checkpoint.read(held.name, held.kind, held.span)
             held.values.copy_(values.reshape(held.values.shape))
     partitions = list(_partitions(engine, logical_name))
@@ -314,6 +369,30 @@ def _read(engine: Any, checkpoint: CheckpointFile, logical_name: LogicalName) ->
     for partition in partitions:
         state = engine.optimizer.optimizer.state.get(partition.master, {})
         _read_partition(state, partition, checkpoint)
+
+
+def _read_weights(engine: Any, source: WeightSource, logical_name: LogicalName) -> None:
+    """Reads this rank's part of a source; the phase of `load_weights` without collectives."""
+    there = set(source.names())
+
+    def fill(target: torch.Tensor, name: str, kind: str, span: Span) -> None:
+        values = source.read(name, span)
+        if kind == "param" and not values.is_floating_point():
+            raise StateError(
+                f"{source.path}: {name} is of type {str(values.dtype).removeprefix('torch.')}, and "
+                "a parameter is a floating-point number. Give weights that are not quantised"
+            )
+        target.copy_(values.reshape(target.shape))
+
+    with torch.no_grad():
+        for _, held in _untrained(engine, logical_name):
+            if held.name in there:
+                fill(held.values, held.name, held.kind, held.span)
+        for partition in _partitions(engine, logical_name):
+            for piece in partition.pieces:
+                if piece.name in there:
+                    target = partition.master.detach().narrow(0, piece.offset, piece.span.numel)
+                    fill(target, piece.name, "param", piece.span)
 
 
 def _read_partition(
