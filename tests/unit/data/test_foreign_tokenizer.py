@@ -298,6 +298,27 @@ def test_a_broken_file_says_what_to_do(
     assert "Copy it again" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        # Faults of the package tokenizers 0.23: the end of the process, and an error of its own.
+        ("sentencepiece", damaged(lambda v: v["model"].update(continuing_subword_prefix="x"))),
+        ("sentencepiece", damaged(lambda v: v["post_processor"].update(special_tokens={}))),
+        ("unigram", damaged(lambda v: v["model"].update(unk_id=None))),
+        ("unigram", damaged(lambda v: v["model"].update(unk_id=9999))),
+        ("wordpiece", damaged(lambda v: v["model"]["vocab"].pop("[UNK]"))),
+    ],
+)
+def test_what_the_package_cannot_use_is_an_error_of_the_file(
+    folders: dict[str, Path], tmp_path: Path, kind: str, damage: Callable[[str], str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(damage((folders[kind] / "tokenizer.json").read_text()))
+    config = folders[kind] / "tokenizer_config.json"
+    (tmp_path / "tokenizer_config.json").write_bytes(config.read_bytes())
+    with pytest.raises(DataError, match=r"tokenizer\.json: not a tokenizer\.json of the package"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_folder_without_eos_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     source = folders["byte_level"] / "tokenizer.json"
     (tmp_path / "tokenizer.json").write_bytes(source.read_bytes())
