@@ -231,7 +231,8 @@ def _without_blank(part: Any, parts: str, *, drops: str = "") -> Any:
     if kind == "Metaspace":
         kept = {key: value for key, value in part.items() if key != "add_prefix_space"}
         return kept | {"prepend_scheme": "never"}
-    if kind == "ByteLevel" and part.get("add_prefix_space"):
+    # In a decoder it says nothing, and another engine would take as much time and memory again.
+    if kind == "ByteLevel" and parts != "decoders" and part.get("add_prefix_space"):
         return part | {"add_prefix_space": False}
     return part
 

@@ -19,6 +19,7 @@ from cdrmix.data.document import (
     rearranged,
     restored,
 )
+from cdrmix.data.foreign_tokenizer import ForeignTokenizer
 from cdrmix.data.special_tokens import Choices
 from cdrmix.data.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, load_tokenizer
 from cdrmix.errors import DataError
@@ -94,6 +95,13 @@ def test_blanks_stand_where_the_text_has_them(loaded: dict[str, Tokenizer]) -> N
     assert unigram.encode("self") == unigram.encode(" self", continues=True)
     assert unigram.encode("self") != unigram.encode("self", continues=True)
     assert unigram.decode(unigram.encode(" self", continues=True), continues=True) == " self"
+
+
+def test_a_first_word_without_a_blank_takes_one_engine(loaded: dict[str, Tokenizer]) -> None:
+    # A large vocabulary takes a second to read and some hundreds of MB.
+    tokenizer = loaded["byte_level"]
+    assert isinstance(tokenizer, ForeignTokenizer)
+    assert tokenizer._later is tokenizer._first
 
 
 @pytest.mark.parametrize("kind", KINDS)
