@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> Hu
     """
     causal = build_causal(config, plan, folder=folder or Path(str(config.model.path)))
     if plan.activation_checkpointing:
-        causal.gradient_checkpointing_enable({"use_reentrant": False})
+        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return HuggingFaceModel(causal, config.model)
 
 
@@ -43,19 +44,26 @@ def build_causal(config: Config, plan: Plan, *, folder: Path) -> Any:
     remote = bool(config.model.remote_code)
     settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=remote)
     dtype = _DTYPES[config.training.precision]
+    make = partial(
+        AutoModelForCausalLM.from_config,
+        settings,
+        dtype=dtype,
+        attn_implementation=_attention(config),
+        trust_remote_code=remote,
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(initialization.no_init_weights())
-        stack.enter_context(torch.device(runtime.device()))
         if plan.zero_stage == 3:
+            # Once without memory, for its imports: a class that is made inside of zero.Init would
+            # lose on leaving it what a decorator did to its constructor (0.19.8).
+            with torch.device("meta"):
+                make()
             stack.enter_context(_given_types_stay())
             zero = runtime.import_deepspeed().zero
-            stack.enter_context(zero.Init(config_dict_or_path=plan.deepspeed, dtype=dtype))
-        causal = AutoModelForCausalLM.from_config(
-            settings,
-            dtype=dtype,
-            attn_implementation=_attention(config),
-            trust_remote_code=remote,
-        )
+            # the type is that of the settings: one given here would be bf16 on CPUs (0.19.8)
+            stack.enter_context(zero.Init(config_dict_or_path=plan.deepspeed))
+        with torch.device(runtime.device()):
+            causal = make()
     causal.tie_weights()  # left out where no values are made
     _keep_float32(causal)
     return causal

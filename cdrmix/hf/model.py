@@ -92,6 +92,11 @@ class HuggingFaceModel(nn.Module):
         return self.causal.get_input_embeddings().weight.device
 
     @property
+    def family(self) -> str:
+        """Name of the architecture in config.json, its model_type."""
+        return str(self.causal.config.model_type)
+
+    @property
     def num_moe_layers(self) -> int:
         """Layers with a router."""
         return len(self.routing.routers)
