@@ -195,7 +195,7 @@ class FolderActivations:
         # Output of the convolution before its activation, and after it in float32: of the inputs
         # alone, unless it is float32 already.
         saved += size * sizes.convolved
-        wide = sizes.convolved if is_single else inner
+        wide: float = sizes.convolved if is_single else inner
         # Output, gate and its activation, what is normed; the gate is a copy unless it is float32.
         wide += 3 * inner if is_single else 4 * inner
         # Y off the diagonal, and two copies of the input times its step, for Y and for states.
