@@ -179,7 +179,10 @@ def _observe(run: Run[Batch, Result], result: Result, verdict: Verdict | None) -
     if react(run, verdicts, position):
         return
     if evaluates:
-        metrics |= stage.evaluate(run)
+        evaluation = stage.evaluate(run)
+        metrics |= evaluation
+        if "eval/loss" in evaluation:
+            run.evaluated = (run.step, evaluation["eval/loss"])
     # The metrics first: a run resumed from the checkpoint of this step does not write them again.
     if logs:
         react(run, _log(run, metrics), position)

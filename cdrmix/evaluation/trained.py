@@ -83,8 +83,7 @@ def continue_text(
     """Generates the continuation of `prompt` by a trained model."""
     run = load_trained(source)
     tokenizer = run.tokenizer
-    # In training each document follows an EOS.
-    ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
+    ids = [*tokenizer.prefix_ids, *tokenizer.encode(prompt)]
     new = generate(
         run.model,
         torch.tensor([ids], device=runtime.device()),
@@ -93,7 +92,8 @@ def continue_text(
         seed=seed,
         stop_id=tokenizer.eos_id,
     )
-    return tokenizer.decode([token for token in new[0].tolist() if token != tokenizer.eos_id])
+    tokens = (token for token in new[0].tolist() if token != tokenizer.eos_id)
+    return tokenizer.decode(tokens, continues=bool(prompt))
 
 
 def evaluate_run(

@@ -132,8 +132,8 @@ def model_card(metadata: dict[str, Any], config: Config, *, num_parameters: int,
         "```",
         "",
         "`trust_remote_code` runs `modeling_cdrmix.py` of this folder, which needs torch and "
-        "transformers alone. The tokenizer begins each text with `<|eos|>`, as documents in "
-        "training do. Pad on either side; padding changes nothing if `attention_mask` is given.",
+        "transformers alone. The tokenizer begins each text with its `bos_token`, as documents "
+        "in training do. Pad on either side; padding changes nothing if `attention_mask` is given.",
         "",
         *_left_out_lines(metadata["left_out"]),
         "## Origin",

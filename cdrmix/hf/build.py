@@ -15,6 +15,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from cdrmix import runtime
 from cdrmix.config.schema import Config
+from cdrmix.hf.lora import add_adapters
 from cdrmix.hf.model import HuggingFaceModel
 from cdrmix.log import get_logger
 from cdrmix.planning.plan import Plan
@@ -27,16 +28,21 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def build_model(config: Config, plan: Plan, *, folder: Path | None = None) -> HuggingFaceModel:
     """Builds the model of a folder on this rank's device, in the type of the run; collective.
 
-    Weights are read later, by each rank those of its own share: until then they have no values.
+    Weights are read later, by each rank those of its own share: until then they have no values, but
+    for low-rank adapters.
 
     Args:
         config, plan: of this start.
         folder: with config.json; None: `model.path`.
     """
     causal = build_causal(config, plan, folder=folder or Path(str(config.model.path)))
+    model = causal
+    if config.model.lora is not None:
+        # before recomputation, for which peft would have gradients of the embeddings computed
+        model = add_adapters(causal, config.model.lora, seed=config.training.seed)
     if plan.activation_checkpointing:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return HuggingFaceModel(causal, config.model)
+    return HuggingFaceModel(model, config.model)
 
 
 def build_causal(config: Config, plan: Plan, *, folder: Path) -> Any:

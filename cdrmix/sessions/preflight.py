@@ -21,13 +21,15 @@ from cdrmix.checkpoint.candidates import (
     nothing_to_resume,
 )
 from cdrmix.checkpoint.files import damage, read_json
+from cdrmix.config.base_checks import check_base
 from cdrmix.config.load import SAMPLE
 from cdrmix.config.redaction import redacted_text
 from cdrmix.config.schema import Config
 from cdrmix.data.mixture import MixedDataset, built_mixture
 from cdrmix.data.sample import sample_folder
-from cdrmix.data.shards import Manifest, check_vocab, file_problem, read_manifest
+from cdrmix.data.shards import Manifest, check_vocab, read_manifest, tokenizer_problems
 from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.engines import start_point
 from cdrmix.engines.run_directory import not_writable, place_of_run
 from cdrmix.errors import (
     ConfigError,
@@ -36,8 +38,11 @@ from cdrmix.errors import (
     StateError,
     TrainingError,
 )
+from cdrmix.export.manifest import verify_export
 from cdrmix.planning.profile import check_legal
 
+# A second's worth of reading: the weights of a small model, not those of a large one.
+_DIGESTED_BYTES = 2**28
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s]+")
 
 
@@ -61,15 +66,19 @@ def check_start(
         resume: --resume: never, auto, or a run directory or checkpoint.
     Raises:
         PlanError: if layout and profile are impossible on these ranks.
-        DataError: if the data set is missing, or does not fit model, mixture or sequence length.
+        DataError: if the data set is missing, or does not fit model, mixture or sequence length;
+            if the weights of a Hugging Face model are missing or damaged.
         StateError: if there is nothing to resume, or the run directory cannot be used.
-        ConfigError: if Stage B is given no Stage A.
+        ConfigError: if Stage B is given no Stage A, or the folder of a Hugging Face model cannot be
+            used.
         InfrastructureError: if a file system does not answer for now.
     """
     found: list[TrainingError] = []
     with _noted(found):
         check_legal(config, world_size=world_size, profile=profile, device=device)
     found += _data_problems(config)
+    with _noted(found):
+        _check_base(config, run_dir=run_dir, resume=resume)
     with _noted(found):
         _check_backbone(config, run_dir=run_dir, resume=resume)
     # Stage B alone may be told to take its backbone from the same place.
@@ -78,6 +87,8 @@ def check_start(
             _check_resumed(config, run_dir=run_dir, resume=resume)
     with _noted(found):
         _check_run_dir(config, run_dir=run_dir, resume=resume)
+    with _noted(found):
+        _check_start_from(config, run_dir=run_dir, resume=resume)
     if found:
         # A mistake counts more than a passing fault, which the same command may not meet again.
         gravest = min(found, key=lambda each: each.exit_code)
@@ -115,14 +126,23 @@ def _data_problems(config: Config) -> list[TrainingError]:
         manifest = read_manifest(folder)
         with _noted(found):
             check_vocab(manifest, config.model.vocab_size)
-        tokenizer = folder / manifest.tokenizer.file
-        problem = file_problem(tokenizer, None, manifest.tokenizer.sha256, mode="digest")
-        if problem:
+        for problem in tokenizer_problems(folder, manifest):
             found.append(DataError(f"{problem.text} {problem.advice}".rstrip()))
         for open_split in (_open_train, _open_validation):
             with _noted(found):
                 open_split(folder, manifest, config)
     return found
+
+
+def _check_base(config: Config, *, run_dir: Path | None, resume: str) -> None:
+    """Refuses the folder of a Hugging Face model that a start reads, by headers and sizes.
+
+    A checkpoint holds all weights of a model that is trained whole: its base may be gone.
+    """
+    place = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
+    goes_on = place is not None and bool(candidates(place))
+    if config.model.kind == "hf" and not (goes_on and config.model.lora is None):
+        check_base(config.model)
 
 
 def _open_train(folder: Path, manifest: Manifest, config: Config) -> None:
@@ -136,6 +156,42 @@ def _open_train(folder: Path, manifest: Manifest, config: Config) -> None:
 
 def _open_validation(folder: Path, manifest: Manifest, config: Config) -> None:
     TokenDataset(folder, "validation", config.training.sequence_length)
+
+
+def _check_start_from(config: Config, *, run_dir: Path | None, resume: str) -> None:
+    """Refuses weights to start from that are not there, not whole or do not fit; the ranks verify
+    the digests of large files."""
+    if config.training.start_from is None:
+        return
+    resumed = run_dir if resume == "auto" else None if resume == "never" else Path(resume)
+    if resumed is not None and candidates(resumed):
+        return  # they are not read any more
+    # The ranks look into the replica too.
+    if resume == "auto" and config.checkpoint.replica is not None and run_dir and run_dir.exists():
+        return
+    place = Path(config.training.start_from)
+    if start_point.kind_of(place) == "export":
+        verify_export(place, max_digested_bytes=_DIGESTED_BYTES)
+        point = start_point.of_export(place)
+    else:
+        skipped = []
+        whole = None
+        for folder in candidates(place):
+            if not (reasons := damage(folder, with_digests=False)):
+                whole = folder
+                break
+            skipped.append((folder.name, "; ".join(reasons)))
+        if whole is None:
+            why = "; ".join(f"{name}: {reasons}" for name, reasons in skipped)
+            raise start_point.all_damaged(place, why)
+        point = start_point.of_checkpoint(whole)
+    tokenizer = None
+    if "://" not in config.data.path:
+        is_sample = config.data.path == SAMPLE
+        folder = sample_folder(config.model.vocab_size) if is_sample else Path(config.data.path)
+        with contextlib.suppress(DataError):  # told by `_data_problems`
+            tokenizer = read_manifest(folder).tokenizer.sha256
+    start_point.check_fits(point, config.model, tokenizer=tokenizer)
 
 
 def _check_resumed(config: Config, *, run_dir: Path | None, resume: str) -> None:

@@ -24,6 +24,7 @@ from cdrmix.engines.recovery import state_of
 from cdrmix.engines.run import Start, make_run
 from cdrmix.engines.run_directory import LOG, open_run_directory, refuse_lost_checkpoints
 from cdrmix.engines.stage_a import Pretraining
+from cdrmix.engines.start_from import find_start, take_weights
 from cdrmix.engines.supervision import Requests, supervised
 from cdrmix.engines.training_data import check_same, open_corpus, recorded_sample
 from cdrmix.errors import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, StateError
@@ -173,10 +174,19 @@ def _pretrain(start: Start, checkpoint: store.FoundCheckpoint | None, *, goes_on
     corpus = open_corpus(config, sample=start.sample)
     topology = make_topology(plan.degrees)
     stage = Pretraining(config, plan, topology, corpus)
+    # A run that has a checkpoint goes on with its own weights, wherever they came from.
+    source = find_start(config, corpus) if checkpoint is None else None
     start.start_up.done("data")
     model = build_model(config, plan, topology)
     start.start_up.done("model")
     engine = start_engine(model, config, plan, topology)
+    if config.model.kind == "hf":
+        # transformers takes seconds to import
+        from cdrmix.engines import base_model
+
+        base_model.begin(start, engine, checkpoint)
+    if source is not None:
+        start.start_from = take_weights(engine, source)
     start.start_up.done("engine")
     run = make_run(start, topology, engine, stage)
     is_stopped = run_stage(

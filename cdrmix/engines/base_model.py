@@ -1,0 +1,107 @@
+"""The base of a run that begins with a Hugging Face model: verified, and read into the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from cdrmix import runtime
+from cdrmix.checkpoint import engine_state
+from cdrmix.checkpoint.base_model import (
+    BaseWeights,
+    base_folder,
+    base_records,
+    digest_of_base,
+    run_of,
+)
+from cdrmix.checkpoint.store import FoundCheckpoint
+from cdrmix.config.hugging_face import CONFIG_FILE
+from cdrmix.config.safetensors_headers import tensor_sizes
+from cdrmix.config.schema import Config
+from cdrmix.engines.recovery import state_of
+from cdrmix.engines.run import JsonObject, Start
+from cdrmix.engines.training_data import check_same
+from cdrmix.errors import DataError
+from cdrmix.hf.names import is_adapter, logical_name
+from cdrmix.log import get_logger
+
+logger = get_logger(__name__)
+
+
+def begin(start: Start, engine: Any, checkpoint: FoundCheckpoint | None) -> None:
+    """Gives a fresh engine the weights of the base, unless a checkpoint holds all; collective.
+
+    Raises as `load_base` does, and StateError if the base of the checkpoint's run is unknown.
+    """
+    model = start.config.model
+    run_dir = None
+    if checkpoint is None:
+        start.base = load_base(start.config, engine)
+    else:
+        start.base = state_of(checkpoint).get("base")
+        run_dir = run_of(checkpoint.path)
+    start.base_files = base_folder(model, start.directory.path, run_dir)
+
+
+def load_base(config: Config, engine: Any) -> JsonObject:
+    """Reads the weights of the folder `model.path` into a fresh engine; collective.
+
+    Each rank reads what it owns, whatever the layout. Adapters keep their initial values.
+
+    Returns:
+        Folder, digest and family of the base, for the records of a run.
+    Raises:
+        ConfigError, DataError, StateError: on every rank, if the folder cannot be used, hosts have
+            different ones, or it holds another model.
+    """
+    model = config.model
+    folder = Path(str(model.path))
+    digest = verified_digest(folder)
+    with runtime.together(lambda: BaseWeights(folder, model.remote_code)) as weights:
+        runtime.first_rank_does(weights.check_tied)
+        names = [logical_name(name) for name, _ in engine.module.named_parameters()]
+        adapters = {name for name in names if is_adapter(name)}
+        engine_state.load_weights(engine, weights, logical_name, fresh=adapters)
+        dropped = weights.name_map.dropped
+        record = {
+            "folder": os.path.abspath(folder),
+            "digest": digest,
+            "family": weights.family,
+            "parameters": weights.num_parameters,
+            "dropped": list(dropped),
+        }
+    if runtime.rank() == 0:
+        parameters = f"{record['parameters']:,} parameters"
+        place = (record["family"], parameters, folder, digest[:12])
+        logger.info("model: %s, %s of %s (digest %s)", *place)
+        if dropped:
+            logger.info(
+                "model: left out, as transformers does: %s",
+                dropped[0] + (f" and {len(dropped) - 1} more tensors" if dropped[1:] else ""),
+            )
+    return record
+
+
+def verified_digest(folder: Path) -> str:
+    """Digest of a base's config.json and weights, each file read by one rank; collective.
+
+    Raises:
+        DataError: on every rank, if a file cannot be read, or hosts have different folders.
+    """
+    # By headers, sizes and config.json: the weights of each file are read on one host alone.
+    check_same("folders of the base model", "digest", runtime.together(lambda: _outline(folder)))
+    rank, world = runtime.rank(), runtime.world_size()
+    own = runtime.together(lambda: base_records(folder, part=rank, parts=world))
+    shares = runtime.all_gather_object(own)
+    return digest_of_base({name: record for share in shares for name, record in share.items()})
+
+
+def _outline(folder: Path) -> str:
+    """sha256 over config.json and the headers of the weights, hex."""
+    try:
+        text = (folder / CONFIG_FILE).read_bytes()
+    except OSError as error:
+        raise DataError(f"{folder / CONFIG_FILE}: cannot be read: {error.strerror}") from error
+    return hashlib.sha256(text + repr(sorted(tensor_sizes(folder).items())).encode()).hexdigest()
