@@ -73,17 +73,24 @@ class FolderActivations:
         if layout.activation_checkpointing:
             # In float32 the norm of a block reads its input, which is counted already.
             twice = stream * tokens if self.element_bytes == _FLOAT32 else 0
-            total = len(blocks) * stream * tokens + max(blocks) - twice
+            total = self.between_blocks(layout) + max(blocks) - twice
         else:
             total = sum(blocks)
         return int(total) + self.outside(layout)
+
+    def between_blocks(self, layout: Layout) -> int:
+        """Bytes of a micro-batch that stay of blocks that are recomputed: their inputs, and the
+        statistics of their routing."""
+        stream = self.element_bytes * self.model.hidden_size
+        of_routers = sum("moe" in halves for halves in self.found.layers) * self._statistics()
+        return (len(self._blocks) * stream + of_routers) * self.tokens(layout)
 
     def outside(self, layout: Layout) -> int:
         """Bytes of a micro-batch outside the blocks: token ids, angles, last norm, and the loss,
         which forms the gradients of head and hidden states in its forward pass."""
         width = self.model.hidden_size
         stream = self.element_bytes * width
-        total = (self._norm() + stream) * self.tokens(layout) + self._angles(layout)
+        total = (self._norm() + stream) * self.tokens(layout) + self.angles(layout)
         if not self._is_frozen:  # of a frozen embedding and head nothing is needed
             total += _INDEX * self.tokens(layout) + _FLOAT32 * self.model.vocab_size * width
         return int(total)
@@ -104,7 +111,7 @@ class FolderActivations:
         """True if attention reads a mask of documents."""
         return self._segments_documents and not self._has_flash
 
-    def _angles(self, layout: Layout) -> int:
+    def angles(self, layout: Layout) -> int:
         """Bytes of cosine and sine of all positions, which the layers share."""
         if self.found.family == "nemotron_h":  # has no rotary positions
             return 0
@@ -171,8 +178,7 @@ class FolderActivations:
         row = 2 * size * width + self._feed_forward(self.found.expert_inner)
         row += _FLOAT32 + _ROW_INDICES
         total = moe.top_k * (row + _FLOAT32 + _INDEX)
-        # scores, and those of the statistics of routing
-        total += 3 * _FLOAT32 * moe.num_experts + 2 * _FLOAT32
+        total += _FLOAT32 * (moe.num_experts + 1) + self._statistics()
         if self.found.shared_inner:
             total += self._feed_forward(self.found.shared_inner)
         if self.found.latent:
@@ -182,6 +188,12 @@ class FolderActivations:
             if size != _FLOAT32 and not self._is_frozen:
                 total += _FLOAT32 * self.model.hidden_size  # the router reads a copy
         return total
+
+    def _statistics(self) -> int:
+        """Bytes per token of the losses of a router, scores and probabilities; 0 without one."""
+        if self.model.moe is None:
+            return 0
+        return _FLOAT32 * (2 * self.model.moe.num_experts + 1)
 
     def _mamba(self) -> float:
         """Bytes per token of a Mamba-2 mixer, by transformers' own code or by its kernels."""
@@ -195,7 +207,7 @@ class FolderActivations:
         # Output of the convolution before its activation, and after it in float32: of the inputs
         # alone, unless it is float32 already.
         saved += size * sizes.convolved
-        wide: float = sizes.convolved if is_single else inner
+        wide = sizes.convolved if is_single else inner
         # Output, gate and its activation, what is normed; the gate is a copy unless it is float32.
         wide += 3 * inner if is_single else 4 * inner
         # Y off the diagonal, and two copies of the input times its step, for Y and for states.
@@ -204,7 +216,7 @@ class FolderActivations:
             wide += 2 * inner + (0 if is_single else heads)
             saved += size * inner
         # Decays within a chunk, scores, their product; C twice, B twice, and B with its decay.
-        chunked = 3 * heads * sizes.chunk + 5 * heads * sizes.state_size
+        chunked: float = 3 * heads * sizes.chunk + 5 * heads * sizes.state_size
         chunked += inner * sizes.state_size / sizes.chunk
         # Steps before and after two functions, and in float32; decays from and to a chunk's ends.
         return saved + 2 * size * heads + _FLOAT32 * (3 * heads + wide + chunked)
