@@ -92,6 +92,11 @@ class HuggingFaceModel(nn.Module):
         return self.causal.get_input_embeddings().weight.device
 
     @property
+    def family(self) -> str:
+        """Name of the architecture in config.json, its model_type."""
+        return str(self.causal.config.model_type)
+
+    @property
     def num_moe_layers(self) -> int:
         """Layers with a router."""
         return len(self.routing.routers)
@@ -136,6 +141,8 @@ class HuggingFaceModel(nn.Module):
             # The default makes a cache, and with one all documents of a row would see each other.
             output = self._decoder(ids, use_cache=False, **options)
             statistics = self.routing.statistics()
+        if not torch.is_grad_enabled():
+            self.documents.spans = None
         hidden = output.last_hidden_state
         return Output(hidden.view(*input_ids.shape, hidden.shape[-1]), statistics, None)
 

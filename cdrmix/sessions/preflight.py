@@ -29,6 +29,7 @@ from cdrmix.data.mixture import MixedDataset, built_mixture
 from cdrmix.data.sample import sample_folder
 from cdrmix.data.shards import Manifest, check_vocab, read_manifest, tokenizer_problems
 from cdrmix.data.token_dataset import TokenDataset
+from cdrmix.data.tokenizer_files import check_tokenizer
 from cdrmix.engines import start_point
 from cdrmix.engines.run_directory import not_writable, place_of_run
 from cdrmix.errors import (
@@ -126,6 +127,9 @@ def _data_problems(config: Config) -> list[TrainingError]:
         manifest = read_manifest(folder)
         with _noted(found):
             check_vocab(manifest, config.model.vocab_size)
+        if config.model.kind == "hf":
+            with _noted(found):
+                check_tokenizer(manifest, Path(str(config.model.path)))
         for problem in tokenizer_problems(folder, manifest):
             found.append(DataError(f"{problem.text} {problem.advice}".rstrip()))
         for open_split in (_open_train, _open_validation):
