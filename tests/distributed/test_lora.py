@@ -264,7 +264,7 @@ def exported(runs: Runs, case: Case, out: Path, *, folder: str | None = None) ->
     out.mkdir()
     config = configured(case, folder or f"{runs.root}/{case.family}")
     with CheckpointFile(Path(runs.root) / "saved" / str(case) / str(BEFORE)) as reader:
-        write_adapter(out, RunAdapters(reader, config, Path(str(config.model.path))))
+        write_adapter(out, RunAdapters(reader, config))
 
 
 def scores(model: Any) -> torch.Tensor:
@@ -321,7 +321,7 @@ def test_merged_weights_are_the_model_of_the_run(
     folder = Path(runs.root) / family
     expected = torch.from_numpy(runs.endings[str(case)][0].saved)
     with CheckpointFile(Path(runs.root) / "saved" / str(case) / str(BEFORE)) as reader:
-        adapters = RunAdapters(reader, configured(case, str(folder)), folder)
+        adapters = RunAdapters(reader, configured(case, str(folder)))
         assert (merged_scores(folder, adapters) - expected).abs().max() <= 1e-5
         if family in WITH_EXPERTS:
             # B with the expert slowest, as A has it: every expert gets columns of others
@@ -349,7 +349,7 @@ def test_merged_weights_are_the_same_read_whole_or_in_pieces(runs: Runs) -> None
         CheckpointFile(Path(runs.root) / "saved" / str(case) / str(BEFORE)) as reader,
         BaseWeights(folder) as base,
     ):
-        adapters = RunAdapters(reader, configured(case, str(folder)), folder)
+        adapters = RunAdapters(reader, configured(case, str(folder)))
         weights = MergedWeights(base, adapters)
         for name in adapters.by_weight:
             block = Box.whole(weights.shape(name))
